@@ -63,7 +63,7 @@ def sample(model: str, prompts: list[np.ndarray], *, dtype: str) -> Microbatch:
     # With the decode loop, because it keeps the residual stream in float32, as on a GPU.
     config = EngineConfig.model_validate({"dtype": dtype, "max_context": 256})
     spec = EngineSpec(config=config, device="cpu", model_path=model, version=0)
-    engine = build_engine(spec, options=EmbeddedBackend(round_steps=4))
+    engine = build_engine(spec, options=EmbeddedBackend(decode_steps=4))
     for index, prompt in enumerate(prompts):
         engine.add_request(
             Request(id=str(index), prompt=prompt, sampling=SAMPLING, n=4, seed=index)

@@ -89,7 +89,7 @@ def sample(folder: str, *, num_prompts: int, device: str) -> Microbatch:
         version=0,
         records_routes=True,
     )
-    engine = build_engine(spec, options=EmbeddedBackend(round_steps=8))
+    engine = build_engine(spec, options=EmbeddedBackend(decode_steps=8))
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, VOCAB, (num_prompts, PROMPT_TOKENS)).astype(np.int32)
     for index, prompt in enumerate(prompts):

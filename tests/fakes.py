@@ -158,7 +158,7 @@ class Listener:
     def __call__(self, chunk: CompletionChunk) -> None:
         self.chunks.append(chunk)
 
-    def assert_heard(self, completions: Sequence[Completion], *, after: int = 0) -> None:
+    def assert_received(self, completions: Sequence[Completion], *, after: int = 0) -> None:
         """Exactly these, from token number `after` on, and each one's end with its last chunk."""
         for member, completion in enumerate(completions):
             own = [chunk for chunk in self.chunks if chunk.member == member]

@@ -23,7 +23,7 @@ Batch = Sequence[Message | Callable[[], object]]
 class RecordedCall:
     def __init__(self, message: Message, engine: EmbeddedEngine) -> None:
         self.message = message
-        self.heard = Listener()
+        self.listener = Listener()
         self.replies: list[Message | BaseException | None] = []
         self.tokens_at_reply: int | None = None
         self._engine = engine
@@ -32,7 +32,7 @@ class RecordedCall:
         assert isinstance(part, TokensSampled)
         assert not self.replies, "a part comes before the reply"
         for piece in part.pieces:
-            self.heard(piece)
+            self.listener(piece)
 
     def reply(self, message: Message | None = None) -> None:
         self._answer(message)

@@ -118,7 +118,7 @@ class EngineContract:
             engine.generate(silent),
         )
         for listener, completions in zip(listeners, groups, strict=True):
-            listener.assert_heard(completions)
+            listener.assert_received(completions)
             assert len(listener.chunks) > len(completions)
 
     async def test_each_completion_is_delivered_once(self, engine: Engine):
@@ -131,7 +131,7 @@ class EngineContract:
         completions = await engine.generate(make_request(n=4), on_completion=deliver)
         assert [delivered[member] for member in range(4)] == completions
 
-    async def test_an_aborted_request_returns_and_streams_its_tokens(self, engine: Engine):
+    async def test_aborted_request_returns_and_streams_its_tokens(self, engine: Engine):
         listener = Listener()
         task = asyncio.create_task(engine.generate(endless("r"), listener))
         await until_started(engine)
@@ -139,9 +139,9 @@ class EngineContract:
         (partial,) = await task
         assert partial.finish == "abort"
         assert 0 < len(partial.tokens) < MAX_CONTEXT - 6
-        listener.assert_heard([partial])
+        listener.assert_received([partial])
 
-    async def test_a_stop_string_ends_a_completion_and_is_not_in_its_text(self, engine: Engine):
+    async def test_stop_string_ends_completion_and_is_not_in_its_text(self, engine: Engine):
         (free,) = await engine.generate(make_request(temperature=0.0))
         stop = free.text[3:5]
         end = free.text.find(stop)
@@ -149,7 +149,7 @@ class EngineContract:
         assert (stopped.finish, stopped.text) == ("stop", free.text[:end])
         np.testing.assert_array_equal(stopped.tokens, free.tokens[: end + 2])
 
-    async def test_a_request_that_expires_ends_once_its_tokens_are_too_old(self, engine: Engine):
+    async def test_request_expires_once_its_tokens_are_too_old(self, engine: Engine):
         old = dataclasses.replace(endless("old"), expires=True)
         expiring = asyncio.create_task(engine.generate(old))
         lasting = asyncio.create_task(engine.generate(endless("lasting", seed=2)))
@@ -162,7 +162,7 @@ class EngineContract:
         (completion,) = await lasting
         assert completion.finish in ("stop", "length")
 
-    async def test_a_paused_engine_accepts_requests_and_aborts(self, engine: Engine):
+    async def test_paused_engine_accepts_requests_and_aborts(self, engine: Engine):
         running = asyncio.create_task(engine.generate(endless("running")))
         aborted = asyncio.create_task(engine.generate(endless("aborted", seed=2)))
         await until_started(engine)
@@ -191,7 +191,7 @@ class EngineContract:
         spoken = completion.tokens[:-1] if stopped else completion.tokens
         assert completion.text == letter_tokenizer().decode(spoken.tolist())
 
-    async def test_a_swap_is_visible_once_it_returns(self, engine: Engine, sender: PackingSender):
+    async def test_swap_is_visible_once_it_returns(self, engine: Engine, sender: PackingSender):
         assert await engine.swap(sender.publish(1, weights(seed=1))) == 1
         request = make_request()
         (completion,) = await engine.generate(request)
@@ -199,7 +199,7 @@ class EngineContract:
         logits = plain_logits(tiny_model("qwen3", seed=1), request.prompt, completion)
         assert_sampled_from(logits, completion, request.sampling)
 
-    async def test_a_damaged_update_is_refused_and_the_old_version_stays(
+    async def test_damaged_update_is_refused_and_old_version_stays(
         self, engine: Engine, sender: PackingSender
     ):
         update = sender.publish(1, weights(seed=1))
@@ -231,7 +231,7 @@ class EngineContract:
         (completion,) = await engine.generate(make_request("after"))
         assert completion.finish != "abort"
 
-    async def test_a_prompt_that_fills_the_context_is_refused_alone(self, engine: Engine):
+    async def test_prompt_that_fills_context_is_refused_alone(self, engine: Engine):
         other = asyncio.create_task(engine.generate(make_request("other")))
         with pytest.raises(TaskError, match=f"has {MAX_CONTEXT} tokens"):
             await engine.generate(make_request(prompt=MAX_CONTEXT))

@@ -96,7 +96,7 @@ class SeedsPart(EngineContract):
         assert (first.finish, second.finish) == ("abort", "stop")
         assert completed == [(1, second), (0, first)]
 
-    async def test_a_completion_does_not_depend_on_its_batch(self, engine: Engine):
+    async def test_completion_does_not_depend_on_batch(self, engine: Engine):
         request = make_request(n=2, seed=4)
         expected = await engine.generate(request)
         mates = [make_request(str(i), prompt=3 + i, seed=i, n=2) for i in range(10)]
@@ -105,7 +105,7 @@ class SeedsPart(EngineContract):
         for completion, same in zip(done[5], expected, strict=True):
             assert_same(completion, same)
 
-    async def test_a_stop_string_cuts_the_same_completion_short(self, engine: Engine):
+    async def test_stop_string_shortens_the_same_completion(self, engine: Engine):
         (free,) = await engine.generate(make_request(temperature=3.0, seed=1))
         stop = free.text[3:5]
         assert free.text.find(stop) == 3
@@ -117,21 +117,21 @@ class SeedsPart(EngineContract):
 class PartialsPart(EngineContract):
     capability = Capability.PARTIALS
 
-    async def test_a_resumed_request_streams_only_its_new_tokens(self, engine: Engine):
+    async def test_resumed_request_streams_only_new_tokens(self, engine: Engine):
         request, listener = endless("r"), Listener()
         task = asyncio.create_task(engine.generate(request, listener))
         await until_started(engine)
         await engine.abort(["r"])
         (partial,) = await task
-        listener.assert_heard([partial])
+        listener.assert_received([partial])
         rest = Listener()
         (whole,) = await engine.generate(dataclasses.replace(request, partial=partial), rest)
-        rest.assert_heard([whole], after=len(partial.tokens))
+        rest.assert_received([whole], after=len(partial.tokens))
         again = Listener()
         await engine.generate(dataclasses.replace(request, partial=whole), again)
-        again.assert_heard([whole], after=len(whole.tokens))
+        again.assert_received([whole], after=len(whole.tokens))
 
-    async def test_an_aborted_request_can_be_resumed(self, engine: Engine):
+    async def test_aborted_request_can_be_resumed(self, engine: Engine):
         request = endless("r", seed=2)
         (whole,) = await engine.generate(request)
         assert len(whole.tokens) > 100
@@ -164,7 +164,7 @@ class TokenVersionsPart(EngineContract):
             assert completion.finish in ("stop", "length")
         assert any(len(set(completion.versions)) > 1 for completion in completions)
 
-    async def test_an_expiring_request_ends_once_its_tokens_are_too_old(
+    async def test_expiring_request_ends_once_tokens_are_too_old(
         self, engine: Engine, sender: PackingSender
     ):
         old = dataclasses.replace(endless("old"), expires=True)
@@ -181,7 +181,7 @@ class TokenVersionsPart(EngineContract):
         (completion,) = await lasting
         assert completion.finish in ("stop", "length")
 
-    async def test_a_paused_engine_accepts_swaps_and_continues_after_resume(
+    async def test_paused_engine_accepts_swaps_and_continues_after_resume(
         self, engine: Engine, sender: PackingSender
     ):
         running = asyncio.create_task(engine.generate(endless("running")))
@@ -253,8 +253,8 @@ class AdaptersPart(EngineContract):
         judged = dataclasses.replace(judged, adapter="judge")
         async with open_engine(model_path, adapters={"judge": str(folder)}) as engine:
             (own,), (other,) = await asyncio.gather(engine.generate(plain), engine.generate(judged))
-            with pytest.raises(TaskError, match="'nobody'"):
-                await engine.generate(dataclasses.replace(judged, adapter="nobody"))
+            with pytest.raises(TaskError, match="'unknown'"):
+                await engine.generate(dataclasses.replace(judged, adapter="unknown"))
         logits = plain_logits(tiny_model("qwen3"), plain.prompt, own)
         assert_sampled_from(logits, own, plain.sampling)
         model = PeftModel.from_pretrained(tiny_model("qwen3"), folder).eval()

@@ -36,7 +36,7 @@ class TestMinimalEngine(EngineContract):
             ({"adapter": "judge"}, "named LoRA adapters per request"),
         ],
     )
-    async def test_a_request_that_needs_a_missing_capability_is_refused(
+    async def test_request_that_needs_a_missing_capability_is_refused(
         self, engine: Engine, changes: dict[str, Any], capability: str
     ):
         with pytest.raises(TaskError, match=f"needs {capability}"):

@@ -104,7 +104,7 @@ async def test_completions_that_had_ended_need_no_engine():
     assert engine.requests == []
     assert [one.text for one in completions] == ["ab", "c"]
     assert {member: one.text for member, one in ended_early.items()} == {0: "ab", 1: "c"}
-    heard.assert_heard(completions)
+    heard.assert_received(completions)
     assert partial.resumed.counts == {0: 3}
     assert partial.unused.num_tokens == 0
     assert partial.take_new() == [], "its tokens are saved already"
@@ -118,7 +118,7 @@ async def test_callers_receive_the_saved_tokens_and_then_the_rest():
         completions = await ReplayingEngine(serving, partial=PartialRollout(parts)).generate(
             request, heard
         )
-    heard.assert_heard(completions)
+    heard.assert_received(completions)
 
 
 async def test_saved_tokens_that_are_too_stale_are_sampled_again_and_counted():

@@ -129,7 +129,7 @@ async def test_scoring_receives_streamed_tokens_of_training_groups_only():
     await player.play(Task(prompt="x"), number=0, group_size=1, name="evaluation")
     assert [request.id for request in asked] == [r.id for r in engine.requests[:2]]
     assert [request.min_chunk_tokens > 1 for request in engine.requests] == [True, False, False]
-    listener.assert_heard([make_completion("12"), make_completion("3")])
+    listener.assert_received([make_completion("12"), make_completion("3")])
 
 
 class Ending(ScriptedEngine):

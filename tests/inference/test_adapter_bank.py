@@ -1,4 +1,4 @@
-"""Adapters that are applied without merging: several in one engine, each as PEFT computes it."""
+"""Unmerged adapters: several in one engine, each against PEFT."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ RESIDENTS = {
     "dora": LoraConfig(rank=2, alpha=8.0, dora=True, target_modules=("q_proj", "k_proj", "o_proj")),
 }
 EVERYONE = (None, "base", *RESIDENTS)
-ROUNDS = pytest.mark.parametrize("round_steps", [1, 4])
+ROUNDS = pytest.mark.parametrize("decode_steps", [1, 4])
 
 
 def save_adapter(folder: Path, lora: LoraConfig, *, architecture: str = "qwen3", seed: int) -> Path:
@@ -97,7 +97,7 @@ def assert_computed_by(model, engine_done, request: Request, *, tolerance: float
 
 # Every pair of choices, not every combination.
 @pytest.mark.parametrize(
-    ("architecture", "apply", "dora", "round_steps"),
+    ("architecture", "apply", "dora", "decode_steps"),
     [
         ("qwen2", "merged", False, 1),
         ("qwen2", "unmerged", True, 4),
@@ -109,12 +109,10 @@ def assert_computed_by(model, engine_done, request: Request, *, tolerance: float
         ("qwen3", "merged", False, 4),
     ],
 )
-def test_a_swapped_adapter_gives_what_peft_computes(
-    architecture, apply, dora, round_steps, tmp_path
-):
+def test_swapped_adapter_matches_peft(architecture, apply, dora, decode_steps, tmp_path):
     lora = LoraConfig(rank=4, alpha=8.0, dora=dora, apply=apply)
     folder = save_adapter(tmp_path / "adapter", lora, architecture=architecture, seed=1)
-    engine = make_engine(architecture, lora=lora, eos_ids=(), round_steps=round_steps)
+    engine = make_engine(architecture, lora=lora, eos_ids=(), decode_steps=decode_steps)
     requests = [make_request("a", prompt=11, top_k=9), make_request("b", temperature=0.0)]
     before = finish_all(engine, requests)
     for request in requests:
@@ -127,10 +125,8 @@ def test_a_swapped_adapter_gives_what_peft_computes(
 
 
 @ROUNDS
-def test_in_one_batch_everyone_gets_what_they_get_alone_and_what_peft_computes(
-    folders, round_steps
-):
-    engine = bank_engine(folders, round_steps=round_steps)
+def test_adapters_in_one_batch_match_single_requests_and_peft(folders, decode_steps):
+    engine = bank_engine(folders, decode_steps=decode_steps)
     requests = [request_for(name, top_p=0.9) for name in EVERYONE]
     together = finish_all(engine, requests)
     for name, request in zip(EVERYONE, requests, strict=True):
@@ -144,10 +140,10 @@ def test_in_one_batch_everyone_gets_what_they_get_alone_and_what_peft_computes(
 
 
 @ROUNDS
-def test_a_swap_of_the_policy_changes_only_its_own_rows(folders, round_steps):
+def test_policy_swap_changes_only_rows_of_the_policy(folders, decode_steps):
     requests = [request_for(name) for name in EVERYONE]
-    still = finish_all(bank_engine(folders, round_steps=round_steps), requests)
-    engine = bank_engine(folders, round_steps=round_steps)
+    still = finish_all(bank_engine(folders, decode_steps=decode_steps), requests)
+    engine = bank_engine(folders, decode_steps=decode_steps)
     for request in requests:
         engine.add_request(request)
     engine.step()
@@ -166,10 +162,8 @@ def test_a_swap_of_the_policy_changes_only_its_own_rows(folders, round_steps):
 
 
 @ROUNDS
-def test_without_a_policys_adapter_full_weights_are_swapped_below_the_residents(
-    folders, round_steps
-):
-    engine = make_engine(residents=residents(folders), eos_ids=(), round_steps=round_steps)
+def test_full_weights_are_swapped_below_resident_adapters(folders, decode_steps):
+    engine = make_engine(residents=residents(folders), eos_ids=(), decode_steps=decode_steps)
     assert engine.parameter_shapes() == make_engine().parameter_shapes()
     engine.swap(weights(seed=7), version=1)
     requests = [request_for(name) for name in (None, *RESIDENTS)]
@@ -180,9 +174,9 @@ def test_without_a_policys_adapter_full_weights_are_swapped_below_the_residents(
 
 
 @ROUNDS
-def test_the_models_weights_stay_as_they_are_and_adapters_where_they_are(folders, round_steps):
-    engine = bank_engine(folders, round_steps=round_steps)
-    base = make_engine(round_steps=round_steps)._weights._parameters
+def test_swap_leaves_model_weights_and_adapter_addresses_unchanged(folders, decode_steps):
+    engine = bank_engine(folders, decode_steps=decode_steps)
+    base = make_engine(decode_steps=decode_steps)._weights._parameters
     assert engine._weights._parameters.keys() == base.keys()
     assert all(torch.equal(p, base[name]) for name, p in engine._weights._parameters.items())
     bank = engine._bank
@@ -193,8 +187,8 @@ def test_the_models_weights_stay_as_they_are_and_adapters_where_they_are(folders
     assert places == [flat.data_ptr() for flat in bank._live if flat is not None]
 
 
-def test_one_adapter_costs_its_own_tensors_and_joined_projections_share_two_products():
-    engine = make_engine(lora=POLICY, round_steps=4)
+def test_fused_projections_share_two_adapter_products():
+    engine = make_engine(lora=POLICY, decode_steps=4)
     assert engine._bank is not None
     stacks = engine._bank._stacks
     assert len(stacks) == 4  # query, key and value; output; gate and up; down
@@ -205,14 +199,14 @@ def test_one_adapter_costs_its_own_tensors_and_joined_projections_share_two_prod
     assert sum(np.prod(stack._a.shape) for stack in stacks) == own
 
 
-def test_a_failed_update_leaves_no_version_and_the_next_complete_one_serves(folders):
+def test_failed_commit_leaves_no_version_until_the_next_complete_one(folders):
     engine = bank_engine(folders)
     tensors = read_checkpoint(folders[None])
     last = list(tensors)[-1]
     with pytest.raises(WeightError, match=r"as \(9, 32\)"):
         engine.swap({**tensors, last: torch.zeros(9, 32)}, version=2)
     assert engine.version == 1
-    with pytest.raises(WeightError, match="Version 2 cannot be made ready"):
+    with pytest.raises(WeightError, match="Version 2 cannot be prepared"):
         engine.swap({**tensors, last: tensors[last].to("meta")}, version=2)
     assert engine.version == 1
     prepared = engine.prepare(tensors, version=2)
@@ -225,7 +219,7 @@ def test_a_failed_update_leaves_no_version_and_the_next_complete_one_serves(fold
     assert_computed_by(peft_model(folders[None]), finish_all(engine, [request]), request)
 
 
-def test_an_unknown_adapter_is_named_with_those_there_are(folders):
+def test_error_for_unknown_adapter_lists_the_known_ones(folders):
     with pytest.raises(TaskError, match=r"no adapter 'narrow'; .* 'wide', 'dora', 'base'\."):
         bank_engine(folders).add_request(request_for("narrow"))
     plain = make_engine(residents=residents(folders))
@@ -238,9 +232,7 @@ def test_an_unknown_adapter_is_named_with_those_there_are(folders):
 
 
 @pytest.mark.parametrize("apply", ["auto", "unmerged"])
-def test_an_engine_started_with_adapters_serves_them_beside_a_saved_policy(
-    folders, apply, tmp_path
-):
+def test_engine_serves_resident_adapters_beside_a_saved_policy(folders, apply, tmp_path):
     save_model(tmp_path)
     paths = {name: str(folders[name]) for name in RESIDENTS}
     engine = build_engine(
@@ -268,7 +260,7 @@ def test_an_engine_started_with_adapters_serves_them_beside_a_saved_policy(
         (LoraConfig(rank=2, apply="unmerged"), False),
     ],
 )
-def test_an_adapter_alone_is_merged_unless_told_otherwise(lora, merges, tmp_path):
+def test_single_adapter_is_merged_by_default(lora, merges, tmp_path):
     save_model(tmp_path)
     engine = build_engine(
         EngineSpec(
@@ -297,11 +289,9 @@ def test_preempted_and_resumed_sequences_keep_their_adapter(folders, adapter):
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile_layers", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_captured_graphs_serve_everyone_and_are_not_captured_again_after_a_swap(
-    folders, compile_layers, dtype
-):
+def test_captured_graphs_serve_all_adapters_and_survive_swaps(folders, compile_layers, dtype):
     engine = bank_engine(
-        folders, round_steps=8, device="cuda", dtype=dtype, compile_layers=compile_layers
+        folders, decode_steps=8, device="cuda", dtype=dtype, compile_layers=compile_layers
     )
     requests = [request_for(name) for name in EVERYONE]
     finish_all(engine, requests)

@@ -1,4 +1,4 @@
-"""Backends are found by name, and settings that need what a backend lacks are refused."""
+"""Backends by name, and settings that need a capability which a backend lacks."""
 
 from dataclasses import dataclass
 
@@ -28,12 +28,12 @@ def config(**settings) -> RunConfig:
     return RunConfig(model="m", **{**CORE_ONLY, **settings})
 
 
-def test_the_embedded_engine_is_the_default_and_offers_everything():
+def test_embedded_backend_is_the_default_with_all_capabilities():
     assert load_backend(EngineConfig()) == EmbeddedBackend()
     assert EmbeddedBackend.capabilities == ALL
 
 
-def test_a_backend_may_be_a_class_of_ones_own_with_options():
+def test_backend_can_be_a_user_class_with_options():
     found = load_backend(EngineConfig(type=f"{__name__}:Sized", options={"size": 3}))
     assert found.size == 3
 
@@ -47,12 +47,12 @@ def test_a_backend_may_be_a_class_of_ones_own_with_options():
         ({"type": "no.such.module:Backend"}, "No module named"),
     ],
 )
-def test_a_wrong_backend_is_refused(settings, message):
+def test_unknown_backend_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         load_backend(EngineConfig(**settings))
 
 
-def test_core_settings_need_no_capability():
+def test_basic_settings_need_no_capability():
     check_capabilities(config(), frozenset(), has_experts=False)
     check_capabilities(
         config(weights={"interrupt": "barrier"}, buffer={"max_staleness": 0}, journal={}),
@@ -86,7 +86,7 @@ def test_core_settings_need_no_capability():
         ({}, "trainer.replay_routes = true", Capability.ROUTES),
     ],
 )
-def test_a_setting_that_needs_a_missing_capability_is_refused(settings, setting, capability):
+def test_setting_that_needs_a_missing_capability_is_refused(settings, setting, capability):
     run = config(**settings)
     check_capabilities(run, ALL, has_experts=True)
     with pytest.raises(ConfigError) as refused:
@@ -96,7 +96,7 @@ def test_a_setting_that_needs_a_missing_capability_is_refused(settings, setting,
     assert f"needs {capability.value}, which engine.type = 'embedded' does not offer" in sentence
 
 
-def test_a_backend_without_seeds_is_reported():
+def test_backend_without_seeds_gives_a_warning():
     assert seed_warnings(EngineConfig(), ALL) == ()
     (sentence,) = seed_warnings(EngineConfig(), frozenset())
     assert "a repeated run samples other tokens" in sentence

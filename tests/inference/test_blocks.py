@@ -41,7 +41,7 @@ class TablesMachine(RuleBasedStateMachine):
         if self.tables.blocks_for(num_tokens) > self.pool.num_free:
             return
         slot = self.pick_free_slot()
-        self.tables.grow(slot, num_tokens=num_tokens)
+        self.tables.extend(np.array([slot]), num_tokens=np.array([num_tokens]))
         self.slots[slot] = [self.name() for _ in range(num_tokens)]
         for at, name in enumerate(self.slots[slot]):
             block = self.tables.rows[slot, at // BLOCK_TOKENS]
@@ -94,7 +94,7 @@ class TablesMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(self.slots)))
-        self.tables.free(slot)
+        self.pool.release(self.tables.take(slot))
         del self.slots[slot]
 
     @precondition(lambda self: self.slots)
@@ -146,7 +146,7 @@ TestTables = TablesMachine.TestCase
 TestTables.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_a_block_is_handed_out_once_until_it_is_released():
+def test_block_is_allocated_once_until_it_is_released():
     pool = BlockPool(5)
     first, second = pool.allocate(2), pool.allocate(3)
     assert sorted([*first, *second]) == [0, 1, 2, 3, 4]
@@ -155,7 +155,7 @@ def test_a_block_is_handed_out_once_until_it_is_released():
 
 
 @pytest.mark.parametrize("verb", ["share", "release"])
-def test_a_free_block_can_be_neither_shared_nor_released(verb: str):
+def test_free_block_cannot_be_shared_or_released(verb: str):
     pool = BlockPool(3)
     blocks = pool.allocate(1)
     pool.release(blocks)
@@ -163,7 +163,7 @@ def test_a_free_block_can_be_neither_shared_nor_released(verb: str):
         getattr(pool, verb)(blocks)
 
 
-def test_shelved_blocks_are_free_and_go_in_the_order_in_which_they_are_least_missed():
+def test_reusable_blocks_are_free_and_evicted_in_lru_order():
     pool = BlockPool(9)
     passing, lasting, later = pool.allocate(2), pool.allocate(2), pool.allocate(2)
     pool.release_reusable(lasting, survives_swaps=True)
@@ -179,7 +179,7 @@ def test_shelved_blocks_are_free_and_go_in_the_order_in_which_they_are_least_mis
     assert [pool.allocate(1)[0] for _ in range(6)] == order
 
 
-def test_a_shelved_block_that_is_shared_is_no_longer_free():
+def test_shared_reusable_block_is_not_free():
     pool = BlockPool(4)
     blocks = pool.allocate(2)
     pool.release_reusable(blocks, survives_swaps=False)
@@ -190,14 +190,14 @@ def test_a_shelved_block_that_is_shared_is_no_longer_free():
     assert (pool.content_ids[blocks] == fillings).all()
 
 
-def test_more_blocks_than_free_are_not_handed_out():
+def test_allocating_more_blocks_than_free_fails():
     with pytest.raises(AssertionError, match="4 blocks wanted, 3 free"):
         BlockPool(3).allocate(4)
 
 
-def test_a_shared_partial_block_is_copied_by_the_first_writer_and_kept_by_the_last():
+def test_first_writer_copies_a_shared_block_and_last_writer_keeps_it():
     tables = BlockTables(BlockPool(8), num_slots=2, max_context=16, block_tokens=4)
-    tables.grow(0, num_tokens=6)
+    tables.extend(np.array([0]), num_tokens=np.array([6]))
     tables.assign(1, tables.share(0))
     full, partial = tables.rows[0, :2]
     sources, targets = tables.prepare_writes(np.array([0, 1]), np.array([6, 6]))

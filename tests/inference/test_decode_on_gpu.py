@@ -1,4 +1,4 @@
-"""The decode kernels against float64 references, and rounds on CUDA against the CPU engine."""
+"""Decode kernels against float64 references, and the decode loop on CUDA against the CPU."""
 
 import numpy as np
 import pytest
@@ -15,8 +15,7 @@ from engine_rig import (
 )
 
 from millrace.inference.embedded.decode.attention import plain_decode
-from millrace.inference.embedded.decode.sampling import KEPT_CAPACITY, sample_step
-from millrace.inference.embedded.sampler import SamplingBatch, SamplingTensors, sample
+from millrace.inference.embedded.sampler import KEPT_CAPACITY, SamplingBatch, sample, sample_step
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +54,7 @@ def decode_case(*, heads: int, kv_heads: int, dim: int, block_tokens: int, seed:
         (40, 2, 128, 1),
     ],
 )
-def test_decode_attention_equals_a_float64_reference(
+def test_decode_attention_matches_float64_reference(
     heads: int,
     kv_heads: int,
     dim: int,
@@ -87,7 +86,7 @@ def test_decode_attention_equals_a_float64_reference(
 
 @pytest.mark.parametrize("vocab", [7, 1000, 4096, 4097, 49152, 151936])
 @pytest.mark.parametrize("truncates", [False, True])
-def test_fused_draws_equal_the_plain_sampler(vocab: int, truncates: bool):
+def test_sampling_kernels_match_plain_sampler(vocab: int, truncates: bool):
     generator = torch.Generator().manual_seed(vocab)
     num_rows = 40
     logits = torch.randn(num_rows, vocab, generator=generator) * 4
@@ -104,22 +103,10 @@ def test_fused_draws_equal_the_plain_sampler(vocab: int, truncates: bool):
     settings["top_k"][::3] = 0
     settings["top_p"][::2] = 1.0
     settings["min_p"][::5] = 0.0
-    positions = torch.arange(num_rows)
-    expected = sample(
-        logits,
-        SamplingBatch(
-            **settings,
-            positions=positions,
-            any_greedy=True,
-            all_greedy=False,
-            any_truncates=truncates,
-            num_ordered=vocab,
-        ),
-    )
+    settings["positions"] = torch.arange(num_rows)
+    expected = sample(logits, SamplingBatch(**settings, any_truncates=truncates))
     on_gpu = {name: tensor.cuda() for name, tensor in settings.items()}
-    drawn = sample_step(
-        logits.cuda(), SamplingTensors(**on_gpu, positions=positions.cuda()), truncates=truncates
-    )
+    drawn = sample_step(logits.cuda(), SamplingBatch(**on_gpu, any_truncates=truncates))
     # A draw within a rounding error of a boundary may fall to either side; these seeds have none.
     torch.testing.assert_close(drawn.tokens.cpu(), expected.tokens)
     torch.testing.assert_close(drawn.logprobs.cpu(), expected.logprobs, rtol=1e-4, atol=1e-4)
@@ -147,9 +134,9 @@ def mixed_requests(n: int):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("compile_layers", [False, True])
-def test_rounds_on_cuda_agree_with_a_plain_forward(architecture: str, compile_layers: bool):
+def test_decode_loop_on_cuda_matches_plain_forward(architecture: str, compile_layers: bool):
     engine = make_engine(
-        architecture, eos_ids=(), max_sequences=20, round_steps=5, device="cuda",
+        architecture, eos_ids=(), max_sequences=20, decode_steps=5, device="cuda",
         compile_layers=compile_layers,
     )  # fmt: skip
     requests = mixed_requests(n=3)
@@ -162,8 +149,8 @@ def test_rounds_on_cuda_agree_with_a_plain_forward(architecture: str, compile_la
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
-def test_turns_on_cuda_go_on_from_the_kv_of_earlier_ones(dtype: torch.dtype, tolerance: float):
-    engine = make_engine(eos_ids=(), round_steps=4, device="cuda", dtype=dtype)
+def test_turns_on_cuda_reuse_kv_of_earlier_turns(dtype: torch.dtype, tolerance: float):
+    engine = make_engine(eos_ids=(), decode_steps=4, device="cuda", dtype=dtype)
     model, said = tiny_model("qwen3"), prompt_of(0)
     for turn in range(4):
         prompt = np.concatenate([said, prompt_of(9, seed=turn)])
@@ -178,22 +165,22 @@ def test_turns_on_cuda_go_on_from_the_kv_of_earlier_ones(dtype: torch.dtype, tol
         said = np.concatenate([prompt, completions[1].tokens])
 
 
-def test_a_swap_between_rounds_reaches_the_captured_graphs():
-    engine = make_engine(eos_ids=(), round_steps=4, device="cuda", compile_layers=True)
+def test_swap_between_launches_reaches_captured_graphs():
+    engine = make_engine(eos_ids=(), decode_steps=4, device="cuda", compile_layers=True)
     engine.add_request(make_request("a", max_new_tokens=20))
     engine.step()
     engine.swap({name: t.cuda() for name, t in weights(seed=7).items()}, version=1)
     (completion,) = finish_all(engine)["a"]
     assert set(completion.versions.tolist()) == {0, 1}
     changed = int((completion.versions == 1).argmax())
-    fresh = make_engine(seed=7, eos_ids=(), device="cuda", round_steps=4)
+    fresh = make_engine(seed=7, eos_ids=(), device="cuda", decode_steps=4)
     resumed = finish_all(fresh, [make_request("b", max_new_tokens=20)])["b"][0]
     assert not np.array_equal(resumed.tokens[changed:], completion.tokens[changed:]) or np.allclose(
         resumed.logprobs[changed:], completion.logprobs[changed:], atol=1e-3
     )
 
 
-def test_what_truncation_keeps_beyond_the_capacity_is_drawn_singly_and_complete():
+def test_kept_ids_beyond_capacity_are_sampled_in_single_steps():
     logits = torch.zeros(2, 9000)
     logits[:, 5000:] = -20.0
     settings = {
@@ -202,20 +189,17 @@ def test_what_truncation_keeps_beyond_the_capacity_is_drawn_singly_and_complete(
         "top_p": torch.ones(2),
         "min_p": torch.zeros(2),
         "keys": torch.tensor([1, 2]),
+        "positions": torch.zeros(2, dtype=torch.int64),
     }
     on_gpu = {name: tensor.cuda() for name, tensor in settings.items()}
-    drawn = sample_step(
-        logits.cuda(),
-        SamplingTensors(**on_gpu, positions=torch.zeros(2).long().cuda()),
-        truncates=True,
-    )
+    drawn = sample_step(logits.cuda(), SamplingBatch(**on_gpu))
     assert drawn.num_kept is not None
     assert drawn.num_kept.tolist() == [5000, 5000]  # ties with the last kept one stay
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
-def test_rounds_of_a_mixture_note_the_routes_that_single_steps_note(compiles: bool):
-    """All but a few: passes of other sizes round otherwise."""
+def test_decode_loop_records_the_routes_of_single_steps(compiles: bool):
+    """Except a few: passes of other sizes round differently."""
     half = {"device": "cuda", "dtype": torch.bfloat16, "records_routes": True, "eos_ids": ()}
     requests = [
         make_request(str(i), prompt=prompt_of(5 + 6 * i, seed=i), n=2, seed=i, routes_from=0)
@@ -223,7 +207,7 @@ def test_rounds_of_a_mixture_note_the_routes_that_single_steps_note(compiles: bo
     ]
     single = finish_all(make_engine(MIXTURE, **half), requests)
     done = finish_all(
-        make_engine(MIXTURE, round_steps=4, compile_layers=compiles, **half), requests
+        make_engine(MIXTURE, decode_steps=4, compile_layers=compiles, **half), requests
     )
     is_same = []
     for request in requests:

@@ -1,4 +1,4 @@
-"""Adapters in an engine: merged into the live weights, checked, and leaving no trace."""
+"""Adapters that are merged into the weights of an engine."""
 
 from pathlib import Path
 
@@ -37,10 +37,10 @@ def zero_for(engine: EmbeddedEngine) -> dict[str, torch.Tensor]:
     return {name: t.zero_() if ".lora_B." in name else t for name, t in adapter.items()}
 
 
-@pytest.mark.parametrize("round_steps", [1, 4])
+@pytest.mark.parametrize("decode_steps", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_after_50_swaps_a_zero_adapter_gives_the_base_model_back_bit_for_bit(round_steps, dtype):
-    engine = make_engine(lora=LORA, round_steps=round_steps, dtype=dtype)
+def test_zero_adapter_restores_base_model_exactly_after_50_swaps(decode_steps, dtype):
+    engine = make_engine(lora=LORA, decode_steps=decode_steps, dtype=dtype)
     base = {name: p.clone() for name, p in engine._weights._parameters.items()}
     expected = finish_all(engine, [make_request()])["r"][0]
     for version in range(1, 50):
@@ -57,8 +57,8 @@ def test_after_50_swaps_a_zero_adapter_gives_the_base_model_back_bit_for_bit(rou
     assert set(completion.versions) == {50}
 
 
-def test_a_swap_writes_in_place_so_that_captured_graphs_stay_valid():
-    engine = make_engine(lora=LORA, round_steps=4)
+def test_swap_writes_in_place():
+    engine = make_engine(lora=LORA, decode_steps=4)
     places = {name: p.data_ptr() for name, p in engine._weights._parameters.items()}
     engine.swap(adapter_for(engine, seed=1), version=1)
     assert {name: p.data_ptr() for name, p in engine._weights._parameters.items()} == places
@@ -82,7 +82,7 @@ A_TENSOR = "model.layers.1.mlp.up_proj.lora_A.weight"
     ],
     ids=["missing", "another rank", "unknown"],
 )
-def test_an_adapter_that_does_not_fit_is_refused_and_nothing_of_it_applied(spoil, reason):
+def test_adapter_that_does_not_fit_is_refused_without_changes(spoil, reason):
     engine = make_engine(lora=LORA)
     base = {name: p.clone() for name, p in engine._weights._parameters.items()}
     adapter = adapter_for(engine, seed=1)
@@ -93,7 +93,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_nothing_of_it_applied(spoil
     assert all(torch.equal(p, base[name]) for name, p in engine._weights._parameters.items())
 
 
-def test_full_weights_are_refused_by_an_engine_for_adapters_and_adapters_by_any_other():
+def test_engine_refuses_updates_of_the_other_kind():
     adapted, plain = make_engine(lora=LORA), make_engine()
     with pytest.raises(WeightError, match=r"lacks 'model\.layers\.0\.mlp\.down_proj"):
         adapted.swap(weights(seed=1), version=1)
@@ -102,7 +102,7 @@ def test_full_weights_are_refused_by_an_engine_for_adapters_and_adapters_by_any_
     assert (adapted.version, plain.version) == (0, 0)
 
 
-def test_an_engine_whose_merge_failed_half_way_serves_nothing_until_a_complete_version_is_in():
+def test_engine_with_half_merged_adapter_serves_nothing_until_next_version():
     engine = make_engine(lora=LORA)
     engine.add_request(make_request())
     engine.step()
@@ -121,7 +121,7 @@ def test_an_engine_whose_merge_failed_half_way_serves_nothing_until_a_complete_v
     assert completion.versions.tolist() == [0] + [2] * (len(completion.versions) - 1)
 
 
-def test_only_the_adapters_bytes_travel_and_a_manifest_of_another_is_refused():
+def test_only_adapter_tensors_are_sent_and_other_manifests_are_refused():
     engine = make_engine(lora=LORA, dtype=torch.bfloat16)
     adapter = adapter_for(engine, seed=1)
     sender = make_sender("shm", dtype=torch.float32)
@@ -140,7 +140,7 @@ def test_only_the_adapters_bytes_travel_and_a_manifest_of_another_is_refused():
         sender.close()
 
 
-def test_an_engine_started_with_a_saved_adapter_is_one_that_was_swapped_to_it(tmp_path: Path):
+def test_engine_started_with_saved_adapter_equals_swapped_engine(tmp_path: Path):
     save_model(tmp_path / "model")
     adapter = TrainedAdapter(tiny_model("qwen3"), LORA, model_path="tiny")
     for weight in adapter.named_weights().values():
@@ -166,10 +166,10 @@ def test_an_engine_started_with_a_saved_adapter_is_one_that_was_swapped_to_it(tm
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_captured_graphs_decode_with_a_merged_adapter(dtype):
+def test_captured_graphs_decode_with_merged_adapter(dtype):
     """Rounds on CUDA graphs against single steps, each under the same three versions."""
     engines = [
-        make_engine(lora=LORA, device="cuda", dtype=dtype, round_steps=steps, eos_ids=())
+        make_engine(lora=LORA, device="cuda", dtype=dtype, decode_steps=steps, eos_ids=())
         for steps in (1, 8)
     ]
     for version in (1, 2, 3):

@@ -1,5 +1,4 @@
-"""New weights are made ready beside decoding, and what is left for the commit does not grow with
-the model."""
+"""Updates are prepared while decoding continues; the cost of a commit is the same for any model."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,7 +19,7 @@ KINDS: dict[str, LoraConfig | None] = {
     "magnitudes": LoraConfig(rank=4, alpha=8.0, dora=True, apply="unmerged"),
 }
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
-ROUNDS = pytest.mark.parametrize("round_steps", [1, 4])
+ROUNDS = pytest.mark.parametrize("decode_steps", [1, 4])
 
 
 class Operations(TorchDispatchMode):
@@ -63,10 +62,10 @@ def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize(("kind", "num_tensors"), [("unmerged", 1), ("magnitudes", 2)])
 @pytest.mark.parametrize("num_layers", [1, 2, 6])
 @ROUNDS
-def test_an_adapter_is_committed_by_one_operation_however_many_layers_it_has(
-    kind, num_tensors, num_layers, round_steps
+def test_adapter_commit_is_one_operation_for_any_number_of_layers(
+    kind, num_tensors, num_layers, decode_steps
 ):
-    engine = engine_of_kind(kind, num_layers=num_layers, round_steps=round_steps)
+    engine = engine_of_kind(kind, num_layers=num_layers, decode_steps=decode_steps)
     engine.add_request(make_request(n=4))
     engine.step()
     prepared = engine.prepare(update_for(engine, seed=1), version=1)
@@ -76,7 +75,7 @@ def test_an_adapter_is_committed_by_one_operation_however_many_layers_it_has(
 
 
 @pytest.mark.parametrize("kind", ["full", "merged"])
-def test_weights_are_committed_by_one_operation_on_those_that_change(kind):
+def test_weight_commit_is_one_operation_on_changed_tensors(kind):
     engine = engine_of_kind(kind)
     before = live_tensors(engine)
     prepared = engine.prepare(update_for(engine, seed=1), version=1)
@@ -89,8 +88,8 @@ def test_weights_are_committed_by_one_operation_on_those_that_change(kind):
 
 @ALL_KINDS
 @ROUNDS
-def test_preparing_touches_nothing_that_decodes(kind, round_steps):
-    engine = engine_of_kind(kind, round_steps=round_steps)
+def test_prepare_changes_no_live_tensor(kind, decode_steps):
+    engine = engine_of_kind(kind, decode_steps=decode_steps)
     before = live_tensors(engine)
     engine.prepare(update_for(engine, seed=1), version=1)
     assert engine.version == 0
@@ -98,7 +97,7 @@ def test_preparing_touches_nothing_that_decodes(kind, round_steps):
 
 
 @ALL_KINDS
-def test_a_version_that_was_prepared_and_dropped_leaves_no_trace(kind):
+def test_dropped_prepared_version_has_no_effect(kind):
     engine, plain = engine_of_kind(kind), engine_of_kind(kind)
     engine.prepare(update_for(engine, seed=1), version=1)
     newer = engine.prepare(update_for(engine, seed=2), version=2)
@@ -109,7 +108,7 @@ def test_a_version_that_was_prepared_and_dropped_leaves_no_trace(kind):
 
 
 @ALL_KINDS
-def test_versions_prepared_together_are_committed_each_as_it_is(kind):
+def test_several_prepared_versions_are_committed_independently(kind):
     engine, plain = engine_of_kind(kind), engine_of_kind(kind)
     versions = [engine.prepare(update_for(engine, seed=n), version=n) for n in (1, 2)]
     for prepared in versions:
@@ -120,11 +119,9 @@ def test_versions_prepared_together_are_committed_each_as_it_is(kind):
 
 @ALL_KINDS
 @ROUNDS
-def test_sequences_that_decode_while_another_thread_prepares_are_as_if_it_did_not(
-    kind, round_steps
-):
+def test_prepare_in_another_thread_does_not_change_decoding(kind, decode_steps):
     """And under the version that is then committed they are as after a swap."""
-    engine, plain = (engine_of_kind(kind, round_steps=round_steps) for _ in range(2))
+    engine, plain = (engine_of_kind(kind, decode_steps=decode_steps) for _ in range(2))
     requests = [make_request(str(seed), n=3, seed=seed, max_new_tokens=40) for seed in range(2)]
     update = update_for(engine, seed=1)
     with ThreadPoolExecutor(max_workers=1) as stager:
@@ -146,10 +143,10 @@ def test_sequences_that_decode_while_another_thread_prepares_are_as_if_it_did_no
 @ALL_KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("on_host", [False, True])
-def test_captured_graphs_decode_with_what_another_thread_prepared(kind, dtype, on_host):
+def test_captured_graphs_decode_with_weights_prepared_in_another_thread(kind, dtype, on_host):
     """Without being captured again, whether the update lies on the device or on the host."""
     engine, plain = (
-        engine_of_kind(kind, round_steps=8, device="cuda", dtype=dtype) for _ in range(2)
+        engine_of_kind(kind, decode_steps=8, device="cuda", dtype=dtype) for _ in range(2)
     )
     requests = [make_request("r", n=4, temperature=0.0, max_new_tokens=60)]
     finish_all(engine, requests)

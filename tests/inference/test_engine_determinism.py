@@ -28,7 +28,7 @@ def alone(request: Request) -> list[Completion]:
     return finish_all(make_engine(), [request])[request.id]
 
 
-def test_batch_mates_do_not_change_a_completion():
+def test_completion_does_not_depend_on_its_batch():
     request = make_request(seed=3, n=3, temperature=1.2)
     expected = alone(request)
     mates = crowd()
@@ -37,7 +37,7 @@ def test_batch_mates_do_not_change_a_completion():
         assert_same(completion, same)
 
 
-def test_preemption_does_not_change_a_completion():
+def test_completion_does_not_depend_on_preemption():
     mates = crowd()
     roomy = finish_all(make_engine(max_sequences=32, num_blocks=512), mates)
     engine = make_engine(num_blocks=20, prefill_tokens=10)
@@ -48,7 +48,7 @@ def test_preemption_does_not_change_a_completion():
             assert_same(completion, same)
 
 
-def test_members_of_a_group_differ_and_equal_single_requests_with_their_index():
+def test_group_members_differ_and_match_single_requests_with_their_index():
     group = alone(make_request(n=4, seed=9, max_new_tokens=12))
     assert len({completion.tokens.tobytes() for completion in group}) == 4
     for index, member in enumerate(group):
@@ -59,17 +59,17 @@ def test_members_of_a_group_differ_and_equal_single_requests_with_their_index():
         assert_same(alone(request)[0], member)
 
 
-def test_seeds_give_different_completions():
+def test_different_seeds_give_different_completions():
     tokens = {alone(make_request(seed=seed))[0].tokens.tobytes() for seed in range(8)}
     assert len(tokens) == 8
 
 
-def test_the_same_request_twice_gives_the_same_completion():
+def test_same_request_gives_the_same_completion():
     request = make_request(seed=-1, top_p=0.9)
     np.testing.assert_array_equal(alone(request)[0].tokens, alone(request)[0].tokens)
 
 
-def test_token_i_is_the_inverse_cdf_at_the_draw_of_seed_index_and_i():
+def test_token_is_inverse_cdf_at_uniform_of_seed_index_and_position():
     model = tiny_model("qwen3")
     for length in (4, 11):
         request = make_request(prompt=length, n=2, seed=6, temperature=1.3, top_p=0.9)

@@ -1,4 +1,4 @@
-"""Logprobs and kept ids equal a plain transformers forward, whatever the engine did in between."""
+"""Logprobs and kept ids against a plain forward pass of transformers."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def mixed_requests(*, n: int = 1) -> list[Request]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_setting_in_one_batch_agrees_with_a_plain_forward(architecture: str):
+def test_all_sampling_settings_in_one_batch_match_plain_forward(architecture: str):
     requests = mixed_requests()
     done = finish_all(make_engine(architecture, prefill_tokens=9, eos_ids=()), requests)
     model = tiny_model(architecture)
@@ -49,9 +49,7 @@ def test_every_setting_in_one_batch_agrees_with_a_plain_forward(architecture: st
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
 @pytest.mark.parametrize("max_sequences", [3, 16])
-def test_completions_that_share_a_prefill_agree_with_a_plain_forward(
-    architecture: str, max_sequences: int
-):
+def test_completions_with_shared_prefill_match_plain_forward(architecture: str, max_sequences: int):
     engine = make_engine(architecture, max_sequences=max_sequences, eos_ids=())
     requests = mixed_requests(n=4)
     done = finish_all(engine, requests)
@@ -66,7 +64,7 @@ def test_completions_that_share_a_prefill_agree_with_a_plain_forward(
     assert engine.stats().free_blocks == 256
 
 
-def test_preempted_sequences_agree_with_a_plain_forward_and_with_an_undisturbed_engine():
+def test_preempted_sequences_match_plain_forward_and_undisturbed_engine():
     requests = mixed_requests(n=2)
     engine = make_engine(num_blocks=26, prefill_tokens=13, eos_ids=())
     done = finish_all(engine, requests)
@@ -83,7 +81,7 @@ def test_preempted_sequences_agree_with_a_plain_forward_and_with_an_undisturbed_
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])
-def test_an_aborted_completion_resumes_as_if_nothing_had_happened(name: str):
+def test_resumed_completion_equals_uninterrupted_one(name: str):
     request = make_request(seed=5, **SETTINGS[name])
     whole = finish_all(make_engine(eos_ids=()), [request])["r"][0]
     engine = make_engine(eos_ids=())
@@ -108,7 +106,7 @@ def test_an_aborted_completion_resumes_as_if_nothing_had_happened(name: str):
     assert_sampled_from(logits, completion, request.sampling)
 
 
-def test_long_tailed_contexts_are_attended_in_several_buckets_without_a_difference():
+def test_bucketed_attention_of_uneven_contexts_matches_plain_forward():
     lengths = [100, 3, 5, 90, 4, 2, 6, 3]
     requests = [
         make_request(str(i), prompt=prompt_of(length, seed=i), max_new_tokens=20)

@@ -1,4 +1,4 @@
-"""Pausing the engine process's body, pass by pass: the test's link decides what arrives when."""
+"""Pause and resume of an EngineWorker; a scripted link decides which call arrives when."""
 
 from typing import Any
 
@@ -51,14 +51,14 @@ def serve(*script: list[Message], **settings: Any) -> ScriptedLink:
     return link
 
 
-def test_a_paused_engine_makes_no_token_and_a_resumed_one_goes_on_with_the_next():
+def test_paused_engine_samples_no_token_until_resumed():
     link = serve([Generate(request=make_request())], [], [Pause()], [], [], [Resume()], [])
     assert link.tokens == [0, 1, 2, 2, 2, 2, 3, 4]
     assert ("paused", False) in link.spans
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8}, {"temperature": 0.0}])
-def test_a_completion_paused_after_every_token_equals_the_undisturbed_one(sampling):
+def test_completion_paused_after_every_token_equals_uninterrupted_one(sampling):
     request = make_request(n=2, max_new_tokens=12, **sampling)
     expected = finish_all(make_engine(), [request])[request.id]
     link = serve([Generate(request=request)], *[[Pause()], [], [Resume()]] * 16)
@@ -66,7 +66,7 @@ def test_a_completion_paused_after_every_token_equals_the_undisturbed_one(sampli
         assert_same(completion, same)
 
 
-def test_a_paused_engine_answers_every_call():
+def test_paused_engine_answers_every_call():
     late = make_request("late", max_new_tokens=3, temperature=0.0)
     polls: list[list[Message]] = [[] for _ in range(8)]
     link = serve(
@@ -86,7 +86,7 @@ def test_a_paused_engine_answers_every_call():
     assert link.tokens[:6] == [0, 1, 1, 1, 1, 1]
 
 
-def test_weights_land_in_a_paused_engine():
+def test_paused_engine_accepts_new_weights():
     link = serve([Generate(request=make_request())], [Pause()], [SwapWeights(update=UPDATE)])
     assert link.reply_to(SwapWeights).version == 1
     assert link.tokens == [0, 1, 1, 1]
@@ -96,16 +96,16 @@ def test_weights_land_in_a_paused_engine():
 @pytest.mark.parametrize(
     "urgent", [Pause(), SwapWeights(update=UPDATE), AbortRequests(ids=["other"])]
 )
-def test_a_round_goes_on_when_more_work_arrives_and_ends_for_any_other_call(urgent):
+def test_launch_continues_for_new_requests_and_ends_for_other_calls(urgent):
     requests = [make_request(name, max_new_tokens=60) for name in ("early", "late")]
     early, late = [Generate(request=request) for request in requests]
-    link = serve([early], [late], [urgent], [AbortRequests(ids=["early", "late"])], round_steps=32)
+    link = serve([early], [late], [urgent], [AbortRequests(ids=["early", "late"])], decode_steps=32)
     (call,) = link.calls_of(type(urgent))[:1]
     assert call.tokens_at_reply is not None
-    assert 1 < call.tokens_at_reply < 16  # and not the 32 that the round would have had
+    assert 1 < call.tokens_at_reply < 16  # fewer than the 32 steps of a whole launch
 
 
-def test_a_paused_engine_stops_when_told_to():
+def test_paused_engine_stops_on_request():
     link = serve([Generate(request=make_request())], [Pause()], [])
     assert link.reply_to(Stop) is None
     assert np.diff(link.tokens).tolist() == [1, 0, 0]

@@ -1,4 +1,4 @@
-"""KV of a known prefix is taken instead of computed, and nothing but the cost can tell."""
+"""The prefix cache saves prefill and changes no completion."""
 
 import dataclasses
 
@@ -79,10 +79,10 @@ def converse(
     return turns
 
 
-@pytest.mark.parametrize("round_steps", [1, 4])
+@pytest.mark.parametrize("decode_steps", [1, 4])
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
-def test_a_shared_prefix_is_computed_once(architecture: str, round_steps: int):
-    engine = make_engine(architecture, eos_ids=(), round_steps=round_steps)
+def test_shared_prefix_is_computed_once(architecture: str, decode_steps: int):
+    engine = make_engine(architecture, eos_ids=(), decode_steps=decode_steps)
     system = prompt_of(18)
     for number, expected in enumerate([0, 16, 16]):
         prompt = np.concatenate([system, prompt_of(5, seed=1 + number)])
@@ -92,10 +92,10 @@ def test_a_shared_prefix_is_computed_once(architecture: str, round_steps: int):
         assert_as_without_cache(done, request, architecture=architecture)
 
 
-@pytest.mark.parametrize("round_steps", [1, 4])
+@pytest.mark.parametrize("decode_steps", [1, 4])
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 9])
-def test_a_prompt_known_to_its_end_still_gets_its_logits(length: int, round_steps: int):
-    engine = make_engine(eos_ids=(), round_steps=round_steps)
+def test_fully_cached_prompt_still_gets_logits(length: int, decode_steps: int):
+    engine = make_engine(eos_ids=(), decode_steps=decode_steps)
     request = make_request(prompt=length, n=3)
     first, *_ = computed(engine, request)
     again, _, num_found = computed(engine, request)
@@ -104,10 +104,10 @@ def test_a_prompt_known_to_its_end_still_gets_its_logits(length: int, round_step
         assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("round_steps", [1, 4])
+@pytest.mark.parametrize("decode_steps", [1, 4])
 @pytest.mark.parametrize("session", [None, "s"])
-def test_a_turn_prefills_only_what_is_new(session: str | None, round_steps: int):
-    turns = converse(make_engine(eos_ids=(), round_steps=round_steps), session=session)
+def test_turn_prefills_only_new_tokens(session: str | None, decode_steps: int):
+    turns = converse(make_engine(eos_ids=(), decode_steps=decode_steps), session=session)
     for turn in turns:
         assert turn.num_found == turn.num_known
         assert turn.num_prefilled == len(turn.request.prompt) - turn.num_known
@@ -116,9 +116,9 @@ def test_a_turn_prefills_only_what_is_new(session: str | None, round_steps: int)
     assert max(turn.num_prefilled for turn in turns) < 7 + 5 + BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("round_steps", [1, 4])
-def test_with_kept_kv_a_session_prefills_only_what_is_new_across_swaps(round_steps: int):
-    engine = make_engine(eos_ids=(), kv="keep", round_steps=round_steps)
+@pytest.mark.parametrize("decode_steps", [1, 4])
+def test_session_with_kept_kv_prefills_only_new_tokens_across_swaps(decode_steps: int):
+    engine = make_engine(eos_ids=(), kv="keep", decode_steps=decode_steps)
     turns = converse(engine, session="s", swaps=True)
     cache = DynamicCache(config=tiny_model("qwen3").config)
     for version, turn in enumerate(turns):
@@ -139,7 +139,7 @@ def test_with_kept_kv_a_session_prefills_only_what_is_new_across_swaps(round_ste
 
 
 @pytest.mark.parametrize(("kv", "session"), [("recompute", "s"), ("keep", None)])
-def test_without_session_or_kept_kv_a_swap_costs_the_whole_prefix_once(kv: str, session):
+def test_swap_without_session_or_kept_kv_recomputes_prefix_once(kv: str, session):
     engine = make_engine(eos_ids=(), kv=kv)
     turns = converse(engine, session=session, swaps=True)
     for version, turn in enumerate(turns):
@@ -149,7 +149,7 @@ def test_without_session_or_kept_kv_a_swap_costs_the_whole_prefix_once(kv: str, 
     assert num_found == (len(turns[-1].request.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def test_branches_of_a_session_go_on_from_what_they_have_in_common():
+def test_branches_of_a_session_share_their_common_prefix():
     engine = make_engine(eos_ids=())
     (trunk,), *_ = computed(engine, in_session(make_request(prompt=10)))
     said = np.concatenate([prompt_of(10), trunk.tokens])  # 26 tokens, 24 of them in whole blocks
@@ -168,7 +168,7 @@ def in_session(request: Request, name: str = "s") -> Request:
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 @pytest.mark.parametrize("version", [0, 1])  # a number may come again with other values
-def test_kv_of_other_weights_is_never_found_by_a_plain_request(kv: str, version: int):
+def test_request_without_session_never_finds_kv_of_other_weights(kv: str, version: int):
     engine = make_engine(eos_ids=(), kv=kv)
     request = make_request(prompt=20)
     computed(engine, in_session(request))
@@ -182,7 +182,7 @@ def test_kv_of_other_weights_is_never_found_by_a_plain_request(kv: str, version:
 
 
 @pytest.mark.parametrize("spans_swap", [False, True])
-def test_a_plain_request_that_shares_a_prefix_with_a_session_does_not_take_it_away(spans_swap):
+def test_request_sharing_a_prefix_does_not_evict_it_from_the_session(spans_swap):
     engine = make_engine(eos_ids=(), num_blocks=24, max_sequences=2)
     turn = in_session(make_request(prompt=20, max_new_tokens=2))
     computed(engine, turn)
@@ -200,7 +200,7 @@ def test_a_plain_request_that_shares_a_prefix_with_a_session_does_not_take_it_aw
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 @pytest.mark.parametrize("session", [None, "s"])
-def test_kv_of_a_sequence_that_spans_a_swap_is_for_its_session_alone(kv: str, session):
+def test_kv_that_spans_a_swap_is_found_only_by_its_session(kv: str, session):
     engine = make_engine(eos_ids=(), kv=kv)
     engine.add_request(dataclasses.replace(make_request(prompt=10), session=session))
     for _ in range(6):
@@ -215,7 +215,7 @@ def test_kv_of_a_sequence_that_spans_a_swap_is_for_its_session_alone(kv: str, se
     assert_as_without_cache(done, follow_up, seed=1)
 
 
-def test_preempted_sequences_take_up_what_is_left_of_their_kv():
+def test_preempted_sequences_reuse_their_remaining_kv():
     requests = [make_request(str(i), prompt=prompt_of(9, seed=i), seed=i) for i in range(6)]
     engine = make_engine(eos_ids=(), num_blocks=16)
     done = finish_all(engine, requests)
@@ -227,9 +227,9 @@ def test_preempted_sequences_take_up_what_is_left_of_their_kv():
         assert_as_without_cache(done[request.id], request)
 
 
-@pytest.mark.parametrize("round_steps", [1, 4])
-def test_under_pressure_old_prefixes_make_room_for_new_sequences(round_steps: int):
-    engine = make_engine(eos_ids=(), num_blocks=20, round_steps=round_steps)
+@pytest.mark.parametrize("decode_steps", [1, 4])
+def test_old_prefixes_are_evicted_for_new_sequences(decode_steps: int):
+    engine = make_engine(eos_ids=(), num_blocks=20, decode_steps=decode_steps)
     for number in range(18):
         prompt = np.concatenate([prompt_of(8, seed=number // 3), prompt_of(9, seed=number)])
         request = make_request(prompt=prompt, n=2, seed=number, max_new_tokens=12)
@@ -239,7 +239,7 @@ def test_under_pressure_old_prefixes_make_room_for_new_sequences(round_steps: in
     assert engine.stats().cached_tokens > 0
 
 
-def test_an_aborted_completion_that_is_resubmitted_finds_what_it_had():
+def test_resubmitted_completion_finds_its_kv():
     engine = make_engine(eos_ids=())
     request = make_request(prompt=10, top_k=5)
     engine.add_request(request)
@@ -253,7 +253,7 @@ def test_an_aborted_completion_that_is_resubmitted_finds_what_it_had():
     assert_as_without_cache(done, request)
 
 
-def test_an_aborted_prefill_leaves_the_chunks_it_computed():
+def test_aborted_prefill_leaves_its_computed_chunks():
     engine = make_engine(eos_ids=(), prefill_tokens=10)
     request = make_request(prompt=40, n=3)
     engine.add_request(request)
@@ -266,7 +266,7 @@ def test_an_aborted_prefill_leaves_the_chunks_it_computed():
     assert_as_without_cache(done, request)
 
 
-def test_sessions_are_forgotten_before_they_outnumber_the_blocks():
+def test_number_of_remembered_sessions_is_bounded_by_blocks():
     engine = make_engine(eos_ids=(), num_blocks=8)
     for number in range(30):
         request = make_request(prompt=prompt_of(6, seed=number), max_new_tokens=2)
@@ -277,7 +277,7 @@ def test_sessions_are_forgotten_before_they_outnumber_the_blocks():
     assert not prefixes._leaving
 
 
-def test_without_the_cache_everything_is_computed():
+def test_disabled_prefix_cache_computes_everything():
     engine = make_engine(eos_ids=(), prefix_cache=False)
     turns = converse(engine, session="s")
     assert [turn.num_prefilled for turn in turns] == [len(turn.request.prompt) for turn in turns]

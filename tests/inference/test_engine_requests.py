@@ -42,7 +42,7 @@ def letters(tokens: np.ndarray) -> str:
         (make_request(stop=("",)), "no empty stop string"),
     ],
 )
-def test_what_can_never_be_served_is_refused_with_a_sentence(request_: Request, reason: str):
+def test_request_that_can_never_be_served_is_refused(request_: Request, reason: str):
     engine = make_engine(max_context=32)
     with pytest.raises(TaskError, match=reason):
         engine.add_request(request_)
@@ -50,7 +50,7 @@ def test_what_can_never_be_served_is_refused_with_a_sentence(request_: Request, 
     assert len(finish_all(engine, [make_request()])["r"]) == 1
 
 
-def test_few_blocks_bound_the_context_too():
+def test_context_is_bounded_by_number_of_blocks():
     engine = make_engine(num_blocks=5, block_tokens=4)
     with pytest.raises(TaskError, match=r"20 tokens, and the context of 20 .*engine.kv_bytes"):
         engine.add_request(make_request(prompt=20))
@@ -58,7 +58,7 @@ def test_few_blocks_bound_the_context_too():
     assert len(completion.tokens) == 1
 
 
-def test_a_request_id_is_refused_while_it_is_in_use():
+def test_duplicate_request_id_is_refused():
     engine = make_engine()
     engine.add_request(make_request())
     with pytest.raises(TaskError, match="already here"):
@@ -67,19 +67,19 @@ def test_a_request_id_is_refused_while_it_is_in_use():
     assert len(finish_all(engine, [make_request()])["r"]) == 1
 
 
-def test_a_completion_that_reaches_max_new_tokens_finishes_by_length():
+def test_completion_finishes_by_length_at_max_new_tokens():
     completion = sampled(max_new_tokens=5)
     assert (completion.finish, len(completion.tokens)) == ("length", 5)
     assert completion.text == letters(completion.tokens)
 
 
-def test_a_completion_that_reaches_the_end_of_the_context_finishes_by_length():
+def test_completion_finishes_by_length_at_end_of_context():
     engine = make_engine(max_context=32, eos_ids=())
     (completion,) = finish_all(engine, [make_request(prompt=25, max_new_tokens=100)])["r"]
     assert (completion.finish, len(completion.tokens)) == ("length", 7)
 
 
-def test_an_eos_token_stops_and_is_kept_in_the_tokens_but_not_in_the_text():
+def test_eos_token_is_in_tokens_but_not_in_text():
     free = sampled(max_new_tokens=12)
     at = 4
     assert free.tokens[at] not in free.tokens[:at]
@@ -91,7 +91,7 @@ def test_an_eos_token_stops_and_is_kept_in_the_tokens_but_not_in_the_text():
 
 @pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_stop_string_stops_as_soon_as_it_is_complete_and_is_not_in_the_text(at: int, size: int):
+def test_stop_string_ends_completion_and_is_not_in_text(at: int, size: int):
     free = sampled(max_new_tokens=12)
     stop = letters(free.tokens[at : at + size])
     assert letters(free.tokens).find(stop) == at
@@ -101,7 +101,7 @@ def test_a_stop_string_stops_as_soon_as_it_is_complete_and_is_not_in_the_text(at
     assert stopped.text == letters(free.tokens[:at])
 
 
-def test_a_stop_string_may_name_a_special_token():
+def test_stop_string_can_be_a_special_token():
     engine = make_engine(eos_ids=())
     request = make_request(n=8, max_new_tokens=100, stop=("<eos>",), temperature=1.5)
     stopped = [c for c in finish_all(engine, [request])["r"] if c.finish == "stop"]
@@ -112,7 +112,7 @@ def test_a_stop_string_may_name_a_special_token():
         assert "<eos>" not in completion.text
 
 
-def test_an_abort_returns_running_waiting_and_unstarted_members_as_they_are():
+def test_abort_returns_running_waiting_and_unstarted_members():
     engine = make_engine(max_sequences=3, eos_ids=())
     engine.add_request(make_request("running", n=5))
     engine.add_request(make_request("waiting", prompt=9, n=2))
@@ -126,7 +126,7 @@ def test_an_abort_returns_running_waiting_and_unstarted_members_as_they_are():
     assert engine.stats().free_blocks == 256
 
 
-def test_an_abort_keeps_members_that_had_finished():
+def test_abort_keeps_finished_members():
     engine = make_engine(max_sequences=1, eos_ids=())
     engine.add_request(make_request(n=2, max_new_tokens=3))
     for _ in range(4):
@@ -144,7 +144,7 @@ def test_an_abort_keeps_members_that_had_finished():
         ({"max_new_tokens": 16, "eos": True}, "stop"),
     ],
 )
-def test_resuming_what_had_already_ended_returns_it_without_computing(change, finish: str):
+def test_resuming_an_ended_completion_returns_it_without_computing(change, finish: str):
     partial = sampled(max_new_tokens=8)
     stop = (letters(partial.tokens[-2:]),) if change.pop("stop", False) else ()
     eos_ids = (int(partial.tokens[-1]),) if change.pop("eos", False) else ()
@@ -165,19 +165,19 @@ def resume(partial: Completion, **request) -> Request:
     return dataclasses.replace(make_request(**request), id="again", partial=partial)
 
 
-def test_only_one_completion_can_be_resumed_at_a_time():
+def test_request_can_resume_only_one_completion():
     partial = sampled(max_new_tokens=2)
     with pytest.raises(TaskError, match="resumes one completion but asks 2"):
         make_engine().add_request(resume(partial, n=2))
 
 
-def test_a_completion_is_not_resumed_with_other_truncation():
+def test_completion_cannot_be_resumed_with_other_truncation():
     partial = sampled(max_new_tokens=2)
     with pytest.raises(TaskError, match="sampled with other truncation"):
         make_engine().add_request(resume(partial, top_k=3))
 
 
-def test_what_was_aborted_before_its_first_token_resumes_from_the_prompt():
+def test_completion_aborted_before_its_first_token_resumes_from_prompt():
     engine = make_engine(eos_ids=())
     engine.add_request(make_request(top_k=3))
     ((partial,),) = (aborted.completions for aborted in engine.abort(["r"]))
@@ -187,7 +187,7 @@ def test_what_was_aborted_before_its_first_token_resumes_from_the_prompt():
     assert completion.kept.offsets.tolist() == list(range(0, 3 * 16 + 1, 3))
 
 
-def test_weights_that_give_no_numbers_end_the_run_with_a_sentence():
+def test_weights_with_nan_logits_fail_the_run():
     engine = make_engine()
     broken = weights(seed=1)
     broken["model.norm.weight"] = torch.full_like(broken["model.norm.weight"], torch.nan)
@@ -199,7 +199,7 @@ def test_weights_that_give_no_numbers_end_the_run_with_a_sentence():
         engine.step()
 
 
-def test_a_long_prompt_is_prefilled_in_chunks_while_others_go_on():
+def test_long_prompt_is_prefilled_in_chunks_while_others_decode():
     engine = make_engine(prefill_tokens=8, eos_ids=())
     engine.add_request(make_request("short", max_new_tokens=30))
     engine.step()
@@ -214,17 +214,17 @@ def test_a_long_prompt_is_prefilled_in_chunks_while_others_go_on():
     assert engine.stats().generated_tokens == 1 + 8 + 1
 
 
-@pytest.mark.parametrize("round_steps", [1, 4])
-def test_a_prefill_that_does_not_fit_into_memory_is_done_in_smaller_passes(round_steps: int):
+@pytest.mark.parametrize("decode_steps", [1, 4])
+def test_prefill_that_runs_out_of_memory_is_split(decode_steps: int):
     request = make_request("a", prompt=100)
     expected = finish_all(make_engine(eos_ids=()), [request])["a"][0]
-    engine = make_engine(eos_ids=(), round_steps=round_steps, prefill_tokens=64)
+    engine = make_engine(eos_ids=(), decode_steps=decode_steps, prefill_tokens=64)
     embedding = engine._model.get_input_embeddings()
     embedding.register_forward_pre_hook(out_of_memory_beyond(20))
     assert_same(finish_all(engine, [request])["a"][0], expected)
 
 
-def test_a_pass_that_never_fits_into_memory_ends_the_run_with_a_sentence():
+def test_pass_that_never_fits_into_memory_fails_the_run():
     engine = make_engine()
     engine._model.get_input_embeddings().register_forward_pre_hook(out_of_memory_beyond(3))
     with pytest.raises(RunFailed, match=r"does not fit into the memory .* lower engine\.kv_bytes"):
@@ -239,7 +239,7 @@ def out_of_memory_beyond(num_tokens: int):
     return check
 
 
-def test_a_request_overtakes_as_many_of_those_that_wait_as_it_may():
+def test_request_skips_as_many_queued_requests_as_its_priority():
     engine = make_engine(max_sequences=1)
     for name, priority in [("a", 0), ("b", 0), ("c", 0), ("d", 2), ("e", 1)]:
         engine.add_request(
@@ -248,5 +248,5 @@ def test_a_request_overtakes_as_many_of_those_that_wait_as_it_may():
     ended = []
     while engine.has_work:
         ended += [finished.id for finished in engine.step()]
-    # Nobody is seated before the first step; d goes before c and level with b, e level with c.
+    # No sequence has a slot before the first step; d skips c and ties with b, e ties with c.
     assert ended == ["a", "b", "d", "c", "e"]

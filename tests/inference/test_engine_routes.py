@@ -1,4 +1,4 @@
-"""The routes of a completion are those of a plain forward pass, whatever the engine did."""
+"""Recorded expert routes against a plain forward pass of transformers."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def assert_routed(
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
-def test_chunked_prefill_and_shared_prompts_have_the_routes_of_a_plain_forward(architecture: str):
+def test_chunked_prefill_and_shared_prompts_have_routes_of_plain_forward(architecture: str):
     requests = mixed_requests(n=3)
     engine = make_engine(architecture, records_routes=True, prefill_tokens=5, eos_ids=())
     done = finish_all(engine, requests)
@@ -51,14 +51,14 @@ def test_chunked_prefill_and_shared_prompts_have_the_routes_of_a_plain_forward(a
             assert_same(ours, dataclasses.replace(theirs, routes=None))
 
 
-@pytest.mark.parametrize("round_steps", [2, 7])
-def test_rounds_have_the_routes_of_single_steps(round_steps: int):
+@pytest.mark.parametrize("decode_steps", [2, 7])
+def test_decode_loop_has_routes_of_single_steps(decode_steps: int):
     requests = mixed_requests()
-    engine = make_engine(MIXTURE, records_routes=True, round_steps=round_steps, eos_ids=(5,))
+    engine = make_engine(MIXTURE, records_routes=True, decode_steps=decode_steps, eos_ids=(5,))
     assert_routed(finish_all(engine, requests), requests)
 
 
-def test_found_prefixes_bring_their_routes():
+def test_cached_prefixes_have_routes():
     engine = make_engine(MIXTURE, records_routes=True, eos_ids=())
     finish_all(engine, [make_request("first", prompt=prompt_of(21))])  # which wants no routes
     request = make_request(prompt=prompt_of(21), n=2, seed=1, routes_from=0)
@@ -67,13 +67,13 @@ def test_found_prefixes_bring_their_routes():
     assert_routed(done, [request])
 
 
-def test_routes_begin_where_they_are_wanted():
+def test_routes_start_at_requested_position():
     requests = mixed_requests(start=4)
     engine = make_engine(MIXTURE, records_routes=True, eos_ids=())
     assert_routed(finish_all(engine, requests), requests)
 
 
-@pytest.mark.parametrize("settings", [{}, {"round_steps": 3}, {"prefix_cache": False}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"decode_steps": 3}, {"prefix_cache": False}], ids=str)
 def test_preempted_sequences_keep_their_routes(settings):
     requests = mixed_requests(n=3)
     engine = make_engine(MIXTURE, records_routes=True, num_blocks=30, eos_ids=(), **settings)
@@ -83,7 +83,7 @@ def test_preempted_sequences_keep_their_routes(settings):
 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["given back", "lost with its engine"])
-def test_a_completion_that_is_resumed_elsewhere_has_all_its_routes(is_lost: bool):
+def test_completion_resumed_on_another_engine_has_all_routes(is_lost: bool):
     engine = make_engine(MIXTURE, records_routes=True, eos_ids=())
     request = make_request(seed=5, routes_from=2)
     engine.add_request(request)
@@ -92,7 +92,7 @@ def test_a_completion_that_is_resumed_elsewhere_has_all_its_routes(is_lost: bool
     ((partial,),) = (aborted.completions for aborted in engine.abort(["r"]))
     assert partial.routes is not None
     assert len(partial.routes) == len(request.prompt) + 7 - 1 - 2
-    if is_lost:  # then nobody was told of them
+    if is_lost:  # then its routes were never sent
         partial = dataclasses.replace(partial, routes=None)
     resumed = dataclasses.replace(request, id="again", partial=partial)
     other = make_engine(MIXTURE, records_routes=True, prefill_tokens=4, eos_ids=())
@@ -101,7 +101,7 @@ def test_a_completion_that_is_resumed_elsewhere_has_all_its_routes(is_lost: bool
     assert_routed(done, [resumed])
 
 
-def test_parked_sequences_keep_their_routes():
+def test_preempt_all_keeps_routes():
     engine = make_engine(MIXTURE, records_routes=True, eos_ids=(), num_blocks=40)
     requests = mixed_requests()
     for request in requests:
@@ -114,7 +114,7 @@ def test_parked_sequences_keep_their_routes():
     assert_routed(done, requests)
 
 
-def test_tokens_keep_the_routes_they_were_sampled_with_when_kv_is_recomputed():
+def test_recomputed_kv_keeps_routes_of_sampled_tokens():
     engine = make_engine(
         MIXTURE, records_routes=True, eos_ids=(), kv="recompute", prefill_tokens=1024
     )
@@ -139,7 +139,7 @@ def test_tokens_keep_the_routes_they_were_sampled_with_when_kv_is_recomputed():
             np.testing.assert_array_equal(completion.routes, np.stack(expected))
 
 
-def test_a_swap_leaves_the_routes_of_what_was_fed_before():
+def test_swap_keeps_routes_of_earlier_tokens():
     engine = make_engine(MIXTURE, records_routes=True, eos_ids=(), kv="keep")
     request = make_request(routes_from=0)
     engine.add_request(request)
@@ -155,17 +155,17 @@ def test_a_swap_leaves_the_routes_of_what_was_fed_before():
     assert (after != plain_routes(tokens)[num_fed:-1]).any()
 
 
-def test_a_dense_model_or_a_request_that_wants_none_has_no_routes():
+def test_dense_model_or_request_without_routes_has_none():
     engine = make_engine(MIXTURE, records_routes=True)
     assert finish_all(engine, [make_request()])["r"][0].routes is None
     dense = make_engine("qwen3", records_routes=True)
     assert finish_all(dense, [make_request(routes_from=0)])["r"][0].routes is None
 
 
-@pytest.mark.parametrize("round_steps", [1, 4])
-def test_scoring_records_no_routes(round_steps: int):
+@pytest.mark.parametrize("decode_steps", [1, 4])
+def test_scoring_records_no_routes(decode_steps: int):
     requests = mixed_requests()
-    engine = make_engine(MIXTURE, records_routes=True, round_steps=round_steps, eos_ids=())
+    engine = make_engine(MIXTURE, records_routes=True, decode_steps=decode_steps, eos_ids=())
     to_score = ScoreRequest(tokens=prompt_of(9, seed=9), positions=np.array([4, 8], np.int32))
     for request in requests:
         engine.add_request(request)

@@ -42,10 +42,10 @@ def sampled(engine: EmbeddedEngine) -> list[tuple[Request, Completion]]:
     return [(request, done[request.id][0]) for request in requests]
 
 
-@pytest.mark.parametrize("round_steps", [1, 4])
+@pytest.mark.parametrize("decode_steps", [1, 4])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_scores_equal_the_sampled_logprobs_and_entropies(architecture, round_steps):
-    engine = make_engine(architecture, round_steps=round_steps)
+def test_scores_match_sampled_logprobs_and_entropies(architecture, decode_steps):
+    engine = make_engine(architecture, decode_steps=decode_steps)
     known = sampled(engine)
     results = engine.score([score_request(*each) for each in known])
     model = tiny_model(architecture)
@@ -58,7 +58,7 @@ def test_scores_equal_the_sampled_logprobs_and_entropies(architecture, round_ste
 
 
 @pytest.mark.parametrize("apply", ["merged", "unmerged"])
-def test_scoring_applies_the_adapter_of_the_policy(apply):
+def test_scoring_applies_policy_adapter(apply):
     engine = make_engine(lora=LoraConfig(rank=4, alpha=8.0, apply=apply))
     generator = torch.Generator().manual_seed(1)
     adapter = {
@@ -75,11 +75,11 @@ def test_scoring_applies_the_adapter_of_the_policy(apply):
     assert results[0].version == 1
 
 
-@pytest.mark.parametrize("round_steps", [1, 4])
-def test_scoring_does_not_change_running_sequences(round_steps):
+@pytest.mark.parametrize("decode_steps", [1, 4])
+def test_scoring_does_not_change_running_sequences(decode_steps):
     request = make_request("long", max_new_tokens=40, n=3)
-    alone = finish_all(make_engine(round_steps=round_steps), [request])["long"]
-    engine = make_engine(round_steps=round_steps)
+    alone = finish_all(make_engine(decode_steps=decode_steps), [request])["long"]
+    engine = make_engine(decode_steps=decode_steps)
     request_to_score = ScoreRequest(
         tokens=prompt_of(30), positions=np.arange(1, 30, dtype=np.int32)
     )
@@ -94,8 +94,8 @@ def test_scoring_does_not_change_running_sequences(round_steps):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_on_a_gpu_equal_the_sampled_logprobs(dtype):
-    engine = make_engine(device="cuda", dtype=dtype, round_steps=4, compile_layers=True)
+def test_scores_on_gpu_match_sampled_logprobs(dtype):
+    engine = make_engine(device="cuda", dtype=dtype, decode_steps=4, compile_layers=True)
     known = sampled(engine)
     results = engine.score([score_request(*each) for each in known])
     tolerance = 1e-3 if dtype == torch.float32 else 0.1

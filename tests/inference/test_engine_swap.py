@@ -1,4 +1,4 @@
-"""New weights: all or nothing, between two forward passes, while sequences go on."""
+"""New weights: all or nothing, between two forward passes, while sequences continue."""
 
 import gc
 
@@ -62,7 +62,7 @@ def cached_logits(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_kept_kv_continues_as_a_transformers_cache_would(architecture: str):
+def test_kept_kv_continues_like_a_transformers_cache(architecture: str):
     engine = make_engine(architecture, eos_ids=(), kv="keep")
     requests = mixed_requests()
     done = swap_while_generating(engine, requests, architecture)
@@ -77,7 +77,7 @@ def test_kept_kv_continues_as_a_transformers_cache_would(architecture: str):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_recomputed_kv_makes_each_token_a_full_forward_under_its_own_version(architecture: str):
+def test_recomputed_kv_matches_full_forward_of_each_version(architecture: str):
     engine = make_engine(architecture, eos_ids=(), kv="recompute", prefill_tokens=1024)
     requests = mixed_requests()
     done = swap_while_generating(engine, requests, architecture)
@@ -90,7 +90,7 @@ def test_recomputed_kv_makes_each_token_a_full_forward_under_its_own_version(arc
             assert_sampled_from(own, completion, request.sampling)
 
 
-def test_an_aborted_completion_resumes_under_newer_weights_and_keeps_its_older_versions():
+def test_resumed_completion_keeps_versions_of_its_older_tokens():
     engine = make_engine(eos_ids=())
     engine.add_request(make_request())
     for _ in range(6):
@@ -119,7 +119,7 @@ def test_an_aborted_completion_resumes_under_newer_weights_and_keeps_its_older_v
     ],
     ids=["missing", "unknown", "shape"],
 )
-def test_an_update_that_does_not_fit_is_refused_and_nothing_of_it_applied(spoil, reason: str):
+def test_update_that_does_not_fit_is_refused_without_changes(spoil, reason: str):
     tensors = weights(seed=1)
     spoil(tensors)
     engine = make_engine()
@@ -132,7 +132,7 @@ def test_an_update_that_does_not_fit_is_refused_and_nothing_of_it_applied(spoil,
     assert set(completion.versions) == {0}
 
 
-def test_an_engine_whose_swap_failed_half_way_serves_nothing_until_a_complete_version_is_in():
+def test_engine_with_half_applied_swap_serves_nothing_until_next_version():
     engine = make_engine()
     engine.add_request(make_request())
     engine.step()

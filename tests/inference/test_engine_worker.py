@@ -1,4 +1,4 @@
-"""The engine process's body, with a link whose other end is this test."""
+"""EngineWorker on a link whose other end is the test."""
 
 import dataclasses
 import itertools
@@ -68,7 +68,7 @@ def sender() -> Iterator[PackingSender]:
 def start(link: FakeLink, model_path: Path, **engine: Any) -> None:
     config = {
         "model": {"path": str(model_path)},
-        "engine": {"threads": 1, **engine},
+        "engine": {"threads": 1, "options": {"block_tokens": 4}, **engine},
         "placement": {"engines": "cpu"},
     }
     link.call(StartEngine(config=config, model_path=str(model_path), version=3)).result()
@@ -129,7 +129,7 @@ def damaged(update: WeightUpdate) -> WeightUpdate:
     return dataclasses.replace(update, checksum=update.checksum ^ 1)
 
 
-def test_requests_are_answered_and_spans_and_counters_reported(link: FakeLink, model_path: Path):
+def test_worker_answers_requests_and_reports_spans_and_counters(link: FakeLink, model_path: Path):
     start(link, model_path)
     calls = [
         link.call(Generate(request=make_request(str(i), n=2, seed=i, max_new_tokens=30)))
@@ -162,7 +162,7 @@ def test_published_weights_become_visible(link: FakeLink, model_path: Path, send
     assert set(completion.versions) == {4}
 
 
-def test_damaged_update_is_refused_and_the_old_version_serves_on(
+def test_damaged_update_is_refused_and_old_version_still_serves(
     link: FakeLink, model_path: Path, sender: PackingSender
 ):
     start(link, model_path)
@@ -188,7 +188,7 @@ def test_decoding_continues_while_weights_are_staged():
     assert (np.diff(spanning.versions) >= 0).all()
 
 
-def test_a_newer_update_supersedes_one_that_is_still_staging():
+def test_newer_update_supersedes_one_that_is_staging():
     link, receiver = FakeLink(), GatedReceiver()
     with serving(link, receiver):
         calls = [link.call(SwapWeights(update=update_of(version))) for version in (1, 3, 2)]
@@ -203,17 +203,17 @@ def test_a_newer_update_supersedes_one_that_is_still_staging():
     assert [e.counters["swaps"] for e in link.events if isinstance(e, WorkerProgress)][-1] == 1
 
 
-def test_update_that_cannot_be_staged_is_refused_and_the_old_version_serves_on():
+def test_update_that_cannot_be_staged_is_refused_and_old_version_still_serves():
     link, receiver = FakeLink(), GatedReceiver({1: lambda tensor: tensor.to("meta")})
     receiver.open()
     with serving(link, receiver):
-        with pytest.raises(WeightError, match="Version 1 cannot be made ready"):
+        with pytest.raises(WeightError, match="Version 1 cannot be prepared"):
             link.call(SwapWeights(update=update_of(1))).result()
         (completion,) = link.call(Generate(request=make_request())).result().completions
     assert set(completion.versions) == {0}
 
 
-def test_after_a_swap_that_failed_half_way_requests_wait_for_a_complete_version():
+def test_requests_wait_for_complete_version_after_half_applied_swap():
     # Has the right shape, dtype and device, but cannot be copied.
     link, receiver = FakeLink(), GatedReceiver({1: lambda tensor: tensor.to_sparse()})
     receiver.open()
@@ -226,7 +226,7 @@ def test_after_a_swap_that_failed_half_way_requests_wait_for_a_complete_version(
     assert set(completion.versions) == {2}
 
 
-def test_an_abort_answers_the_request_with_what_it_has(link: FakeLink, model_path: Path):
+def test_abort_answers_request_with_its_tokens(link: FakeLink, model_path: Path):
     start(link, model_path, max_sequences=1)
     running, waiting = link.call(long_request()), link.call(long_request("second"))
     assert link.call(AbortRequests(ids=["long", "second", "gone"])).result() == Done()
@@ -236,7 +236,7 @@ def test_an_abort_answers_the_request_with_what_it_has(link: FakeLink, model_pat
         assert [completion.finish for completion in reply.completions] == ["abort"]
 
 
-def test_early_completions_are_sent_once_and_only_on_request(link: FakeLink, model_path: Path):
+def test_early_completions_are_sent_once_and_only_if_requested(link: FakeLink, model_path: Path):
     start(link, model_path)
     request = make_request("r", n=2, seed=1, max_new_tokens=200)  # the second has 4 tokens
     silent = link.call(Generate(request=dataclasses.replace(request, id="silent")))
@@ -251,16 +251,14 @@ def test_early_completions_are_sent_once_and_only_on_request(link: FakeLink, mod
     assert rest.text == first.text
 
 
-def test_a_request_that_does_not_fit_fails_alone(link: FakeLink, model_path: Path):
+def test_refused_request_does_not_fail_others(link: FakeLink, model_path: Path):
     start(link, model_path, max_context=16)
     with pytest.raises(TaskError, match="has 16 tokens"):
         link.call(Generate(request=make_request(prompt=16))).result()
     assert len(link.call(Generate(request=make_request())).result().completions) == 1
 
 
-def test_a_model_that_cannot_be_loaded_fails_the_start_and_the_worker_waits_for_another(
-    link: FakeLink, model_path: Path
-):
+def test_failed_model_load_leaves_worker_waiting_for_next_start(link: FakeLink, model_path: Path):
     with pytest.raises(ConfigError, match="does not exist"):
         start(link, model_path / "nowhere")
     with pytest.raises(ConfigError, match=r"engine.max_context' = 1000 .* limit of 256"):
@@ -274,7 +272,7 @@ def test_a_model_that_cannot_be_loaded_fails_the_start_and_the_worker_waits_for_
         link.call(StartScorer(functions={})).result()
 
 
-def test_tokens_are_scored_between_decoding_and_not_while_paused():
+def test_worker_scores_between_decode_steps_but_not_while_paused():
     link = FakeLink()
     about = ScoreRequest(
         tokens=np.arange(3, 15, dtype=np.int32),
@@ -283,9 +281,9 @@ def test_tokens_are_scored_between_decoding_and_not_while_paused():
     )
     with serving(link, GatedReceiver()):
         decoding = link.call(long_request())
-        told = link.call(ScoreTokens(requests=[about])).result()
-        assert isinstance(told, TokensScored)
-        (logprobs,) = told.logprobs
+        reply = link.call(ScoreTokens(requests=[about])).result()
+        assert isinstance(reply, TokensScored)
+        (logprobs,) = reply.logprobs
         assert logprobs.entropies.shape == (8,)
         assert decoding.result().completions[0].finish == "length"
         link.call(Pause()).result()

@@ -42,7 +42,7 @@ def generated(architecture: str) -> list[np.ndarray]:
     ],
     ids=["roomy", "small-chunks", "few-blocks"],
 )
-def test_greedy_tokens_equal_transformers_generate(architecture: str, sizes: dict[str, int]):
+def test_greedy_tokens_match_transformers_generate(architecture: str, sizes: dict[str, int]):
     engine = make_engine(architecture, **sizes)
     requests = [
         make_request(
@@ -55,7 +55,7 @@ def test_greedy_tokens_equal_transformers_generate(architecture: str, sizes: dic
         np.testing.assert_array_equal(done[str(length)][0].tokens, expected)
 
 
-def test_greedy_logprobs_are_those_at_temperature_one():
+def test_greedy_logprobs_are_at_temperature_one():
     done = finish_all(make_engine(), [make_request(temperature=0.0, top_k=3)])
     completion = done["r"][0]
     assert completion.kept is None

@@ -1,4 +1,4 @@
-"""What new weights do to sequences, token by token, for each interrupt model."""
+"""Effect of new weights on sequences, token by token, for each interrupt mode."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -99,11 +99,11 @@ def ride(
     seed: int = 1,
     refuse: bool = False,
     moments: tuple[int, int] | None = None,
-    round_steps: int = 1,
+    decode_steps: int = 1,
     **settings: Any,
 ) -> Ride:
-    ridden = Ride(make_engine(eos_ids=(), round_steps=round_steps, **settings), model)
-    moments = moments or MOMENTS[round_steps]
+    ridden = Ride(make_engine(eos_ids=(), decode_steps=decode_steps, **settings), model)
+    moments = moments or MOMENTS[decode_steps]
     ridden.run(mixed_requests(), moments=moments, seed=seed, refuse=refuse)
     assert ridden.engine.stats().free_blocks == settings.get("num_blocks", 256)
     return ridden
@@ -113,7 +113,7 @@ def versions_of(ridden: Ride) -> list[list[int]]:
     return [each.versions.tolist() for group in ridden.done.values() for each in group]
 
 
-PATHS = pytest.mark.parametrize("round_steps", [1, 4], ids=["steps", "rounds"])
+PATHS = pytest.mark.parametrize("decode_steps", [1, 4], ids=["steps", "loop"])
 KV = pytest.mark.parametrize("kv", ["keep", "recompute"])
 ROOMY = {"max_sequences": 8}
 TIGHT = {"max_sequences": 3, "num_blocks": 30}  # sequences wait, share prefixes, are preempted
@@ -123,8 +123,8 @@ TIGHT = {"max_sequences": 3, "num_blocks": 30}  # sequences wait, share prefixes
 @KV
 @pytest.mark.parametrize("room", [ROOMY, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize("model", INTERRUPTS)
-def test_weights_that_are_the_same_change_no_completion(model, room, kv, round_steps):
-    ridden = ride(model, seed=0, kv=kv, round_steps=round_steps, **room)
+def test_update_with_equal_weights_changes_no_completion(model, room, kv, decode_steps):
+    ridden = ride(model, seed=0, kv=kv, decode_steps=decode_steps, **room)
     expected = finish_all(make_engine(eos_ids=()), mixed_requests())
     assert ridden.done.keys() == expected.keys()
     for id, completions in expected.items():
@@ -140,8 +140,8 @@ def test_weights_that_are_the_same_change_no_completion(model, room, kv, round_s
 @PATHS
 @KV
 @pytest.mark.parametrize("model", INTERRUPTS)
-def test_a_refused_update_leaves_every_completion_as_it_was(model, kv, round_steps):
-    ridden = ride(model, refuse=True, kv=kv, round_steps=round_steps, **TIGHT)
+def test_refused_update_changes_no_completion(model, kv, decode_steps):
+    ridden = ride(model, refuse=True, kv=kv, decode_steps=decode_steps, **TIGHT)
     expected = finish_all(make_engine(eos_ids=()), mixed_requests())
     for id, completions in expected.items():
         for ours, theirs in zip(ridden.done[id], completions, strict=True):
@@ -150,12 +150,12 @@ def test_a_refused_update_leaves_every_completion_as_it_was(model, kv, round_ste
 
 
 @pytest.mark.parametrize("model", ["swap", "abort"])
-def test_swap_and_abort_generate_until_the_weights_are_there(model):
+def test_swap_and_abort_generate_until_weights_land(model):
     ridden = ride(model, moments=(4, 7))
     assert versions_of(ridden) == [[0] * 7 + [1] * 9] * 8
 
 
-def test_save_makes_no_token_between_announcement_and_landing():
+def test_save_samples_no_token_between_announcement_and_landing():
     ridden = ride("save", moments=(4, 7))
     assert ridden.tokens_landed == ridden.tokens_announced == 4 * 8
     assert versions_of(ridden) == [[0] * 4 + [1] * 12] * 8
@@ -163,8 +163,8 @@ def test_save_makes_no_token_between_announcement_and_landing():
 
 @PATHS
 @pytest.mark.parametrize("model", ["drain", "barrier"])
-def test_drain_finishes_what_has_begun_and_begins_nothing_else(model, round_steps):
-    ridden = ride(model, round_steps=round_steps, **TIGHT)
+def test_drain_finishes_running_sequences_and_starts_none(model, decode_steps):
+    ridden = ride(model, decode_steps=decode_steps, **TIGHT)
     versions = versions_of(ridden)
     assert all(len(set(each)) == 1 for each in versions)
     assert {each[0] for each in versions} == {0, 1}
@@ -178,9 +178,9 @@ def test_drain_finishes_what_has_begun_and_begins_nothing_else(model, round_step
 
 @PATHS
 @pytest.mark.parametrize("room", [ROOMY, TIGHT], ids=["roomy", "tight"])
-def test_aborted_and_resumed_is_swapped_with_kv_recomputed(room, round_steps):
-    aborted = ride("abort", kv="keep", round_steps=round_steps, **room)
-    swapped = ride("swap", kv="recompute", round_steps=round_steps, **room)
+def test_abort_and_resume_equals_swap_with_recomputed_kv(room, decode_steps):
+    aborted = ride("abort", kv="keep", decode_steps=decode_steps, **room)
+    swapped = ride("swap", kv="recompute", decode_steps=decode_steps, **room)
     assert aborted.interrupted
     for id, completions in swapped.done.items():
         for ours, theirs in zip(aborted.done[id], completions, strict=True):
@@ -188,7 +188,7 @@ def test_aborted_and_resumed_is_swapped_with_kv_recomputed(room, round_steps):
             assert ours.versions.tolist() == theirs.versions.tolist()
 
 
-def test_interrupted_completions_carry_all_they_have():
+def test_interrupted_completions_carry_all_tokens():
     ridden = ride("abort")
     assert len(ridden.interrupted) == 8
     for completion in ridden.interrupted:
@@ -200,17 +200,17 @@ def test_interrupted_completions_carry_all_they_have():
 
 @PATHS
 @KV
-def test_saved_sequences_go_on_as_swapped_ones_would(kv, round_steps):
-    announced_at, _ = MOMENTS[round_steps]
-    saved = ride("save", kv=kv, round_steps=round_steps)
-    swapped = ride("swap", kv=kv, round_steps=round_steps, moments=(announced_at, announced_at))
+def test_saved_sequences_continue_like_swapped_ones(kv, decode_steps):
+    announced_at, _ = MOMENTS[decode_steps]
+    saved = ride("save", kv=kv, decode_steps=decode_steps)
+    swapped = ride("swap", kv=kv, decode_steps=decode_steps, moments=(announced_at, announced_at))
     assert versions_of(saved) == versions_of(swapped)
     for id, completions in swapped.done.items():
         for ours, theirs in zip(saved.done[id], completions, strict=True):
             assert_same(ours, theirs)
 
 
-def test_parked_sequences_keep_their_kv_and_go_on_in_the_order_of_arrival():
+def test_preempt_all_keeps_kv_and_order_of_arrival():
     engine = make_engine(eos_ids=(), kv="keep", max_sequences=2)
     for id in "abc":
         engine.add_request(make_request(id, max_new_tokens=10))
@@ -226,7 +226,7 @@ def test_parked_sequences_keep_their_kv_and_go_on_in_the_order_of_arrival():
     assert (set(order[:2]), order[2:]) == ({"a", "b"}, ["c"])
 
 
-def test_parked_sequences_without_kept_kv_free_their_blocks():
+def test_preempt_all_without_kept_kv_frees_blocks():
     engine = make_engine(eos_ids=(), kv="recompute")
     finish_all(engine, [make_request("before")])
     engine.add_request(make_request("r", n=3))
@@ -236,7 +236,7 @@ def test_parked_sequences_without_kept_kv_free_their_blocks():
 
 
 @KV
-def test_parked_sequences_can_be_aborted(kv):
+def test_sequences_waiting_after_preempt_all_can_be_aborted(kv):
     engine = make_engine(eos_ids=(), kv=kv)
     engine.add_request(make_request("r", n=2, top_k=5))
     for _ in range(3):
@@ -248,7 +248,7 @@ def test_parked_sequences_can_be_aborted(kv):
     assert engine.stats().free_blocks == 256
 
 
-def test_sequences_that_are_held_back_can_be_aborted():
+def test_held_sequences_can_be_aborted():
     engine = make_engine(eos_ids=())
     engine.hold_new()
     engine.add_request(make_request("r", n=2))
@@ -260,8 +260,8 @@ def test_sequences_that_are_held_back_can_be_aborted():
 
 
 @PATHS
-def test_expired_requests_end_with_what_they_have_and_the_others_go_on(round_steps):
-    engine = make_engine(eos_ids=(), round_steps=round_steps, max_sequences=6)
+def test_expire_ends_old_requests_and_others_continue(decode_steps):
+    engine = make_engine(eos_ids=(), decode_steps=decode_steps, max_sequences=6)
     old = dataclasses.replace(make_request("old", n=2, seed=1), expires=True)
     kept = make_request("evaluation", n=2)
     engine.add_request(old)
@@ -281,7 +281,7 @@ def test_expired_requests_end_with_what_they_have_and_the_others_go_on(round_ste
     assert engine.stats().free_blocks == 256
 
 
-def test_a_finished_member_that_is_too_old_expires_its_request():
+def test_old_finished_member_expires_its_request():
     engine = make_engine(max_sequences=1, eos_ids=())
     engine.add_request(dataclasses.replace(make_request("r", n=2, max_new_tokens=4), expires=True))
     for _ in range(4):
@@ -292,7 +292,7 @@ def test_a_finished_member_that_is_too_old_expires_its_request():
     assert [len(completion.tokens) for completion in expired.completions] == [4, 0]
 
 
-def test_a_partial_completion_that_comes_too_late_is_expired_on_arrival():
+def test_old_partial_completion_expires_on_arrival():
     engine = make_engine(eos_ids=())
     request = dataclasses.replace(make_request("r"), expires=True)
     engine.add_request(request)

@@ -1,4 +1,4 @@
-"""Interrupt models in the engine process's body: the test's link decides what arrives when."""
+"""Interrupt modes of an EngineWorker; a scripted link decides which call arrives when."""
 
 import dataclasses
 import threading
@@ -97,12 +97,12 @@ def cut(completion: Completion, count: int) -> Completion:
 
 
 BOTH: Batch = [Generate(request=RUNNING), Generate(request=WAITING)]
-PATHS = pytest.mark.parametrize("round_steps", [1, 4], ids=["steps", "rounds"])
+PATHS = pytest.mark.parametrize("decode_steps", [1, 4], ids=["steps", "loop"])
 
 
 @PATHS
 @pytest.mark.parametrize("model", INTERRUPTS)
-def test_a_newer_update_takes_the_place_of_one_that_has_not_landed(model, round_steps):
+def test_newer_update_replaces_one_that_has_not_landed(model, decode_steps):
     mailbox = Mailbox()
     link = serve(
         model,
@@ -111,7 +111,7 @@ def test_a_newer_update_takes_the_place_of_one_that_has_not_landed(model, round_
         [swap_to(1)],
         [],
         [swap_to(2), lambda: mailbox.open(1), lambda: mailbox.open(2)],
-        round_steps=round_steps,
+        decode_steps=decode_steps,
         **TWO,
     )
     assert [call.replies[0].version for call in link.calls_of(SwapWeights)] == [2, 2]
@@ -124,7 +124,7 @@ def test_a_newer_update_takes_the_place_of_one_that_has_not_landed(model, round_
 
 @PATHS
 @pytest.mark.parametrize("model", INTERRUPTS)
-def test_who_streams_has_heard_all_of_a_request_when_it_is_answered(model, round_steps):
+def test_all_chunks_arrive_before_the_reply(model, decode_steps):
     mailbox = Mailbox()
     link = serve(
         model,
@@ -133,16 +133,16 @@ def test_who_streams_has_heard_all_of_a_request_when_it_is_answered(model, round
         [],
         [swap_to(1), lambda: mailbox.open(1)],
         [AbortRequests(ids=["waiting"])],
-        round_steps=round_steps,
+        decode_steps=decode_steps,
         **TWO,
     )
     for call in link.calls_of(Generate):
-        call.heard.assert_heard(call.replies[0].completions)
+        call.listener.assert_received(call.replies[0].completions)
 
 
 @PATHS
 @pytest.mark.parametrize("model", INTERRUPTS)
-def test_a_refused_update_costs_nobody_anything(model, round_steps):
+def test_refused_update_does_not_affect_requests(model, decode_steps):
     mailbox = Mailbox(refused=1)
     link = serve(
         model,
@@ -150,7 +150,7 @@ def test_a_refused_update_costs_nobody_anything(model, round_steps):
         BOTH,
         [swap_to(1)],
         [lambda: mailbox.open(1)],
-        round_steps=round_steps,
+        decode_steps=decode_steps,
         **TWO,
     )
     (swap,) = link.calls_of(SwapWeights)
@@ -160,7 +160,7 @@ def test_a_refused_update_costs_nobody_anything(model, round_steps):
 
 
 @pytest.mark.parametrize("model", ["swap", "abort"])
-def test_weights_are_fetched_while_a_round_goes_on(model):
+def test_weights_are_staged_during_a_launch(model):
     mailbox = Mailbox()
 
     def opened() -> None:
@@ -168,14 +168,14 @@ def test_weights_are_fetched_while_a_round_goes_on(model):
         mailbox.open(1)
 
     prefill: list[Batch] = [[Generate(request=RUNNING)], []]
-    link = serve(model, mailbox, *prefill, [swap_to(1)], [opened], round_steps=8)
-    # What a round made counts when it ends: the update came, and was asked for, inside of one.
+    link = serve(model, mailbox, *prefill, [swap_to(1)], [opened], decode_steps=8)
+    # Tokens of a launch count when it ends: the update arrived during the launch.
     assert link.tokens[2] == link.tokens[3] < link.tokens[4]
     assert link.reply_to(SwapWeights).version == 1
     assert_undisturbed(link)
 
 
-def test_an_update_that_is_refused_ends_a_drain_before_its_time():
+def test_refused_update_ends_drain_early():
     mailbox = Mailbox(refused=1)
     mailbox.open(1)
     long = make_request("long", max_new_tokens=100)
@@ -186,7 +186,7 @@ def test_an_update_that_is_refused_ends_a_drain_before_its_time():
 
 
 @PATHS
-def test_parked_sequences_make_no_token_until_the_weights_are_there(round_steps):
+def test_saved_sequences_sample_no_token_until_weights_land(decode_steps):
     mailbox = Mailbox()
     link = serve(
         "save",
@@ -195,7 +195,7 @@ def test_parked_sequences_make_no_token_until_the_weights_are_there(round_steps)
         [swap_to(1)],
         *[[]] * 5,
         [lambda: mailbox.open(1)],
-        round_steps=round_steps,
+        decode_steps=decode_steps,
         **TWO,
     )
     (swap,) = link.calls_of(SwapWeights)
@@ -204,7 +204,7 @@ def test_parked_sequences_make_no_token_until_the_weights_are_there(round_steps)
     assert_undisturbed(link)
 
 
-def test_an_engine_without_sequences_is_not_parked():
+def test_engine_without_sequences_does_not_report_waiting():
     mailbox = Mailbox()
     link = serve("save", mailbox, [swap_to(1)], [], [lambda: mailbox.open(1)])
     assert isinstance(link.reply_to(SwapWeights), Swapped)
@@ -213,7 +213,7 @@ def test_an_engine_without_sequences_is_not_parked():
 
 @PATHS
 @pytest.mark.parametrize("model", ["drain", "barrier"])
-def test_a_draining_engine_begins_nothing_and_lands_when_it_is_empty(model, round_steps):
+def test_draining_engine_starts_no_sequence_and_lands_when_empty(model, decode_steps):
     mailbox = Mailbox()
     mailbox.open(1)
     late = make_request("late", seed=9, max_new_tokens=3)
@@ -223,7 +223,7 @@ def test_a_draining_engine_begins_nothing_and_lands_when_it_is_empty(model, roun
         BOTH,
         [swap_to(1)],
         [Generate(request=late)],
-        round_steps=round_steps,
+        decode_steps=decode_steps,
         **TWO,
     )
     done = completions_of(link)
@@ -234,7 +234,7 @@ def test_a_draining_engine_begins_nothing_and_lands_when_it_is_empty(model, roun
     assert ("drain", True) in link.spans
 
 
-def test_an_engine_that_has_drained_waits_for_the_weights():
+def test_drained_engine_waits_for_weights():
     mailbox = Mailbox()
     link = serve("drain", mailbox, BOTH, [swap_to(1)], *[[]] * 40, [lambda: mailbox.open(1)], **TWO)
     assert link.tokens[-1] == 3 * 16
@@ -243,8 +243,8 @@ def test_an_engine_that_has_drained_waits_for_the_weights():
 
 
 @PATHS
-def test_what_was_interrupted_by_new_weights_says_so_and_what_its_caller_ended_does_not(
-    round_steps,
+def test_interrupt_and_abort_have_different_finish(
+    decode_steps,
 ):
     mailbox = Mailbox()
     link = serve(
@@ -253,7 +253,7 @@ def test_what_was_interrupted_by_new_weights_says_so_and_what_its_caller_ended_d
         BOTH,
         [swap_to(1), AbortRequests(ids=["waiting"])],
         [lambda: mailbox.open(1)],
-        round_steps=round_steps,
+        decode_steps=decode_steps,
         **TWO,
     )
     done = completions_of(link)
@@ -263,7 +263,7 @@ def test_what_was_interrupted_by_new_weights_says_so_and_what_its_caller_ended_d
 
 
 @pytest.mark.parametrize("model", ["save", "drain"])
-def test_pausing_meanwhile_changes_no_completion(model):
+def test_pausing_during_update_changes_no_completion(model):
     mailbox = Mailbox()
     link = serve(
         model,
@@ -279,7 +279,7 @@ def test_pausing_meanwhile_changes_no_completion(model):
     assert_undisturbed(link)
 
 
-def test_expire_answers_the_requests_it_ends():
+def test_expire_answers_ended_requests():
     old = dataclasses.replace(make_request("old"), expires=True)
     link = serve("swap", Mailbox(), [Generate(request=old)], [Expire(before=1)])
     (completion,) = completions_of(link)["old"]

@@ -1,4 +1,4 @@
-"""Kept ids in the making."""
+"""Kept ids of a sequence, part by part."""
 
 import itertools
 
@@ -19,7 +19,7 @@ def ints(*values: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("start", range(7))
-def test_rows_come_back_from_any_token_on(start: int):
+def test_since_returns_rows_from_any_token_on(start: int):
     kept = KeptIds(Kept(ids=ints(1, 2), offsets=np.array([0, 2, 2])))
     kept.append(ints(3, 4, 5, 6), sizes=np.array([1, 3]))
     kept.append(ints(), sizes=np.array([0]))
@@ -27,7 +27,7 @@ def test_rows_come_back_from_any_token_on(start: int):
     assert rows_of(kept.since(start)) == [[1, 2], [], [3], [4, 5, 6], [], [7]][start:]
 
 
-def test_nothing_sampled_yet_is_no_row():
+def test_since_without_tokens_is_empty():
     kept = KeptIds().since(0)
     assert rows_of(kept) == []
     assert kept.ids.dtype == np.int32

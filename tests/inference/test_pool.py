@@ -57,7 +57,7 @@ async def start(pool, *requests):
     return tasks
 
 
-async def test_requests_go_to_the_engine_with_the_fewest_sequences():
+async def test_requests_go_to_least_loaded_engine():
     engines = [HeldEngine(), HeldEngine()]
     pool = EnginePool(engines)
     await start(pool, make_request("a", n=8), make_request("b"), make_request("c", n=2))
@@ -65,7 +65,7 @@ async def test_requests_go_to_the_engine_with_the_fewest_sequences():
     assert [r.id for r in engines[1].requests] == ["b", "c"]
 
 
-async def test_an_engine_that_finished_is_free_again():
+async def test_finished_engine_gets_requests_again():
     engines = [HeldEngine(), HeldEngine()]
     pool = EnginePool(engines)
     tasks = await start(pool, make_request("a", n=8), make_request("b", n=4))
@@ -75,7 +75,7 @@ async def test_an_engine_that_finished_is_free_again():
     assert [r.id for r in engines[0].requests] == ["a", "c"]
 
 
-async def test_a_session_stays_with_its_engine_until_that_is_clearly_more_loaded():
+async def test_session_stays_on_its_engine_until_clearly_overloaded():
     engines = [HeldEngine(), HeldEngine()]
     pool = EnginePool(engines)
     await start(pool, make_request("a", n=2), make_request("b", session="s"))
@@ -88,7 +88,7 @@ async def test_a_session_stays_with_its_engine_until_that_is_clearly_more_loaded
     assert [r.id for r in engines[0].requests] == ["a", "e", "f"]
 
 
-async def test_the_session_that_was_idle_longest_is_forgotten_first():
+async def test_least_recent_session_is_forgotten_first():
     engines = [HeldEngine(), HeldEngine()]
     engines[1].gate.set()
     pool = EnginePool(engines, max_sessions=2)
@@ -103,7 +103,7 @@ async def test_the_session_that_was_idle_longest_is_forgotten_first():
     assert engines[1].requests[-1].id == "a"
 
 
-async def test_abort_reaches_the_engine_that_has_the_request():
+async def test_abort_reaches_engine_of_the_request():
     engines = [HeldEngine(), HeldEngine()]
     pool = EnginePool(engines)
     await start(pool, make_request("a"), make_request("b"))
@@ -112,7 +112,7 @@ async def test_abort_reaches_the_engine_that_has_the_request():
     assert engines[1].aborted == ["b"]
 
 
-async def test_a_swap_is_visible_when_the_slowest_engine_has_it():
+async def test_swap_returns_version_of_slowest_engine():
     class Lagging(ScriptedEngine):
         async def swap(self, update):
             return update.version - 1
@@ -152,22 +152,22 @@ def interrupted(text):
     return replace(make_completion(text), finish="interrupt")
 
 
-async def test_what_new_weights_interrupted_is_resumed_as_often_as_it_takes():
+async def test_interrupted_completion_is_resumed_until_it_ends():
     cut = interrupted("ab")
     engine = YieldingEngine([make_completion("done"), interrupted("a")], [cut])
     request = replace(make_request("r", n=2), seed=7, index=4)
-    told = []
+    received = []
     first, second = await EnginePool([engine]).generate(
-        request, on_completion=lambda member, completion: told.append((member, completion))
+        request, on_completion=lambda member, completion: received.append((member, completion))
     )
     assert (first.text, second.text) == ("done", "whole")
-    assert told == [(0, first), (1, second)]
+    assert received == [(0, first), (1, second)]
     _, *resumed = engine.requests
     assert [(r.n, r.seed, r.index) for r in resumed] == [(1, 7, 5), (1, 7, 5)]
     assert resumed[1].partial is cut
 
 
-async def test_a_sequence_that_had_not_begun_is_asked_for_anew():
+async def test_sequence_without_tokens_is_requested_again():
     nothing = replace(interrupted("a"), tokens=np.empty(0, np.int32))
     engine = YieldingEngine([nothing])
     (completion,) = await EnginePool([engine]).generate(make_request("r"))
@@ -175,7 +175,7 @@ async def test_a_sequence_that_had_not_begun_is_asked_for_anew():
     assert engine.requests[1].partial is None
 
 
-async def test_an_interrupted_completion_is_resumed_on_the_engine_that_has_least_to_do():
+async def test_interrupted_completion_resumes_on_least_loaded_engine():
     idle, busy = HeldEngine(), HeldEngine({"r": [interrupted("a")]})
     pool = EnginePool([idle, busy])
     small, large = make_request("small", n=2), make_request("large", n=8)
@@ -187,27 +187,27 @@ async def test_an_interrupted_completion_is_resumed_on_the_engine_that_has_least
         task.cancel()
 
 
-async def test_a_request_that_its_caller_aborted_is_not_resumed():
+async def test_aborted_request_is_not_resumed():
     engine = HeldEngine()
     engine.texts = ("a",)
     pool = EnginePool([engine])
-    listener, told = Listener(), []
+    listener, received = Listener(), []
 
     def ended(member, completion):
-        told.append((member, completion.finish))
+        received.append((member, completion.finish))
 
     task = asyncio.create_task(pool.generate(make_request("r"), listener, ended))
     await asyncio.sleep(0)
-    await pool.abort(["r"])  # the engine gives it up before it hears of this
+    await pool.abort(["r"])  # the engine interrupts it before the abort arrives
     engine.finish = "interrupt"
     engine.gate.set()
     assert [(c.finish, c.text) for c in await task] == [("abort", "a")]
-    listener.assert_heard(await task)
-    assert told == [(0, "abort")]
+    listener.assert_received(await task)
+    assert received == [(0, "abort")]
     assert len(engine.requests) == 1
 
 
-async def test_an_abort_reaches_what_is_resumed_of_a_request():
+async def test_abort_reaches_resumed_completions():
     first, second = HeldEngine({"r": [interrupted("a"), interrupted("b")]}), HeldEngine()
     pool = EnginePool([first, second])
     (task,) = await start(pool, make_request("r", n=2))
@@ -220,7 +220,7 @@ async def test_an_abort_reaches_what_is_resumed_of_a_request():
     assert [completion.finish for completion in await task] == ["abort", "abort"]
 
 
-async def test_one_expired_completion_ends_its_siblings():
+async def test_expired_completion_aborts_its_siblings():
     expired = replace(make_completion("a"), finish="expire")
     ready = {"r": [interrupted("a"), interrupted("b")], "r:0": [expired]}
     completions = await EnginePool([HeldEngine(ready)]).generate(make_request("r", n=2))
@@ -228,16 +228,16 @@ async def test_one_expired_completion_ends_its_siblings():
 
 
 class DyingEngine(ScriptedEngine):
-    """Tells the first tokens of each completion and dies when the test says so."""
+    """Streams the first tokens of each completion, then dies when the test sets `dies`."""
 
-    def __init__(self, *told: str) -> None:
+    def __init__(self, *streamed: str) -> None:
         super().__init__("never")
-        self.told = told
+        self.streamed = streamed
         self.dies = asyncio.Event()
 
     async def generate(self, request, on_tokens=None, on_completion=None):
         self.requests.append(request)
-        for member, text in enumerate(self.told):
+        for member, text in enumerate(self.streamed):
             piece = make_chunk(make_completion(text, version=3), member=member)
             on_tokens(replace(piece, finish=None))
         await self.dies.wait()
@@ -252,7 +252,7 @@ async def nothing(engine):
     """It needs no weights."""
 
 
-async def test_sequences_of_an_engine_that_dies_go_on_elsewhere_from_what_it_told():
+async def test_sequences_of_lost_engine_resume_from_last_streamed_token():
     dying, healthy = DyingEngine("ab"), ScriptedEngine("rest")
     dying.dies.set()
     pool = EnginePool([dying, healthy], replaces=True)
@@ -266,12 +266,12 @@ async def test_sequences_of_an_engine_that_dies_go_on_elsewhere_from_what_it_tol
     assert known.partial.logprobs.tolist() == [-0.5, -0.5]
     assert known.partial.versions.tolist() == [3, 3]
     assert (anew.index, anew.partial) == (5, None)
-    told = [p.tokens.tolist() for p in listener.chunks if p.member == 0]
-    assert np.concatenate(told).tolist() == [ord(c) for c in "abrest"]
+    received = [p.tokens.tolist() for p in listener.chunks if p.member == 0]
+    assert np.concatenate(received).tolist() == [ord(c) for c in "abrest"]
     assert (pool.resumed.sequences, pool.resumed.tokens, pool.resumed.restarted) == (1, 2, 1)
 
 
-async def test_a_sequence_keeps_the_routes_it_came_with_when_its_engine_dies():
+async def test_sequence_of_lost_engine_keeps_routes_of_its_partial():
     dying, healthy = DyingEngine("ab"), ScriptedEngine("rest")
     dying.dies.set()
     pool = EnginePool([dying, healthy], replaces=True)
@@ -280,11 +280,11 @@ async def test_a_sequence_keeps_the_routes_it_came_with_when_its_engine_dies():
     await pool.generate(replace(make_request("r"), partial=partial, routes_from=0))
     (known,) = healthy.requests
     assert known.partial.tokens.tolist() == [ord(c) for c in "xab"]
-    assert known.partial.routes is routes  # what the lost engine noted, it never told
+    assert known.partial.routes is routes  # the lost engine never sent its own routes
     assert known.routes_from == 0
 
 
-async def test_a_completion_that_ended_before_its_engine_died_is_told_once_and_kept():
+async def test_completion_that_ended_before_engine_loss_is_delivered_once():
     class Doomed(DyingEngine):
         async def generate(self, request, on_tokens=None, on_completion=None):
             on_completion(0, make_completion("done"))
@@ -292,11 +292,11 @@ async def test_a_completion_that_ended_before_its_engine_died_is_told_once_and_k
 
     doomed, survivor = Doomed(), ScriptedEngine("rest")
     pool = EnginePool([doomed], replaces=True)
-    told = []
+    received = []
     running = asyncio.create_task(
         pool.generate(
             make_request("r", n=2),
-            on_completion=lambda member, completion: told.append((member, completion.text)),
+            on_completion=lambda member, completion: received.append((member, completion.text)),
         )
     )
     await asyncio.sleep(0)
@@ -304,11 +304,11 @@ async def test_a_completion_that_ended_before_its_engine_died_is_told_once_and_k
     await pool.join(survivor, prepare=nothing)
     done, other = await running
     assert (done.text, other.text) == ("done", "rest")
-    assert told == [(0, "done"), (1, "rest")]
+    assert received == [(0, "done"), (1, "rest")]
     assert [(request.n, request.index) for request in survivor.requests] == [(1, 1)]
 
 
-async def test_a_request_of_which_nothing_was_told_is_asked_for_anew_once_there_is_an_engine():
+async def test_request_without_streamed_tokens_restarts_on_next_engine():
     dying, other = DyingEngine(), ScriptedEngine("done")
     dying.dies.set()
     pool = EnginePool([dying], replaces=True)
@@ -320,7 +320,7 @@ async def test_a_request_of_which_nothing_was_told_is_asked_for_anew_once_there_
     assert other.requests[0].coalesce
 
 
-async def test_an_engine_that_joins_serves_only_once_it_is_prepared_and_knows_what_others_know():
+async def test_joining_engine_serves_once_prepared_with_state_of_pool():
     first, late = HeldEngine(), HeldEngine()
     pool = EnginePool([first], replaces=True)
     await pool.expire(4)
@@ -342,7 +342,7 @@ async def test_an_engine_that_joins_serves_only_once_it_is_prepared_and_knows_wh
     assert [request.id for request in late.requests] == ["c"]
 
 
-async def test_a_swap_goes_on_without_the_engine_that_dies_in_it():
+async def test_swap_continues_without_lost_engine():
     dying = DyingEngine()
     dying.dies.set()
     pool = EnginePool([dying, ScriptedEngine("x")], replaces=True)
@@ -353,7 +353,7 @@ async def test_a_swap_goes_on_without_the_engine_that_dies_in_it():
     assert pool.num_engines == 1
 
 
-async def test_an_engine_that_leaves_finishes_what_it_has_and_gets_nothing_more():
+async def test_leaving_engine_finishes_its_requests_and_gets_no_more():
     leaving, staying = HeldEngine(), HeldEngine()
     pool = EnginePool([leaving, staying], replaces=True)
     (generating,) = await start(pool, make_request("a"))
@@ -366,7 +366,7 @@ async def test_an_engine_that_leaves_finishes_what_it_has_and_gets_nothing_more(
     assert pool.num_engines == 1
 
 
-async def test_a_death_is_raised_where_nobody_is_replaced():
+async def test_engine_loss_is_raised_without_replacement():
     dying = DyingEngine()
     dying.dies.set()
     with pytest.raises(EngineLost, match="was killed"):
@@ -388,7 +388,7 @@ class TellingWorker:
         return Done()
 
 
-async def test_an_error_of_who_listens_is_raised_and_frees_the_place_in_the_engine():
+async def test_callback_error_is_raised_and_frees_the_request():
     worker = TellingWorker()
 
     def refuse(piece):
@@ -401,7 +401,7 @@ async def test_an_error_of_who_listens_is_raised_and_frees_the_place_in_the_engi
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8}])
-async def test_a_completion_interrupted_on_one_engine_and_resumed_on_another_is_the_same(sampling):
+async def test_completion_resumed_on_another_engine_is_unchanged(sampling):
     class SameWeights:
         def stage(self, update):
             return weights(seed=0)
@@ -427,14 +427,14 @@ async def test_a_completion_interrupted_on_one_engine_and_resumed_on_another_is_
     for completion, same in zip(await generating, expected, strict=True):
         assert_same(completion, same)
         assert set(completion.versions) == {0, 1, 2, 3}
-    listener.assert_heard(generating.result())
+    listener.assert_received(generating.result())
     assert all(engine.stats().generated_tokens > 0 for engine in embedded)
     for task in running:
         task.cancel()
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8}])
-async def test_a_completion_begun_in_an_engine_that_died_is_the_one_that_it_would_have_made(
+async def test_completion_of_lost_engine_equals_uninterrupted_one(
     sampling,
 ):
     request = letters_request(n=3, seed=3, max_new_tokens=40, **sampling)
@@ -461,7 +461,7 @@ async def test_a_completion_begun_in_an_engine_that_died_is_the_one_that_it_woul
     running.cancel()
 
 
-async def test_what_a_dying_engine_was_to_read_another_reads():
+async def test_score_request_of_lost_engine_moves_to_another():
     class Reading(ScriptedEngine):
         async def score(self, requests):
             return [f"read {request}" for request in requests]

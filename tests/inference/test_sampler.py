@@ -1,4 +1,4 @@
-"""Draws, truncation and the numbers behind them."""
+"""Sampling, truncation and random numbers."""
 
 import dataclasses
 import math
@@ -68,7 +68,7 @@ def kept_rows(drawn: SamplerOutput) -> list[list[int]]:
     ],
     ids=["top-k", "top-p", "min-p", "together", "mixed"],
 )
-def test_kept_ids_and_logprobs_are_those_of_transformers(settings: list[Sampling]):
+def test_kept_ids_and_logprobs_match_transformers(settings: list[Sampling]):
     for seed in range(20):
         draw = torch.Generator().manual_seed(seed)
         logits = 3 * torch.randn(len(settings), VOCAB, generator=draw)
@@ -81,7 +81,7 @@ def test_kept_ids_and_logprobs_are_those_of_transformers(settings: list[Sampling
             assert drawn.logprobs[row].item() == pytest.approx(expected[token].item(), abs=1e-5)
 
 
-def test_a_row_that_rules_nothing_out_lists_nothing():
+def test_row_without_truncated_ids_has_no_kept_ids():
     logits = torch.zeros(2, VOCAB)
     drawn = sample(logits, rows_of([Sampling(top_k=VOCAB), Sampling(top_p=0.9999999)]))
     assert drawn.kept is not None
@@ -98,7 +98,7 @@ def test_a_row_that_rules_nothing_out_lists_nothing():
     ],
     ids=["plain", "cool", "top-k", "top-p"],
 )
-def test_frequencies_follow_the_distribution(sampling: Sampling):
+def test_sample_frequencies_follow_distribution(sampling: Sampling):
     draws, vocab_size = 20_000, 12
     logits = 1.5 * torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(3))
     rows = rows_of([sampling], vocab_size=vocab_size)
@@ -125,7 +125,7 @@ def test_frequencies_follow_the_distribution(sampling: Sampling):
     assert deviation < freedom + 4 * math.sqrt(2 * freedom)  # four standard deviations
 
 
-def test_a_token_without_probability_is_never_drawn():
+def test_token_with_zero_probability_is_never_sampled():
     logits = torch.full((4000, 9), -torch.inf)
     logits[:, 4] = 0.0
     logits[:, 6] = -80.0  # exp(-80) is lost beside 1 in the cumulated sum
@@ -133,7 +133,7 @@ def test_a_token_without_probability_is_never_drawn():
     assert set(drawn.tokens.tolist()) == {4}
 
 
-def test_the_smallest_draw_skips_ids_without_probability():
+def test_smallest_uniform_skips_ids_with_zero_probability():
     rows = rows_of([Sampling()], vocab_size=3)
     smallest = dataclasses.replace(rows, keys=torch.tensor([-0x9E3779B97F4A7C15 + (1 << 64)]))
     assert uniforms(smallest.keys, smallest.positions).item() == 0.0

@@ -1,4 +1,4 @@
-"""The scheduler without a model: any mix of requests finishes, and every read finds its tokens."""
+"""The scheduler without a model: any mix of requests finishes, and every KV read is right."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -94,8 +94,10 @@ class Rehearsal:
         assert len(set(slots)) == len(slots) == len(rows)
         if not len(slots):
             return
-        tokens = self.slots.num_tokens[slots] % 2  # few, so that other prompts go on alike
-        self.slots.append(slots, tokens=tokens, logprobs=np.zeros(len(slots)), version=0)
+        tokens = self.slots.num_tokens[slots][None] % 2  # few values: prompts continue alike
+        counts = np.ones(len(slots), dtype=np.int64)
+        logprobs = np.zeros(tokens.shape)
+        self.slots.append(slots, tokens=tokens, logprobs=logprobs, counts=counts, version=0)
         for slot in slots[self.slots.num_tokens[slots] >= self.slots.limits[slots]]:
             sequence = self.slots.sequence(slot)
             self.finished.append(sequence.arrival)
@@ -128,7 +130,8 @@ class Rehearsal:
     def compute(self, plan: BatchPlan) -> None:
         assert plan.counts[plan.num_single :].sum() <= self.prefill_tokens
         self.num_prefilled += int(plan.counts[plan.num_single :].sum())
-        self.memory[plan.copy_targets] = self.memory[plan.copy_sources]
+        sources, targets = plan.copies
+        self.memory[targets] = self.memory[sources]
         self.check_newcomers()
         block_tokens = self.tables.block_tokens
         for slot, count in zip(plan.slots, plan.counts, strict=True):
@@ -176,7 +179,7 @@ requests = st.lists(
     park_at=st.integers(1, 60),
     hold_at=st.integers(1, 60),
 )
-def test_any_mix_of_requests_finishes_and_leaves_nothing_behind(
+def test_any_mix_of_requests_finishes_and_frees_everything(
     requests,
     late,
     num_slots,
@@ -206,9 +209,9 @@ def test_any_mix_of_requests_finishes_and_leaves_nothing_behind(
     add(requests)
     steps = 0
     scheduler = rehearsal.scheduler
-    while scheduler.has_work or scheduler.num_held_back:
+    while scheduler.has_work or scheduler.waiting.num_held:
         if not scheduler.has_work:
-            scheduler.release_new()
+            scheduler.waiting.release_new()
         rehearsal.step()
         steps += 1
         if steps == 10:
@@ -219,32 +222,32 @@ def test_any_mix_of_requests_finishes_and_leaves_nothing_behind(
             scheduler.preempt_all()
             assert not rehearsal.slots.running()
         if steps == hold_at:
-            scheduler.hold_new()
+            scheduler.waiting.hold_new()
         assert steps < 10_000, "no progress"
     assert sorted(rehearsal.finished) == list(range(rehearsal.num_arrived))
     assert rehearsal.pool.num_free == num_blocks
-    assert scheduler.num_waiting == 0
+    assert scheduler.waiting.num_waiting == 0
 
 
-def test_while_new_ones_are_held_back_only_what_has_begun_goes_on():
+def test_hold_new_lets_only_begun_sequences_continue():
     rehearsal = Rehearsal(num_slots=2, num_blocks=40, block_tokens=2, prefill_tokens=64)
     for _ in range(3):
         rehearsal.add(3, n=1, max_new_tokens=4)
     rehearsal.step()
-    rehearsal.scheduler.hold_new()
+    rehearsal.scheduler.waiting.hold_new()
     rehearsal.add(3, n=2, max_new_tokens=4)
     while rehearsal.scheduler.has_work:
         rehearsal.step()
     assert rehearsal.finished == [0, 1]
-    assert rehearsal.scheduler.num_held_back == 3
+    assert rehearsal.scheduler.waiting.num_held == 3
     assert rehearsal.pool.num_free == 40
-    rehearsal.scheduler.release_new()
+    rehearsal.scheduler.waiting.release_new()
     while rehearsal.scheduler.has_work:
         rehearsal.step()
     assert sorted(rehearsal.finished) == [0, 1, 2, 3, 4]
 
 
-def test_the_latest_arrival_is_preempted_first():
+def test_latest_arrival_is_preempted_first():
     rehearsal = Rehearsal(num_slots=4, num_blocks=12, block_tokens=2, prefill_tokens=64)
     for _ in range(3):
         rehearsal.add(2, n=1, max_new_tokens=14)
@@ -266,7 +269,7 @@ def test_followers_share_every_full_block_of_the_prompt():
     assert rehearsal.pool.num_free == 20 - 3 - 3
 
 
-def test_slots_are_kept_free_for_the_followers_of_a_prefill_in_progress():
+def test_slots_are_reserved_for_followers_of_a_prefill():
     rehearsal = Rehearsal(num_slots=4, num_blocks=40, block_tokens=4, prefill_tokens=4)
     rehearsal.add(10, n=4, max_new_tokens=3)
     rehearsal.add(2, n=1, max_new_tokens=3)
@@ -275,7 +278,7 @@ def test_slots_are_kept_free_for_the_followers_of_a_prefill_in_progress():
     assert sorted(s.arrival for s in rehearsal.slots.running()) == [0, 1, 2, 3]
 
 
-def test_a_follower_whose_prefix_fills_all_blocks_gives_it_up_to_get_started():
+def test_follower_drops_held_prefix_that_fills_all_blocks():
     rehearsal = Rehearsal(num_slots=1, num_blocks=3, block_tokens=2, prefill_tokens=64)
     rehearsal.add(5, n=2, max_new_tokens=1)
     rehearsal.step()  # the leader finishes; the prefix its follower holds leaves no block to write
@@ -284,7 +287,7 @@ def test_a_follower_whose_prefix_fills_all_blocks_gives_it_up_to_get_started():
     assert rehearsal.finished == [0, 1]
 
 
-def test_a_known_block_that_is_written_again_is_no_longer_known():
+def test_rewritten_block_is_not_found_in_prefix_cache():
     rehearsal = Rehearsal(num_slots=2, num_blocks=20, block_tokens=2, prefill_tokens=64)
     rehearsal.add(3, max_new_tokens=3)
     rehearsal.add(np.array([0, 1, 0, 1]), n=2, max_new_tokens=2, session="s")
@@ -299,7 +302,7 @@ def test_a_known_block_that_is_written_again_is_no_longer_known():
     assert rehearsal.scheduler.num_cached_tokens == 2
 
 
-def test_a_conversation_computes_every_token_once_whatever_versions_come():
+def test_session_computes_every_token_once_across_versions():
     rehearsal = Rehearsal(num_slots=2, num_blocks=60, block_tokens=4, prefill_tokens=64)
     costs = []
     for turn in range(10):

@@ -49,7 +49,7 @@ def engine_of(architecture: str = "qwen3", **settings) -> ScoringEngine:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_scores_equal_a_plain_forward_pass_of_transformers(architecture):
+def test_scores_match_plain_forward_of_transformers(architecture):
     prompt = random_tokens(7, seed=0)
     shared = [
         make_score_request(prompt + random_tokens(length, seed=length), scored_from=7, top_k=5)
@@ -64,7 +64,7 @@ def test_scores_equal_a_plain_forward_pass_of_transformers(architecture):
             assert scored.version == 3
 
 
-def test_positions_may_lie_in_the_middle_of_the_tokens():
+def test_positions_can_be_in_the_middle_of_the_tokens():
     tokens = np.asarray(random_tokens(15, seed=2), np.int32)
     request = ScoreRequest(tokens=tokens, positions=np.array([3, 4, 10], np.int32), top_k=3)
     [[scored]] = engine_of().score([[request]], version=None)
@@ -72,7 +72,7 @@ def test_positions_may_lie_in_the_middle_of_the_tokens():
     assert num_rows([request]) == 10  # no row follows the predictor of the last position
 
 
-def test_kept_ids_restrict_the_distribution():
+def test_kept_ids_restrict_distribution():
     tokens = np.asarray(random_tokens(6, seed=3), np.int32)
     allowed = [int(tokens[4]), 5, 9]
     kept = Kept(ids=np.array(allowed, np.int32), offsets=np.array([0, 3, 3], np.int64))
@@ -85,7 +85,7 @@ def test_kept_ids_restrict_the_distribution():
     np.testing.assert_allclose(restricted.logprobs[1], plain.logprobs[1], rtol=0, atol=TOLERANCE)
 
 
-def test_a_shared_prefix_is_computed_once_per_group():
+def test_shared_prefix_is_computed_once_per_group():
     prompt = random_tokens(30, seed=0)
     group = [make_score_request([*prompt, i, i + 1], scored_from=30) for i in range(4)]
     packed = pack([group])
@@ -99,7 +99,7 @@ def test_a_shared_prefix_is_computed_once_per_group():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
-def test_scores_on_a_gpu_equal_those_on_the_cpu(dtype, tolerance):
+def test_scores_on_gpu_match_cpu(dtype, tolerance):
     prompt = random_tokens(7, seed=0)
     group = [
         make_score_request(prompt + random_tokens(length, seed=length), scored_from=7, top_k=3)

@@ -95,7 +95,7 @@ def test_grammars_do_not_affect_other_sequences():
 def test_multi_step_decoding_follows_the_same_grammar(sampling):
     requests = [request("guided", n=2, **sampling), request("free", guided=False, **sampling)]
     expected = finish(make_engine(), *requests)
-    done = finish(make_engine(round_steps=4), *requests)
+    done = finish(make_engine(decode_steps=4), *requests)
     for id, completions in expected.items():
         for ours, theirs in zip(done[id], completions, strict=True):
             assert_same(ours, theirs)
@@ -105,7 +105,7 @@ def test_multi_step_decoding_follows_the_same_grammar(sampling):
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 4}])
 def test_gpu_engine_follows_a_schema_beside_multi_step_decoding(sampling):
     requests = [request("guided", n=4, **sampling), request("free", guided=False, n=4, **sampling)]
-    done = finish(make_engine(device="cuda", round_steps=8), *requests)
+    done = finish(make_engine(device="cuda", decode_steps=8), *requests)
     for completion in done["guided"]:
         assert completion.finish == "stop"
         assert np.isfinite(completion.logprobs).all()

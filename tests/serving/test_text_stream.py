@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from millrace.inference.embedded.scheduling.stopping import StopRules
+from millrace.inference.embedded.scheduling.outputs import StopRules
 from millrace.serving.api.streaming import TextStream
 
 TEXTS = ["a", "b", "ab", "é", "→", "🙂", " ", "STOP", "<|end|>"]

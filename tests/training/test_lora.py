@@ -61,7 +61,7 @@ SOME, DORA = LoraConfig(target_modules=("v_proj", "up_proj")), LoraConfig(rank=4
 
 # Every pair of choices, not every combination.
 @pytest.mark.parametrize(
-    ("lora", "apply", "architecture", "round_steps"),
+    ("lora", "apply", "architecture", "decode_steps"),
     [
         pytest.param(ALL, "merged", "llama", 1, id="all-merged"),
         pytest.param(ALL, "unmerged", "qwen3", 4, id="all-unmerged"),
@@ -76,11 +76,11 @@ SOME, DORA = LoraConfig(target_modules=("v_proj", "up_proj")), LoraConfig(rank=4
     ],
 )
 def test_an_engine_computes_with_a_swapped_adapter_what_the_trainer_does(
-    architecture, round_steps, lora, apply
+    architecture, decode_steps, lora, apply
 ):
     lora = lora.model_copy(update={"apply": apply})
     trainer = lora_trainer(architecture, lora)
-    engine = make_engine(architecture, lora=lora, round_steps=round_steps, eos_ids=())
+    engine = make_engine(architecture, lora=lora, decode_steps=decode_steps, eos_ids=())
     assert mismatch(trainer, rollouts_by(engine)) < 1e-5
     for version, batch in enumerate(batches(3), start=1):
         stale = rollouts_by(engine)

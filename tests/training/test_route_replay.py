@@ -95,8 +95,8 @@ def test_packed_groups_with_shared_prompts_agree_with_the_engine(architecture: s
     [
         {"prefill_tokens": 5},
         {"num_blocks": 30},
-        {"num_blocks": 30, "prefix_cache": False, "round_steps": 3},
-        {"round_steps": 7},
+        {"num_blocks": 30, "prefix_cache": False, "decode_steps": 3},
+        {"decode_steps": 7},
     ],
     ids=["chunked", "preempted", "preempted, recomputed", "rounds"],
 )
@@ -245,7 +245,7 @@ def test_a_step_with_replayed_routes_learns():
 @pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
 def test_trainer_on_a_gpu_replays_the_routes_of_its_engine(compiles: bool):
     requests = mixed_requests()
-    half = {"device": "cuda", "dtype": torch.bfloat16, "round_steps": 4}
+    half = {"device": "cuda", "dtype": torch.bfloat16, "decode_steps": 4}
     engine = astray_engine(compile_layers=compiles, **half)
     batch = batch_of(rollouts_of(requests, finish_all(engine, requests)))
     trainer = replaying(

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, help="of each sequence (512; on a CPU 64)")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--round-steps", type=int, help="tokens per round trip to the device")
+    parser.add_argument("--decode-steps", type=int, help="decode steps per launch on the device")
     parser.add_argument("--no-compile", action="store_true", help="do not fuse layers")
     parser.add_argument(
         "--routes", action="store_true", help="record the routes of a mixture of experts"
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 top_p=args.top_p,
                 top_k=args.top_k,
             ),
-            options=EmbeddedBackend(compile=not args.no_compile, round_steps=args.round_steps),
+            options=EmbeddedBackend(compile=not args.no_compile, decode_steps=args.decode_steps),
             records_routes=args.routes,
             profiles=args.profile,
         )

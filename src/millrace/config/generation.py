@@ -76,8 +76,8 @@ class EngineConfig(Section):
     """Options of the backend. "embedded" has prefix_cache (reuse of the KV cache of known
     prefixes, true), compile (torch.compile of the layers on a GPU, true), prefill_tokens (prompt
     tokens per forward pass; by default 2048 on a CPU and 16384 on a GPU), block_tokens (tokens per
-    KV block, 16) and round_steps (tokens per sequence and round trip to the device; by default 1
-    on a CPU and 32 on a GPU). A class of your own has its fields."""
+    KV block, 16) and decode_steps (decode steps per launch on the device; by default 1 on a CPU and
+    32 on a GPU). A class of your own has its fields."""
     count: NonNegativeInt = 1
     """Number of engine processes on this host."""
     remote: NonNegativeInt = 0

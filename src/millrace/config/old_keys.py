@@ -19,7 +19,7 @@ _RENAMED = {
     "critic.discount": "critic.gamma",
     "critic.decay": "critic.gae_lambda",
     "engine.block_tokens": "engine.options.block_tokens",
-    "engine.round_steps": "engine.options.round_steps",
+    "engine.round_steps": "engine.options.decode_steps",
     "engine.prefill_tokens": "engine.options.prefill_tokens",
     "engine.prefix_cache": "engine.options.prefix_cache",
     "engine.compile": "engine.options.compile",
@@ -27,8 +27,9 @@ _RENAMED = {
     "environment.models.*.num_blocks": "environment.models.NAME.kv_bytes",
     **{
         f"environment.models.*.{key}": f"environment.models.NAME.options.{key}"
-        for key in ("block_tokens", "round_steps", "prefill_tokens", "compile", "prefix_cache")
+        for key in ("block_tokens", "prefill_tokens", "compile", "prefix_cache")
     },
+    "environment.models.*.round_steps": "environment.models.NAME.options.decode_steps",
 }
 
 _CONSTANTS = (

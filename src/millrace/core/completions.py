@@ -34,7 +34,7 @@ def joined(parts: Sequence[Completion | CompletionChunk], *, truncates: bool) ->
             [no_logprobs, *(part.logprobs for part in parts)], dtype=np.float32
         ),
         versions=np.concatenate([no_ids, *(part.versions for part in parts)]),
-        kept=_joined_kept([part.kept for part in parts if part.kept]) if truncates else None,
+        kept=join_kept([part.kept for part in parts if part.kept]) if truncates else None,
         routes=_last_routes(parts),
         finish="interrupt",
         text="",
@@ -50,7 +50,7 @@ def cut(completion: Completion, begin: int, end: int | None = None) -> Completio
         tokens=completion.tokens[begin:stop],
         logprobs=completion.logprobs[begin:stop],
         versions=completion.versions[begin:stop],
-        kept=None if completion.kept is None else _cut_kept(completion.kept, begin, stop),
+        kept=None if completion.kept is None else cut_kept(completion.kept, begin, stop),
         routes=_cut_routes(completion, stop),
         finish="interrupt",
         text="",
@@ -71,7 +71,7 @@ def chunk_of(
     )
 
 
-def _joined_kept(parts: Sequence[Kept]) -> Kept:
+def join_kept(parts: Sequence[Kept]) -> Kept:
     no_ids, nothing = np.empty(0, dtype=np.int32), np.zeros(1, dtype=np.int64)
     sizes = np.concatenate([nothing, *(np.diff(part.offsets) for part in parts)])
     return Kept(
@@ -80,7 +80,7 @@ def _joined_kept(parts: Sequence[Kept]) -> Kept:
     )
 
 
-def _cut_kept(kept: Kept, begin: int, end: int) -> Kept:
+def cut_kept(kept: Kept, begin: int, end: int) -> Kept:
     offsets = kept.offsets[begin : end + 1]
     return Kept(ids=kept.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
 

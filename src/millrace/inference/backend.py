@@ -23,7 +23,7 @@ INTERRUPTS_WITHIN_COMPLETIONS = ("swap", "abort", "save")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpec:
-    """What an engine serves, and with which settings."""
+    """The model that an engine serves, and its settings."""
 
     config: EngineConfig
     model_path: str
@@ -87,12 +87,8 @@ class EngineCore(Protocol):
     def add_request(
         self, request: Request, *, stream: bool = False, per_completion: bool = False
     ) -> None:
-        """Queue a request. Raises TaskError if it can never be served.
-
-        With `stream`, take_chunks() returns its tokens as they are sampled. With `per_completion`,
-        take_completions() returns each completion that ends before the others.
-        """
-        ...
+        """Queue a request, or raise TaskError if it can never be served. `stream`: take_chunks()
+        returns its tokens. `per_completion`: take_completions() returns its completions."""
 
     def step(self, *, should_stop: Callable[[], bool] = ...) -> list[FinishedRequest]:
         """Run one forward pass, or several until should_stop() returns True; returns requests that
@@ -100,10 +96,8 @@ class EngineCore(Protocol):
         ...
 
     def take_chunks(self) -> dict[str, list[CompletionChunk]]:
-        """New tokens of streaming requests since the last call, by request id.
-
-        A caller that asks after every call that returns finished requests misses none.
-        """
+        """New tokens of streaming requests, by request id. Called after every call that returns
+        finished requests."""
         ...
 
     def take_coalesced_chunks(self) -> dict[str, list[CompletionChunk]]:
@@ -111,8 +105,8 @@ class EngineCore(Protocol):
         ...
 
     def take_completions(self) -> dict[str, dict[int, Completion]]:
-        """Completions of `per_completion` requests that ended since the last call, by request id
-        and index. Finished requests are left out: they return all their completions."""
+        """Completions that ended since the last call, by id of their unfinished request and
+        index."""
         ...
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
@@ -140,11 +134,9 @@ class EngineCore(Protocol):
 
     def hold_new(self) -> None:
         """Start no new sequence until release_new(); running sequences continue."""
-        ...
 
     def release_new(self) -> None:
         """Undo hold_new()."""
-        ...
 
     def prepare(self, tensors: Mapping[str, Any], *, version: int) -> Any:
         """Make new weights ready for commit() while decoding continues. Raises WeightError if they
@@ -153,7 +145,6 @@ class EngineCore(Protocol):
 
     def commit(self, prepared: Any) -> None:
         """Replace the weights by what prepare() returned. Raises WeightError on failure."""
-        ...
 
 
 class EngineBackend(Protocol):
@@ -179,9 +170,9 @@ class EmbeddedBackend:
     # a CPU and 16384 on a GPU.
     prefill_tokens: int | None = None
     block_tokens: int = 16  # per KV block: smaller blocks share more, larger ones need less lookup
-    # Tokens per sequence and round trip to the device: more hide its latency, fewer notice new
-    # requests and weights sooner. By default 1 on a CPU and 32 on a GPU.
-    round_steps: int | None = None
+    # Per launch on the device: more steps hide its latency, fewer notice new requests and weights
+    # sooner. By default 1 on a CPU and 32 on a GPU.
+    decode_steps: int | None = None
     capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
 
     def load(self, spec: EngineSpec) -> EngineCore:
@@ -225,7 +216,6 @@ def check_capabilities(
 
 
 def _needs(config: RunConfig, *, has_experts: bool) -> Iterator[_Need]:
-    """Each setting of this run that needs a capability."""
     sampling, interrupt = config.sampling, config.weights.interrupt
     for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         value = getattr(sampling, name)

@@ -14,12 +14,11 @@ from millrace.inference.backend import EngineCore, FinishedRequest
 class SwapInterrupt:
     """Sequences never stop: their next token is sampled under the new weights."""
 
+    needs_announcement = False  # True if announce() must run, between two forward passes
+    may_generate = True
+
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
-
-    @property
-    def may_generate(self) -> bool:
-        return True
 
     @property
     def may_land(self) -> bool:
@@ -35,11 +34,6 @@ class SwapInterrupt:
     def idle_reason(self) -> str | None:
         """Why the engine idles, if the update is the reason."""
         return None
-
-    @property
-    def needs_announcement(self) -> bool:
-        """True if announce() has an effect, so that it must run between two forward passes."""
-        return False
 
     def announce(self) -> list[FinishedRequest]:
         """An update is being received; returns the requests that end now, as land() does."""
@@ -63,32 +57,25 @@ class AbortInterrupt(SwapInterrupt):
 class SaveInterrupt(SwapInterrupt):
     """All sequences wait from the announcement on, then continue in order of arrival."""
 
-    def __init__(self, engine: EngineCore) -> None:
-        super().__init__(engine)
-        self._is_waiting = False
-
-    @property
-    def may_generate(self) -> bool:
-        return not self._is_waiting
+    needs_announcement = True
 
     @property
     def idle_reason(self) -> str | None:
-        return "waiting for weights" if self._is_waiting and self._engine.has_work else None
-
-    @property
-    def needs_announcement(self) -> bool:
-        return True
+        is_waiting = not self.may_generate and self._engine.has_work
+        return "waiting for weights" if is_waiting else None
 
     def announce(self) -> list[FinishedRequest]:
-        self._is_waiting = True
+        self.may_generate = False
         return self._engine.preempt_all()
 
     def settle(self) -> None:
-        self._is_waiting = False
+        self.may_generate = True
 
 
 class DrainInterrupt(SwapInterrupt):
     """No sequence starts from the announcement on; running sequences are finished first."""
+
+    needs_announcement = True
 
     @property
     def may_land(self) -> bool:
@@ -101,10 +88,6 @@ class DrainInterrupt(SwapInterrupt):
     @property
     def idle_reason(self) -> str | None:
         return "drained" if self._engine.has_held else None
-
-    @property
-    def needs_announcement(self) -> bool:
-        return True
 
     def announce(self) -> list[FinishedRequest]:
         self._engine.hold_new()

@@ -39,50 +39,35 @@ _SPARE_SEQUENCES = 8  # so that a few sequences do not move a session to an idle
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _PoolEntry:
-    """An engine of the pool, and its load."""
-
     engine: Engine
     num_sequences: int = 0  # in flight
     serves: bool = True  # False until it holds the newest weights, and while it drains
 
 
-class _Callbacks:
-    """The callbacks of a request's caller. They receive each token once, and each end once, however
-    often a completion changes its engine."""
+@dataclass(kw_only=True, slots=True)
+class _OpenRequest:
+    """A request without an answer yet, and its caller's callbacks. They receive each token once and
+    each end once, even if completions change their engine."""
 
-    def __init__(self, on_tokens: OnTokens | None, on_completion: OnCompletion | None) -> None:
-        self.on_tokens = on_tokens
-        self.on_completion = on_completion
-        self._ended: set[int] = set()  # members whose end was sent
+    on_tokens: OnTokens | None
+    on_completion: OnCompletion | None
+    placed: dict[str, _PoolEntry] = field(default_factory=dict[str, _PoolEntry])  # by request id
+    was_placed: bool = False  # on some engine, at least once
+    is_aborted: bool = False
+    ended: set[int] = field(default_factory=set[int])  # members whose end was sent
 
     def send(self, chunk: CompletionChunk) -> None:
-        if self.on_tokens is None or chunk.member in self._ended:
+        if self.on_tokens is None or chunk.member in self.ended:
             return
         finish = None if chunk.finish == "interrupt" else chunk.finish  # it will be resumed
         if finish is not None:
-            self._ended.add(chunk.member)
+            self.ended.add(chunk.member)
         if len(chunk.tokens) or finish is not None:
             self.on_tokens(replace(chunk, finish=finish))
 
     def send_completion(self, completion: Completion, *, member: int) -> None:
         if self.on_completion is not None:
             self.on_completion(member, completion)
-
-    def send_abort(self, completion: Completion, *, member: int) -> None:
-        """End a completion that is not resumed; its tokens have been sent."""
-        self.send_completion(completion, member=member)
-        end = cut(completion, len(completion.tokens))
-        self.send(chunk_of(end, member=member, finish="abort"))
-
-
-@dataclass(kw_only=True, slots=True)
-class _OpenRequest:
-    """A request without an answer yet: the request itself, or its resumed completions."""
-
-    callbacks: _Callbacks
-    placed: dict[str, _PoolEntry] = field(default_factory=dict[str, _PoolEntry])  # by engine id
-    was_placed: bool = False  # on some engine, at least once
-    is_aborted: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -133,15 +118,19 @@ class EnginePool:
         offered = [entry.engine.capabilities for entry in self._entries]
         return frozenset(Capability).intersection(*offered)
 
-    async def join(self, engine: Engine, *, prepare: Callable[[Engine], Awaitable[object]]) -> None:
-        """Add an engine. It receives requests once `prepare` has brought it the newest weights."""
+    async def join(
+        self, engine: Engine, *, prepare: Callable[[Engine], Awaitable[object]] | None
+    ) -> None:
+        """Add an engine. It receives requests once `prepare`, if given, has brought it the newest
+        weights."""
         entry = _PoolEntry(engine=engine, serves=False)
         self._entries.append(entry)
         try:
             if self._is_paused:
                 await engine.pause()
             await engine.expire(self._expired_before)
-            await prepare(engine)
+            if prepare is not None:
+                await prepare(engine)
         except BaseException:
             self._lose(entry)
             raise
@@ -159,8 +148,7 @@ class EnginePool:
 
     def lose(self, engine: Engine) -> None:
         """Remove an engine that is dead or treated as dead; no error if it was removed before."""
-        for entry in [entry for entry in self._entries if entry.engine is engine]:
-            self._lose(entry)
+        self._entries = [entry for entry in self._entries if entry.engine is not engine]
 
     async def generate(
         self,
@@ -169,8 +157,8 @@ class EnginePool:
         on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
         assert request.id not in self._open, f"{request.id!r} is already under way"
-        callbacks = _Callbacks(on_tokens, on_completion)
-        opened = self._open[request.id] = _OpenRequest(callbacks=callbacks)
+        opened = _OpenRequest(on_tokens=on_tokens, on_completion=on_completion)
+        self._open[request.id] = opened
         try:
             completions = await self._place(request, opened)
             while not opened.is_aborted and all(_is_blank(c) for c in completions):
@@ -192,7 +180,9 @@ class EnginePool:
         while completion.finish == "interrupt":
             if opened.is_aborted:  # its engine interrupted it before the abort arrived
                 completion = replace(completion, finish="abort")
-                opened.callbacks.send_abort(completion, member=member)
+                opened.send_completion(completion, member=member)
+                no_tokens = cut(completion, len(completion.tokens))  # they were sent before
+                opened.send(chunk_of(no_tokens, member=member, finish="abort"))
                 return completion
             rest = resume_request(request, member=member, known=completion)
             (completion,) = await self._place(rest, opened, first=member)
@@ -206,10 +196,9 @@ class EnginePool:
         await self._until_served(max_wait_s=None if opened.was_placed else self._max_wait_s)
         opened.was_placed = True
         entry = self._choose(request.session, pinned=request.pinned)
-        callbacks, log = opened.callbacks, TokenLog(request)
-        wants_tokens = callbacks.on_tokens is not None
-        # A lost sequence that cannot be resumed is sampled again, so its listener hears nothing
-        # before its end.
+        log, wants_tokens = TokenLog(request), opened.on_tokens is not None
+        # A lost sequence that cannot be resumed is sampled again, so its tokens are not sent before
+        # its end.
         resumes = Capability.PARTIALS in entry.engine.capabilities
         streams = resumes and (wants_tokens or self._replaces)
         if streams and not wants_tokens:
@@ -217,12 +206,12 @@ class EnginePool:
 
         def receive(chunk: CompletionChunk) -> None:
             log.append(chunk)
-            callbacks.send(replace(chunk, member=first + chunk.member))
+            opened.send(replace(chunk, member=first + chunk.member))
 
         def complete(member: int, completion: Completion) -> None:
             if completion.finish != "interrupt":  # it will be resumed
                 log.finish(member, completion)
-                callbacks.send_completion(completion, member=first + member)
+                opened.send_completion(completion, member=first + member)
 
         entry.num_sequences += request.n
         opened.placed[request.id] = entry
@@ -230,7 +219,7 @@ class EnginePool:
             completions = await entry.engine.generate(
                 request,
                 receive if streams else None,
-                None if callbacks.on_completion is None else complete,
+                None if opened.on_completion is None else complete,
             )
             if wants_tokens and request.coalesce:
                 for member, completion in enumerate(completions):
@@ -249,7 +238,7 @@ class EnginePool:
         if not resumes and not request.coalesce:
             for member, completion in enumerate(completions, start=first):
                 if completion.finish != "interrupt":
-                    callbacks.send(chunk_of(completion, member=member, finish=completion.finish))
+                    opened.send(chunk_of(completion, member=member, finish=completion.finish))
         return completions
 
     def _count_resumed(self, completions: Sequence[Completion]) -> None:

@@ -10,24 +10,9 @@ Runs on the controller's event loop; torch-free.
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 
-from millrace.cluster.messages import (
-    AbortRequests,
-    Completed,
-    Expire,
-    Generate,
-    GenerateDone,
-    Message,
-    Part,
-    Pause,
-    Resume,
-    ScoreTokens,
-    Swapped,
-    SwapWeights,
-    TokensSampled,
-    TokensScored,
-)
+from millrace.cluster import messages
+from millrace.cluster.messages import Message, Part
 from millrace.cluster.supervision.replica import WorkerReplica
 from millrace.cluster.worker import Worker
 from millrace.core.errors import EngineLost, MillraceError, WorkerError
@@ -60,16 +45,32 @@ class RemoteEngine:
         on_tokens: OnTokens | None = None,
         on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
-        generate = Generate(
-            request=request,
-            stream=on_tokens is not None,
-            per_completion=on_completion is not None,
-        )
-        parts = _Parts(on_tokens=on_tokens, on_completion=on_completion)
+        received: dict[int, Completion] = {}  # by member
+
+        def receive(member: int, completion: Completion) -> None:
+            received[member] = completion
+            if on_completion is not None:
+                on_completion(member, completion)
+
+        def on_part(part: Part) -> None:
+            if isinstance(part, messages.TokensSampled):
+                assert on_tokens is not None
+                for chunk in part.pieces:
+                    on_tokens(chunk)
+            else:
+                assert isinstance(part, messages.Completed), f"{type(part).__name__} was sent"
+                for member, completion in part.completions.items():
+                    receive(member, completion)
+
+        streams, per_completion = on_tokens is not None, on_completion is not None
+        message = messages.Generate(request=request, stream=streams, per_completion=per_completion)
         try:
-            reply = await self._worker.call(generate, expect_progress=True, on_part=parts)
-            assert isinstance(reply, GenerateDone)
-            return parts.completed(reply.completions)
+            reply = await self._worker.call(message, expect_progress=True, on_part=on_part)
+            assert isinstance(reply, messages.GenerateDone)
+            for member, completion in enumerate(reply.completions):
+                if completion is not None:  # it was not sent before
+                    receive(member, completion)
+            return [received[member] for member in range(len(reply.completions))]
         except WorkerError as error:
             raise self._lost(error) from error
         except MillraceError:  # the engine refused the request
@@ -79,29 +80,31 @@ class RemoteEngine:
             raise
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
-        reply = await self._call(ScoreTokens(requests=list(requests)))
-        assert isinstance(reply, TokensScored)
+        reply = await self._call(messages.ScoreTokens(requests=list(requests)))
+        assert isinstance(reply, messages.TokensScored)
         return reply.logprobs
 
     async def swap(self, update: WeightUpdate) -> int:
         # No progress expected: an engine reports none while it fetches and lays out weights.
         reply = await self._call(
-            SwapWeights(update=update), timeout_s=self._swap_timeout_s, expect_progress=False
+            messages.SwapWeights(update=update),
+            timeout_s=self._swap_timeout_s,
+            expect_progress=False,
         )
-        assert isinstance(reply, Swapped)
+        assert isinstance(reply, messages.Swapped)
         return reply.version
 
     async def abort(self, ids: Sequence[str]) -> None:
-        await self._call(AbortRequests(ids=list(ids)))
+        await self._call(messages.AbortRequests(ids=list(ids)))
 
     async def expire(self, before: int) -> None:
-        await self._call(Expire(before=before))
+        await self._call(messages.Expire(before=before))
 
     async def pause(self) -> None:
-        await self._call(Pause())
+        await self._call(messages.Pause())
 
     async def resume(self) -> None:
-        await self._call(Resume())
+        await self._call(messages.Resume())
 
     async def _call(
         self, message: Message, *, timeout_s: float | None = None, expect_progress: bool = True
@@ -126,39 +129,6 @@ class RemoteEngine:
         task = asyncio.create_task(abort())
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Parts:
-    """Passes on what an engine sends before its reply to a request."""
-
-    on_tokens: OnTokens | None
-    on_completion: OnCompletion | None
-    received: dict[int, Completion] = field(default_factory=dict[int, Completion])  # by member
-
-    def __call__(self, part: Part) -> None:
-        match part:
-            case TokensSampled(pieces=pieces):
-                assert self.on_tokens is not None
-                for piece in pieces:
-                    self.on_tokens(piece)
-            case Completed(completions=completions):
-                for member, completion in completions.items():
-                    self._receive(member, completion)
-            case _:
-                raise AssertionError(f"{type(part).__name__} is not a part of a Generate call")
-
-    def completed(self, rest: Sequence[Completion | None]) -> list[Completion]:
-        """All completions in order; those of the reply go to on_completion as well."""
-        for member, completion in enumerate(rest):
-            if completion is not None:
-                self._receive(member, completion)
-        return [self.received[member] for member in range(len(rest))]
-
-    def _receive(self, member: int, completion: Completion) -> None:
-        self.received[member] = completion
-        if self.on_completion is not None:
-            self.on_completion(member, completion)
 
 
 class EngineReplica(WorkerReplica):
@@ -198,8 +168,7 @@ class EngineReplica(WorkerReplica):
         engine = RemoteEngine(
             worker, swap_timeout_s=SWAP_TIMEOUT_S, capabilities=self._capabilities
         )
-        is_late = is_restart or self._joins_late
-        prepare = self._load_newest if is_late and self._load_newest is not None else _is_ready
+        prepare = self._load_newest if is_restart or self._joins_late else None
         try:
             await self._pool.join(engine, prepare=prepare)
         except EngineLost as error:
@@ -218,7 +187,3 @@ class EngineReplica(WorkerReplica):
         if self._engine is not None:
             await self._pool.leave(self._engine)
         await super().stop()
-
-
-async def _is_ready(_engine: Engine) -> None:
-    """The engine holds the right weights already."""

@@ -11,35 +11,20 @@ had.
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from millrace.cluster import messages
 from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
-from millrace.cluster.messages import (
-    AbortRequests,
-    Completed,
-    Expire,
-    Generate,
-    GenerateDone,
-    Pause,
-    Resume,
-    ScoreTokens,
-    StartEngine,
-    Stop,
-    Swapped,
-    SwapWeights,
-    TokensSampled,
-    TokensScored,
-    WorkerProgress,
-)
 from millrace.config import Interrupt, RunConfig, load_config
 from millrace.core.errors import TaskError, WeightError
 from millrace.core.protocols import Capability, WeightReceiver
-from millrace.core.records import WeightUpdate
+from millrace.core.records import CompletionChunk, WeightUpdate
 from millrace.core.spans import Timeline
 from millrace.inference.backend import (
     EngineCore,
@@ -60,17 +45,17 @@ STAGING_POLL_S = 0.002  # how often an idle engine checks for staged weights
 
 
 def main(link: Link, name: str) -> None:
-    serve(link, name, message=StartEngine, start=_start)
+    serve(link, name, message=messages.StartEngine, start=_start)
 
 
-def _start(message: StartEngine, link: Link, timeline: Timeline) -> "EngineWorker":
+def _start(message: messages.StartEngine, link: Link, timeline: Timeline) -> "EngineWorker":
     config = load_config(message.config)
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
 
     def on_warm_up() -> None:
         timeline.enter("compile", busy=True)
-        link.emit(WorkerProgress(spans=timeline.drain(), counters={}))
+        link.emit(messages.WorkerProgress(spans=timeline.drain(), counters={}))
 
     spec = EngineSpec(
         config=config.engine,
@@ -116,7 +101,7 @@ class _Staging:
     """An update that is being staged, and the calls that it answers."""
 
     version: int
-    staged: Future[tuple[Any, float]]  # what the engine prepared, and the milliseconds it took
+    staged: Future[tuple[Any, float]]  # prepared weights, and the milliseconds that staging took
     calls: list[WorkerCall]
 
 
@@ -136,14 +121,14 @@ class EngineWorker:
     ) -> None:
         """`report_s`: interval of the coalesced token reports, in seconds."""
         self._link = link
-        self._arrived: deque[WorkerCall] = deque()  # during a round, not yet handled
+        self._arrived: deque[WorkerCall] = deque()  # during a step, not yet handled
         self._engine = engine
         self._capabilities = capabilities
         self._interrupt = INTERRUPTS[interrupt](engine)
         self._receiver = receiver
         self._timeline = timeline
         self._calls: dict[str, WorkerCall] = {}  # Generate calls by request id
-        self._score_calls: deque[WorkerCall] = deque()  # ScoreTokens calls
+        self._score_calls: deque[WorkerCall] = deque()
         self._num_scored = 0  # tokens
         self._staging: _Staging | None = None
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
@@ -167,7 +152,8 @@ class EngineWorker:
                 if time.monotonic() - self._reported_s >= PROGRESS_S:
                     self._report()
                 if time.monotonic() - self._coalesced_s >= self._report_s:
-                    self._send_coalesced_chunks()
+                    self._coalesced_s = time.monotonic()
+                    self._send_chunks(self._engine.take_coalesced_chunks())
         finally:
             self._stager.shutdown(wait=True, cancel_futures=True)
             self._receiver.close()
@@ -175,14 +161,17 @@ class EngineWorker:
         stop.reply()
 
     def _is_awaited(self) -> bool:
-        """Whether a round of decoding should end early: weights are staged, or a call other than
-        Generate waits. Staging of new weights starts here and overlaps with the round."""
+        """Whether a launch of the decode loop should end early: weights are staged, or a call other
+        than Generate waits. Staging of new weights starts here, while the launch continues."""
         while (call := self._link.receive(0)) is not None:
-            if isinstance(call.message, SwapWeights) and not self._interrupt.needs_announcement:
+            if (
+                isinstance(call.message, messages.SwapWeights)
+                and not self._interrupt.needs_announcement
+            ):
                 self._stage(call.message.update, call)
             else:
                 self._arrived.append(call)
-        has_urgent = any(not isinstance(call.message, Generate) for call in self._arrived)
+        has_urgent = any(not isinstance(call.message, messages.Generate) for call in self._arrived)
         return has_urgent or self._has_staged_weights
 
     @property
@@ -193,12 +182,14 @@ class EngineWorker:
 
     def _take_calls(self) -> WorkerCall | None:
         """Handle the calls that have arrived; wait a little if there is nothing to generate."""
-        timeout_s = self._wait_s()
-        if timeout_s > 0:  # entered first, or the wait would count as generating
+        timeout_s = PROGRESS_S if self._staging is None else STAGING_POLL_S
+        if self._may_generate or self._may_score or self._arrived:
+            timeout_s = 0
+        else:  # entered first, or the wait would count as generating
             self._timeline.enter(self._idle_reason(), busy=False)
         call = self._next_call(timeout_s)
         while call is not None:
-            if isinstance(call.message, Stop):
+            if isinstance(call.message, messages.Stop):
                 return call
             self._handle(call)
             call = self._next_call(0)
@@ -206,11 +197,6 @@ class EngineWorker:
 
     def _next_call(self, timeout_s: float) -> WorkerCall | None:
         return self._arrived.popleft() if self._arrived else self._link.receive(timeout_s)
-
-    def _wait_s(self) -> float:
-        if self._may_generate or self._may_score or self._arrived:
-            return 0
-        return PROGRESS_S if self._staging is None else STAGING_POLL_S
 
     @property
     def _may_generate(self) -> bool:
@@ -235,7 +221,7 @@ class EngineWorker:
 
     def _handle(self, call: WorkerCall) -> None:
         match call.message:
-            case Generate(request=request, stream=stream, per_completion=per_completion):
+            case messages.Generate(request=request, stream=stream, per_completion=per_completion):
                 try:
                     check_request(request, self._capabilities)
                     self._engine.add_request(request, stream=stream, per_completion=per_completion)
@@ -243,19 +229,19 @@ class EngineWorker:
                     call.fail(error)
                 else:
                     self._calls[request.id] = call
-            case SwapWeights(update=update):
+            case messages.SwapWeights(update=update):
                 self._stage(update, call)
-            case ScoreTokens():
+            case messages.ScoreTokens():
                 self._score_calls.append(call)
-            case AbortRequests(ids=ids):
+            case messages.AbortRequests(ids=ids):
                 self._answer(self._engine.abort(ids))
                 call.reply()
-            case Expire(before=before):
+            case messages.Expire(before=before):
                 self._answer(self._engine.expire(before))
                 call.reply()
-            case Pause() | Resume():
+            case messages.Pause() | messages.Resume():
                 # Calls are handled between two passes, so no pass runs when this is answered.
-                self._is_paused = isinstance(call.message, Pause)
+                self._is_paused = isinstance(call.message, messages.Pause)
                 if self._is_paused:  # entered before the reply, after which the trainer may start
                     self._timeline.enter("paused", busy=False)
                 call.reply()
@@ -263,36 +249,34 @@ class EngineWorker:
                 call.fail(unexpected(call))
 
     def _score(self, call: WorkerCall) -> None:
-        assert isinstance(call.message, ScoreTokens)
+        assert isinstance(call.message, messages.ScoreTokens)
         requests = call.message.requests
         self._num_scored += sum(len(request.inputs) for request in requests)
         try:
-            call.reply(TokensScored(logprobs=self._engine.score(requests)))
+            call.reply(messages.TokensScored(logprobs=self._engine.score(requests)))
         except torch.OutOfMemoryError:
             longest = max(len(request.inputs) for request in requests)
             call.fail(
                 TaskError(
-                    f"A request to score {longest} tokens does not fit into the engine's memory"
-                    " beside its KV cache; lower engine.kv_bytes."
+                    f"A request to score {longest} tokens does not fit into the memory that the"
+                    " KV cache leaves; lower engine.kv_bytes."
                 )
             )
 
     def _answer(self, finished: list[FinishedRequest]) -> None:
-        for id, pieces in self._engine.take_chunks().items():
-            self._calls[id].send_part(TokensSampled(pieces=pieces))
+        self._send_chunks(self._engine.take_chunks())
         for id, completions in self._engine.take_completions().items():
-            self._calls[id].send_part(Completed(completions=completions))
+            self._calls[id].send_part(messages.Completed(completions=completions))
         for request in finished:
             unsent = [
                 None if member in request.delivered else completion
                 for member, completion in enumerate(request.completions)
             ]
-            self._calls.pop(request.id).reply(GenerateDone(completions=unsent))
+            self._calls.pop(request.id).reply(messages.GenerateDone(completions=unsent))
 
-    def _send_coalesced_chunks(self) -> None:
-        self._coalesced_s = time.monotonic()
-        for id, pieces in self._engine.take_coalesced_chunks().items():
-            self._calls[id].send_part(TokensSampled(pieces=pieces))
+    def _send_chunks(self, chunks: Mapping[str, list[CompletionChunk]]) -> None:
+        for id, pieces in chunks.items():
+            self._calls[id].send_part(messages.TokensSampled(pieces=pieces))
 
     def _stage(self, update: WeightUpdate, call: WorkerCall) -> None:
         """Start to stage an update. Of several updates only the newest is applied."""
@@ -302,7 +286,7 @@ class EngineWorker:
             return
         visible = self._engine.version
         if visible is not None and visible >= update.version:
-            call.reply(Swapped(version=visible, stage_ms=0.0, gap_ms=0.0))
+            call.reply(messages.Swapped(version=visible, stage_ms=0.0, gap_ms=0.0))
             return
         superseded = []
         if under_way is not None:
@@ -342,30 +326,19 @@ class EngineWorker:
             self._interrupt.settle()
         self._num_swaps += 1
         gap_ms = (time.perf_counter() - started_s) * 1000
-        reply = Swapped(version=staging.version, stage_ms=stage_ms, gap_ms=gap_ms)
+        reply = messages.Swapped(version=staging.version, stage_ms=stage_ms, gap_ms=gap_ms)
         for call in staging.calls:
             call.reply(reply)
 
     def _report(self) -> None:
         stats = self._engine.stats()
         self._reported_s = time.monotonic()
+        counters = {**asdict(stats), "swaps": self._num_swaps}
+        del counters["free_blocks"]
+        work = stats.generated_tokens + stats.prefill_tokens + self._num_scored + self._num_swaps
         self._link.emit(
-            WorkerProgress(
-                spans=self._timeline.drain(),
-                counters={
-                    "generated_tokens": stats.generated_tokens,
-                    "prefill_tokens": stats.prefill_tokens,
-                    "cached_tokens": stats.cached_tokens,
-                    "preemptions": stats.preemptions,
-                    "running": stats.running,
-                    "waiting": stats.waiting,
-                    "swaps": self._num_swaps,
-                },
-                work=stats.generated_tokens
-                + stats.prefill_tokens
-                + self._num_scored
-                + self._num_swaps,
-                waits=self._is_held,
+            messages.WorkerProgress(
+                spans=self._timeline.drain(), counters=counters, work=work, waits=self._is_held
             )
         )
 

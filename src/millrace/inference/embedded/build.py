@@ -1,4 +1,4 @@
-"""An engine from a model and its settings."""
+"""Builds an embedded engine from a model directory and its settings."""
 
 import os
 import shutil
@@ -50,8 +50,8 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
         merger, adapters = applied_adapters(model, config=config, lora=spec.lora)
     except torch.OutOfMemoryError:
         raise ConfigError(
-            f"The weights of {model_path!r} do not fit on {device} ({_free(device)}); free some of"
-            " it, set engine.dtype to bfloat16, or change placement.engines."
+            f"The weights of {model_path!r} do not fit on {device} ({_free(device)}); free some"
+            " memory, set engine.dtype to bfloat16, or change placement.engines."
         ) from None
     tokenizer = load_tokenizer(model_path, trust_remote_code=spec.trust_remote_code)
     engine = engine_of(
@@ -82,13 +82,15 @@ def engine_of(
     on_warm_up: Callable[[], None] = lambda: None,
     options: EmbeddedBackend = DEFAULTS,
 ) -> EmbeddedEngine:
-    """The engine these settings describe, ready for its first request."""
+    """An engine with these settings, ready for its first request."""
     on_gpu = model.device.type == "cuda"
-    block_tokens, round_steps = options.block_tokens, _round_steps(model, options.round_steps)
-    if on_gpu and round_steps != 1:
+    block_tokens, decode_steps = options.block_tokens, _decode_steps(model, options.decode_steps)
+    if on_gpu and decode_steps != 1:
         _check_compiler()
     context = _context(model, config)
-    of_block = _block_bytes(model, block_tokens, routing)
+    of_block = block_bytes(measure_kv(model), block_tokens=block_tokens, dtype=model.dtype)
+    if routing is not None:
+        of_block += block_tokens * routing.token_bytes
     num_blocks = _num_blocks(
         config, context=context, block_tokens=block_tokens, size=of_block, device=model.device
     )
@@ -109,7 +111,7 @@ def engine_of(
                 prefill_tokens=options.prefill_tokens or (16384 if on_gpu else 2048),
                 kv=config.kv,
                 prefix_cache=options.prefix_cache,
-                round_steps=round_steps,
+                decode_steps=decode_steps,
                 compile_layers=options.compile and on_gpu,
             ),
         )
@@ -118,9 +120,9 @@ def engine_of(
     except torch.OutOfMemoryError:
         size = num_blocks * of_block / _GIB
         raise ConfigError(
-            f"The KV cache of {num_blocks} blocks takes {size:.1f} GiB, and with what decoding"
-            f" needs beside it that is more than {model.device} has ({_free(model.device)});"
-            " lower engine.kv_bytes or engine.max_sequences."
+            f"The KV cache of {num_blocks} blocks takes {size:.1f} GiB, which leaves too little"
+            f" memory for decoding on {model.device} ({_free(model.device)}); lower"
+            " engine.kv_bytes or engine.max_sequences."
         ) from None
     return engine
 
@@ -128,10 +130,10 @@ def engine_of(
 def applied_adapters(
     model: PreTrainedModel, *, config: EngineConfig, lora: LoraConfig | None
 ) -> tuple[AdapterMerger | None, dict[str | None, Adapter]]:
-    """What merges the policy's adapter, and the adapters that are applied without merging.
+    """The merger of the policy's adapter, and the adapters that are applied without merging.
 
-    "auto" merges where it can: that costs a rewrite of the weights per version and nothing per
-    pass, and versions are few where passes are many. But only one adapter can be merged.
+    "auto" merges the policy's adapter if it is the only one: that rewrites the weights once per
+    version and costs nothing per pass.
     """
     residents = {
         name: read_resident(name, Path(folder), model=model)
@@ -145,9 +147,9 @@ def applied_adapters(
     return None, {None: policy, **residents}
 
 
-def _round_steps(model: PreTrainedModel, wanted: int | None) -> int:
-    """Tokens per round trip to the device; one where an expert's share of the tokens has to be
-    asked for on the way, which no CUDA graph can."""
+def _decode_steps(model: PreTrainedModel, wanted: int | None) -> int:
+    """Decode steps per launch. 1 for experts without a grouped kernel: their loop over experts
+    reads token counts from the device, which a CUDA graph cannot do."""
     if model.device.type != "cuda":
         return wanted or 1
     wanted = wanted or 32
@@ -156,8 +158,8 @@ def _round_steps(model: PreTrainedModel, wanted: int | None) -> int:
     if wanted == 1 or not has_experts or (model.dtype == torch.bfloat16 and major in (9, 10)):
         return wanted
     warnings.warn(
-        f"Experts in {model.dtype} on this GPU decode in single steps, which are several times"
-        " slower than rounds; set engine.dtype to bfloat16 on a GPU of Hopper's kind or later.",
+        f"Experts in {model.dtype} on this GPU decode in single steps, several times slower than"
+        " with the decode loop; set engine.dtype to bfloat16 on a Hopper or newer GPU.",
         stacklevel=2,
     )
     return 1
@@ -168,7 +170,7 @@ def _check_compiler() -> None:
     if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
         raise ConfigError(
             "Decoding on a GPU needs a C compiler, and neither cc, gcc nor clang is on PATH;"
-            " install one, or set engine.options.round_steps to 1 and be several times slower."
+            " install one, or set engine.options.decode_steps to 1, which is several times slower."
         )
 
 
@@ -188,26 +190,15 @@ def _num_blocks(
     config: EngineConfig, *, context: int, block_tokens: int, size: int, device: torch.device
 ) -> int:
     """Enough for all sequences at full context, within kv_bytes; a block has `size` bytes."""
-    enough = config.max_sequences * -(-context // block_tokens)
-    bound = config.kv_bytes or _default_kv_bytes(device)
+    bound = config.kv_bytes or _CPU_KV_BYTES
+    if config.kv_bytes is None and device.type == "cuda":
+        bound = int(torch.cuda.mem_get_info(device)[0] * _GPU_KV_SHARE)
     if bound < size:
         raise ConfigError(
             f"Setting 'engine.kv_bytes' = {bound} does not hold one KV block of {size} bytes;"
             " raise it."
         )
-    return min(enough, bound // size)
-
-
-def _default_kv_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _CPU_KV_BYTES
-    return int(torch.cuda.mem_get_info(device)[0] * _GPU_KV_SHARE)
-
-
-def _block_bytes(model: PreTrainedModel, block_tokens: int, routing: Routing | None) -> int:
-    """With the routes of its tokens, if they are noted."""
-    of_kv = block_bytes(measure_kv(model), block_tokens=block_tokens, dtype=model.dtype)
-    return of_kv + (0 if routing is None else block_tokens * routing.token_bytes)
+    return min(config.max_sequences * -(-context // block_tokens), bound // size)
 
 
 def _free(device: torch.device) -> str:

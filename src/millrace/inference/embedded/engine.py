@@ -4,8 +4,6 @@ Promise: weights change only in commit(), which runs between two steps, so no fo
 versions. An engine whose commit failed half-way computes nothing until it holds a complete version.
 Every sampled token comes with its logprob, its version and, where they apply, its kept ids and its
 expert routes.
-
-Synchronous. One thread calls all methods except prepare(), which a staging thread may call.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,22 +24,23 @@ from millrace.core.records import (
     TokenLogprobs,
 )
 from millrace.inference.backend import EngineStats, FinishedRequest
-from millrace.inference.embedded.decode.loop import DecodeLoop
-from millrace.inference.embedded.decode.sampling import sample_batch
-from millrace.inference.embedded.decode.state import NO_TOKEN
+from millrace.inference.embedded.decode.attention import can_flash
+from millrace.inference.embedded.decode.loop import NO_TOKEN, DecodeLoop, DecodeResult
+from millrace.inference.embedded.kv.prefix_cache import PrefixCache
 from millrace.inference.embedded.live_weights import LiveWeights, PreparedWeights
 from millrace.inference.embedded.lora.bank import AdapterMerger
-from millrace.inference.embedded.parts import EngineSizes, make_parts
-from millrace.inference.embedded.sampler import sample
-from millrace.inference.embedded.scheduling.batch_slots import guided
-from millrace.inference.embedded.scheduling.outputs import ChunkStreams, OutputProcessor
+from millrace.inference.embedded.parts import EngineParts, EngineSizes
+from millrace.inference.embedded.runner import ModelRunner
+from millrace.inference.embedded.sampler import sample, sample_batch
+from millrace.inference.embedded.scheduling.batch_slots import mask_by_grammars
+from millrace.inference.embedded.scheduling.outputs import ChunkStreams, OutputProcessor, StopRules
+from millrace.inference.embedded.scheduling.scheduler import Scheduler
 from millrace.inference.embedded.scheduling.sequence import (
     BatchPlan,
     adapter_slot,
     check_request,
     sequences_of,
 )
-from millrace.inference.embedded.scheduling.stopping import StopChecker, StopRules
 from millrace.inference.embedded.scoring import ScoringEngine, num_rows
 from millrace.models.grammars import GrammarCompiler
 from millrace.models.logprobs import final_logits
@@ -50,7 +49,7 @@ from millrace.models.routing import Routing
 
 
 class EmbeddedEngine:
-    """An EngineCore over a transformers model. See EngineCore for who calls what."""
+    """An EngineCore over a transformers model; see EngineCore for its methods and threads."""
 
     def __init__(
         self,
@@ -71,50 +70,54 @@ class EmbeddedEngine:
         self._model = model.requires_grad_(False)
         self._vocab_size = model.config.get_text_config().vocab_size
         self._kv = sizes.kv
-        parts = make_parts(
-            model, sizes, version=version, adapters=adapters, routing=routing, eos_ids=eos_ids
+        parts = EngineParts.build(model, sizes, adapters=adapters, routing=routing)
+        self._slots, self._bank, self._routes = parts.slots, parts.bank, parts.routes
+        self._pool = parts.tables.pool
+        prefixes = PrefixCache(
+            self._pool,
+            block_tokens=sizes.block_tokens,
+            version=version,
+            keeps=sizes.kv == "keep",
+            is_on=sizes.prefix_cache,
         )
-        self._pool, self._slots, self._scheduler = parts.pool, parts.slots, parts.scheduler
-        self._bank, self._runner, self._decode_loop = parts.bank, parts.runner, parts.decode_loop
-        self._routes = parts.routes
+        self._scheduler = Scheduler(
+            parts.slots,
+            parts.tables,
+            prefixes=prefixes,
+            prefill_tokens=sizes.prefill_tokens,
+            routes=parts.routes,
+        )
+        has_loop = sizes.decode_steps > 1
+        self._decode_loop = DecodeLoop(parts, sizes, eos_ids=eos_ids) if has_loop else None
+        self._runner = ModelRunner(parts, flashes=has_loop and can_flash(parts.cache, model=model))
         self._scorer = ScoringEngine(model)
         self._weights = LiveWeights(model, version=version, merger=merger, bank=self._bank)
         self._needs_single_step = False  # the decode loop had no room for some kept ids
         self._has_new = False  # requests arrived since the last launch of the decode loop
         self._grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size, eos_ids=eos_ids)
-        rules = StopRules(tokenizer, eos_ids=eos_ids)
-        self._stop_checker = StopChecker(self._slots, rules)
-        self._outputs = OutputProcessor(rules, block_tokens=sizes.block_tokens)
+        self._stop_rules = StopRules(tokenizer, eos_ids=eos_ids)
+        self._expired_before = 0  # see expire()
+        self._outputs = OutputProcessor(self._stop_rules, block_tokens=sizes.block_tokens)
         self._streams = ChunkStreams(self._slots)
-        self._num_arrived = 0
-        self._num_generated = 0
-        self._num_prefilled = 0
+        self._num_arrived = self._num_generated = self._num_prefilled = 0
 
     @property
     def version(self) -> int | None:
-        """The served version; None after a commit that failed half-way."""
         return self._weights.version
 
     @property
     def has_work(self) -> bool:
-        """True if step() would make progress."""
         can_compute = self.version is not None and self._scheduler.has_work
         return can_compute or self._outputs.has_pending
 
     @property
     def has_held(self) -> bool:
-        """True if sequences wait only because hold_new() was called."""
-        return self._scheduler.num_held_back > 0
-
-    @property
-    def has_room(self) -> bool:
-        """True if another sequence would get a slot now."""
-        return self._slots.num_free > 0
+        return self._scheduler.waiting.num_held > 0
 
     def stats(self) -> EngineStats:
         return EngineStats(
             running=int(self._slots.occupied.sum()),
-            waiting=self._scheduler.num_waiting + self._scheduler.num_held_back,
+            waiting=self._scheduler.waiting.num_waiting + self._scheduler.waiting.num_held,
             free_blocks=self._pool.num_free,
             generated_tokens=self._num_generated,
             prefill_tokens=self._num_prefilled,
@@ -123,13 +126,11 @@ class EmbeddedEngine:
         )
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors that an update must bring."""
         return self._weights.shapes
 
     def add_request(
         self, request: Request, *, stream: bool = False, per_completion: bool = False
     ) -> None:
-        """See EngineCore.add_request()."""
         if request.id in self._outputs:
             raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
         check_request(request, max_context=self._max_context, vocab_size=self._vocab_size)
@@ -146,16 +147,19 @@ class EmbeddedEngine:
         if stream:
             self._streams.open(sequences)
         if request.partial is not None:
-            finish = self._stop_checker.finish_on_arrival(sequences[0])
+            (sequence,) = sequences
+            finish = self._stop_rules.finish_on_arrival(sequence, max_context=self._max_context)
+            if request.expires and (sequence.versions < self._expired_before).any():
+                finish = finish or "expire"
             if finish is not None:
-                self._outputs.end(sequences[0], finish=finish)
+                self._outputs.end(sequence, finish=finish)
                 return
         self._scheduler.add(sequences)
         self._has_new = True
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture and compile what would delay the first tokens."""
+        """Capture and compile now what would delay the first tokens."""
         if self._decode_loop is None:
             return
         self._decode_loop.warm_up()
@@ -177,12 +181,13 @@ class EmbeddedEngine:
         records while the device works. The loop ends early once should_stop() returns True.
         """
         if self.version is not None:
+            # With a grammar, the host masks the logits of each token.
             if self._decode_loop is None or self._needs_single_step or self._slots.any_guided:
                 self._needs_single_step = False
                 self._forward(self._scheduler.plan())
             else:
-                self._forward(self._scheduler.plan_prefill())
-                if not self._slots.any_guided:  # the host masks the logits of each of their tokens
+                self._forward(self._scheduler.plan(prefill_only=True))
+                if not self._slots.any_guided:
                     self._decode(self._decode_loop, should_stop=should_stop)
         if not self._scheduler.has_work:
             self._record_ended()
@@ -200,52 +205,40 @@ class EmbeddedEngine:
         return logprobs
 
     def take_chunks(self) -> dict[str, list[CompletionChunk]]:
-        """See EngineCore.take_chunks()."""
         return self._streams.take()
 
     def take_coalesced_chunks(self) -> dict[str, list[CompletionChunk]]:
-        """See EngineCore.take_coalesced_chunks()."""
         return self._streams.take_coalesced()
 
     def take_completions(self) -> dict[str, dict[int, Completion]]:
-        """See EngineCore.take_completions()."""
         return self._outputs.take_completions()
 
     def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[FinishedRequest]:
-        """End these requests with the tokens they have; unknown ids are ignored."""
-        aborted = []
         self._record_ended()
+        ids = list(ids)
         for id in ids:
             for sequence in self._scheduler.remove(id):
                 self._outputs.end(sequence, finish=finish)
-            aborted += self._outputs.take_one(id)
-        return aborted
+        return self._outputs.take(ids)
 
     def interrupt(self) -> list[FinishedRequest]:
-        """End all requests that have a slot, to be resumed here or elsewhere. Drop all KV."""
+        """Drops all KV, too: other weights will serve the resumed requests."""
         running = dict.fromkeys(sequence.request.id for sequence in self._slots.running())
         interrupted = self.abort(running, finish="interrupt")
         self._scheduler.forget_kv()
         return interrupted
 
     def expire(self, before: int) -> list[FinishedRequest]:
-        """End requests with `expires` set that hold a token older than version `before`, now and
-        when they arrive later."""
-        self._stop_checker.expire(before)
+        self._expired_before = max(before, self._expired_before)
         self._record_ended()
-        versions: dict[str, list[np.ndarray]] = {}
-        for sequence in self._scheduler.sequences():
-            if sequence.request.expires:
-                _, _, own = self._slots.sampled_by(sequence)
-                versions.setdefault(sequence.request.id, []).append(own)
-        for id, known in versions.items():
-            known += self._outputs.versions_of(id)
-        old = [id for id, known in versions.items() if (np.concatenate(known) < before).any()]
+        expiring = [s for s in self._scheduler.sequences() if s.request.expires]
+        versions = [(s.request.id, self._slots.sampled_by(s)[2]) for s in expiring]
+        versions += [(s.request.id, own) for s in expiring for own in self._outputs.versions_of(s)]
+        old = dict.fromkeys(id for id, own in versions if (own < before).any())
         return self.abort(old, finish="expire")
 
     def preempt_all(self) -> list[FinishedRequest]:
-        """Move all sequences to the wait queue, with their KV if swaps keep it; returns requests
-        that are finished."""
+        """Sequences keep their KV if swaps keep it."""
         self._record_ended()
         if self._kv == "keep":
             self._scheduler.preempt_all()
@@ -254,21 +247,17 @@ class EmbeddedEngine:
         return self._outputs.take()
 
     def hold_new(self) -> None:
-        """Begin no sequence until seat_new(); go on with the others."""
-        self._scheduler.hold_new()
+        self._scheduler.waiting.hold_new()
 
     def release_new(self) -> None:
-        self._scheduler.release_new()
+        self._scheduler.waiting.release_new()
 
     @torch.inference_mode()
     def prepare(self, tensors: Mapping[str, Tensor], *, version: int) -> PreparedWeights:
-        """Make new weights ready for commit() while decoding continues; WeightError if they do not
-        fit. The tensors are complete and stay unchanged until the commit."""
         return self._weights.prepare(tensors, version=version)
 
     @torch.inference_mode()
     def commit(self, prepared: PreparedWeights) -> None:
-        """Replace the weights. Decoding waits for this."""
         self._weights.commit(prepared)
         if self._kv == "recompute":
             self._scheduler.forget_kv()
@@ -310,22 +299,8 @@ class EmbeddedEngine:
         if plan is None:
             return
         result = decode_loop.run(plan, should_stop=should_stop, while_running=self._record_ended)
-        self._check_finite(result.logprobs[result.tokens != NO_TOKEN])
-        counts = self._stop_checker.counts_until_stop(plan.slots, result)
-        assert self.version is not None
-        self._slots.append_steps(
-            plan.slots,
-            tokens=result.tokens,
-            logprobs=result.logprobs,
-            counts=counts,
-            version=self.version,
-        )
-        self._num_generated += int(counts.sum())
-        if result.kept is not None:
-            assert result.num_kept is not None
-            self._slots.keep_steps(
-                plan.slots, ids=result.kept, num_kept=result.num_kept, counts=counts
-            )
+        counts = self._stop_rules.counts_until_stop(self._slots, plan.slots, result)
+        self._append(plan.slots, result, counts=counts)
         self._end_sequences(plan.slots[counts > 0], later=True)
         idle = counts < len(result.tokens)
         self._needs_single_step = bool(self._slots.occupied[plan.slots[idle]].any())
@@ -333,20 +308,13 @@ class EmbeddedEngine:
     def _num_steps(self, decode_loop: DecodeLoop) -> int:
         """Fewer steps while requests arrive, fewer still while sequences wait for a slot: a slot
         that is freed within a launch stays empty until the launch ends."""
-        share = 4 if self._scheduler.num_waiting else 2 if self._has_new else 1
+        share = 4 if self._scheduler.waiting.num_waiting else 2 if self._has_new else 1
         self._has_new = False
         return max(1, decode_loop.max_steps // share)
 
     def _record_ended(self) -> None:
         self._outputs.record()
         self._scheduler.settle()
-
-    def _check_finite(self, logprobs: np.ndarray) -> None:
-        if not np.isfinite(logprobs).all():
-            raise RunFailed(
-                f"Version {self.version} of the weights gives logits that are not finite;"
-                " lower optimizer.learning_rate."
-            )
 
     def _sample(self, slots: np.ndarray, *, hidden: Tensor, rows: np.ndarray) -> None:
         """Sample and record one token for each of `slots`, from its row of `hidden`."""
@@ -355,23 +323,42 @@ class EmbeddedEngine:
         logits = final_logits(self._model, hidden.to(self._model.dtype))
         how = self._slots.sampling_batch(slots, vocab_size=logits.shape[1], device=logits.device)
         if self._slots.is_guided[slots].any():
-            drawn = sample(guided(logits, self._slots, slots), how)
+            drawn = sample(mask_by_grammars(logits, self._slots, slots), how)
         else:
             drawn = sample_batch(logits, how)
-        logprobs = drawn.logprobs.cpu().numpy()
-        self._check_finite(logprobs)
-        assert self.version is not None
-        tokens = drawn.tokens.cpu().numpy()
-        self._slots.append(slots, tokens=tokens, logprobs=logprobs, version=self.version)
-        self._num_generated += len(slots)
+        kept = num_kept = None
         if drawn.kept is not None:
-            ids = drawn.kept.ids.to(torch.int32).cpu().numpy()
-            self._slots.keep(slots, ids=ids, offsets=drawn.kept.offsets.tolist())
+            kept = drawn.kept.ids.to(torch.int32).cpu().numpy()
+            num_kept = drawn.kept.offsets.diff().cpu().numpy()[:, None]
+        counts = np.ones(len(slots), dtype=np.int64)
+        result = DecodeResult(
+            tokens=drawn.tokens.cpu().numpy()[None],
+            logprobs=drawn.logprobs.cpu().numpy()[None],
+            counts=counts,
+            kept=kept,
+            num_kept=num_kept,
+        )
+        self._append(slots, result, counts=counts)
+
+    def _append(self, slots: np.ndarray, result: DecodeResult, *, counts: np.ndarray) -> None:
+        """Record the first `counts` tokens of each slot."""
+        if not np.isfinite(result.logprobs[result.tokens != NO_TOKEN]).all():
+            raise RunFailed(
+                f"Version {self.version} of the weights gives logits that are not finite;"
+                " lower optimizer.learning_rate."
+            )
+        tokens, logprobs, version = result.tokens, result.logprobs, self.version
+        assert version is not None
+        self._slots.append(slots, tokens=tokens, logprobs=logprobs, counts=counts, version=version)
+        if result.kept is not None:
+            assert result.num_kept is not None
+            self._slots.append_kept(slots, ids=result.kept, num_kept=result.num_kept, counts=counts)
+        self._num_generated += int(counts.sum())
 
     def _end_sequences(self, slots: np.ndarray, *, later: bool = False) -> None:
         """End the sequences in these slots whose newest token was their last. Their slots are
         freed now; their records are built now or `later`."""
-        for sequence, finish in self._stop_checker.finished_in(slots):
+        for sequence, finish in self._stop_rules.finished_in(self._slots, slots):
             self._scheduler.finish(sequence)
             self._outputs.mark_ended(sequence, finish=finish)
         if not later:

@@ -1,11 +1,11 @@
-"""The weights an engine decodes with, and which version they are.
+"""The weights that an engine decodes with, and their version.
 
-Promise: all or nothing. An update that does not fit, or cannot be made ready, is refused before
-anything is touched; one that fails half-way leaves no version at all, until a complete one is in.
-Weights are written in place: CUDA graphs and joined projections stay valid.
+Promise: all or nothing. An update that does not fit, or cannot be prepared, is refused before any
+weight changes. An update that fails half-way leaves no version until a complete one is committed.
+Weights are written in place, so CUDA graphs and fused projections stay valid.
 
-prepare() does everything that can be done beside decoding, in a thread of its own; commit() is
-called by the engine's thread between two forward passes, and is one call for all tensors.
+A staging thread calls prepare(), which does as much as possible while decoding continues. The
+engine's thread calls commit() between two forward passes: one operation for all tensors.
 """
 
 from collections.abc import Mapping
@@ -21,14 +21,11 @@ from millrace.inference.embedded.lora.bank import AdapterBank, AdapterMerger
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PreparedWeights:
-    """A complete version on the engine's device, to be committed or dropped.
-
-    What of it is not lent by whoever brought the update is its own: several may exist at a time.
-    """
+    """A complete version on the engine's device, to be committed or dropped. Several may exist."""
 
     version: int
-    targets: list[Tensor]  # what decodes
-    sources: list[Tensor]  # what takes its place, in the same order
+    targets: list[Tensor]  # the live tensors
+    sources: list[Tensor]  # their new values, in the same order
 
 
 class LiveWeights:
@@ -40,38 +37,34 @@ class LiveWeights:
         merger: AdapterMerger | None,
         bank: AdapterBank | None,
     ) -> None:
-        """`version`: of what the model holds. With a `merger`, or a `bank` that holds the policy's
+        """`version`: of the model's weights. With a `merger`, or a `bank` that holds the policy's
         adapter, updates are adapters."""
         self.version: int | None = version  # None after an update that failed half-way
         self._device = model.device
         self._parameters = dict(model.named_parameters())
         self._merger = merger
         self._bank = bank
-        adapter = (
-            merger.adapter if merger is not None else bank.policy if bank is not None else None
-        )
-        # What an update must bring.
-        self.shapes: dict[str, tuple[int, ...]] = (
-            {name: tuple(tensor.shape) for name, tensor in self._parameters.items()}
-            if adapter is None
-            else adapter.shapes()
-        )
-        # Decoding has the device's default stream.
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._parameters.items()}
+        if merger is not None:
+            shapes = merger.adapter.shapes()
+        elif bank is not None and bank.policy is not None:
+            shapes = bank.policy.shapes()
+        self.shapes: dict[str, tuple[int, ...]] = shapes  # that an update must bring
+        # Decoding uses the device's default stream.
         self._stream = torch.cuda.Stream(model.device) if self._device.type == "cuda" else None
 
     def prepare(self, tensors: Mapping[str, Tensor], *, version: int) -> PreparedWeights:
-        """Of tensors that are complete: on a GPU, nothing on any stream still writes to them."""
+        """The tensors are complete: on a GPU, no stream still writes to them."""
         self._check(tensors, version=version)
         try:
-            with torch.cuda.stream(self._stream):  # does nothing without one
+            with torch.cuda.stream(self._stream):  # no effect if None
                 pairs = self._pairs(tensors)
             if self._stream is not None:
-                # Here, beside decoding, so that commit() has nothing to wait for.
+                # Decoding continues meanwhile, and commit() does not have to wait.
                 self._stream.synchronize()
         except RuntimeError as error:
             raise WeightError(
-                f"Version {version} cannot be made ready ({error}); the engine keeps the weights it"
-                " has."
+                f"Version {version} cannot be prepared ({error}); the engine keeps its weights."
             ) from error
         targets, sources = (list(side) for side in zip(*pairs, strict=True))
         return PreparedWeights(version=version, targets=targets, sources=sources)
@@ -83,7 +76,7 @@ class LiveWeights:
                 prepared.targets, prepared.sources
             )
             if self._device.type == "cuda":
-                # Whoever lent the tensors may take them back when this returns.
+                # The sender may reuse the memory of the tensors once this returns.
                 torch.cuda.current_stream(self._device).synchronize()
         except RuntimeError as error:
             raise WeightError(
@@ -93,7 +86,6 @@ class LiveWeights:
         self.version = prepared.version
 
     def _pairs(self, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Of live and new tensor."""
         if self._merger is not None:
             return self._merger.prepare(tensors, live=self._parameters)
         if self._bank is not None and self._bank.policy is not None:
@@ -109,7 +101,7 @@ class LiveWeights:
         if missing := sorted(expected.keys() - tensors.keys()):
             raise WeightError(f"Version {version} lacks {missing[0]!r} ({len(missing)} missing).")
         if unknown := sorted(tensors.keys() - expected.keys()):
-            raise WeightError(f"Version {version} has {unknown[0]!r}, which the model has not.")
+            raise WeightError(f"Version {version} has {unknown[0]!r}, which the model lacks.")
         for name, shape in expected.items():
             if tensors[name].shape != shape:
                 raise WeightError(

@@ -1,17 +1,15 @@
-"""Where tokens went in a mixture of experts, noted beside their KV.
+"""Expert routes: the experts that each token went to, recorded beside the token's KV.
 
-A pool holds the routes of every token that has KV, at the kv_slots of that KV: they are written by
-the pass that computes it, shared, copied and given up with it. So whatever has KV has routes:
-prompts, prefixes that were found, forks, sequences that were resumed.
+A pool holds the routes of every token that has KV, at the KV slots of that KV. The pass that
+computes the KV writes them; they are shared, copied and freed with it. So prompts, cached prefixes,
+forks and resumed sequences have routes, too.
 
-Promise: the routes of a completion are those of the passes that sampled it: position t has the
-routes of the pass that predicted token t + 1, whatever became of its KV later. What a sequence has
-fed is read when it gives up its slot, before its blocks can be another's.
+Promise: a completion has the routes of the passes that sampled it. Position t has the routes of the
+pass that predicted token t + 1, even if its KV is recomputed later. The routes of a sequence are
+read when it frees its slot, before its blocks can be reused.
 
-Called by the engine's thread. T = tokens of a pass, K = experts per token.
+The engine's thread calls everything. T = tokens of a pass, K = experts per token.
 """
-
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,9 +26,8 @@ class RoutesPool:
     ) -> None:
         num_layers, top_k = routing.shape
         self._dtype = routing.dtype
-        # One block more: rows that idle write there.
-        self._spare = num_blocks * cache.block_tokens
         self._block_tokens = cache.block_tokens
+        self._spare = num_blocks * cache.block_tokens  # a slot of one extra block, for idle rows
         self._routes = torch.zeros(
             num_layers,
             (num_blocks + 1) * cache.block_tokens,
@@ -38,17 +35,17 @@ class RoutesPool:
             dtype=torch.uint8 if routing.dtype == np.uint8 else torch.int16,
             device=device,
         )
+        self._requested: list[RouteRead] = []
+        self.kv_slots = torch.empty(0, dtype=torch.int64, device=device)  # [T] of the next pass
         cache.copy_with_blocks(layer.view(num_blocks + 1, -1) for layer in self._routes)
-        self._requested: list[tuple[np.ndarray, RouteRead]] = []
-        self._target = _WriteTarget(kv_slots=torch.empty(0, dtype=torch.int64, device=device))
-        routing.install([_RecordedRouter(layer, target=self._target) for layer in self._routes])
+        routing.install([_RecordedRouter(layer, pool=self) for layer in self._routes])
 
     def begin(self, kv_slots: Tensor) -> None:
-        """The next pass computes the KV of these kv_slots, [T] int64."""
-        self._target.kv_slots = kv_slots
+        """The next pass computes the KV of these KV slots, [T] int64."""
+        self.kv_slots = kv_slots
 
     def begin_step(self, tables: Tensor, lengths: Tensor) -> None:
-        """The same of a step of a round: rows [T] with `lengths` tokens, 0 = idle, in the blocks of
+        """The same for a decode step: rows [T] with `lengths` tokens, 0 = idle, in the blocks of
         `tables` [T, blocks]. Runs inside CUDA graphs."""
         at = (lengths - 1).clamp_min(0)
         blocks = tables.gather(1, (at // self._block_tokens)[:, None]).squeeze(1).long()
@@ -56,64 +53,58 @@ class RoutesPool:
         self.begin(torch.where(lengths > 0, kv_slots, self._spare))
 
     def discard_next(self, num_rows: int) -> None:
-        """The next pass leaves no KV, and nothing is kept of where its tokens go."""
+        """The next pass caches no KV, and its routes are dropped."""
         self.begin(torch.full((num_rows,), self._spare, device=self._routes.device))
 
     def read(self, kv_slots: np.ndarray) -> "RouteRead":
-        """What lies at these kv_slots [n] now."""
-        route_read = RouteRead(self, len(kv_slots))
-        self._requested.append((kv_slots, route_read))
-        return route_read
+        """The routes that lie at these KV slots [n] now."""
+        self._requested.append(RouteRead(self, kv_slots))
+        return self._requested[-1]
 
     def fetch(self) -> None:
-        """Send the host what was asked for, all at once; to be called before anything is written
-        where it lies. Nobody waits for it."""
+        """Copy all requested routes to the host, without waiting for the copy. Must run before a
+        pass writes to their KV slots."""
         if not self._requested:
             return
-        index = torch.from_numpy(np.concatenate([kv_slots for kv_slots, _ in self._requested]))
+        requested, self._requested = self._requested, []
+        index = torch.from_numpy(np.concatenate([read.kv_slots for read in requested]))
         found = self._routes.index_select(1, index.to(self._routes.device)).transpose(0, 1)
         sent, arrived = found.contiguous(), None
         if found.is_cuda:
             sent = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
             sent.copy_(found, non_blocking=True)
             arrived = torch.cuda.current_stream(found.device).record_event()
-        parts = sent.split([len(kv_slots) for kv_slots, _ in self._requested])
-        for part, (_, route_read) in zip(parts, self._requested, strict=True):
-            route_read.send(part, dtype=self._dtype, arrived=arrived)
-        self._requested.clear()
+        for read, part in zip(requested, sent.split([len(r) for r in requested]), strict=True):
+            read.sent, read.arrived = part.numpy().view(self._dtype), arrived
 
 
 class RouteRead:
     """Routes [n, layers, K] on their way to the host."""
 
-    def __init__(self, pool: RoutesPool, count: int) -> None:
+    def __init__(self, pool: RoutesPool, kv_slots: np.ndarray) -> None:
+        self.kv_slots = kv_slots
+        self.sent: np.ndarray | None = None  # complete once `arrived` has happened
+        self.arrived: torch.Event | None = None
         self._pool = pool
-        self._count = count
-        self._sent: np.ndarray | None = None
-        self._arrived: torch.Event | None = None
 
     def __len__(self) -> int:
-        return self._count
-
-    def send(self, part: Tensor, *, dtype: np.dtype, arrived: torch.Event | None) -> None:
-        self._sent = part.numpy().view(dtype)
-        self._arrived = arrived
+        return len(self.kv_slots)
 
     def rows(self) -> np.ndarray:
-        """Waits until they are here. A view: they come with those of others."""
-        if self._sent is None:
+        """Waits for the copy. Returns a view of an array that other reads share."""
+        if self.sent is None:
             self._pool.fetch()
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        assert self._sent is not None
-        return self._sent
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        assert self.sent is not None
+        return self.sent
 
 
 class SequenceRoutes:
-    """What is known of one sequence, from a position on, without gaps."""
+    """The known routes of one sequence, from a position on, without gaps."""
 
     def __init__(self, start: int, *, done: np.ndarray | None = None) -> None:
-        self.end = start  # position behind the last one that is known
+        self.end = start  # position after the last known one
         self._parts: list[RouteRead | np.ndarray] = []
         if done is not None and len(done):
             self.append(done)
@@ -123,27 +114,20 @@ class SequenceRoutes:
         self.end += len(part)
 
     def rows(self) -> np.ndarray | None:  # [n, layers, K]
-        """None if nothing is known."""
+        """A copy; None if no routes are known."""
         parts = [part if isinstance(part, np.ndarray) else part.rows() for part in self._parts]
-        return np.concatenate(parts) if parts else None  # a copy
-
-
-class _WriteTarget:
-    """Where the pass at hand writes; one for all layers."""
-
-    def __init__(self, *, kv_slots: Tensor) -> None:
-        self.kv_slots = kv_slots  # [T] int64
+        return np.concatenate(parts) if parts else None
 
 
 class _RecordedRouter:
-    """The rule of one layer: what its router chooses itself, noted."""
+    """The choice of one layer's router, recorded and left as it is."""
 
-    def __init__(self, pool: Tensor, *, target: _WriteTarget) -> None:
-        self._pool = pool  # [kv_slots, K]
-        self._target = target
+    def __init__(self, routes: Tensor, *, pool: RoutesPool) -> None:
+        self._routes = routes  # [KV slots, K]
+        self._pool = pool
 
     def choose(self, own: Tensor) -> Tensor:
-        return torch.ops.millrace.record_routes(own, self._pool, self._target.kv_slots)
+        return torch.ops.millrace.record_routes(own, self._routes, self._pool.kv_slots)
 
 
 def _record_routes(chosen: Tensor, pool: Tensor, kv_slots: Tensor) -> Tensor:
@@ -151,15 +135,9 @@ def _record_routes(chosen: Tensor, pool: Tensor, kv_slots: Tensor) -> Tensor:
     return chosen.clone()
 
 
-def _shape(chosen: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(chosen)
-
-
-# The pool is written to without being declared, for the reason given at paged_decode: whoever needs
-# the routes needs the experts' output, and that needs the output of this operator.
 define_operator(
     "record_routes(Tensor chosen, Tensor pool, Tensor kv_slots) -> Tensor",
     cuda=_record_routes,
     cpu=_record_routes,
-    shape=_shape,
+    shape=lambda chosen, *_: torch.empty_like(chosen),
 )

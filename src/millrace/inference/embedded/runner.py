@@ -1,74 +1,55 @@
-"""Runs the model on a plan: flat batch in, logits of the rows that need a token out.
+"""Runs the model on a plan: a flat batch of tokens in, the hidden states of its rows out.
 
-R = rows (slots) of the plan, T = tokens of the pass, V = vocabulary.
-Called by the engine's thread.
+R = rows (slots) of the plan, T = tokens of the pass, D = hidden size.
+The engine's thread calls everything.
 """
+
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from millrace.inference.embedded.decode.prefill import PrefillLayer
-from millrace.inference.embedded.kv.blocks import BlockTables
-from millrace.inference.embedded.kv.cache import KVCache
+from millrace.inference.embedded.decode.attention import PrefillLayer
 from millrace.inference.embedded.kv.paged_attention import Bucket, PagedBatch
-from millrace.inference.embedded.lora.bank import AdapterBank
-from millrace.inference.embedded.routes import RoutesPool
-from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
+from millrace.inference.embedded.parts import EngineParts
 from millrace.inference.embedded.scheduling.sequence import BatchPlan
 from millrace.models.loading import hidden_states
 
-# What one more bucket costs per layer, in KV blocks that could be gathered in the same time.
+# The cost of one more bucket per layer, in KV blocks that could be gathered in the same time.
 _BUCKET_BLOCKS = 64
 # Prefill chunks share a bucket up to this many attention scores, at most half of them padding.
 _BUCKET_SCORES = 1 << 18
 
 
 class ModelRunner:
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        slots: BatchSlots,
-        tables: BlockTables,
-        cache: KVCache,
-        bank: AdapterBank | None = None,
-        routes: RoutesPool | None = None,
-        flashes: bool = False,
-    ) -> None:
-        """`flashes`: prefill passes may use PrefillLayer, because the layers know their caches."""
-        self._bank = bank
-        self._routes = routes
-        self._model = model
-        self._device = model.device
-        self._slots = slots
-        self._tables = tables
-        self._cache = cache
+    def __init__(self, parts: EngineParts, *, flashes: bool = False) -> None:
+        """`flashes`: prefill may use PrefillLayer, which needs layers that know their caches."""
+        self._parts = parts
+        self._device = parts.model.device  # transformers searches the parameters for it
+        self._slots = parts.slots
+        self._tables = parts.tables
         self._flashes = flashes
 
     def forward(self, plan: BatchPlan) -> Tensor:
-        """Compute the plan's tokens; returns the hidden state of each row's last one, [R, D]."""
-        if self._routes is not None:
-            self._routes.fetch()
-        if len(plan.copy_sources):
-            self._cache.copy(plan.copy_sources, plan.copy_targets)
+        """Compute the plan's tokens; returns the hidden state of each row's last token, [R, D]."""
+        parts = self._parts
+        parts.begin_pass(plan)
         starts = self._slots.num_cached[plan.slots]
         slots, positions = _flatten(plan, starts)
         slot_mapping = self._tensor(self._tables.kv_slots(slots, positions))
-        if self._routes is not None:
-            self._routes.begin(slot_mapping)
+        if parts.routes is not None:
+            parts.routes.begin(slot_mapping)
         batch: PrefillLayer | PagedBatch
         if self._flashes and plan.num_single == 0:
             batch = self._flash_prefill(plan, starts, slot_mapping=slot_mapping)
         else:
-            batch = PagedBatch(
-                cache=self._cache, slot_mapping=slot_mapping, buckets=self._buckets(plan, starts)
-            )
-        if self._bank is not None:
-            self._bank.choose(self._tensor(self._slots.adapters[slots]))
+            buckets = self._buckets(plan, starts)
+            batch = PagedBatch(cache=parts.cache, slot_mapping=slot_mapping, buckets=buckets)
+        if parts.bank is not None:
+            parts.bank.choose(self._tensor(self._slots.adapters[slots]))
         hidden = hidden_states(
-            self._model,
+            parts.model,
             input_ids=self._tensor(self._slots.tokens[slots, positions])[None],
             position_ids=self._tensor(positions)[None],
             millrace_paged=batch,
@@ -83,11 +64,9 @@ class ModelRunner:
         lengths = starts + plan.counts
         context_slots = np.empty(0, dtype=np.int64)
         if starts.any():
-            slots = np.repeat(plan.slots, lengths)
-            at = np.arange(len(slots)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            context_slots = self._tables.kv_slots(slots, at)
+            context_slots = self._tables.kv_slots(np.repeat(plan.slots, lengths), _within(lengths))
         return PrefillLayer(
-            cache=self._cache.layers[0],
+            cache=self._parts.cache.layers[0],
             slot_mapping=slot_mapping,
             context_slots=self._tensor(context_slots),
             query_starts=self._tensor(np.cumsum([0, *plan.counts])).int(),
@@ -97,48 +76,33 @@ class ModelRunner:
         )
 
     def _buckets(self, plan: BatchPlan, starts: np.ndarray) -> tuple[Bucket, ...]:
-        buckets = []
         sizes = starts[: plan.num_single] // self._tables.block_tokens + 1
-        first = 0
-        for last in _split(sizes):
-            blocks = self._tables.rows[plan.slots[first:last], : sizes[last - 1]]
-            positions = starts[first:last, None]
-            buckets.append(
-                Bucket(
-                    start=first,
-                    stop=last,
-                    blocks=self._tensor(blocks.reshape(-1)),
-                    positions=self._tensor(positions),
-                )
-            )
-            first = last
-        token = plan.num_single
-        for first, last in _prefill_runs(plan, starts):
-            bucket = self._prefill_bucket(plan, starts, first=first, last=last, token=token)
-            buckets.append(bucket)
-            token = bucket.stop
+        runs = [*pairwise([0, *_split(sizes)]), *_prefill_runs(plan, starts)]
+        buckets: list[Bucket] = []
+        token = 0
+        for first, last in runs:
+            buckets.append(self._bucket(plan, starts, first=first, last=last, token=token))
+            token = buckets[-1].stop
         return tuple(buckets)
 
-    def _prefill_bucket(
+    def _bucket(
         self, plan: BatchPlan, starts: np.ndarray, *, first: int, last: int, token: int
     ) -> Bucket:
         """Rows first..last of the plan, whose tokens begin at `token`."""
         starts, counts = starts[first:last], plan.counts[first:last]
         num_blocks = self._tables.blocks_for(int((starts + counts).max()))
         blocks = self._tables.rows[plan.slots[first:last], :num_blocks]
-        # [S, Q]; places beyond a row's own tokens repeat its last one, and are thrown away.
-        places = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
-        offsets = np.cumsum(counts) - counts
+        # [S, Q]; padding repeats the last token of its row, and its output is dropped.
+        columns = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
         padded = unpadded = None
         if (counts != counts[0]).any():
-            padded = self._tensor(offsets[:, None] + places)
-            real = np.arange(counts.max()) < counts[:, None]
-            unpadded = self._tensor(np.flatnonzero(real))
+            padded = self._tensor((np.cumsum(counts) - counts)[:, None] + columns)
+            unpadded = self._tensor(np.flatnonzero(np.arange(counts.max()) < counts[:, None]))
         return Bucket(
             start=token,
             stop=token + int(counts.sum()),
             blocks=self._tensor(blocks.reshape(-1)),
-            positions=self._tensor(starts[:, None] + places),
+            positions=self._tensor(starts[:, None] + columns),
             padded=padded,
             unpadded=unpadded,
             fresh=len(starts) == 1 and int(starts[0]) == 0,
@@ -148,20 +112,24 @@ class ModelRunner:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._device)
 
 
+def _within(counts: np.ndarray) -> np.ndarray:
+    """0..count-1 of each row, one row after another."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def _flatten(plan: BatchPlan, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(slot, position) of each token of the pass, [T] each."""
     if plan.num_single == len(plan.slots):
         return plan.slots, starts
-    slots = np.repeat(plan.slots, plan.counts)
-    within = np.arange(len(slots)) - np.repeat(np.cumsum(plan.counts) - plan.counts, plan.counts)
-    return slots, np.repeat(starts, plan.counts) + within
+    positions = np.repeat(starts, plan.counts) + _within(plan.counts)
+    return np.repeat(plan.slots, plan.counts), positions
 
 
 def _split(sizes: np.ndarray) -> list[int]:
     """Ends of the buckets for ascending sizes [S] in blocks.
 
-    Each row of a bucket is padded to its largest, so a cut saves what the rows below it no longer
-    carry; it is made where it saves most, as long as that is worth another bucket.
+    Each row of a bucket is padded to the largest, so a cut saves the padding of the rows below it.
+    The cut is made where it saves most, if that is worth another bucket.
     """
     if not len(sizes):
         return []

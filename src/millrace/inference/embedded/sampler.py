@@ -1,18 +1,22 @@
-"""Draws the next token of each sequence, with its logprob and the ids that truncation kept.
+"""Samples the next token of each row, with its logprob and the ids that truncation kept.
 
-Temperature first, then top-k, top-p and min-p, each on what is left; then one draw by inverse CDF
-in the order of token ids. Rows of a batch may differ in every setting.
+Temperature applies first, then top-k, top-p and min-p, each to what the rule before it left; then
+one draw by inverse CDF in the order of token ids. The rows of a batch may differ in every setting.
+On CUDA, Triton kernels (decode/sampling_kernels.py) do the same; sample() is their reference.
 
-N = rows, V = vocabulary, K = kept ids of all rows together.
+N = rows, V = vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from millrace.models.logprobs import KeptRows, token_logprobs
 
+KEPT_CAPACITY = 4096  # kept ids per row that sample_step() has room for, by default
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive counters land far apart
 FACTOR_1 = 0xBF58476D1CE4E5B9
 FACTOR_2 = 0x94D049BB133111EB
@@ -35,7 +39,7 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift: torch's own carries the sign along."""
+    """Logical right shift; torch shifts arithmetically."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -50,8 +54,9 @@ def signed(x: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SamplingTensors:
-    """How to draw each row."""
+class SamplingBatch:
+    """How to draw each row. The host's knowledge about all rows saves work; the defaults are
+    always right."""
 
     temperatures: Tensor  # [N] float32; 0 = greedy
     top_k: Tensor  # [N] int64; 0 = off
@@ -59,33 +64,83 @@ class SamplingTensors:
     min_p: Tensor  # [N] float32; 0 = off
     keys: Tensor  # [N] int64; random stream of each row's completion
     positions: Tensor  # [N] int64; index of the token to draw in its completion
+    any_greedy: bool = True
+    all_greedy: bool = False
+    any_truncates: bool = True
+    num_ordered: int | None = None  # largest logits per row that top-k and top-p need; None = all
 
-    def first(self, num_rows: int) -> "SamplingTensors":
-        return SamplingTensors(
+    def first(self, num_rows: int, *, truncates: bool) -> "SamplingBatch":
+        return replace(
+            self,
             temperatures=self.temperatures[:num_rows],
             top_k=self.top_k[:num_rows],
             top_p=self.top_p[:num_rows],
             min_p=self.min_p[:num_rows],
             keys=self.keys[:num_rows],
             positions=self.positions[:num_rows],
+            any_truncates=truncates,
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SamplingBatch(SamplingTensors):
-    """With what is known about them on the host, to spare work nobody asked for."""
-
-    any_greedy: bool
-    all_greedy: bool
-    any_truncates: bool
-    num_ordered: int  # how many of its largest logits top-k and top-p must see of a row, at most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplerOutput:
     tokens: Tensor  # [N] int64
     logprobs: Tensor  # [N] float32; of greedy tokens, at temperature 1
-    kept: KeptRows | None  # rows = N; None if nothing truncates
+    kept: KeptRows | None  # rows = N; None if no row truncates
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepSample:
+    """The same in fixed shapes, which a CUDA graph needs."""
+
+    tokens: Tensor  # [N] int64
+    logprobs: Tensor  # [N] float32
+    kept: Tensor | None  # [N, capacity] int32
+    num_kept: Tensor | None  # [N] int32; 0 = no id was ruled out; may exceed the capacity
+
+
+def sample_batch(logits: Tensor, rows: SamplingBatch) -> SamplerOutput:
+    """One token for each row of logits [N, V] float32, by the kernels where they apply."""
+    if not logits.is_cuda:
+        return sample(logits, rows)
+    drawn = sample_step(logits.contiguous(), rows)
+    if drawn.kept is None or drawn.num_kept is None:
+        return SamplerOutput(tokens=drawn.tokens, logprobs=drawn.logprobs, kept=None)
+    if int(drawn.num_kept.max()) > KEPT_CAPACITY:
+        return sample(logits, rows)
+    columns = torch.arange(KEPT_CAPACITY, device=logits.device)
+    kept = KeptRows(
+        ids=drawn.kept[columns < drawn.num_kept[:, None]].long(),
+        offsets=F.pad(drawn.num_kept.cumsum(0), (1, 0)),
+    )
+    return SamplerOutput(tokens=drawn.tokens, logprobs=drawn.logprobs, kept=kept)
+
+
+def sample_step(
+    logits: Tensor, rows: SamplingBatch, *, capacity: int = KEPT_CAPACITY
+) -> StepSample:
+    """One token for each row of logits [N, V] float32. On CUDA it runs inside CUDA graphs."""
+    if logits.is_cuda:
+        from millrace.inference.embedded.decode import sampling_kernels
+
+        tokens, logprobs, kept, num_kept = sampling_kernels.sample(
+            logits,
+            temperatures=rows.temperatures,
+            keys=rows.keys,
+            indices=rows.positions,
+            truncation=(rows.top_k, rows.top_p, rows.min_p) if rows.any_truncates else None,
+            capacity=capacity,
+        )
+        return StepSample(tokens=tokens, logprobs=logprobs, kept=kept, num_kept=num_kept)
+    drawn = sample(logits, rows)
+    kept = num_kept = None
+    if drawn.kept is not None:
+        num_kept = drawn.kept.offsets.diff().int()
+        kept = torch.zeros(len(logits), capacity, dtype=torch.int32)
+        for row, (start, stop) in enumerate(pairwise(drawn.kept.offsets.tolist())):
+            stop = min(stop, start + capacity)
+            kept[row, : stop - start] = drawn.kept.ids[start:stop]
+    return StepSample(tokens=drawn.tokens, logprobs=drawn.logprobs, kept=kept, num_kept=num_kept)
 
 
 def sample(logits: Tensor, rows: SamplingBatch) -> SamplerOutput:
@@ -99,7 +154,7 @@ def sample(logits: Tensor, rows: SamplingBatch) -> SamplerOutput:
     scaled = logits / temperatures[:, None]
     kept = None
     if rows.any_truncates:
-        # What a grammar rules out is -inf, which no threshold may let pass.
+        # Ids that a grammar rules out are -inf, and no threshold may let them pass.
         allowed = (_allowed(scaled, rows) & (scaled > -torch.inf)) | greedy[:, None]
         scaled = scaled.masked_fill(~allowed, -torch.inf)
         kept = _kept_rows(allowed)
@@ -112,7 +167,7 @@ def sample(logits: Tensor, rows: SamplingBatch) -> SamplerOutput:
 
 def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """Token ids [N] by inverse CDF of probabilities [N, V] at uniform [N] float64."""
-    # In float64, so that a rounding step of the sum is never taken for an impossible token.
+    # Float64 keeps rounding of the sum from selecting an impossible token.
     cdf = probabilities.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1]
     below_total = torch.nextafter(total, torch.zeros_like(total))
@@ -123,17 +178,17 @@ def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _allowed(scaled: Tensor, rows: SamplingBatch) -> Tensor:
-    """[N, V] bool; True where truncation leaves the token. Ties with the last kept one are kept."""
+    """[N, V] bool; True where truncation keeps the token. Ties with the last kept one are kept."""
     smallest = scaled.amax(-1) + rows.min_p.log()  # [N]; -inf where min-p is off
-    if rows.num_ordered > 0:
+    if rows.num_ordered != 0:
         smallest = torch.maximum(smallest, _smallest_in_top(scaled, rows))
     return scaled >= smallest[:, None]
 
 
 def _smallest_in_top(scaled: Tensor, rows: SamplingBatch) -> Tensor:
-    """[N] the smallest logit that top-k, and then top-p, leave."""
+    """[N] the smallest logit that top-k, and then top-p, keep."""
     vocab_size = scaled.shape[-1]
-    if rows.num_ordered < vocab_size:
+    if rows.num_ordered is not None and rows.num_ordered < vocab_size:
         ordered = scaled.topk(rows.num_ordered, dim=-1).values
     else:
         ordered = scaled.sort(dim=-1, descending=True).values
@@ -142,7 +197,7 @@ def _smallest_in_top(scaled: Tensor, rows: SamplingBatch) -> Tensor:
     probabilities = ordered.masked_fill(~inside, -torch.inf).softmax(-1)
     likelier = probabilities.cumsum(-1, dtype=torch.float64) - probabilities
     inside &= (likelier < rows.top_p[:, None]) | (rows.top_p >= 1.0)[:, None]
-    # Both rules leave a prefix of the ordered row, so what is left is a prefix, too.
+    # Both rules keep a prefix of the ordered row, so together they keep a prefix, too.
     last = inside.sum(-1, keepdim=True) - 1
     smallest = ordered.gather(-1, last).squeeze(-1)
     unlimited = (rows.top_k == 0) & (rows.top_p >= 1.0)
@@ -150,9 +205,8 @@ def _smallest_in_top(scaled: Tensor, rows: SamplingBatch) -> Tensor:
 
 
 def _kept_rows(allowed: Tensor) -> KeptRows:
-    """CSR of the allowed ids; a row that allows everything is empty."""
-    ruling = ~allowed.all(-1, keepdim=True)
-    listed = allowed & ruling
+    """CSR of the allowed ids; a row that allows every id is empty."""
+    listed = allowed & ~allowed.all(-1, keepdim=True)
     sizes = listed.sum(-1)
     return KeptRows(
         ids=listed.nonzero()[:, 1], offsets=torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])

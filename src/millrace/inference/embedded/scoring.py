@@ -4,21 +4,22 @@ Promise: the scores equal those of plain transformers on the same tokens, in flo
 pass serves all requests, so each answer comes from one version. A prefix that all requests of a
 group share is computed once. Logits exist for one chunk of positions at a time.
 
-Scoring keeps no KV: requests lie end to end as in the trainer, whose attention and head are used
-here. A decoding engine scores between two decode steps. One thread calls everything in this module.
+Scoring caches no KV: requests lie end to end as in the trainer, with the trainer's attention and
+head. A decoding engine scores between two decode steps. One thread calls everything here.
 
 T = rows of a pass, n = scored positions, V = vocabulary, K = top tokens reported.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from millrace.core.completions import join_kept
 from millrace.core.records import Kept, ScoreRequest, TokenLogprobs
 from millrace.models.attention.layout import PackedLayout
 from millrace.models.loading import hidden_states
@@ -51,27 +52,26 @@ class ScoringEngine:
             position_ids=torch.from_numpy(packed.positions).to(device)[None],
             layout=PackedLayout(packed.lengths, parents=packed.parents, device=device),
         )
-        scores = self._score_rows(hidden, packed.predictors, requests)
+        logprobs, ids, top, entropies = self._score_rows(hidden, packed.predictors, requests)
         ends = np.cumsum([len(request.positions) for request in requests])
-        results: list[TokenLogprobs] = []
+        results: deque[TokenLogprobs] = deque()
         for request, end in zip(requests, ends, strict=True):
-            mine, top = slice(end - len(request.positions), end), slice(request.top_k)
+            own = slice(end - len(request.positions), end)
             results.append(
                 TokenLogprobs(
-                    logprobs=scores.logprobs[mine],
-                    top_ids=scores.top_ids[mine, top],
-                    top_logprobs=scores.top_logprobs[mine, top],
+                    logprobs=logprobs[own],
+                    top_ids=ids[own, : request.top_k],
+                    top_logprobs=top[own, : request.top_k],
                     version=version,
-                    entropies=scores.entropies[mine] if request.wants_entropies else None,
+                    entropies=entropies[own] if request.wants_entropies else None,
                 )
             )
-        in_order = iter(results)
-        return [[next(in_order) for _ in group] for group in groups]
+        return [[results.popleft() for _ in group] for group in groups]
 
     def _score_rows(
         self, hidden: Tensor, predictors: np.ndarray, requests: Sequence[ScoreRequest]
-    ) -> "_PositionScores":
-        """Scores of all positions of all requests, chunk by chunk."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """What _chunk_scores() returns, for all positions of all requests."""
         device, num_top = hidden.device, max(request.top_k for request in requests)
         targets = np.concatenate([p.tokens[p.positions] for p in requests]).astype(np.int64)
         counts = [len(request.positions) for request in requests]
@@ -97,14 +97,7 @@ class ScoringEngine:
         logprobs, ids, top, entropies = (
             torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True)
         )
-        return _PositionScores(logprobs, ids.astype(np.int32), top, entropies)
-
-
-class _PositionScores(NamedTuple):
-    logprobs: np.ndarray  # [n]
-    top_ids: np.ndarray  # [n, K]
-    top_logprobs: np.ndarray  # [n, K]
-    entropies: np.ndarray  # [n]; [0] if no request wants them
+        return logprobs, ids.astype(np.int32), top, entropies
 
 
 def _chunk_scores(
@@ -198,12 +191,10 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
 def _join_kept(requests: Sequence[ScoreRequest]) -> Kept | None:
     if all(request.kept is None for request in requests):
         return None
-    ids, sizes = [], []
-    for request in requests:
-        if request.kept is None:
-            sizes.append(np.zeros(len(request.positions), np.int64))
-        else:
-            ids.append(request.kept.ids)
-            sizes.append(np.diff(request.kept.offsets))
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(sizes))])
-    return Kept(ids=np.concatenate(ids), offsets=offsets)
+    no_ids = np.empty(0, dtype=np.int32)
+    return join_kept(
+        [
+            request.kept or Kept(ids=no_ids, offsets=np.zeros(len(request.positions) + 1, np.int64))
+            for request in requests
+        ]
+    )

@@ -1,19 +1,26 @@
-"""Attention of a decode step, as one opaque operator: store the new keys and values, then attend.
+"""Attention of decode steps and of prefill chunks: store new keys and values, then attend.
 
-One operator, so that torch.compile sees a single node between the projections and Millrace decides
-what runs inside: a Triton kernel on CUDA, plain PyTorch elsewhere (the oracle of the kernel's
-tests). Each row of a step is one sequence with one new token.
+Each is one opaque operator: torch.compile sees a single node between the projections, and Millrace
+decides what runs inside. Decode runs a Triton kernel on CUDA and plain PyTorch elsewhere, which is
+the reference of the kernel's tests. Prefill on CUDA runs PyTorch's variable-length flash kernel:
+queries and contexts of all chunks lie end to end, without padding or masks.
 
-B = rows, H = query heads, K = KV heads, D and E = head sizes of keys and values, W = blocks per
-row of the table.
+B = rows of a decode step (one sequence with one new token each), T = tokens of a prefill pass,
+L = tokens of all its contexts, S = its sequences, H = query heads, K = KV heads, D and E = head
+sizes of keys and values, W = blocks per row of a block table.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from millrace.inference.embedded.kv.cache import KVCache, KVShape
+
+_MAX_FLASH_HEAD_DIM = 256
 _LIBRARY = torch.library.Library("millrace", "FRAGMENT")
 
 
@@ -24,7 +31,13 @@ def define_operator(
     shape: Callable[..., Tensor],
     cpu: Callable[..., Tensor] | None = None,
 ) -> None:
-    """Make torch.ops.millrace.NAME. `shape` returns an empty tensor like the result."""
+    """Make torch.ops.millrace.NAME. `shape` returns an empty tensor like the result.
+
+    An operator that writes to an argument does not declare it: torch.compile would copy the tensor
+    around the operator whenever it cannot prove that writing in place is safe. It is safe, because
+    nothing else in a layer touches the tensor, and whatever reads it next also depends on the
+    operator's output.
+    """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, cuda, "CUDA")
@@ -34,11 +47,11 @@ def define_operator(
 
 
 class DecodeLayer(NamedTuple):
-    """What one layer's attention needs in a decode step.
+    """What the attention of one layer needs in a decode step.
 
     A NamedTuple, because torch.compile looks through it: the cache of each layer is then an input
     of one compiled program instead of a reason to compile the next layer again. The tables and
-    lengths may have rows to spare: then their shapes are the same for every B.
+    lengths may have rows to spare, so that their shapes are the same for every B.
     """
 
     cache: Tensor  # [slots, K, D + E]
@@ -49,31 +62,73 @@ class DecodeLayer(NamedTuple):
 
     def attend(
         self,
-        query: Tensor,  # [1, H, B, D]
-        key: Tensor,  # [1, K, B, D]
-        value: Tensor,  # [1, K, B, E]
+        query: Tensor,  # [B, H, D]
+        key: Tensor,  # [B, K, D]
+        value: Tensor,  # [B, K, E]
         *,
         scale: float,
         window: int | None,
         softcap: float | None,
-    ) -> Tensor:  # [1, B, H, E]
-        output = torch.ops.millrace.paged_decode(
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-            self.cache,
-            self.tables,
-            self.lengths,
-            self.block_tokens,
-            self.splits,
-            scale,
-            window or 0,
-            softcap or 0.0,
+    ) -> Tensor:  # [B, H, E]
+        paged = (self.cache, self.tables, self.lengths, self.block_tokens, self.splits)
+        return torch.ops.millrace.paged_decode(
+            query, key, value, *paged, scale, window or 0, softcap or 0.0
         )
-        return output[None]
 
 
-def _on_cuda(*arguments: Any) -> Tensor:
+class PrefillLayer(NamedTuple):
+    """What the attention of one layer needs in a prefill pass; a NamedTuple like DecodeLayer."""
+
+    cache: Tensor  # [slots, K, 2 D]
+    slot_mapping: Tensor  # [T] int64; where each token's key and value go
+    context_slots: Tensor  # [L] int64; [0] = every chunk begins its sequence
+    query_starts: Tensor  # [S + 1] int32
+    context_starts: Tensor  # [S + 1] int32
+    max_queries: int
+    max_context: int
+
+    def attend(
+        self,
+        query: Tensor,  # [T, H, D]
+        key: Tensor,  # [T, K, D]
+        value: Tensor,  # [T, K, D]
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:  # [T, H, D]
+        assert softcap is None, "see flash_obstacle"
+        return torch.ops.millrace.flash_prefill(query, key, value, *self, scale, window or 0)
+
+
+def flash_obstacle(shapes: Iterable[KVShape], *, dtype: torch.dtype) -> str | None:
+    """Why the flash kernel cannot serve layers of these shapes; None if it can."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"engine.dtype is {str(dtype).removeprefix('torch.')}"
+    for shape in shapes:
+        key_dim, value_dim = shape.key_dim, shape.value_dim
+        if key_dim != value_dim or key_dim > _MAX_FLASH_HEAD_DIM or key_dim % 8:
+            return f"its head sizes are {key_dim} and {value_dim}"
+        if shape.is_capped:
+            return "the model softcaps its attention scores"
+    return None
+
+
+def can_flash(cache: KVCache, *, model: PreTrainedModel) -> bool:
+    """Whether prefill can use the flash kernel; warns if a GPU cannot use it."""
+    if model.device.type != "cuda":
+        return False
+    obstacle = flash_obstacle(cache.shapes.values(), dtype=model.dtype)
+    if obstacle is not None:
+        warnings.warn(
+            f"Prefill does not use the flash kernel because {obstacle}: it pads prompts of"
+            " different lengths and takes several times as long.",
+            stacklevel=2,
+        )
+    return obstacle is None
+
+
+def _decode_on_cuda(*arguments: Any) -> Tensor:
     from millrace.inference.embedded.decode import attention_kernels
 
     return attention_kernels.paged_decode(*arguments)
@@ -92,7 +147,7 @@ def plain_decode(
     window: int,  # 0 = none
     cap: float,  # 0 = none
 ) -> Tensor:  # [B, H, E]
-    """Store the newest token of each row and attend from it; plain PyTorch, on any device."""
+    """Decode attention in plain PyTorch, on any device."""
     key_dim = key.shape[2]
     tables, lengths = tables[: len(query)], lengths[: len(query)]
     busy = lengths > 0
@@ -116,18 +171,53 @@ def plain_decode(
     return torch.einsum("bhl,blhe->bhe", weights, entries[..., key_dim:])
 
 
-def _shape(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+def _flash_prefill(
+    query: Tensor,  # [T, H, D]
+    key: Tensor,  # [T, K, D]
+    value: Tensor,  # [T, K, D]
+    cache: Tensor,
+    slot_mapping: Tensor,
+    context_slots: Tensor,
+    query_starts: Tensor,
+    context_starts: Tensor,
+    max_queries: int,
+    max_context: int,
+    scale: float,
+    window: int,  # 0 = none
+) -> Tensor:  # [T, H, D]
+    cache.index_copy_(0, slot_mapping, torch.cat([key, value], dim=-1))
+    if len(context_slots):
+        key, value = cache.index_select(0, context_slots).chunk(2, dim=-1)
+    output, *_ = torch.ops.aten._flash_attention_forward(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        query_starts,
+        context_starts,
+        max_queries,
+        max_context,
+        0.0,  # dropout
+        True,  # causal; the last query of a chunk sees its whole context
+        False,
+        scale=scale,
+        window_size_left=window - 1 if window else None,
+        window_size_right=0 if window else None,
+    )
+    return output
 
 
-# The cache is written to, and not declared as such: declared, torch.compile would copy it around
-# the operator whenever it cannot prove that in place is safe. It is: nothing else in a layer
-# touches the cache, and whoever needs the result needs the output of this operator.
 define_operator(
     "paged_decode(Tensor query, Tensor key, Tensor value, Tensor cache, Tensor tables,"
     " Tensor lengths, SymInt block_tokens, SymInt splits, float scale, SymInt window, float cap)"
     " -> Tensor",
     cpu=plain_decode,
-    cuda=_on_cuda,
-    shape=_shape,
+    cuda=_decode_on_cuda,
+    shape=lambda query, key, value, *_: query.new_empty(*query.shape[:2], value.shape[2]),
+)
+define_operator(
+    "flash_prefill(Tensor query, Tensor key, Tensor value, Tensor cache, Tensor slot_mapping,"
+    " Tensor context_slots, Tensor query_starts, Tensor context_starts, SymInt max_queries,"
+    " SymInt max_context, float scale, SymInt window) -> Tensor",
+    cuda=_flash_prefill,
+    shape=lambda query, *_: torch.empty_like(query, memory_format=torch.contiguous_format),
 )

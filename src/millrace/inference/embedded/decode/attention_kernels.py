@@ -1,8 +1,8 @@
 """Triton kernels of decode attention: one query token per row over a paged KV cache.
 
 Only live KV is read: a program walks the blocks of one row, one KV head and one split of its
-context, with all query heads that share that KV head as the rows of one matrix product. Splits are
-put together by a second kernel, so that few long rows occupy the GPU as well as many short ones.
+context. All query heads that share the KV head are the rows of one matrix product. A second kernel
+joins the splits, so that a few long rows occupy the GPU as well as many short ones.
 
 Imported on machines with CUDA only. B = rows, H = query heads, K = KV heads, G = H / K,
 D = head size of keys, E = of values, W = blocks per row in the table, S = splits.
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 64  # tokens a program handles at a time
+_TILE = 64  # tokens that a program handles at a time
 
 
 @triton.jit
@@ -207,21 +207,16 @@ def paged_decode(
         num_stages=3,
     )
     if splits > 1:
-        _join(parts, normalizers, out=out)
+        _join_kernel[(num_rows * num_heads,)](
+            parts,
+            normalizers,
+            out,
+            VALUE_DIM=value_dim,
+            VALUE_PAD=pad(value_dim),
+            SPLITS=splits,
+            num_warps=2,
+        )
     return out
-
-
-def _join(parts: Tensor, normalizers: Tensor, *, out: Tensor) -> None:
-    num_rows, num_heads, splits, value_dim = parts.shape
-    _join_kernel[(num_rows * num_heads,)](
-        parts,
-        normalizers,
-        out,
-        VALUE_DIM=value_dim,
-        VALUE_PAD=triton.next_power_of_2(value_dim),
-        SPLITS=splits,
-        num_warps=2,
-    )
 
 
 def _rows_of_heads(x: Tensor) -> Tensor:

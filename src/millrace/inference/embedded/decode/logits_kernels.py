@@ -1,4 +1,4 @@
-"""What the kernels that draw tokens have in common: a row's scaled logits, and how one is drawn.
+"""Functions that all sampling kernels share: scaled logits, random numbers and the draw.
 
 Imported on machines with CUDA only.
 """
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from millrace.inference.embedded.sampler import FACTOR_1, FACTOR_2, GOLDEN, signed
 
-CANDIDATES = tl.constexpr(1024)  # tokens that may stay of a row that is drawn from few
+CANDIDATES = tl.constexpr(1024)  # most tokens per row that truncation_kernels.py can sort
 _GOLDEN = tl.constexpr(signed(GOLDEN))
 _FACTOR_1 = tl.constexpr(signed(FACTOR_1))
 _FACTOR_2 = tl.constexpr(signed(FACTOR_2))
@@ -49,5 +49,5 @@ def inverse_cdf(weight, at, target):
 
 @triton.jit
 def is_sampled(num_candidates, row):
-    """True if all that may stay of this row was few enough to be drawn from at once."""
+    """True if the row had at most CANDIDATES candidates, and so was sampled from them."""
     return tl.load(num_candidates + row) <= CANDIDATES

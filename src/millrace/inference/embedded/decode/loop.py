@@ -8,7 +8,8 @@ graphs stay valid across weight swaps. On other devices a step simply runs.
 
 Promise: tokens, logprobs, kept ids and routes of a slot equal those of single steps.
 
-The engine's thread calls everything. R = slots of a launch, N = its steps, K = kept ids.
+The engine's thread calls everything. B = rows of a step, R = slots of a launch, N = its steps,
+K = kept ids, W = blocks per row.
 """
 
 from collections import deque
@@ -18,25 +19,168 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from millrace.inference.embedded.decode.attention import DecodeLayer
-from millrace.inference.embedded.decode.sampling import sample_step
-from millrace.inference.embedded.decode.state import NO_TOKEN, DecodeState
 from millrace.inference.embedded.kv.blocks import BlockTables
-from millrace.inference.embedded.kv.cache import KVCache
-from millrace.inference.embedded.lora.bank import AdapterBank
-from millrace.inference.embedded.routes import RoutesPool
+from millrace.inference.embedded.parts import EngineParts, EngineSizes
+from millrace.inference.embedded.sampler import SamplingBatch, StepSample, sample_step
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.sequence import DecodePlan
 from millrace.models.loading import hidden_states
 from millrace.models.logprobs import final_logits
 
-_WARMUPS = 2  # passes before a capture: the first one compiles, and allocates what stays
+_WARMUPS = 2  # steps before a capture: the first one compiles and allocates buffers
+_MIN_ROWS = 8  # fewer cost the same, and compiled code treats 0 and 1 as special
+_AHEAD = 2  # steps queued on the device: it never waits for the host, and a launch can end soon
+_PROGRAMS = 512  # attention programs that keep a GPU busy, about
+_SPLIT_TOKENS = 2048  # of context per split, at most
+_MAX_SPLITS = 64
+NO_TOKEN = -1  # in place of a token: the row had ended
+
+
+class DecodeState:
+    """The tensors of the loop: inputs from the host, values that steps advance, and outputs.
+
+    All have fixed addresses, so that captured CUDA graphs stay valid. A launch starts with load(),
+    which overwrites everything, so nothing has to be kept in sync with the host between launches.
+    Values that are sent together lie together: the number of transfers costs the host more than
+    their bytes.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        max_blocks: int,
+        max_steps: int,
+        kept_capacity: int,
+        eos_ids: Tensor,
+        device: torch.device,
+        compiles: bool,
+    ) -> None:
+        self._kept_capacity = kept_capacity
+        self._eos_ids = eos_ids
+        self._integers = torch.zeros(7, max_rows, dtype=torch.int64, device=device)
+        self._floats = torch.ones(3, max_rows, dtype=torch.float32, device=device)
+        # The token to feed next, the row's length with it (0 = idle), its index in the completion.
+        self.tokens, self.lengths, positions = self._integers[:3]
+        self.limits, keys, top_k, self.adapters = self._integers[3:]  # as in BatchSlots
+        temperatures, top_p, min_p = self._floats
+        self.sampling = SamplingBatch(
+            temperatures=temperatures,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            keys=keys,
+            positions=positions,
+        )
+        self.tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._out = torch.zeros(max_steps, 2, max_rows, dtype=torch.int32, device=device)
+        self._out_num_kept = torch.zeros(max_steps, max_rows, dtype=torch.int32, device=device)
+        self._out_kept: Tensor | None = None  # [N, B, capacity] int32; made when first needed
+        self._advance: Callable[..., None] = torch.compile(_advance) if compiles else _advance
+
+    def load(self, chosen: np.ndarray, slots: BatchSlots, tables: BlockTables) -> None:
+        """Start a launch with these slots in the first rows; the other rows are idle."""
+        count = len(chosen)
+        lengths = slots.num_tokens[chosen]
+        integers = np.zeros(self._integers.shape, dtype=np.int64)
+        integers[0, :count] = slots.tokens[chosen, lengths - 1]
+        integers[1, :count] = lengths
+        integers[2, :count] = lengths - slots.num_prompt[chosen]
+        integers[3:, :count] = slots.integers[:, chosen]
+        floats = np.ones(self._floats.shape, dtype=np.float32)
+        floats[:, :count] = slots.floats[:, chosen]
+        width = int(tables.sizes[chosen].max())
+        blocks = tables.rows[chosen, :width].astype(np.int32)
+        _send(integers, self._integers)
+        _send(floats, self._floats)
+        _send(blocks, self.tables[:count, :width])
+        self._step.zero_()
+
+    def set_idle(self) -> None:
+        """Make every row idle: a step then writes nothing to the cache."""
+        self.lengths.zero_()
+        self._step.zero_()
+
+    def advance(self, drawn: StepSample, *, num_rows: int) -> None:
+        """Record the sample of one step. Runs inside CUDA graphs: no shape depends on a value."""
+        if drawn.kept is not None and drawn.num_kept is not None:
+            self._kept()[:, :num_rows].index_copy_(0, self._step, drawn.kept[None])
+            self._out_num_kept[:, :num_rows].index_copy_(0, self._step, drawn.num_kept[None])
+        self._advance(
+            self.tokens[:num_rows],
+            self.lengths[:num_rows],
+            self.limits[:num_rows],
+            self.sampling.positions[:num_rows],
+            self._step,
+            self._out[:, :, :num_rows],
+            drawn.tokens,
+            drawn.logprobs,
+            drawn.num_kept,
+            self._eos_ids,
+            self._kept_capacity,
+        )
+
+    def read(self, count: int, *, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and logprobs [N, count] of the launch; NO_TOKEN where a row had ended."""
+        out = self._out[:num_steps, :, :count].cpu().numpy()
+        return out[:, 0], out[:, 1].view(np.float32)
+
+    def read_kept(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The kept ids of the tokens [N, count] that read() returned, row after row, and how many
+        belong to each token [count, N]."""
+        num_steps, count = tokens.shape
+        sizes = self._out_num_kept[:num_steps, :count].T.cpu().numpy() * (tokens.T != NO_TOKEN)
+        columns = torch.arange(self._kept_capacity, device=self._out.device)
+        is_kept = columns < torch.from_numpy(sizes).to(self._out.device)[..., None]
+        ids = self._kept()[:num_steps, :count].transpose(0, 1)[is_kept]
+        return ids.cpu().numpy(), sizes
+
+    def _kept(self) -> Tensor:
+        if self._out_kept is None:
+            shape = (*self._out_num_kept.shape, self._kept_capacity)
+            self._out_kept = torch.zeros(shape, dtype=torch.int32, device=self._out.device)
+        return self._out_kept
+
+
+def _advance(
+    tokens: Tensor,  # [B]; this and the next five are written
+    lengths: Tensor,
+    limits: Tensor,
+    positions: Tensor,
+    step: Tensor,  # [1]
+    out: Tensor,  # [N, 2, B] int32; tokens, and the bits of logprobs
+    drawn: Tensor,  # [B] int64
+    logprobs: Tensor,  # [B] float32
+    num_kept: Tensor | None,  # [B] int32
+    eos_ids: Tensor,
+    kept_capacity: int,
+) -> None:
+    counts = lengths > 0
+    if num_kept is not None:
+        # A row whose kept ids do not fit is sampled again in a single step.
+        counts = counts & (num_kept <= kept_capacity)
+    tokens_out = torch.where(counts, drawn, NO_TOKEN).int()
+    out.index_copy_(0, step, torch.stack([tokens_out, logprobs.view(torch.int32)])[None])
+    ends = (drawn[:, None] == eos_ids).any(1) | (lengths + 1 >= limits)
+    lengths.copy_(torch.where(counts & ~ends, lengths + 1, 0))
+    tokens.copy_(drawn)
+    positions.add_(1)
+    step.add_(1)
+
+
+def _send(array: np.ndarray, target: Tensor) -> None:
+    tensor = torch.from_numpy(array)
+    if target.is_cuda:
+        tensor = tensor.pin_memory()
+    target.copy_(tensor, non_blocking=True)
 
 
 class StepShape(NamedTuple):
-    """What the work of a step depends on, besides the values in its tensors."""
+    """What a captured graph of a step is specific to."""
 
     num_rows: int
     splits: int  # see DecodeLayer
@@ -44,7 +188,7 @@ class StepShape(NamedTuple):
 
 
 class StepGraphs:
-    """Used by the engine's thread."""
+    """Runs steps: as CUDA graphs, captured once per shape, or plainly on other devices."""
 
     def __init__(self, step: Callable[[StepShape], None], *, device: torch.device) -> None:
         self._step = step
@@ -57,7 +201,7 @@ class StepGraphs:
         return self._pool is None or shape in self._graphs
 
     def capture(self, shape: StepShape) -> None:
-        """Make run(shape) possible. The step runs a few times; whatever it wrote is garbage."""
+        """Runs the step a few times; everything that it writes is garbage."""
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
@@ -65,7 +209,7 @@ class StepGraphs:
                 self._step(shape)
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Thread-local, because a thread that stages weights may allocate meanwhile.
+        # Thread-local, because a staging thread may allocate meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._step(shape)
         self._graphs[shape] = graph
@@ -73,26 +217,19 @@ class StepGraphs:
     def run(self, shape: StepShape) -> None:
         if self._pool is None:
             self._step(shape)
-            return
-        self._graphs[shape].replay()
-
-
-_MIN_ROWS = 8  # fewer cost the same, and compiled code treats 0 and 1 as special
-_AHEAD = 2  # steps queued on the device: it never waits for the host, and a round soon ends
-_PROGRAMS = 512  # attention programs that keep a GPU busy, about
-_SPLIT_TOKENS = 2048  # of context per split, at most
-_MAX_SPLITS = 64
+        else:
+            self._graphs[shape].replay()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DecodeResult:
-    """What the slots of a round sampled: the first `counts` entries of each column."""
+    """The tokens of a launch: the first `counts` entries of each column."""
 
     tokens: np.ndarray  # [N, R] int32
     logprobs: np.ndarray  # [N, R] float32
     counts: np.ndarray  # [R] int64
-    # If some slots truncate: ids [K] int32, step after step and in each slot after slot, and how
-    # many of them belong to each token, [N, R] int32; 0 = nothing was ruled out.
+    # If some slots truncate: kept ids [K] int32, slot after slot and in each step after step, and
+    # how many of them belong to each token, [R, N] int32; 0 = no id was ruled out.
     kept: np.ndarray | None
     num_kept: np.ndarray | None
 
@@ -100,45 +237,31 @@ class DecodeResult:
 class DecodeLoop:
     def __init__(
         self,
-        model: PreTrainedModel,  # made ready by layers.prepare
+        parts: EngineParts,  # with a model that layers.prepare() has changed
+        sizes: EngineSizes,
         *,
-        slots: BatchSlots,
-        tables: BlockTables,
-        cache: KVCache,
         eos_ids: Sequence[int],
-        max_steps: int,
-        kept_capacity: int,  # ids per token; a slot that kept more is left to single steps
-        compiles: bool,
-        bank: AdapterBank | None = None,
-        routes: RoutesPool | None = None,
     ) -> None:
-        self._bank = bank
-        self._routes = routes
-        self._kept_capacity = kept_capacity
-        self.max_steps = max_steps
-        self._model = model
-        self._device = model.device
-        self._slots = slots
-        self._tables = tables
-        self._cache = cache
-        self._sizes = row_sizes(len(slots.occupied))
+        self.max_steps = sizes.decode_steps
+        self._parts = parts
+        self._kept_capacity = sizes.kept_capacity
+        self._device = parts.model.device
+        self._sizes = row_sizes(len(parts.slots.occupied))
         self._state = DecodeState(
             max_rows=self._sizes[-1],
-            max_blocks=tables.rows.shape[1],
-            max_steps=max_steps,
-            kept_capacity=kept_capacity,
-            eos_ids=torch.tensor(list(eos_ids), dtype=torch.int64, device=model.device),
-            device=model.device,
-            compiles=compiles,
+            max_blocks=parts.tables.rows.shape[1],
+            max_steps=sizes.decode_steps,
+            kept_capacity=sizes.kept_capacity,
+            eos_ids=torch.tensor(list(eos_ids), dtype=torch.int64, device=self._device),
+            device=self._device,
+            compiles=sizes.compile_layers,
         )
-        self._graphs = StepGraphs(self._step, device=model.device)
+        self._graphs = StepGraphs(self._step, device=self._device)
 
     def warm_up(self) -> None:
-        """Capture what a run needs at once: every number of rows, without truncation."""
+        """Capture the steps of every number of rows, without truncation and long contexts."""
         for num_rows in reversed(self._sizes):  # largest first: the others fit into its memory
-            self._prepare(
-                StepShape(num_rows=num_rows, splits=self._splits(num_rows, 0), truncates=False)
-            )
+            self._prepare(StepShape(num_rows, self._splits(num_rows, 0), truncates=False))
 
     def run(
         self,
@@ -152,24 +275,23 @@ class DecodeLoop:
         The launch ends a few steps after should_stop() returns True. while_running() is called once
         while the device works.
         """
-        chosen, num_steps = plan.slots, plan.num_steps
-        if self._routes is not None:
-            self._routes.fetch()
-        if len(plan.copy_sources):
-            self._cache.copy(plan.copy_sources, plan.copy_targets)
-        num_rows = next(size for size in self._sizes if size >= len(chosen))
-        context = int(self._slots.num_tokens[chosen].max()) + num_steps
-        shape = StepShape(
-            num_rows=num_rows,
-            splits=self._splits(num_rows, context),
-            truncates=bool(self._slots.truncates[chosen].any()),
-        )
+        slots, count = self._parts.slots, len(plan.slots)
+        self._parts.begin_pass(plan)
+        num_rows = next(size for size in self._sizes if size >= count)
+        context = int(slots.num_tokens[plan.slots].max()) + plan.num_steps
+        truncates = bool(slots.truncates[plan.slots].any())
+        shape = StepShape(num_rows, self._splits(num_rows, context), truncates)
         self._prepare(shape)
-        self._state.load(chosen, self._slots, self._tables, num_rows=num_rows)
+        self._state.load(plan.slots, slots, self._parts.tables)
         num_steps = self._run_steps(
-            shape, num_steps=num_steps, should_stop=should_stop, while_running=while_running
+            shape, num_steps=plan.num_steps, should_stop=should_stop, while_running=while_running
         )
-        return self._read(len(chosen), num_steps=num_steps, truncates=shape.truncates)
+        tokens, logprobs = self._state.read(count, num_steps=num_steps)
+        kept, num_kept = self._state.read_kept(tokens) if truncates else (None, None)
+        counts = (tokens != NO_TOKEN).sum(0)
+        return DecodeResult(
+            tokens=tokens, logprobs=logprobs, counts=counts, kept=kept, num_kept=num_kept
+        )
 
     def _run_steps(
         self,
@@ -179,7 +301,7 @@ class DecodeLoop:
         should_stop: Callable[[], bool],
         while_running: Callable[[], None],
     ) -> int:
-        """Returns how many were run. The device always has the next steps queued, and no more."""
+        """Returns the number of steps that ran. At most _AHEAD steps are queued on the device."""
         launched: deque[torch.Event] = deque()
         for done in range(num_steps):
             if done > 0 and should_stop():
@@ -200,56 +322,38 @@ class DecodeLoop:
 
     def _step(self, shape: StepShape) -> None:
         """One token for each row. Runs inside CUDA graphs."""
-        state, num_rows = self._state, shape.num_rows
-        if self._bank is not None:
-            self._bank.choose(state.adapters[:num_rows])
-        lengths = state.lengths[:num_rows]
-        if self._routes is not None:
-            self._routes.begin_step(state.tables[:num_rows], lengths)
+        state, num_rows, model = self._state, shape.num_rows, self._parts.model
+        cache, lengths = self._parts.cache, state.lengths[:num_rows]
+        if self._parts.bank is not None:
+            self._parts.bank.choose(state.adapters[:num_rows])
+        if self._parts.routes is not None:
+            self._parts.routes.begin_step(state.tables[:num_rows], lengths)
         hidden = hidden_states(
-            self._model,
+            model,
             input_ids=state.tokens[None, :num_rows],
             position_ids=(lengths - 1).clamp_min(0)[None],
             millrace_paged=DecodeLayer(
-                cache=self._cache.layers[0],
+                cache=cache.layers[0],
                 tables=state.tables,
                 lengths=state.lengths,
-                block_tokens=self._cache.block_tokens,
+                block_tokens=cache.block_tokens,
                 splits=shape.splits,
             ),
         )
-        logits = final_logits(self._model, hidden.to(self._model.dtype))
-        drawn = sample_step(
-            logits,
-            state.sampling.first(num_rows),
-            truncates=shape.truncates,
-            capacity=self._kept_capacity,
-        )
-        state.advance(drawn, num_rows=num_rows)
+        rows = state.sampling.first(num_rows, truncates=shape.truncates)
+        logits = final_logits(model, hidden.to(model.dtype))
+        state.advance(sample_step(logits, rows, capacity=self._kept_capacity), num_rows=num_rows)
 
     def _splits(self, num_rows: int, context: int) -> int:
-        """Enough parts to fill the GPU, and to keep one long row from outlasting all others."""
-        to_fill = _PROGRAMS // (num_rows * self._cache.num_heads)
+        """Enough splits to fill the GPU and to keep a long row from outlasting all others."""
+        to_fill = _PROGRAMS // (num_rows * self._parts.cache.num_heads)
         to_share = context // _SPLIT_TOKENS
         wanted = min(max(to_fill, to_share, 1), _MAX_SPLITS)
         return 1 << (wanted - 1).bit_length()
 
-    def _read(self, count: int, *, num_steps: int, truncates: bool) -> DecodeResult:
-        tokens, logprobs = self._state.read(count, num_steps=num_steps)
-        kept = num_kept = None
-        if truncates:
-            kept, num_kept = self._state.read_kept(tokens)
-        return DecodeResult(
-            tokens=tokens,
-            logprobs=logprobs,
-            counts=(tokens != NO_TOKEN).sum(0),
-            kept=kept,
-            num_kept=num_kept,
-        )
-
 
 def row_sizes(max_rows: int) -> list[int]:
-    """Numbers of rows that steps are made for: up to a third is padding, and never much."""
+    """Numbers of rows for which steps are captured; at most a third of the rows is padding."""
     sizes = [_MIN_ROWS]
     while sizes[-1] < max_rows:
         step = max(8, 1 << (sizes[-1].bit_length() - 2))

@@ -1,9 +1,8 @@
-"""Triton kernels that draw tokens: one pass over the logits to sum them up by chunks, then one
-chunk more for the draw. Truncation adds two passes that narrow a row to a few candidates, and a
-search for rows whose candidates are too many.
+"""Triton kernels that sample tokens: one pass over the logits sums them by chunk, then one chunk is
+read again for the draw. Truncation adds two passes that find the candidates of each row, and a
+search for rows with too many candidates.
 
-They follow sampler.py, which is their oracle: temperature, then top-k, top-p and min-p, each on
-what is left; ties with the last kept one stay; one draw by inverse CDF in the order of token ids.
+They compute what sampler.sample() computes, which is the reference of their tests.
 
 Imported on machines with CUDA only. B = rows, V = vocabulary, C = chunks of the vocabulary.
 """

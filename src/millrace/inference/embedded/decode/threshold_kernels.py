@@ -1,7 +1,7 @@
-"""Triton kernels that find what truncation keeps of a row by a search over the whole vocabulary.
+"""Triton kernels that find the tokens that truncation keeps by a search over the whole vocabulary.
 
-For rows of which more may stay than narrowing_kernels.py has room for: about twenty passes over
-the row. Rows that were drawn there already are left as they are.
+They serve rows with more candidates than truncation_kernels.py has room for, in about twenty passes
+over the row. Rows that were sampled there are skipped.
 
 Imported on machines with CUDA only. B = rows, V = vocabulary, C = chunks of the vocabulary.
 """

@@ -1,9 +1,9 @@
-"""Triton kernels that draw from a truncated row in two passes over its logits.
+"""Triton kernels that sample from a truncated row in two passes over its logits.
 
-The first pass counts the logits by their distance from the largest one, in bins; the counts say how
-far down anything may stay. The second lists what lies within that distance: the candidates. They
-are few enough to be sorted, so the rules of sampler.py apply to them exactly, and the draw sees
-nothing else. A row whose candidates exceed CANDIDATES is left to search_kernels.py.
+The first pass counts the logits by their distance from the largest one, in bins. The counts bound
+the distance of tokens that truncation may keep. The second pass lists the tokens within it: the
+candidates. They are few enough to be sorted, so the rules of sampler.py apply to them exactly.
+A row with more than CANDIDATES of them is left to threshold_kernels.py.
 
 Imported on machines with CUDA only. B = rows, V = vocabulary, C = chunks of the vocabulary.
 """
@@ -24,9 +24,9 @@ from millrace.inference.embedded.decode.logits_kernels import (
     uniform,
 )
 
-_BINS = tl.constexpr(256)  # the last one takes all that lies further down
+_BINS = tl.constexpr(256)  # the last one takes all greater distances
 _BIN = tl.constexpr(0.125)  # nats
-# Sums are rounded: a bin more than needed is harmless, one too few is not.
+# Sums are rounded: one bin too many is harmless, one too few is not.
 _MARGIN = tl.constexpr(0.999)
 
 
@@ -49,17 +49,17 @@ def _largest(maxima, sums, row, num_chunks, CHUNKS_PAD: tl.constexpr):
 
 @triton.jit
 def _last_bin(histogram, total, top_k, top_p, min_p):
-    """The furthest bin that may hold a token that stays."""
+    """The last bin that may hold a kept token."""
     bins = tl.arange(0, _BINS)
     last = _BINS - 1
     if top_k > 0:
         last = tl.sum((tl.cumsum(histogram, 0) < top_k).to(tl.int32), 0)
     elif top_p < 1.0:
-        # Nothing in a bin weighs more than its upper edge: what is left out weighs at most this.
+        # No token of a bin weighs more than the bin's upper edge, which bounds the weight outside.
         weight = histogram * tl.exp(-_BIN * bins.to(tl.float32))
         outside = tl.sum(weight, 0) - tl.cumsum(weight, 0)
         last = tl.sum((outside > (1.0 - top_p) * total * _MARGIN).to(tl.int32), 0)
-    if (min_p > 0.0) & ((top_k == 0) | (top_p >= 1.0)):  # top-p weighs all that top-k leaves
+    if (min_p > 0.0) & ((top_k == 0) | (top_p >= 1.0)):  # top-p weighs all tokens that top-k keeps
         last = tl.minimum(last, (-tl.log(min_p) / _BIN).to(tl.int32) + 1)
     return tl.minimum(last, _BINS - 1)
 
@@ -155,7 +155,7 @@ def _list_kernel(
 
 @triton.jit
 def _smallest(x, number, top, total, top_k, top_p):
-    """The smallest of the candidates x, -inf beyond their `number`, that top-k and top-p leave."""
+    """The smallest candidate that top-k and top-p keep; x is -inf beyond `number` candidates."""
     ordered = tl.sort(x, descending=True)
     place = tl.arange(0, CANDIDATES)
     inside = place < tl.where(top_k > 0, tl.minimum(top_k, number), number)
@@ -229,7 +229,7 @@ def sample_from_candidates(
     counts: Tensor,  # [B] int32, to fill
     chunk: int,
 ) -> Tensor:
-    """Draw the rows of which little may stay; [B] int32 says with is_sampled() which those are."""
+    """Sample the rows with few candidates; is_sampled() reads their numbers [B] int32."""
     num_rows, vocab = logits.shape
     num_chunks = summaries[0].shape[1]
     temperatures = rules[0]

@@ -69,10 +69,7 @@ class FreeBlockLRU:
             self._expired.popleft()
         if not (self._until_swap and self._across_swaps):
             return self._until_swap or self._across_swaps
-        passing, survives_swaps = (
-            next(iter(queue.values())) for queue in (self._until_swap, self._across_swaps)
-        )
-        return self._until_swap if passing < survives_swaps else self._across_swaps
+        return min(self._until_swap, self._across_swaps, key=lambda q: next(iter(q.values())))
 
 
 class BlockPool:
@@ -82,17 +79,16 @@ class BlockPool:
         self._unused = np.arange(num_blocks - 1, -1, -1, dtype=np.int64)  # a stack; top = last
         self._num_unused = num_blocks
         self._reusable = FreeBlockLRU()
-        self._survives_swaps = np.zeros(num_blocks, dtype=bool)  # someone shelved these contents so
+        self._survives_swaps = np.zeros(num_blocks, dtype=bool)  # see release_reusable()
         self.references = np.zeros(num_blocks, dtype=np.int32)
-        # A number per block that changes when its contents do: who noted it can tell.
-        self.content_ids = np.zeros(num_blocks, dtype=np.int64)
+        self.content_ids = np.zeros(num_blocks, dtype=np.int64)  # change when the contents do
 
     @property
     def num_free(self) -> int:
         return self._num_unused + len(self._reusable)
 
     def allocate(self, count: int) -> np.ndarray:
-        """[count] block numbers, each with one reference; what they held is gone."""
+        """[count] block numbers, each with one reference; their old contents are gone."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         if count > self._num_unused:
             evicted = self._reusable.evict(count - self._num_unused)
@@ -103,13 +99,13 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: np.ndarray) -> None:
-        """One more reference to each of these distinct blocks, referenced or shelved."""
+        """Add a reference to each of these distinct blocks, referenced or reusable."""
         self._reusable.remove(blocks[self.references[blocks] == 0].tolist())
         self.references[blocks] += 1
 
     def release(self, blocks: np.ndarray) -> None:
-        """One reference less to each of these distinct blocks; without any, a block is unused, or
-        shelved again if another wants it to last."""
+        """Remove a reference from each of these distinct blocks. A block without references is
+        unused, or reusable if its contents survive swaps."""
         idle = self._unreference(blocks)
         survives = self._survives_swaps[idle]
         self._reusable.put(idle[survives][::-1].tolist(), survives_swaps=True)
@@ -129,15 +125,15 @@ class BlockPool:
         self._reusable.put(idle[survives].tolist(), survives_swaps=True)
 
     def expire(self) -> None:
-        """What is shelved now, and not survives_swaps, is given up before everything else."""
+        """The weights changed; see FreeBlockLRU.expire()."""
         self._reusable.expire()
 
     def write(self, blocks: np.ndarray) -> None:
-        """Take note that the contents of these blocks change."""
+        """Record that the contents of these blocks change."""
         self.content_ids[blocks] += 1
 
     def _unreference(self, blocks: np.ndarray) -> np.ndarray:
-        """Returns those that have no reference left."""
+        """Returns the blocks that have no reference left."""
         assert (self.references[blocks] > 0).all(), "a free block cannot be released"
         self.references[blocks] -= 1
         return blocks[self.references[blocks] == 0]
@@ -162,7 +158,7 @@ class BlockTables:
         self.sizes = np.zeros(num_slots, dtype=np.int64)  # blocks in use, per slot
 
     def kv_slots(self, slots: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
-        """Where the cache holds these tokens, [T] each."""
+        """KV slots of these tokens, [T] each."""
         blocks = self.rows[slots, positions // self.block_tokens]
         return blocks * self.block_tokens + positions % self.block_tokens
 
@@ -170,26 +166,19 @@ class BlockTables:
         return -(-num_tokens // self.block_tokens)
 
     def assign(self, slot: int, blocks: np.ndarray) -> None:
-        """Give an empty slot these blocks, and the reference to each that came with them."""
+        """Give an empty slot these blocks, with the caller's reference to each."""
         assert self.sizes[slot] == 0, f"slot {slot} already has blocks"
         self.rows[slot, : len(blocks)] = blocks
         self.sizes[slot] = len(blocks)
 
-    def grow(self, slot: int, *, num_tokens: int) -> None:
-        """Allocate what the slot lacks to hold `num_tokens`."""
-        size, wanted = int(self.sizes[slot]), self.blocks_for(num_tokens)
-        if wanted > size:
-            self.rows[slot, size:wanted] = self.pool.allocate(wanted - size)
-            self.sizes[slot] = wanted
-
     def has_room(self, slots: np.ndarray, *, positions: np.ndarray, num_tokens: np.ndarray) -> bool:
-        """True if these slots could write from their positions on, up to num_tokens each."""
+        """True if there are blocks for these slots to write from `positions` up to num_tokens."""
         sizes = np.maximum(self.sizes[slots], positions // self.block_tokens + 1)
         further = np.maximum(-(-num_tokens // self.block_tokens) - sizes, 0)
         return self.blocks_to_write(slots, positions) + further.sum() <= self.pool.num_free
 
     def extend(self, slots: np.ndarray, *, num_tokens: np.ndarray) -> None:
-        """Allocate what each of these slots lacks to hold its num_tokens."""
+        """Allocate the blocks that each of these slots lacks to hold its num_tokens."""
         sizes, wanted = self.sizes[slots], -(-num_tokens // self.block_tokens)
         lacking = np.maximum(wanted - sizes, 0)
         rows = np.repeat(slots, lacking)
@@ -198,24 +187,21 @@ class BlockTables:
         self.sizes[slots] = sizes + lacking
 
     def share(self, slot: int) -> np.ndarray:
-        """All blocks of the slot, with a new reference to each for the caller to hold."""
+        """All blocks of the slot, with a new reference to each for the caller."""
         blocks = self.rows[slot, : self.sizes[slot]].copy()
         self.pool.share(blocks)
         return blocks
 
     def take(self, slot: int) -> np.ndarray:
-        """Empty the slot; its blocks are the caller's, with the reference to each."""
+        """Empty the slot; the caller gets its blocks with their references."""
         size = self.sizes[slot]
         blocks = self.rows[slot, :size].copy()
         self.rows[slot, :size] = 0
         self.sizes[slot] = 0
         return blocks
 
-    def free(self, slot: int) -> None:
-        self.pool.release(self.take(slot))
-
     def blocks_to_write(self, slots: np.ndarray, positions: np.ndarray) -> int:
-        """Free blocks that writing one token per slot, at these positions, takes."""
+        """Number of free blocks needed to write one token per slot, at these positions."""
         index = positions // self.block_tokens
         missing = index >= self.sizes[slots]
         targets = self.rows[slots[~missing], index[~missing]]
@@ -223,7 +209,7 @@ class BlockTables:
         if not len(targets):
             return int(missing.sum())
         blocks, writers = np.unique(targets, return_counts=True)
-        # If all who share a block write to it, the last one may keep it.
+        # If all owners of a block write to it, the last one keeps it.
         copies = np.minimum(writers, self.pool.references[blocks] - 1)
         return int(missing.sum() + copies.sum())
 
@@ -234,19 +220,14 @@ class BlockTables:
 
         Returns (sources, targets): blocks whose contents must be copied before anything is written.
         """
+        self.extend(slots, num_tokens=positions + 1)
         index = positions // self.block_tokens
-        missing = index >= self.sizes[slots]
-        if missing.any():
-            grown = slots[missing]
-            assert (index[missing] == self.sizes[grown]).all(), "a slot grows block by block"
-            self.rows[grown, index[missing]] = self.pool.allocate(len(grown))
-            self.sizes[grown] += 1
         shared = self.pool.references[self.rows[slots, index]] > 1
         sources, targets = [], []
         for slot, at in zip(slots[shared], index[shared], strict=True):
             source = self.rows[slot, at : at + 1].copy()
             if self.pool.references[source[0]] == 1:
-                continue  # the others who shared it have moved to their copies
+                continue  # the other owners have moved to their copies
             target = self.pool.allocate(1)
             self.pool.release(source)
             self.rows[slot, at] = target[0]

@@ -1,8 +1,8 @@
-"""The KV tensors: one per layer, in blocks, keys and values side by side.
+"""The KV tensors: one per layer, in blocks.
 
-Side by side, because then one gather per layer and forward pass fetches both.
+Keys and values lie side by side, so that one gather per layer and forward pass fetches both.
 H = KV heads, Dk and Dv = dimensions of a key and of a value, T = tokens, B = blocks.
-Called by the engine's thread.
+The engine's thread calls everything.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ class KVShape:
     num_heads: int
     key_dim: int
     value_dim: int
-    is_capped: bool = False  # its attention squashes scores
+    is_capped: bool = False  # its attention softcaps scores
 
     @property
     def numbers(self) -> int:
@@ -28,7 +28,6 @@ class KVShape:
 
 
 def block_bytes(shapes: Mapping[int, KVShape], *, block_tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
     return block_tokens * dtype.itemsize * sum(shape.numbers for shape in shapes.values())
 
 
@@ -44,7 +43,7 @@ class KVCache:
     ) -> None:
         self.block_tokens = block_tokens
         self.shapes = dict(shapes)
-        # Zeros, not empty: what a mask hides still meets a factor of 0, which NaN would survive.
+        # Zeros, not empty: masked entries are multiplied by 0, and 0 * NaN is NaN.
         self._blocks = {
             layer: torch.zeros(num_blocks, block_tokens * shape.numbers, dtype=dtype, device=device)
             for layer, shape in shapes.items()
@@ -62,13 +61,12 @@ class KVCache:
         return max(shape.num_heads for shape in self.shapes.values())
 
     def copy_with_blocks(self, tensors: Iterable[Tensor]) -> None:
-        """Have these [blocks, ...] copied with the blocks."""
+        """Copy the rows of these tensors [blocks, ...] whenever blocks are copied."""
         self._copied_along += tensors
 
     def write(self, layer: int, *, slot_mapping: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys [T, H, Dk] and values [T, H, Dv] at slot_mapping [T].
-
-        A KV slot is block * block_tokens + offset."""
+        """Store keys [T, H, Dk] and values [T, H, Dv] at these KV slots [T]: block * block_tokens +
+        offset."""
         self.layers[layer].index_copy_(0, slot_mapping, torch.cat([keys, values], dim=-1))
 
     def gather(self, layer: int, *, blocks: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -80,7 +78,8 @@ class KVCache:
         return found[..., : shape.key_dim], found[..., shape.key_dim :]
 
     def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy whole blocks, in all layers."""
+        if not len(sources):
+            return
         for tensor in (*self._blocks.values(), *self._copied_along):
             source = torch.from_numpy(sources).to(tensor.device)
             target = torch.from_numpy(targets).to(tensor.device)

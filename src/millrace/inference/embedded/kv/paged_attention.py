@@ -1,8 +1,8 @@
 """Attention over a paged KV cache, plugged into transformers through its AttentionInterface.
 
-A forward pass is one flat batch of tokens, [1, T]. Each layer receives its PagedBatch as a keyword
-argument, writes the new keys and values to their KV slots, and attends bucket by bucket: a bucket
-of sequences gathers its blocks.
+A forward pass is one flat batch of tokens, [1, T]. Each layer receives a PagedBatch as a keyword
+argument, writes the new keys and values to their KV slots, and attends bucket by bucket. On a GPU,
+decode steps and prefill use the operators of decode/attention.py instead.
 
 Promise: a token attends to the tokens of its own sequence up to itself, and to nothing else.
 
@@ -11,7 +11,7 @@ context; H = query heads, G = query heads per KV head, D = head dimension.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,30 +19,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from millrace.core.errors import ConfigError
-from millrace.inference.embedded.decode.attention import DecodeLayer
-from millrace.inference.embedded.decode.prefill import PrefillLayer
+from millrace.inference.embedded.decode.attention import DecodeLayer, PrefillLayer
 from millrace.inference.embedded.kv.cache import KVCache, KVShape
 from millrace.models.attention.layout import PackedLayout
 from millrace.models.attention.packed import packed_attention
 from millrace.models.loading import hidden_states
 
 PAGED_ATTENTION = "millrace_paged"
-
-
-class _Attends(Protocol):
-    """What rides along: see PagedBatch.attend."""
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,  # [T, H, D]
-        key: Tensor,  # [T, H // G, D]
-        value: Tensor,  # [T, H // G, Dv]
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,7 +38,7 @@ class Bucket:
     positions: Tensor  # [S, Q] int64; where padded, some position of the same sequence
     padded: Tensor | None = None  # [S, Q] int64; tokens of the bucket; None = all have Q queries
     unpadded: Tensor | None = None  # [stop - start] int64; places of those tokens in [S * Q]
-    fresh: bool = False  # one sequence, from its first token: the cache holds nothing it lacks
+    fresh: bool = False  # one sequence from its first token on: no KV has to be gathered
     masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)  # by (window, L)
 
     def mask(self, *, window: int | None, context: int, dtype: torch.dtype) -> Tensor:
@@ -75,7 +58,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PagedBatch:
-    """Everything attention needs to know about one forward pass."""
+    """What attention needs to know about one forward pass."""
 
     cache: KVCache
     slot_mapping: Tensor  # [T] int64; where each token's key and value go
@@ -84,14 +67,11 @@ class PagedBatch:
     def attend(
         self,
         layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+        query: Tensor,  # [T, H, D]
+        key: Tensor,  # [T, H // G, D]
+        value: Tensor,  # [T, H // G, Dv]
+        **settings: Any,  # see _attend_bucket
+    ) -> Tensor:  # [T, H, Dv]
         self.cache.write(layer, slot_mapping=self.slot_mapping, keys=key, values=value)
         outputs = []
         for bucket in self.buckets:
@@ -101,41 +81,30 @@ class PagedBatch:
             else:
                 num_rows = len(bucket.positions)
                 keys, values = self.cache.gather(layer, blocks=bucket.blocks, num_rows=num_rows)
-            outputs.append(
-                _attend_bucket(
-                    bucket, query[own], keys, values, scale=scale, window=window, softcap=softcap
-                )
-            )
+            outputs.append(_attend_bucket(bucket, query[own], keys, values, **settings))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _ShapeProbe:
-    """Rides along once, before there is a cache, to learn what each layer would store."""
+    """Takes the place of a PagedBatch before there is a cache, to learn what each layer stores."""
 
-    shapes: dict[int, KVShape] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.shapes: dict[int, KVShape] = {}
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        softcap: float | None,
-        **_: Any,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **settings: Any
     ) -> Tensor:
         self.shapes[layer] = KVShape(
             num_heads=key.shape[1],
             key_dim=key.shape[2],
             value_dim=value.shape[2],
-            is_capped=softcap is not None,
+            is_capped=settings["softcap"] is not None,
         )
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
 
 def measure_kv(model: PreTrainedModel) -> dict[int, KVShape]:
-    """What each layer of a model (loaded with PAGED_ATTENTION) caches per token."""
+    """What each layer of a model, loaded with PAGED_ATTENTION, caches per token."""
     probe = _ShapeProbe()
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.inference_mode():
@@ -143,16 +112,6 @@ def measure_kv(model: PreTrainedModel) -> dict[int, KVShape]:
     if not probe.shapes:
         raise ConfigError(f"{type(model).__name__} does not use transformers' AttentionInterface.")
     return probe.shapes
-
-
-def new_cache(model: PreTrainedModel, *, num_blocks: int, block_tokens: int) -> KVCache:
-    return KVCache(
-        measure_kv(model),
-        num_blocks=num_blocks,
-        block_tokens=block_tokens,
-        dtype=model.dtype,
-        device=model.device,
-    )
 
 
 def _attend_bucket(
@@ -175,7 +134,7 @@ def _attend_bucket(
     if not causal:
         mask = bucket.mask(window=window, context=context, dtype=query.dtype)
     if num_queries == 1 and softcap is None:
-        # Heads that share a KV head become queries of it: nothing is repeated, one kernel for all.
+        # Heads that share a KV head become its queries: one kernel, and no KV is repeated.
         query = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         if mask is not None:
             mask = mask.expand(-1, -1, query.shape[2], -1)
@@ -187,7 +146,7 @@ def _attend_bucket(
         output = _softcapped(query, keys, values, mask=mask, scale=scale, softcap=softcap)
     else:
         if mask is not None and query.is_cuda:
-            # With a mask, no fused CUDA kernel knows about shared KV heads.
+            # With a mask, no fused CUDA kernel supports shared KV heads.
             repeats = num_heads // num_kv_heads
             keys, values = (t.repeat_interleave(repeats, dim=1) for t in (keys, values))
         output = F.scaled_dot_product_attention(
@@ -200,7 +159,7 @@ def _attend_bucket(
 def _softcapped(
     query: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scale: float, softcap: float
 ) -> Tensor:
-    """Attention whose scores are squashed into (-softcap, softcap); no fused kernel does that."""
+    """Attention with scores squashed into (-softcap, softcap), which no fused kernel supports."""
     num_rows, num_heads, num_queries, head_dim = query.shape
     grouped = query.reshape(num_rows, keys.shape[1], -1, num_queries, head_dim)
     scores = torch.matmul(grouped, keys[:, :, None].transpose(-1, -2)) * scale
@@ -216,35 +175,29 @@ def _paged_attention(
     value: Tensor,  # [1, H // G, T, Dv]
     attention_mask: Tensor | None,
     *,
-    millrace_paged: _Attends | DecodeLayer | PrefillLayer | None = None,
+    millrace_paged: PagedBatch | _ShapeProbe | DecodeLayer | PrefillLayer | None = None,
     layout: PackedLayout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,  # load_model refuses models that hand over anything else of consequence
+    **_: Any,  # load_model refuses models that pass anything else of consequence
 ) -> tuple[Tensor, None]:
-    # Rotation is done in the dtype of the residual stream; the cache has that of the projections.
+    # Rotary embedding runs in the dtype of the residual stream; the cache has the projections'.
     query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if layout is not None:  # the pass reads, and caches nothing: see scoring.py
-        read = {"scaling": scale, "sliding_window": sliding_window, "softcap": softcap}
-        return packed_attention(module, query, key, value, None, layout=layout, **read)
+    if layout is not None:  # a scoring pass, which caches nothing: see scoring.py
+        scoring = {"scaling": scale, "sliding_window": sliding_window, "softcap": softcap}
+        return packed_attention(module, query, key, value, None, layout=layout, **scoring)
     assert millrace_paged is not None
+    query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     settings = {"scale": scale, "window": sliding_window, "softcap": softcap}
     if isinstance(millrace_paged, DecodeLayer | PrefillLayer):
-        # The layer's number stays unread here: compiled code would be made anew for each.
-        return millrace_paged.attend(query, key, value, **settings), None
+        # Reading the layer's number here would make torch.compile build a program for each layer.
+        return millrace_paged.attend(query, key, value, **settings)[None], None
     layer = module.layer_idx
     assert isinstance(layer, int)
-    output = millrace_paged.attend(
-        layer,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        **settings,
-    )
-    return output[None], None
+    return millrace_paged.attend(layer, query, key, value, **settings)[None], None
 
 
-# No mask function is registered beside it: then transformers builds no masks at all.
+# Without a mask function of the same name, transformers builds no masks.
 AttentionInterface.register(PAGED_ATTENTION, _paged_attention)

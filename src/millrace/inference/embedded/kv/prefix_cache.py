@@ -34,7 +34,7 @@ _BRANCHES = 4  # histories remembered per session; they differ only if weights c
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prefix:
-    """What was found of a sequence."""
+    """The cached KV of a sequence's first tokens."""
 
     blocks: np.ndarray  # [B] int64; whole, and not yet shared
     num_tokens: int
@@ -43,19 +43,19 @@ class Prefix:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Leaving:
-    """Blocks not yet in the index."""
+    """Blocks that are not in the index yet."""
 
     tokens: np.ndarray  # [B * block_tokens] int32
     kv_history: KVHistory
     blocks: np.ndarray  # [B] int64
-    content_ids: np.ndarray  # [B] int64; of these blocks, when they were left
+    content_ids: np.ndarray  # [B] int64; of these blocks, when they were released
 
 
 class PrefixCache:
     def __init__(
         self, pool: BlockPool, *, block_tokens: int, version: int, keeps: bool, is_on: bool = True
     ) -> None:
-        """`keeps`: sequences go on with their KV when weights change (kv = "keep")."""
+        """`keeps`: sequences continue with their KV when weights change (kv = "keep")."""
         self._pool = pool
         self._block_tokens = block_tokens
         self._keeps = keeps
@@ -64,29 +64,27 @@ class PrefixCache:
         self._index: dict[bytes, tuple[int, int]] = {}  # digest -> block, its content_id
         self._digests: list[bytes | None] = [None] * len(pool.references)  # by block
         self._leaving: list[_Leaving] = []
-        # By session, least recent first: histories it left, and of how many tokens.
+        # By session, least recent first: the KV histories that it left, with their token counts.
         self._sessions: OrderedDict[str, dict[KVHistory, int]] = OrderedDict()
         self._searched: tuple[np.ndarray, dict[KVHistory, list[bytes]]] | None = None
 
     def source_for(self, request: Request) -> KVSource:
-        """What computes this request's tokens now."""
+        """The weights that compute this request's tokens now."""
         if request.adapter is None:
             return self._source
         return replace(self._source, adapter=request.adapter)
 
     def begin(self, version: int) -> None:
-        """Other weights are served from now on."""
+        """Other weights serve from now on."""
         self._source = KVSource(version=version, swap=self._source.swap + 1)
         self._pool.expire()
 
     def leave(self, sequence: Sequence, *, blocks: np.ndarray, num_cached: int, ends: bool) -> None:
-        """Take over a sequence's references to its blocks, which hold `num_cached` tokens' KV.
-
-        What nobody could find is given up: after `ends`, the sequence itself will not look.
-        """
+        """Take over a sequence's blocks, which hold the KV of `num_cached` tokens. Blocks that no
+        request could find are freed. A sequence that `ends` will not look for them."""
         session = sequence.request.session if self._keeps else None
-        is_for_others = sequence.kv_history == self._fresh(sequence.request)
-        is_wanted = is_for_others or session is not None or not ends
+        is_current = sequence.kv_history == self._current_history(sequence.request)
+        is_wanted = is_current or session is not None or not ends
         count = num_cached // self._block_tokens if self._is_on and is_wanted else 0
         self._pool.release(blocks[count:])
         if count == 0:
@@ -104,18 +102,16 @@ class PrefixCache:
             self._remember(session, left.kv_history, num_tokens=num_tokens)
 
     def settle(self) -> None:
-        """Index what was left since the last call."""
+        """Index the blocks that were released since the last call."""
         leaving, self._leaving = self._leaving, []
         for left in leaving:
             digests = _digests(left.tokens, left.kv_history, block_tokens=self._block_tokens)
-            still = self._pool.content_ids[left.blocks] == left.content_ids
-            rows = zip(digests, left.blocks.tolist(), left.content_ids.tolist(), strict=True)
-            for (digest, block, content_id), is_there in zip(rows, still.tolist(), strict=True):
-                if is_there:
-                    self._enter(digest, block, content_id)
+            is_there = self._pool.content_ids[left.blocks] == left.content_ids
+            for row in np.flatnonzero(is_there).tolist():
+                self._enter(digests[row], int(left.blocks[row]), int(left.content_ids[row]))
 
     def find(self, sequence: Sequence) -> Prefix:
-        """The longest known prefix; one token at least is left to compute, for its logits."""
+        """The longest cached prefix; at least one token remains to be computed, for its logits."""
         best = Prefix(blocks=np.empty(0, dtype=np.int64), num_tokens=0, kv_history=())
         if not self._is_on:
             return best
@@ -132,11 +128,12 @@ class PrefixCache:
         return best
 
     def _search_keys(self, sequence: Sequence) -> dict[KVHistory, list[bytes]]:
-        """Digests of the sequence's blocks under each kv_history it may go on from.
+        """Digests of the sequence's blocks under each KV history that it may continue.
 
-        Remembered, because the first sequence in line is looked up before every pass.
+        The last result is kept, because the first waiting sequence is looked up before every pass.
         """
-        histories = dict.fromkeys([self._fresh(sequence.request), *self._own(sequence)])
+        current = self._current_history(sequence.request)
+        histories = dict.fromkeys([current, *self._own_histories(sequence)])
         if self._searched is not None:
             tokens, keys = self._searched
             if tokens is sequence.tokens and keys.keys() == histories.keys():
@@ -150,12 +147,12 @@ class PrefixCache:
         self._searched = (sequence.tokens, keys)
         return keys
 
-    def _fresh(self, request: Request) -> KVHistory:
-        """That of KV which was computed by what is served now, all of it."""
+    def _current_history(self, request: Request) -> KVHistory:
+        """The history of KV that the served weights computed from the first token on."""
         return extend_history((), at=0, source=self.source_for(request))
 
-    def _own(self, sequence: Sequence) -> list[KVHistory]:
-        """Those of KV which this sequence and its session left, whatever computed it."""
+    def _own_histories(self, sequence: Sequence) -> list[KVHistory]:
+        """The histories of KV that this sequence and its session left, under any weights."""
         if not self._keeps:
             return []
         own = [sequence.kv_history] if sequence.kv_history else []
@@ -163,7 +160,7 @@ class PrefixCache:
         return own if session is None else [*own, *self._sessions.get(session, {})]
 
     def _known(self, digests: list[bytes]) -> np.ndarray:
-        """[B] blocks of the longest run of these digests, from the first one, that is there."""
+        """[B] blocks of the longest cached run of these digests, from the first one on."""
         entries = []
         for digest in digests:
             entry = self._index.get(digest)
@@ -177,7 +174,7 @@ class PrefixCache:
     def _enter(self, digest: bytes, block: int, content_id: int) -> None:
         entry = self._index.get(digest)
         if entry is not None and self._pool.content_ids[entry[0]] == entry[1]:
-            return  # this block was known, or another holds the same
+            return  # this block was indexed before, or another one holds the same KV
         earlier = self._digests[block]
         if earlier is not None and self._index.get(earlier, (-1, 0))[0] == block:
             del self._index[earlier]
@@ -186,7 +183,7 @@ class PrefixCache:
 
     def _remember(self, session: str, kv_history: KVHistory, *, num_tokens: int) -> None:
         earlier = self._sessions.pop(session, {})
-        # One that this one merely goes on from needs no entry of its own.
+        # A history that this one extends needs no entry of its own.
         branches = [
             item for item in earlier.items() if truncate_history(kv_history, item[1]) != item[0]
         ]
@@ -196,11 +193,11 @@ class PrefixCache:
 
 
 def _digests(tokens: np.ndarray, kv_history: KVHistory, *, block_tokens: int) -> list[bytes]:
-    """One per whole block: of everything up to its end."""
+    """One digest per whole block, of everything up to its end."""
     data = memoryview(np.ascontiguousarray(tokens, dtype="<i4").tobytes())
-    spans: dict[int, bytes] = {}  # by block: those that begin in it
+    spans: dict[int, bytes] = {}  # by the block in which they begin
     for span in kv_history:
-        # No token is -1, so that a span is never taken for tokens.
+        # No token is -1, so a span cannot equal tokens.
         mark = np.array([-1, span.start], dtype="<i4").tobytes()
         source = xxhash.xxh3_128_digest(repr(span.source).encode())
         block = span.start // block_tokens

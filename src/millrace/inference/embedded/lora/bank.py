@@ -1,31 +1,215 @@
-"""The adapters an engine applies without merging them: that of the policy, and frozen ones.
+"""The adapters of an engine: unmerged ones, chosen per row, or one merged into the weights.
 
-Promise: a row is changed by the adapter it chose and no other. The model's own weights stay as they
-are. A new version is laid out beside decoding, all of it: what is left is to copy the result over
-the storage that decodes, one tensor, or two if some adapter has magnitudes.
+Promise: only the adapter that a row chose changes the row. Unmerged adapters leave the model's own
+weights as they are. A new version is laid out while decoding continues, in storage like the live
+one: all factors are in one flat tensor, and all DoRA gains in another. So a commit copies one or
+two tensors, for any number of layers. Products of equal shape are stacked, so that laying out takes
+a few operations for all layers, too.
 
-prepare() and prepare_gains() may run in another thread than the rest, and never write to what
-decodes; everything else is called by the engine's thread.
+A staging thread may call prepare() and prepare_gains(), which never write to live tensors. The
+engine's thread calls everything else.
+
+S, K, N, I, O as in side_products; L = products of equal shape.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.core.errors import TaskError
-from millrace.inference.embedded.lora.side_products import AdapterChoice
-from millrace.inference.embedded.lora.stacks import AdapterSlot, Layout, Storage, build_stacks
-from millrace.models.lora.factors import Adapter, factors_of, merged
+from millrace.inference.embedded.decode.layers import FusedLinear, fused_slice_of
+from millrace.inference.embedded.lora.side_products import AdapterChoice, UnmergedLora, add_lora
+from millrace.models.lora.factors import Adapter, factors_of, gain, merged, tensor_names
 
-BASE = "base"  # the model without an adapter, when the policy is one
+BASE = "base"  # name of the model without an adapter, if the policy is an adapter
+_ALIGN = 64  # values; at least what any kernel requires of the start of a tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AdapterSlot:
+    number: int
+    columns: slice  # of K
+    adapter: Adapter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _ProductPart:
+    """A layer with adapters: rows start..stop of the product that computes it."""
+
+    name: str
+    tensors: tuple[str, ...]  # names of A, B and the magnitude
+    start: int
+    stop: int
+    slots: tuple[int, ...]  # of its adapters
+
+
+class _Product(NamedTuple):
+    owner: nn.Linear | FusedLinear
+    parts: list[_ProductPart]  # in the order of their rows
+
+
+class Storage(NamedTuple):
+    """Flat tensors with everything that adapters add to the products of a model."""
+
+    factors: Tensor  # every A and B, in the model's dtype
+    gains: Tensor | None  # every DoRA gain, float32; None = no adapter has magnitudes
+
+    def clone(self) -> "Storage":
+        gains = None if self.gains is None else self.gains.clone()
+        return Storage(self.factors.clone(), gains)
+
+
+class Region(NamedTuple):
+    """The place of a tensor in a flat one."""
+
+    start: int
+    shape: tuple[int, ...]
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.start + math.prod(self.shape)].view(self.shape)
+
+
+class Layout:
+    """Allocates regions of a flat tensor."""
+
+    def __init__(self) -> None:
+        self.num_values = 0
+
+    def add(self, *shape: int) -> Region:
+        region = Region(self.num_values, shape)
+        self.num_values += -(-math.prod(shape) // _ALIGN) * _ALIGN
+        return region
+
+
+class Stack:
+    """The adapters of L products of equal shape."""
+
+    def __init__(
+        self,
+        products: Sequence[_Product],
+        *,
+        slots: Sequence[AdapterSlot],
+        factors: Layout,
+        gains: Layout,
+    ) -> None:
+        """Allocates regions of `factors` and, if some adapter has magnitudes, of `gains`."""
+        self._products = products
+        self._num_columns = slots[-1].columns.stop
+        num_out, num_in = products[0].owner.weight.shape
+        num, width = len(products), len(products[0].parts) * self._num_columns
+        self._a = factors.add(num, width, num_in)  # [L, N K, I]
+        self._b = factors.add(num, num_out, width)  # [L, O, N K]
+        self._gains = None
+        if any(slot.adapter.is_dora for slot in slots):
+            # [L, S + 1, O]; the last row is for rows without an adapter.
+            self._gains = gains.add(num, len(slots) + 1, num_out)
+
+    def attach(self, storage: Storage, *, choice: AdapterChoice) -> None:
+        """From now on, the products add the adapters in this storage."""
+        a, b, gains = self._a.of(storage.factors), self._b.of(storage.factors), None
+        if self._gains is not None:
+            assert storage.gains is not None
+            gains = self._gains.of(storage.gains)
+        for index, product in enumerate(self._products):
+            own = None if gains is None else gains[index]
+            side = UnmergedLora(a[index], b[index], gains=own, choice=choice)
+            if isinstance(product.owner, FusedLinear):
+                product.owner.side = side
+            else:
+                add_lora(product.owner, side)
+
+    def write(
+        self,
+        slot: AdapterSlot,
+        tensors: Mapping[str, Tensor],
+        *,
+        weights: Mapping[str, Tensor],
+        into: Storage,
+    ) -> None:
+        """Lay out an adapter with these `tensors`, for a model with these `weights`."""
+        a, b = self._a.of(into.factors), self._b.of(into.factors)
+        for index, rows, columns in self._parts_of(slot):
+            names = [product.parts[index].tensors for product in self._products]
+            a[:, columns].copy_(
+                torch.stack([tensors[name] for name, _, _ in names]), non_blocking=True
+            )
+            scaled = torch.stack([tensors[name] for _, name, _ in names])
+            if slot.adapter.scale != 1.0:
+                scaled = scaled.float().mul_(slot.adapter.scale)
+            b[:, rows, columns].copy_(scaled, non_blocking=True)
+        self.write_gains(slot, tensors, weights=weights, into=into)
+
+    def write_gains(
+        self,
+        slot: AdapterSlot,
+        tensors: Mapping[str, Tensor],
+        *,
+        weights: Mapping[str, Tensor],
+        into: Storage,
+    ) -> None:
+        """Compute the gains of an adapter with these `tensors` on a model with these `weights`. Its
+        A and B are in the storage already."""
+        if not slot.adapter.is_dora:
+            return
+        assert self._gains is not None
+        assert into.gains is not None
+        a, b = self._a.of(into.factors), self._b.of(into.factors)
+        gains = self._gains.of(into.gains)
+        for index, rows, columns in self._parts_of(slot):
+            for layer, product in enumerate(self._products):
+                part = product.parts[index]
+                weight = weights[f"{part.name}.weight"].to(a.device, torch.float32)
+                magnitude = tensors[part.tensors[-1]]
+                updated = torch.addmm(
+                    weight, b[layer, rows, columns].float(), a[layer, columns].float()
+                )
+                gains[layer, slot.number, rows] = gain(updated, magnitude.to(gains))
+
+    def _parts_of(self, slot: AdapterSlot) -> Iterator[tuple[int, slice, slice]]:
+        """Index, rows and columns of each part that has this adapter."""
+        for index, part in enumerate(self._products[0].parts):
+            if slot.number in part.slots:
+                offset = index * self._num_columns
+                columns = slice(offset + slot.columns.start, offset + slot.columns.stop)
+                yield index, slice(part.start, part.stop), columns
+
+
+def build_stacks(
+    model: PreTrainedModel, slots: Sequence[AdapterSlot], *, factors: Layout, gains: Layout
+) -> list[Stack]:
+    """Stacks of all products that some adapter changes."""
+    groups: dict[tuple[object, ...], list[_Product]] = {}
+    for product in _products(model, slots):
+        parts = tuple((part.start, part.stop, part.slots) for part in product.parts)
+        groups.setdefault((product.owner.weight.shape, parts), []).append(product)
+    return [
+        Stack(products, slots=slots, factors=factors, gains=gains) for products in groups.values()
+    ]
+
+
+def _products(model: PreTrainedModel, slots: Sequence[AdapterSlot]) -> list[_Product]:
+    products: dict[int, _Product] = {}
+    for name in dict.fromkeys(name for slot in slots for name in slot.adapter.layers):
+        owner, start, stop = fused_slice_of(model.get_submodule(name))
+        numbers = tuple(slot.number for slot in slots if name in slot.adapter.layers)
+        product = products.setdefault(id(owner), _Product(owner, []))
+        tensors = tuple(tensor_names(name, dora=True))
+        part = _ProductPart(name=name, tensors=tensors, start=start, stop=stop, slots=numbers)
+        product.parts.append(part)
+    for product in products.values():
+        product.parts.sort(key=lambda part: part.start)
+    return list(products.values())
 
 
 class AdapterBank:
     def __init__(self, model: PreTrainedModel, adapters: Mapping[str | None, Adapter]) -> None:
-        """`adapters` by name, None = the policy's, which updates bring. The model's projections are
-        as they stay."""
+        """`adapters` by name; None = the policy's, which updates bring. The model's projections
+        must have been fused before, if they ever are."""
         self._slots: dict[str | None, AdapterSlot] = {}
         num_columns = 0
         for number, (name, adapter) in enumerate(adapters.items()):
@@ -47,11 +231,6 @@ class AdapterBank:
             torch.zeros(factors.num_values, dtype=model.dtype, device=model.device),
             torch.ones(gains.num_values, device=model.device) if gains.num_values else None,
         )
-        # Names are put together once, lest every update do so.
-        self._pieces = {
-            slot.number: [piece for stack in self._stacks for piece in stack.pieces(slot)]
-            for slot in slots
-        }
         for name, slot in self._slots.items():
             if name is not None:
                 self._write(slot, slot.adapter.tensors, into=self._live)
@@ -65,7 +244,7 @@ class AdapterBank:
         return None if slot is None else slot.adapter
 
     def slot_of(self, name: str | None) -> int:
-        """What choose() calls this adapter; None = the policy."""
+        """The number of this adapter for choose(); None = the policy."""
         if name in self._slots:
             return self._slots[name].number
         if name == (BASE if None in self._slots else None):
@@ -77,19 +256,19 @@ class AdapterBank:
         )
 
     def choose(self, slots: Tensor) -> None:
-        """[T] the adapter of each row of the pass to come. Runs inside CUDA graphs."""
+        """Set the adapter of each row [T] of the next pass. Runs inside CUDA graphs."""
         self._choice.set(slots)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """What to copy where to make these the policy's adapter: pairs of live and new tensor."""
-        # With the frozen adapters, which are the same in all versions: so one copy does it.
+        """Pairs of live and new tensor that make these the policy's adapter."""
+        # A clone holds the frozen adapters, too, so that one copy is enough.
         staged = self._live.clone()
         self._write(self._slots[None], tensors, into=staged)
         pairs = [(self._live.factors, staged.factors)]
         return pairs + _pair(self._live.gains, staged.gains)
 
     def prepare_gains(self, weights: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Likewise, for frozen adapters on a model that gets these weights of its own."""
+        """Pairs of live and new gains of frozen adapters, for new weights of the model."""
         if self._live.gains is None:
             return []
         staged = Storage(self._live.factors, self._live.gains.clone())
@@ -99,10 +278,8 @@ class AdapterBank:
         return _pair(self._live.gains, staged.gains)
 
     def _write(self, slot: AdapterSlot, tensors: Mapping[str, Tensor], *, into: Storage) -> None:
-        for piece in self._pieces[slot.number]:
-            piece.write(tensors, into=into)
         for stack in self._stacks:
-            stack.write_gains(slot, tensors, weights=self._weights, into=into)
+            stack.write(slot, tensors, weights=self._weights, into=into)
 
 
 def _pair(live: Tensor | None, new: Tensor | None) -> list[tuple[Tensor, Tensor]]:
@@ -111,7 +288,7 @@ def _pair(live: Tensor | None, new: Tensor | None) -> list[tuple[Tensor, Tensor]
 
 class AdapterMerger:
     def __init__(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        """`model` is the base model, its projections not yet joined."""
+        """`model`: the base model, before its projections are fused."""
         self.adapter = adapter
         self._bases = {
             name: model.get_submodule(name).get_parameter("weight").detach().clone()
@@ -121,8 +298,8 @@ class AdapterMerger:
     def prepare(
         self, tensors: Mapping[str, Tensor], *, live: Mapping[str, Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """The `live` weights that an adapter with these tensors changes, each with its new value;
-        they are not written to."""
+        """Pairs of each `live` weight that an adapter with these tensors changes, and its new
+        value."""
         is_dora, scale = self.adapter.is_dora, self.adapter.scale
         pairs: list[tuple[Tensor, Tensor]] = []
         for layer, base in self._bases.items():

@@ -1,11 +1,11 @@
-"""What adapters add to a matrix product, beside it instead of in its weight.
+"""Unmerged LoRA: adapters computed beside a matrix product instead of merged into its weight.
 
-All adapters of a product lie side by side: A x is computed for every one of them, what a row does
-not use is multiplied by zero, and one product with all B brings it back. So the work has the same
-shape whatever adapters the rows use: CUDA graphs and compiled layers stay valid.
+All adapters of a product lie side by side. A x is computed for all of them, multiplied by zero for
+those that a row does not use, and multiplied by all B at once. So the shapes do not depend on the
+adapters that the rows use, and CUDA graphs and compiled layers stay valid.
 
-T = rows of the pass, I and O = what the product takes in and gives out, S = adapters, K = their
-ranks together, N = layers that share the product (query, key and value, say).
+T = rows of the pass, I and O = input and output size of the product, S = adapters, K = sum of their
+ranks, N = layers that share the product (such as query, key and value).
 """
 
 from typing import Any
@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 
 class AdapterChoice:
-    """Which adapter each row of a pass uses; shared by all layers. Set before every pass."""
+    """The adapter of each row of a pass; shared by all layers. Set before every pass."""
 
     def __init__(self, column_slots: Tensor, *, dtype: torch.dtype) -> None:
-        """`column_slots` [K]: whose each column is."""
-        self._column_slots = column_slots
+        self._column_slots = column_slots  # [K]; the adapter of each column
         self._dtype = dtype
         self.slots = column_slots[:0]  # [T] int64; S = none
         self.mask = column_slots[:0, None].to(dtype)  # [T, K]
@@ -32,20 +31,19 @@ class AdapterChoice:
 
 
 class UnmergedLora:
-    """The adapters beside one product. A plain object, so that none of it is a weight of the
-    model."""
+    """The adapters of one product. A plain object, so that its tensors are not model weights."""
 
     def __init__(
         self, a: Tensor, b: Tensor, *, gains: Tensor | None, choice: AdapterChoice
     ) -> None:
-        # Parameters, because torch.compile takes their shapes for constants.
+        # Parameters, because torch.compile treats their shapes as constants.
         self._a = frozen(a)  # [N K, I]
-        self._b = frozen(b)  # [O, N K]; zero where row and column are of different layers
+        self._b = frozen(b)  # [O, N K]; zero where row and column belong to different layers
         self._gains = None if gains is None else frozen(gains)  # [S + 1, O] float32
         self._choice = choice
 
     def add(self, output: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[..., T, O]: the product's output for x [..., T, I], with each row's adapter added."""
+        """The product's output [..., T, O] for x [..., T, I], with each row's adapter added."""
         mask = self._choice.mask
         assert x.shape[-2] == mask.shape[0], "an adapted layer sees every row of a pass, once"
         inner = F.linear(x, self._a)
@@ -62,8 +60,7 @@ class UnmergedLora:
 def add_lora(linear: nn.Linear, side: UnmergedLora) -> None:
     holder: Any = linear
     holder.side = side
-    # One function for all layers: of functions of their own, torch.compile would want to make a
-    # program for each.
+    # One function for all layers: torch.compile would build a program for each closure.
     linear.register_forward_hook(_add_side)
 
 

@@ -1,10 +1,7 @@
 """The running sequences as arrays: one row per slot, so that a step's bookkeeping is vectorised.
 
-C = capacity in tokens, which grows with the longest sequence. Called by the engine's thread.
-
-What grammars rule out of the logits, for the slots that have one.
-
-R = slots of a step, V = vocabulary.
+C = capacity in tokens, which grows with the longest sequence; N = steps, R = slots of a step,
+V = vocabulary. The engine's thread calls everything.
 """
 
 import numpy as np
@@ -27,14 +24,13 @@ class BatchSlots:
         self.num_tokens = np.zeros(num_slots, dtype=np.int64)  # prompt and sampled
         self.num_cached = np.zeros(num_slots, dtype=np.int64)  # of these, in the KV cache
         self.num_prompt = np.zeros(num_slots, dtype=np.int64)
-        self.limits = np.zeros(num_slots, dtype=np.int64)  # num_tokens that ends it by length
-        self.leads = np.zeros(num_slots, dtype=bool)  # others wait for its prefill
-        self.adapters = np.zeros(num_slots, dtype=np.int64)  # slots of the adapter bank
-        self.keys = np.zeros(num_slots, dtype=np.int64)  # of its random stream
-        self.temperatures = np.ones(num_slots, dtype=np.float32)
-        self.top_k = np.zeros(num_slots, dtype=np.int64)
-        self.top_p = np.ones(num_slots, dtype=np.float32)
-        self.min_p = np.zeros(num_slots, dtype=np.float32)
+        self.leads = np.zeros(num_slots, dtype=bool)  # has followers that wait for its prefill
+        # Settings that are sent to the device together: the num_tokens that ends the sequence by
+        # length, the key of its random stream, top-k, and its slot in the adapter bank.
+        self.integers = np.zeros((4, num_slots), dtype=np.int64)
+        self.limits, self.keys, self.top_k, self.adapters = self.integers
+        self.floats = np.ones((3, num_slots), dtype=np.float32)
+        self.temperatures, self.top_p, self.min_p = self.floats
         self.truncates = np.zeros(num_slots, dtype=bool)
         self.has_stop_strings = np.zeros(num_slots, dtype=bool)
         self.is_guided = np.zeros(num_slots, dtype=bool)  # by a grammar
@@ -56,7 +52,7 @@ class BatchSlots:
         return [sequence for sequence in self._sequences if sequence is not None]
 
     def sampled_by(self, sequence: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[N] tokens, logprobs and versions that it has sampled, in a slot or not; views."""
+        """Sampled tokens, logprobs and versions of a sequence, with or without a slot; views."""
         start, slot = sequence.num_prompt, sequence.slot
         if slot is None:
             return sequence.tokens[start:], sequence.logprobs, sequence.versions
@@ -64,7 +60,6 @@ class BatchSlots:
         return self.tokens[slot, own], self.logprobs[slot, own], self.versions[slot, own]
 
     def assign(self, sequence: Sequence, *, num_cached: int) -> int:
-        """Give a sequence a free slot."""
         assert sequence.slot is None
         slot = self._free.pop()
         request, sampling = sequence.request, sequence.request.sampling
@@ -93,7 +88,7 @@ class BatchSlots:
         return slot
 
     def free(self, sequence: Sequence) -> int:
-        """Take the slot away; the sequence keeps what was sampled in it."""
+        """Free the slot; its tokens go to the sequence."""
         slot = sequence.slot
         assert slot is not None
         assert self._sequences[slot] is sequence
@@ -108,81 +103,61 @@ class BatchSlots:
         return slot
 
     def append(
-        self, slots: np.ndarray, *, tokens: np.ndarray, logprobs: np.ndarray, version: int
-    ) -> None:
-        """Record one sampled token in each of these slots."""
-        at = self.num_tokens[slots]
-        self._reserve(int(at.max()) + 1)
-        self.tokens[slots, at] = tokens
-        self.logprobs[slots, at] = logprobs
-        self.versions[slots, at] = version
-        self.num_tokens[slots] = at + 1
-
-    def append_steps(
         self,
         slots: np.ndarray,  # [R]
         *,
         tokens: np.ndarray,  # [N, R]
         logprobs: np.ndarray,  # [N, R]
-        counts: np.ndarray,  # [R]; of each slot, the first so many are recorded
+        counts: np.ndarray,  # [R]; the first `counts` tokens of each slot are recorded
         version: int,
     ) -> None:
-        """Record what a round sampled, and that all but the last of it is cached."""
+        """Record sampled tokens; all tokens but the last are cached."""
         at = self.num_tokens[slots]
         self._reserve(int((at + counts).max()))
         step, row = np.nonzero(np.arange(len(tokens))[:, None] < counts)
-        slot, place = slots[row], at[row] + step
-        self.tokens[slot, place] = tokens[step, row]
-        self.logprobs[slot, place] = logprobs[step, row]
-        self.versions[slot, place] = version
+        slot, position = slots[row], at[row] + step
+        self.tokens[slot, position] = tokens[step, row]
+        self.logprobs[slot, position] = logprobs[step, row]
+        self.versions[slot, position] = version
         self.num_tokens[slots] = at + counts
-        self.num_cached[slots] += counts
+        self.num_cached[slots] = at + counts - 1
 
-    def keep(self, slots: np.ndarray, *, ids: np.ndarray, offsets: list[int]) -> None:
-        """Record the ids that one token of each of these slots was drawn from, row by row."""
-        for row in np.flatnonzero(self.truncates[slots]):
-            # A copy: a view would keep the ids of the whole batch alive.
-            own = ids[offsets[row] : offsets[row + 1]].copy()
-            self.sequence(slots[row]).kept.append(own, sizes=np.array([len(own)]))
-
-    def keep_steps(
+    def append_kept(
         self,
         slots: np.ndarray,  # [R]
         *,
         ids: np.ndarray,  # slot after slot, and in each step after step
         num_kept: np.ndarray,  # [R, N]
-        counts: np.ndarray,  # [R]; of each slot, the first so many steps are recorded
+        counts: np.ndarray,  # [R]; as in append()
     ) -> None:
-        """Record the ids that the tokens of a round were drawn from."""
+        """Record the ids that sampled tokens were drawn from."""
         starts = np.concatenate([[0], num_kept.sum(1).cumsum()])
         for row in np.flatnonzero(self.truncates[slots]):
             sizes = num_kept[row, : counts[row]].astype(np.int64)
+            # A copy: a view would keep the ids of the whole batch alive.
             own = ids[starts[row] : starts[row] + sizes.sum()].copy()
             self.sequence(slots[row]).kept.append(own, sizes=sizes)
 
     def sampling_batch(
         self, slots: np.ndarray, *, vocab_size: int, device: torch.device
     ) -> SamplingBatch:
-        """How to draw the next token of each of these slots."""
-        temperatures, truncates = self.temperatures[slots], self.truncates[slots]
-        top_k, top_p = self.top_k[slots], self.top_p[slots]
+        top_k, top_p, truncates = self.top_k[slots], self.top_p[slots], self.truncates[slots]
         num_ordered = 0
         if any_truncates := bool(truncates.any()):
             ordered = np.where(top_k > 0, top_k, np.where(top_p < 1.0, vocab_size, 0))
             num_ordered = min(int(ordered[truncates].max()), vocab_size)
-
-        def on_device(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array).to(device)
-
+        positions = torch.from_numpy(self.num_tokens[slots] - self.num_prompt[slots])
+        integers = torch.from_numpy(self.integers[:, slots]).to(device)
+        floats = torch.from_numpy(self.floats[:, slots]).to(device)
         return SamplingBatch(
-            temperatures=on_device(temperatures),
-            top_k=on_device(top_k),
-            top_p=on_device(top_p),
-            min_p=on_device(self.min_p[slots]),
-            keys=on_device(self.keys[slots]),
-            positions=on_device(self.num_tokens[slots] - self.num_prompt[slots]),
-            any_greedy=not temperatures.all(),
-            all_greedy=not temperatures.any(),
+            temperatures=floats[0],
+            top_k=integers[2],
+            top_p=floats[1],
+            min_p=floats[2],
+            keys=integers[1],
+            positions=positions.to(device),
+            any_greedy=not self.temperatures[slots].all(),
+            all_greedy=not self.temperatures[slots].any(),
             any_truncates=any_truncates,
             num_ordered=num_ordered,
         )
@@ -199,8 +174,8 @@ class BatchSlots:
         self.versions = np.pad(self.versions, pad)
 
 
-def guided(logits: Tensor, slots: BatchSlots, chosen: np.ndarray) -> Tensor:
-    """Logits [R, V] of these slots [R], -inf where a grammar allows nothing."""
+def mask_by_grammars(logits: Tensor, slots: BatchSlots, chosen: np.ndarray) -> Tensor:
+    """Logits [R, V] of these slots [R], with -inf for tokens that a grammar rules out."""
     allowed = np.ones(tuple(logits.shape), dtype=bool)
     for row in np.flatnonzero(slots.is_guided[chosen]):
         sequence = slots.sequence(chosen[row])

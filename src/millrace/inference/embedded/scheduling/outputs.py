@@ -1,7 +1,10 @@
-"""Outputs of an engine: completions by request, and chunks of streaming requests.
+"""Outputs of an engine: when completions end, their records, and chunks of streaming requests.
 
-Building a record takes host time, because text is decoded. So sequences that end in the decode loop
-are marked first and recorded while the device works.
+An EOS token or a stop string ends a completion with "stop"; max_new_tokens or the end of the
+context ends it with "length". The tokens of a completion are all that were sampled. Its text has no
+EOS token and ends before the first stop string. Building a record takes host time, because text is
+decoded. So sequences that end in the decode loop are marked first and recorded while the device
+works.
 
 Promise: every token of a streaming sequence is delivered once, in order, with its logprob, version
 and kept ids; the chunk with the last token states the finish. Coalesced streams are delivered only
@@ -13,12 +16,93 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from millrace.core.records import Completion, CompletionChunk, Finish, Request
 from millrace.inference.backend import FinishedRequest
+from millrace.inference.embedded.decode.loop import DecodeResult
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.sequence import Sequence
-from millrace.inference.embedded.scheduling.stopping import StopRules
+
+# The first tokens of a tail may decode differently there (half a character, a lost space).
+_TAIL_MARGIN = 4
+
+
+class StopRules:
+    """Decides when completions end, and what their text is."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, eos_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._eos_ids = np.array(sorted(eos_ids), dtype=np.int64)
+
+    def is_eos(self, tokens: np.ndarray) -> np.ndarray:
+        """[N] bool for tokens [N]."""
+        return (tokens[:, None] == self._eos_ids).any(axis=1)
+
+    def ends_in_stop_string(self, sampled: np.ndarray, stop: tuple[str, ...]) -> bool:
+        """True if the sampled tokens [N], checked after each of them, now contain a stop string."""
+        # A token decodes to at least one byte, which bounds the length of a stop string in tokens.
+        reach = max(len(text.encode()) for text in stop) + _TAIL_MARGIN
+        tail = self._decode(sampled[-reach:])
+        if not any(text in tail for text in stop):
+            return False
+        whole = tail if len(sampled) <= reach else self._decode(sampled)
+        return any(text in whole for text in stop)
+
+    def text(self, sampled: np.ndarray, stop: tuple[str, ...]) -> str:
+        """The sampled tokens [N] as text, up to the first stop string."""
+        if len(sampled) and self.is_eos(sampled[-1:])[0]:
+            sampled = sampled[:-1]
+        text = self._decode(sampled)
+        return text[: min((text.find(s) for s in stop if s in text), default=None)]
+
+    def finished_in(self, slots: BatchSlots, chosen: np.ndarray) -> list[tuple[Sequence, Finish]]:
+        """The sequences in these slots whose newest token was their last."""
+        num_tokens = slots.num_tokens[chosen]
+        stopped = self.is_eos(slots.tokens[chosen, num_tokens - 1])
+        for row in np.flatnonzero(slots.has_stop_strings[chosen] & ~stopped):
+            sequence = slots.sequence(chosen[row])
+            sampled, _, _ = slots.sampled_by(sequence)
+            stopped[row] = self.ends_in_stop_string(sampled, sequence.request.sampling.stop)
+        ended = stopped | (num_tokens >= slots.limits[chosen])
+        return [
+            (slots.sequence(chosen[row]), "stop" if stopped[row] else "length")
+            for row in np.flatnonzero(ended)
+        ]
+
+    def counts_until_stop(
+        self, slots: BatchSlots, chosen: np.ndarray, result: DecodeResult
+    ) -> np.ndarray:
+        """[R] number of new tokens of each slot up to its first stop string."""
+        counts = result.counts.copy()
+        for row in np.flatnonzero(slots.has_stop_strings[chosen]):
+            sequence = slots.sequence(chosen[row])
+            earlier, _, _ = slots.sampled_by(sequence)
+            sampled = np.concatenate([earlier, result.tokens[: counts[row], row]])
+            for count in range(1, counts[row] + 1):
+                known = sampled[: len(earlier) + count]
+                if self.ends_in_stop_string(known, sequence.request.sampling.stop):
+                    counts[row] = count
+                    break
+        return counts
+
+    def finish_on_arrival(self, sequence: Sequence, *, max_context: int) -> Finish | None:
+        """How a partial completion had already ended when it arrived; None if it had not."""
+        sampled, sampling = sequence.tokens[sequence.num_prompt :], sequence.request.sampling
+        if len(sampled) and self.is_eos(sampled[-1:])[0]:
+            return "stop"
+        if sampling.stop and self.ends_in_stop_string(sampled, sampling.stop):
+            return "stop"
+        is_full = len(sequence.tokens) >= max_context
+        return "length" if is_full or len(sampled) >= sampling.max_new_tokens else None
+
+    def _decode(self, tokens: np.ndarray) -> str:
+        # Special tokens stay: a stop string may be one.
+        text = self._tokenizer.decode(
+            tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -29,19 +113,20 @@ class _PendingRequest:
 
 
 class OutputProcessor:
-    def __init__(self, stopping: StopRules, *, block_tokens: int) -> None:
-        self._stopping = stopping
+    """Collects the completions of each request."""
+
+    def __init__(self, rules: StopRules, *, block_tokens: int) -> None:
+        self._rules = rules
         self._block_tokens = block_tokens
         self._ended: list[tuple[Sequence, Finish]] = []  # to be recorded
         self._unfinished: dict[str, _PendingRequest] = {}  # by request
-        self._ended_early: dict[
-            str, dict[int, Completion]
-        ] = {}  # of these requests; to be delivered
-        self._finished: list[FinishedRequest] = []  # not yet handed out
+        # By request and member: to be delivered before their request is finished.
+        self._ended_early: dict[str, dict[int, Completion]] = {}
+        self._finished: list[FinishedRequest] = []  # to be returned by take()
 
     @property
     def has_pending(self) -> bool:
-        """True if take() would return something once record() was called, or soon after."""
+        """True if completions wait for record() or take()."""
         return bool(self._finished or self._ended)
 
     def __contains__(self, request_id: str) -> bool:
@@ -52,7 +137,7 @@ class OutputProcessor:
         self._unfinished[request.id] = pending
 
     def mark_ended(self, sequence: Sequence, *, finish: Finish) -> None:
-        """This sequence has ended; record() will make its record."""
+        """Leave it to record() to build the completion."""
         sequence.finish = finish
         self._ended.append((sequence, finish))
 
@@ -62,10 +147,10 @@ class OutputProcessor:
             self.end(sequence, finish=finish)
 
     def end(self, sequence: Sequence, *, finish: Finish) -> None:
-        """Record a completion; with the last of its request, the request is finished."""
+        """Build a completion; the last one finishes its request."""
         sequence.finish = finish
         id, sampled = sequence.request.id, sequence.tokens[sequence.num_prompt :]
-        text = self._stopping.text(sampled, sequence.request.sampling.stop)
+        text = self._rules.text(sampled, sequence.request.sampling.stop)
         pending = self._unfinished[id]
         completion = sequence.completion(finish=finish, text=text, block_tokens=self._block_tokens)
         pending.completions[sequence.member] = completion
@@ -78,29 +163,25 @@ class OutputProcessor:
         elif pending.per_completion:
             self._ended_early.setdefault(id, {})[sequence.member] = completion
 
-    def versions_of(self, request_id: str) -> list[np.ndarray]:
-        """Of the completions that an unfinished request has already."""
-        completions = self._unfinished[request_id].completions
+    def versions_of(self, sequence: Sequence) -> list[np.ndarray]:
+        """Versions of the members of its request that have ended."""
+        completions = self._unfinished[sequence.request.id].completions
         return [done.versions for done in completions if done is not None]
 
     def take_completions(self) -> dict[str, dict[int, Completion]]:
-        """Completions of unfinished `per_completion` requests that ended since the last call, by
-        request id and index."""
         ended_early, self._ended_early = self._ended_early, {}
         for id, ended in ended_early.items():
             self._unfinished[id].delivered.update(ended)
         return ended_early
 
-    def take(self) -> list[FinishedRequest]:
-        """What is finished and was not handed out."""
+    def take(self, ids: Iterable[str] | None = None) -> list[FinishedRequest]:
+        """Finished requests that were not taken before: all, or those with these ids."""
         finished, self._finished = self._finished, []
-        return finished
-
-    def take_one(self, request_id: str) -> list[FinishedRequest]:
-        """Likewise, of one request: one at most."""
-        taken = [finished for finished in self._finished if finished.id == request_id]
-        self._finished = [finished for finished in self._finished if finished.id != request_id]
-        return taken
+        if ids is None:
+            return finished
+        wanted = set(ids)
+        self._finished = [one for one in finished if one.id not in wanted]
+        return [one for one in finished if one.id in wanted]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -110,43 +191,44 @@ class _Stream:
 
 
 class ChunkStreams:
+    """Cuts new tokens of streaming requests into chunks."""
+
     def __init__(self, slots: BatchSlots) -> None:
         self._slots = slots
         self._open: dict[str, list[_Stream]] = {}  # by request
         self._coalesced: dict[str, list[_Stream]] = {}
 
     def open(self, sequences: Iterable[Sequence]) -> None:
-        """From now on tell what these sample; they are one request's. What they have already is
-        known: they go on from it."""
+        """Stream the tokens that these sequences of one request sample from now on."""
         for sequence in sequences:
             num_sent = len(sequence.tokens) - sequence.num_prompt
-            stream = _Stream(sequence=sequence, num_sent=num_sent)
             streams = self._coalesced if sequence.request.coalesce else self._open
+            stream = _Stream(sequence=sequence, num_sent=num_sent)
             streams.setdefault(sequence.request.id, []).append(stream)
 
     def take(self) -> dict[str, list[CompletionChunk]]:
-        """By request, what is new."""
-        new: dict[str, list[CompletionChunk]] = {}
-        for id, streams in list(self._open.items()):
-            if chunks := [chunk for stream in streams if (chunk := self._chunk(stream))]:
-                new[id] = chunks
-            self._open[id] = [stream for stream in streams if stream.sequence.finish is None]
-            if not self._open[id]:
-                del self._open[id]
+        new = self._chunks(self._open)
+        unfinished = {
+            id: [stream for stream in streams if stream.sequence.finish is None]
+            for id, streams in self._open.items()
+        }
+        self._open = {id: streams for id, streams in unfinished.items() if streams}
         return new
 
     def take_coalesced(self) -> dict[str, list[CompletionChunk]]:
-        """The same of requests that are delivered at leisure."""
-        is_over = {
-            id: all(stream.sequence.finish is not None for stream in streams)
+        self._coalesced = {
+            id: streams
             for id, streams in self._coalesced.items()
+            if any(stream.sequence.finish is None for stream in streams)
         }
-        self._coalesced = {id: s for id, s in self._coalesced.items() if not is_over[id]}
-        delivered = {
+        return self._chunks(self._coalesced)
+
+    def _chunks(self, open: dict[str, list[_Stream]]) -> dict[str, list[CompletionChunk]]:
+        chunks = {
             id: [chunk for stream in streams if (chunk := self._chunk(stream))]
-            for id, streams in self._coalesced.items()
+            for id, streams in open.items()
         }
-        return {id: chunks for id, chunks in delivered.items() if chunks}
+        return {id: new for id, new in chunks.items() if new}
 
     def _chunk(self, stream: _Stream) -> CompletionChunk | None:
         sequence, start = stream.sequence, stream.num_sent
@@ -159,7 +241,7 @@ class ChunkStreams:
         truncates = sequence.request.sampling.truncates
         return CompletionChunk(
             member=sequence.member,
-            # Copies: a slot's arrays go on changing while these travel.
+            # Copies, because the arrays of a slot change while the chunk is sent.
             tokens=tokens[start:].copy(),
             logprobs=logprobs[start:].copy(),
             versions=versions[start:].copy(),

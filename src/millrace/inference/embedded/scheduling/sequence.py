@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from millrace.core.completions import cut_kept, join_kept, joined
 from millrace.core.errors import TaskError
 from millrace.core.records import Completion, Finish, Kept, KVOrigin, Request
 from millrace.inference.embedded.lora.bank import AdapterBank
@@ -52,38 +53,31 @@ def extend_history(kv_history: KVHistory, *, at: int, source: KVSource) -> KVHis
 
 
 class KeptIds:
-    """Kept ids of each sampled token, stored as one chunk per launch to save host time."""
+    """Kept ids of each sampled token: one row per token, one part per pass or launch."""
 
     def __init__(self, done: Kept | None = None) -> None:
         """`done`: kept ids of tokens that the sequence already has."""
-        self._ids: list[np.ndarray] = []  # int32; chunks of whole rows
-        self._sizes: list[np.ndarray] = []  # int64; of the rows in each chunk
-        if done is not None:
-            self.append(done.ids, sizes=np.diff(done.offsets))
+        self._parts = [] if done is None else [done]
 
     def append(self, ids: np.ndarray, *, sizes: np.ndarray) -> None:
-        """Add the rows of the next tokens, one after another; `ids` is kept as it is."""
-        self._ids.append(ids)
-        self._sizes.append(sizes)
+        """Add rows of these sizes, which lie in `ids` one after another; `ids` is not copied."""
+        self._parts.append(Kept(ids=ids, offsets=np.concatenate([[0], sizes.cumsum()])))
 
     def since(self, start: int) -> Kept:
-        """The rows from token number `start` on."""
-        sizes = np.concatenate([np.empty(0, dtype=np.int64), *self._sizes])[start:]
-        offsets = np.concatenate([[0], sizes.cumsum()]).astype(np.int64)
-        missing = num_ids = int(offsets[-1])
-        tail: list[np.ndarray] = []  # chunks that have them, the last one first
-        for chunk in reversed(self._ids):
-            if missing <= 0:
+        """The rows from token number `start` on. Parts before it are not read."""
+        first = stop = sum(len(part.offsets) - 1 for part in self._parts)
+        tail: list[Kept] = []  # the last part first
+        for part in reversed(self._parts):
+            if first <= start:
                 break
-            tail.append(chunk)
-            missing -= len(chunk)
-        ids = np.concatenate([np.empty(0, dtype=np.int32), *reversed(tail)])
-        return Kept(ids=ids[len(ids) - num_ids :], offsets=offsets)
+            tail.append(part)
+            first -= len(part.offsets) - 1
+        return cut_kept(join_kept(tail[::-1]), start - first, stop - first)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Sequence:
-    """Mutable; belongs to the scheduler. While it has a slot, the slot's arrays are ahead of it."""
+    """A completion in progress. While it has a slot, the slot's arrays are newer than these."""
 
     request: Request
     member: int  # 0..n-1 within its request
@@ -93,16 +87,16 @@ class Sequence:
     logprobs: np.ndarray  # [N] float32
     versions: np.ndarray  # [N] int32
     kept: KeptIds  # N rows, if the request truncates
-    routes: SequenceRoutes | None = None  # if they are noted and wanted
+    routes: SequenceRoutes | None = None  # None = not recorded, or not wanted
     slot: int | None = None
     # Members of the same request that wait for this one's prefill, to share it.
     followers: list["Sequence"] = field(default_factory=list)
-    # Without a slot: blocks that hold the KV of all tokens but perhaps the last, which runs once
-    # more, because its logits are needed.
+    # Without a slot: blocks with the KV of all tokens but perhaps the last. The last token runs
+    # once more, because its logits are needed.
     held_blocks: np.ndarray | None = None
-    # Of the KV it has, or had when it gave up its slot; in one, up to the last Scheduler.settle().
+    # Of its KV, or of the KV it had in its last slot; in a slot, as of the last Scheduler.settle().
     kv_history: KVHistory = ()
-    guide: GrammarMatcher | None = None  # by the grammar of its request
+    guide: GrammarMatcher | None = None  # of the request's grammar
     finish: Finish | None = None  # once it has ended
 
     @property
@@ -111,11 +105,10 @@ class Sequence:
 
     @property
     def has_begun(self) -> bool:
-        """True if it has sampled tokens, as far as it knows without its slot."""
+        """True if it has sampled tokens, without those in its slot."""
         return len(self.tokens) > self.num_prompt
 
     def completion(self, *, finish: Finish, text: str, block_tokens: int) -> Completion:
-        """What it has so far, as a record."""
         spans = tuple((span.start, span.source.version) for span in self.kv_history)
         return Completion(
             tokens=self.tokens[self.num_prompt :],
@@ -137,17 +130,9 @@ def sequences_of(
     guide: GrammarMatcher | None = None,
     records_routes: bool = False,
 ) -> list[Sequence]:
-    """The n sequences of a request, each where its completion begins or goes on."""
+    """The n sequences of a request; with a partial completion, one that resumes it."""
     prompt = np.asarray(request.prompt, dtype=np.int32)
-    done = request.partial
-    if done is None:
-        done = Completion(
-            tokens=np.empty(0, dtype=np.int32),
-            logprobs=np.empty(0, dtype=np.float32),
-            versions=np.empty(0, dtype=np.int32),
-            finish="abort",
-            text="",
-        )
+    done = joined([], truncates=False) if request.partial is None else request.partial
     return [
         Sequence(
             request=request,
@@ -166,8 +151,7 @@ def sequences_of(
 
 
 def _routes_of(request: Request) -> SequenceRoutes | None:
-    """With what a partial completion brings, but for its last token: that has not been fed, or is
-    fed again for the next one."""
+    """With the routes of a partial completion, without its last token, which is fed next."""
     start, partial = request.routes_from, request.partial
     if start is None or partial is None or partial.routes is None:
         return None if start is None else SequenceRoutes(start)
@@ -175,29 +159,30 @@ def _routes_of(request: Request) -> SequenceRoutes | None:
     return SequenceRoutes(start, done=partial.routes[:num_fed])
 
 
+BlockCopies = tuple[np.ndarray, np.ndarray]  # (sources, targets), [C] int64 each
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BatchPlan:
-    """One forward pass. Each slot computes `counts` tokens, starting behind its cached ones."""
+    """One forward pass. Each slot computes `counts` tokens, starting after its cached tokens."""
 
-    slots: np.ndarray  # [R] int64; first those with one token, shortest context first
+    slots: np.ndarray  # [R] int64; first the slots with one token, shortest context first
     counts: np.ndarray  # [R] int64
     num_single: int  # slots with one token
-    copy_sources: np.ndarray  # [C] int64; blocks to copy before the pass ...
-    copy_targets: np.ndarray  # [C] int64; ... into these
+    copies: BlockCopies  # of blocks, before the pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DecodePlan:
-    """Several steps of one token for each slot; blocks for all of them are there."""
+    """Several steps of one token for each slot; blocks for all of them are allocated."""
 
     slots: np.ndarray  # [R] int64
     num_steps: int
-    copy_sources: np.ndarray  # as in a Plan
-    copy_targets: np.ndarray
+    copies: BlockCopies  # of blocks, before the first step
 
 
 def check_request(request: Request, *, max_context: int, vocab_size: int) -> None:
-    """Refuse what can never be served, in one sentence."""
+    """Refuse a request that can never be served."""
     num_prompt, sampling = len(request.prompt), request.sampling
     if num_prompt == 0:
         raise TaskError(f"Request {request.id!r} has an empty prompt.")
@@ -232,7 +217,7 @@ def _check_partial(request: Request, partial: Completion) -> None:
 
 
 def adapter_slot(request: Request, bank: AdapterBank | None) -> int:
-    """Where the adapter that the request chose is kept; refuses one that is not there."""
+    """The slot of the request's adapter; refuses an unknown adapter."""
     if bank is not None:
         return bank.slot_of(request.adapter)
     if request.adapter is not None:

@@ -1,8 +1,8 @@
 """Sequences without a slot, in order of arrival; a request may skip `priority` queued requests.
 
-While new sequences are held, sequences without a token are set aside without any KV: their turn may
-come late, under other weights. The others may hold KV: blocks shared with the sequence that they
-forked from, or that they had when they were preempted.
+While new sequences are held, sequences without a token are set aside without any KV, because they
+may start under other weights. The others may hold KV: blocks shared with the sequence that they
+forked from, or blocks that they had when they were preempted.
 
 The engine's thread calls everything.
 """
@@ -17,13 +17,13 @@ from millrace.inference.embedded.scheduling.sequence import Sequence
 class WaitQueue:
     def __init__(self, pool: BlockPool, *, prefixes: PrefixCache) -> None:
         self._pool = pool
-        self._prefixes = prefixes  # takes over what is no longer held
+        self._prefixes = prefixes  # takes over blocks that are no longer held
         self._queue: list[Sequence] = []
         self._held: list[Sequence] = []
         self._holds_new = False
 
     def __bool__(self) -> bool:
-        """True if someone may be seated."""
+        """True if a sequence may get a slot."""
         return bool(self._queue)
 
     @property
@@ -32,11 +32,11 @@ class WaitQueue:
 
     @property
     def num_waiting(self) -> int:
-        """With followers; as below."""
+        """With followers, as num_held."""
         return sum(1 + len(sequence.followers) for sequence in self._queue)
 
     @property
-    def num_held_back(self) -> int:
+    def num_held(self) -> int:
         return sum(1 + len(sequence.followers) for sequence in self._held)
 
     def sequences(self) -> list[Sequence]:
@@ -48,16 +48,12 @@ class WaitQueue:
             queue = self._held
             self._drop_held(sequence, ends=True)
             sequence.kv_history = ()
-        bisect.insort(
-            queue, sequence, key=lambda waiting: waiting.arrival - waiting.request.priority
-        )
+        bisect.insort(queue, sequence, key=lambda other: other.arrival - other.request.priority)
 
     def take_first(self) -> Sequence:
-        """Takes it out."""
         return self._queue.pop(0)
 
     def remove(self, request_id: str) -> list[Sequence]:
-        """Take all sequences of a request out."""
         removed = [s for s in self.sequences() if s.request.id == request_id]
         for sequence in removed:
             self._drop_held(sequence, ends=True)
@@ -66,21 +62,20 @@ class WaitQueue:
         return removed
 
     def hold_new(self) -> None:
-        """From now on, let no sequence be seated that has not begun."""
+        """From now on, set aside sequences that have not begun."""
         self._holds_new = True
         queue, self._queue = self._queue, []
         for sequence in queue:
             self.add(sequence)
 
     def release_new(self) -> None:
-        """Undo hold_new()."""
         self._holds_new = False
         held, self._held = self._held, []
         for sequence in held:
             self.add(sequence)
 
     def forget_kv(self) -> None:
-        """What they hold belongs to other weights, nor may they find what they left behind."""
+        """Drop all held KV, and the right to find it in the prefix cache: the weights changed."""
         for sequence in self._queue:
             sequence.kv_history = ()
             if sequence.held_blocks is not None:
@@ -88,7 +83,7 @@ class WaitQueue:
                 sequence.held_blocks = None
 
     def drop_latest_held(self) -> bool:
-        """Give up the latest held prefix, if there is one; its sequence will prefill by itself."""
+        """Drop the blocks of the latest sequence that holds some; it will prefill by itself."""
         for sequence in reversed(self._queue):
             if sequence.held_blocks is not None:
                 self._drop_held(sequence, ends=False)
@@ -98,5 +93,5 @@ class WaitQueue:
     def _drop_held(self, sequence: Sequence, *, ends: bool) -> None:
         blocks, sequence.held_blocks = sequence.held_blocks, None
         if blocks is not None:
-            num_cached = len(sequence.tokens) - 1  # a parked one's last token has not run yet
+            num_cached = len(sequence.tokens) - 1  # the last token of a preempted one has no KV yet
             self._prefixes.leave(sequence, blocks=blocks, num_cached=num_cached, ends=ends)

@@ -1,4 +1,4 @@
-"""What an engine tells of requests that stream, between two steps."""
+"""Chunks and early completions of streaming requests."""
 
 from dataclasses import replace
 
@@ -10,12 +10,12 @@ from fakes import Listener
 from millrace.core.records import Completion
 from millrace.inference.embedded.engine import EmbeddedEngine
 
-PATHS = pytest.mark.parametrize("round_steps", [1, 4], ids=["steps", "rounds"])
+PATHS = pytest.mark.parametrize("decode_steps", [1, 4], ids=["steps", "loop"])
 
 
 def stream_all(engine: EmbeddedEngine, requests) -> dict[str, tuple[Listener, list[Completion]]]:
     """Step until all are finished; as the worker, hear the news before the end."""
-    heard = {request.id: Listener() for request in requests}
+    listeners = {request.id: Listener() for request in requests}
     done = {}
     for request in requests:
         engine.add_request(request, stream=True)
@@ -23,29 +23,29 @@ def stream_all(engine: EmbeddedEngine, requests) -> dict[str, tuple[Listener, li
         finished = engine.step()
         for id, pieces in engine.take_chunks().items():
             assert id not in done
-            for piece in pieces:
-                heard[id](piece)
+            for chunk in pieces:
+                listeners[id](chunk)
         done |= {request.id: request.completions for request in finished}
     assert not engine.take_chunks()
-    return {id: (heard[id], done[id]) for id in done}
+    return {id: (listeners[id], done[id]) for id in done}
 
 
 @PATHS
-def test_nothing_is_told_twice_or_lost_while_sequences_wait_and_are_preempted(round_steps):
-    engine = make_engine(round_steps=round_steps, max_sequences=4, num_blocks=16, eos_ids=(4,))
+def test_each_token_is_streamed_once_despite_preemption(decode_steps):
+    engine = make_engine(decode_steps=decode_steps, max_sequences=4, num_blocks=16, eos_ids=(4,))
     sampling = [{}, {"top_p": 0.8}, {"top_k": 5, "temperature": 1.5}, {"stop": ("0", "ab")}]
     requests = [
         make_request(str(i), prompt=prompt_of(3 + 4 * i, seed=i), n=3, seed=i, **each)
         for i, each in enumerate(sampling)
     ]
     for listener, completions in stream_all(engine, requests).values():
-        listener.assert_heard(completions)
+        listener.assert_received(completions)
     assert engine.stats().preemptions > 0
 
 
 @PATHS
-def test_a_completion_that_ends_before_its_siblings_is_known_to_have_ended(round_steps):
-    engine = make_engine(round_steps=round_steps, eos_ids=(3, 4, 5, 6, 7, 8, 9, 10))
+def test_chunk_with_last_token_has_finish(decode_steps):
+    engine = make_engine(decode_steps=decode_steps, eos_ids=(3, 4, 5, 6, 7, 8, 9, 10))
     request = make_request(n=4, seed=1, temperature=2.0)
     engine.add_request(request, stream=True)
     ended: list[set[int]] = []
@@ -59,18 +59,18 @@ def test_a_completion_that_ends_before_its_siblings_is_known_to_have_ended(round
 
 
 @PATHS
-def test_pieces_are_at_least_as_long_as_the_request_wants_but_for_the_last(round_steps):
-    engine = make_engine(round_steps=round_steps, eos_ids=())
+def test_chunks_have_min_chunk_tokens_except_the_last(decode_steps):
+    engine = make_engine(decode_steps=decode_steps, eos_ids=())
     request = replace(make_request(n=2, max_new_tokens=11), min_chunk_tokens=4)
     ((listener, completions),) = stream_all(engine, [request]).values()
-    listener.assert_heard(completions)
-    *whole, last = [piece for piece in listener.chunks if piece.member == 0]
+    listener.assert_received(completions)
+    *whole, last = [chunk for chunk in listener.chunks if chunk.member == 0]
     assert whole
-    assert all(len(piece.tokens) >= 4 for piece in whole)
+    assert all(len(chunk.tokens) >= 4 for chunk in whole)
     assert last.finish == "length"
 
 
-def test_of_requests_that_do_not_stream_nothing_is_told():
+def test_requests_without_stream_have_no_chunks():
     engine = make_engine()
     engine.add_request(make_request())
     while engine.has_work:
@@ -78,23 +78,23 @@ def test_of_requests_that_do_not_stream_nothing_is_told():
         assert engine.take_chunks() == {}
 
 
-def test_what_was_told_does_not_change_while_its_lane_goes_on():
+def test_chunks_do_not_change_while_decoding_continues():
     engine = make_engine(eos_ids=())
     engine.add_request(make_request(max_new_tokens=3), stream=True)
     engine.step()
-    (piece,) = engine.take_chunks()["r"]
-    token = int(piece.tokens[0])
+    (chunk,) = engine.take_chunks()["r"]
+    token = int(chunk.tokens[0])
     engine.abort(["r"])
     engine.take_chunks()
     engine.add_request(make_request("other", seed=9, prompt=2), stream=True)
     engine.step()
-    np.testing.assert_array_equal(piece.tokens, [token])
+    np.testing.assert_array_equal(chunk.tokens, [token])
 
 
 @PATHS
-def test_completions_wanted_singly_are_handed_out_as_they_end_and_no_others(round_steps):
-    engine = make_engine(round_steps=round_steps)
-    # The second of these ends after 4 tokens, the first goes on.
+def test_per_completion_requests_return_each_completion_as_it_ends(decode_steps):
+    engine = make_engine(decode_steps=decode_steps)
+    # The second of these ends after 4 tokens, the first continues.
     wanted = make_request("wanted", n=2, seed=1, max_new_tokens=60)
     engine.add_request(wanted, per_completion=True)
     engine.add_request(make_request("other", n=2, seed=1, max_new_tokens=60))
@@ -109,18 +109,18 @@ def test_completions_wanted_singly_are_handed_out_as_they_end_and_no_others(roun
 
 
 @PATHS
-def test_at_leisure_is_told_what_is_new_when_that_is_asked_and_nothing_once_all_have_ended(
-    round_steps,
+def test_coalesced_chunks_come_on_demand_and_not_after_the_end(
+    decode_steps,
 ):
-    engine = make_engine(round_steps=round_steps, eos_ids=())
+    engine = make_engine(decode_steps=decode_steps, eos_ids=())
     request = replace(make_request(n=2, max_new_tokens=24, top_p=0.9), coalesce=True)
     engine.add_request(request, stream=True)
     listener = Listener()
     for _ in range(2):
         engine.step()
         engine.step()
-        for piece in engine.take_coalesced_chunks()["r"]:
-            listener(piece)
+        for chunk in engine.take_coalesced_chunks()["r"]:
+            listener(chunk)
         assert not engine.take_coalesced_chunks()
     while not (finished := engine.step()):
         pass
@@ -128,8 +128,8 @@ def test_at_leisure_is_told_what_is_new_when_that_is_asked_and_nothing_once_all_
     assert not engine.take_coalesced_chunks()
     (done,) = finished
     for member, completion in enumerate(done.completions):
-        told = [piece for piece in listener.chunks if piece.member == member]
-        tokens = np.concatenate([piece.tokens for piece in told])
+        chunks = [chunk for chunk in listener.chunks if chunk.member == member]
+        tokens = np.concatenate([chunk.tokens for chunk in chunks])
         assert 0 < len(tokens) < len(completion.tokens)
         np.testing.assert_array_equal(tokens, completion.tokens[: len(tokens)])
-        assert all(piece.kept is not None for piece in told)
+        assert all(chunk.kept is not None for chunk in chunks)

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from millrace.inference.embedded.scheduling.stopping import StopRules
+from millrace.inference.embedded.scheduling.outputs import StopRules
 
 EOS = 256
 
@@ -38,13 +38,13 @@ def first_stop(text: str, stop: tuple[str, ...]) -> int | None:
 
 @pytest.mark.parametrize("stop", ["x", "aé!", "日本", "\n\nQ:", " end "])
 @pytest.mark.parametrize("before", ["", "é" * 40, "some words, "])
-def test_a_stop_string_is_noticed_with_its_last_byte(before: str, stop: str):
+def test_stop_string_is_found_with_its_last_byte(before: str, stop: str):
     text = f"{before}{stop}after"
     assert first_stop(text, ("zzz", stop)) == len((before + stop).encode())
     assert STOPPING.text(tokens_of(before + stop), (stop,)) == before
 
 
-def test_a_stop_string_keeps_the_space_that_decoding_drops_from_a_beginning():
+def test_stop_string_with_leading_space_is_found():
     letters = ["▁", *"abcdefghijklmnopqrstuvwxyz"]
     tokenizer = Tokenizer(
         models.WordLevel({name: id for id, name in enumerate(letters)}, unk_token="▁")
@@ -57,17 +57,17 @@ def test_a_stop_string_keeps_the_space_that_decoding_drops_from_a_beginning():
     assert stopping.text(tokens, (" end",)) == "the"
 
 
-def test_half_a_character_is_no_match():
+def test_half_a_character_does_not_match():
     tokens = tokens_of("日")
     assert not STOPPING.ends_in_stop_string(tokens[:2], ("日",))
     assert STOPPING.ends_in_stop_string(tokens, ("日",))
 
 
-def test_the_text_ends_at_the_earliest_stop_string():
+def test_text_ends_at_earliest_stop_string():
     assert STOPPING.text(tokens_of("one two three"), ("three", "two")) == "one "
 
 
-def test_only_a_last_eos_is_left_out_of_the_text():
+def test_only_a_final_eos_is_removed_from_text():
     tokens = np.append(tokens_of("done"), EOS)
     assert STOPPING.text(tokens, ()) == "done"
     assert STOPPING.text(np.append(tokens, tokens_of("x")), ()) == "done<eos>x"

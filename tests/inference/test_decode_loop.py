@@ -1,4 +1,4 @@
-"""Rounds of several steps give what single steps give, token by token."""
+"""The decode loop against single steps, token by token."""
 
 import itertools
 
@@ -45,10 +45,10 @@ def assert_all_same(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("round_steps", [2, 7])
-def test_rounds_give_the_tokens_of_single_steps(architecture: str, round_steps: int):
+@pytest.mark.parametrize("decode_steps", [2, 7])
+def test_decode_loop_matches_single_steps(architecture: str, decode_steps: int):
     requests = mixed_requests()
-    engine = make_engine(architecture, eos_ids=(5,), round_steps=round_steps)
+    engine = make_engine(architecture, eos_ids=(5,), decode_steps=decode_steps)
     expected = finish_all(make_engine(architecture, eos_ids=(5,)), requests)
     assert_all_same(finish_all(engine, requests), expected)
     assert {c.finish for completions in expected.values() for c in completions} == {
@@ -57,29 +57,29 @@ def test_rounds_give_the_tokens_of_single_steps(architecture: str, round_steps: 
     }
 
 
-def test_rounds_shrink_and_preempt_when_blocks_run_out():
+def test_launch_shrinks_and_preempts_when_blocks_run_out():
     requests = mixed_requests()
-    engine = make_engine(eos_ids=(), num_blocks=26, prefill_tokens=13, round_steps=8)
+    engine = make_engine(eos_ids=(), num_blocks=26, prefill_tokens=13, decode_steps=8)
     done = finish_all(engine, requests)
     assert engine.stats().preemptions > 0
     assert engine.stats().free_blocks == 26
     assert_all_same(done, finish_all(make_engine(eos_ids=()), requests))
 
 
-def test_a_stop_string_within_a_round_ends_the_completion_there():
+def test_stop_string_within_a_launch_ends_completion_there():
     plain = finish_all(make_engine(eos_ids=()), [make_request("a", seed=3)])["a"][0]
     stop = (plain.text[4:6],)
     request = make_request("a", seed=3, stop=stop)
-    done = finish_all(make_engine(eos_ids=(), round_steps=16), [request])
+    done = finish_all(make_engine(eos_ids=(), decode_steps=16), [request])
     assert_all_same(done, finish_all(make_engine(eos_ids=()), [request]))
     assert done["a"][0].finish == "stop"
     assert len(done["a"][0].tokens) < 16
     assert all(character in LETTERS for character in done["a"][0].text)
 
 
-def test_kept_ids_beyond_the_capacity_of_a_round_are_recorded_all_the_same():
+def test_kept_ids_beyond_capacity_are_recorded_by_single_steps():
     requests = [make_request("wide", top_p=0.98), make_request("plain", seed=1)]
-    engine = make_engine(eos_ids=(), round_steps=4, kept_capacity=3)
+    engine = make_engine(eos_ids=(), decode_steps=4, kept_capacity=3)
     done = finish_all(engine, requests)
     kept = done["wide"][0].kept
     assert kept is not None
@@ -87,17 +87,17 @@ def test_kept_ids_beyond_the_capacity_of_a_round_are_recorded_all_the_same():
     assert_all_same(done, finish_all(make_engine(eos_ids=()), requests))
 
 
-def test_a_swap_lands_between_two_rounds():
-    engine = make_engine(eos_ids=(), round_steps=8)
+def test_swap_lands_between_two_launches():
+    engine = make_engine(eos_ids=(), decode_steps=8)
     engine.add_request(make_request("a"))
-    engine.step()  # the prefill's token, and a round of four: half of eight after an arrival
+    engine.step()  # prefill and a launch of four steps: half of eight after an arrival
     engine.swap(weights(seed=7), version=1)
     (completion,) = finish_all(engine)["a"]
     assert completion.versions.tolist() == [0] * 5 + [1] * 11
 
 
-def test_new_weights_reach_projections_that_share_a_matrix_product():
-    engine = make_engine(eos_ids=(), round_steps=4)
+def test_new_weights_reach_fused_projections():
+    engine = make_engine(eos_ids=(), decode_steps=4)
     engine.swap(weights(seed=7), version=1)
     expected = finish_all(make_engine(eos_ids=(), seed=7), [make_request("a")])
     done = finish_all(engine, [make_request("a")])
@@ -105,15 +105,15 @@ def test_new_weights_reach_projections_that_share_a_matrix_product():
     assert engine.parameter_shapes() == make_engine().parameter_shapes()
 
 
-def test_warming_up_leaves_no_trace():
-    engine = make_engine(round_steps=4)
+def test_warm_up_has_no_visible_effect():
+    engine = make_engine(decode_steps=4)
     engine.warm_up()
     stats = engine.stats()
     assert (stats.generated_tokens, stats.prefill_tokens, stats.free_blocks) == (0, 0, 256)
 
 
 @pytest.mark.parametrize("max_rows", [1, 8, 9, 64, 200, 256, 1000])
-def test_row_sizes_reach_the_largest_batch_without_much_padding(max_rows: int):
+def test_row_sizes_cover_all_batches_with_little_padding(max_rows: int):
     sizes = row_sizes(max_rows)
     assert sizes[-2] < max_rows <= sizes[-1] if len(sizes) > 1 else max_rows <= sizes[0]
     assert all(
@@ -121,8 +121,8 @@ def test_row_sizes_reach_the_largest_batch_without_much_padding(max_rows: int):
     )
 
 
-def test_a_round_ends_early_when_something_waits_for_its_end():
-    engine = make_engine(eos_ids=(), round_steps=32)
+def test_launch_ends_early_on_should_stop():
+    engine = make_engine(eos_ids=(), decode_steps=32)
     engine.add_request(make_request("a", max_new_tokens=30))
     engine.step(should_stop=lambda: True)
     assert 1 < engine.stats().generated_tokens < 30
