@@ -26,12 +26,7 @@ from millrace.inference.backend import EmbeddedBackend, EngineSpec
 def open_embedded(
     model_path: Path, *, lora: LoraConfig | None = None, **settings: Any
 ) -> AbstractAsyncContextManager[Any]:
-    config = EngineConfig(
-        max_sequences=8,
-        prefill_tokens=16,
-        max_context=MAX_CONTEXT,
-        **settings,
-    )
+    config = EngineConfig(max_sequences=8, max_context=MAX_CONTEXT, **settings)
     spec = EngineSpec(
         config=config,
         device="cpu",
@@ -40,7 +35,7 @@ def open_embedded(
         lora=lora,
         records_routes=True,
     )
-    return open_in_process(EmbeddedBackend(block_tokens=4), spec)
+    return open_in_process(EmbeddedBackend(block_tokens=4, prefill_tokens=16), spec)
 
 
 class TestEmbeddedEngine(
