@@ -80,7 +80,7 @@ def build_plugin(
             hint = suggestion(name, builtins, otherwise="built in")
             raise ConfigError(f"Setting '{section}.type' = {name!r} is not known; {hint}")
         cls = load_reference(name)
-    if dataclasses.is_dataclass(cls):
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
         valid = [field.name for field in dataclasses.fields(cls) if field.init]
         for key in settings:
             if key not in valid:
