@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -80,14 +80,15 @@ def build_plugin(
             hint = suggestion(name, builtins, otherwise="built in")
             raise ConfigError(f"Setting '{section}.type' = {name!r} is not known; {hint}")
         cls = load_reference(name)
-    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+    build: Callable[..., Any] = cls
+    if dataclasses.is_dataclass(cls):
         valid = [field.name for field in dataclasses.fields(cls) if field.init]
         for key in settings:
             if key not in valid:
                 hint = suggestion(key, valid)
                 raise ConfigError(f"Unknown setting '{section}.{key}' of {name!r}; {hint}")
     try:
-        return cls(**settings)
+        return build(**settings)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"Section '{section}' does not fit: {error}.") from None
 
