@@ -6,6 +6,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+import torch
 from engine_rig import make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -310,3 +311,10 @@ def test_session_computes_every_token_once_across_versions():
         costs.append(rehearsal.run())
         rehearsal.swap()
     assert costs == [8] * 10
+
+
+def test_sampling_settings_of_chosen_slots_are_contiguous():
+    slots = BatchSlots(4, max_context=16)
+    rows = slots.sampling_batch(np.array([2, 0]), vocab_size=8, device=torch.device("cpu"))
+    vectors = (rows.temperatures, rows.top_k, rows.top_p, rows.min_p, rows.keys, rows.positions)
+    assert all(vector.is_contiguous() for vector in vectors)

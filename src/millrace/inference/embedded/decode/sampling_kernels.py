@@ -115,6 +115,8 @@ def sample(
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Tokens [B] int64, logprobs [B]; with truncation kept ids [B, capacity] and counts [B]."""
+    vectors = (temperatures, keys, indices, *(truncation or ()))
+    assert all(vector.is_contiguous() for vector in vectors)
     num_rows, vocab = logits.shape
     num_chunks = triton.cdiv(vocab, _CHUNK)
     padded = triton.next_power_of_2(num_chunks)

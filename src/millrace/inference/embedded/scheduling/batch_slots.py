@@ -147,8 +147,9 @@ class BatchSlots:
             ordered = np.where(top_k > 0, top_k, np.where(top_p < 1.0, vocab_size, 0))
             num_ordered = min(int(ordered[truncates].max()), vocab_size)
         positions = torch.from_numpy(self.num_tokens[slots] - self.num_prompt[slots])
-        integers = torch.from_numpy(self.integers[:, slots]).to(device)
-        floats = torch.from_numpy(self.floats[:, slots]).to(device)
+        # take() and not [:, slots], whose rows would not be contiguous, as kernels need them.
+        integers = torch.from_numpy(self.integers.take(slots, axis=1)).to(device)
+        floats = torch.from_numpy(self.floats.take(slots, axis=1)).to(device)
         return SamplingBatch(
             temperatures=floats[0],
             top_k=integers[2],
