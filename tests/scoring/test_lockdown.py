@@ -44,13 +44,14 @@ def run(request):
 @contextlib.contextmanager
 def watching(parent: psutil.Process):
     """Collect the processes that `parent` starts: a runner and the code under test."""
+    before = set(parent.children(recursive=True))
     seen: set[psutil.Process] = set()
     is_over = threading.Event()
 
     def watch() -> None:
         while not is_over.wait(0.005):
             with contextlib.suppress(psutil.NoSuchProcess):
-                seen.update(parent.children(recursive=True))
+                seen.update({*parent.children(recursive=True)} - before)
 
     watcher = threading.Thread(target=watch)
     watcher.start()

@@ -48,10 +48,10 @@ class SilentLine:
 
 
 async def test_joining_host_refuses_worker_names_that_leave_the_folder(tmp_path: Path):
-    crew = _HostWorkers(SilentLine(), ticket=None)  # type: ignore[arg-type]
-    places = [JoinSlot(name="../../engine", token="t")]
+    workers = _HostWorkers(SilentLine(), ticket=None, fork_server=None)  # type: ignore[arg-type]
+    slots = [JoinSlot(name="../../engine", token="t")]
     with pytest.raises(ConfigError, match=r"A worker of this run has the name '\.\./\.\./engine'"):
-        await crew.serve(places, module="no_such_module", log_dir=tmp_path)
+        await workers.serve(slots, module="no_such_module", log_dir=tmp_path)
 
 
 @given(st.text(max_size=250))
