@@ -67,7 +67,10 @@ READY = b"ready\n"
 
 
 def is_supported() -> bool:
-    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+    """True on Linux without an NVIDIA GPU. Importing a CUDA build of torch loads the driver, so the
+    server would end after its imports and only delay the workers."""
+    has_gpu = Path("/dev/nvidiactl").exists()
+    return sys.platform == "linux" and hasattr(os, "pidfd_open") and not has_gpu
 
 
 class ForkedChild:

@@ -52,8 +52,7 @@ class Buffer:
             self._changed.notify_all()
 
     async def take(self, n: int, *, version: int) -> list[Group]:
-        """n groups that may be trained at `version`, chosen by the sampler; waits until there are
-        so many."""
+        """Wait for n groups that may be trained at `version`; the sampler chooses them."""
         assert 0 < n <= self.capacity
         async with self._changed:
             while True:

@@ -116,7 +116,7 @@ class Conversation:
         self._texts[known] = exchange, exchange.end - len(sampled) + num_text
 
     def within(self, exchange: Exchange, num_sampled: int) -> tuple[Beginning, str]:
-        """Return the beginning after so many sampled tokens of an exchange, and their text."""
+        """The beginning after the first `num_sampled` tokens of an exchange, and their text."""
         at = exchange.start + len(exchange.given) + num_sampled
         text = self._renderer.decode(exchange.completion.tokens[:num_sampled])
         return Beginning(given=np.empty(0, np.int32), parent=exchange, at=at), text

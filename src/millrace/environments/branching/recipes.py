@@ -136,7 +136,7 @@ class Tree(TreeRecipe):
     async def _branch(
         self, scheduler: BranchScheduler, leaf: BranchLeaf, *, first: int, levels: int
     ) -> None:
-        """Branch a leaf, from its own token number `first` on, so many levels deep."""
+        """Branch a leaf at or after its own token number `first`, `levels` deep."""
         if levels == 0:
             return
         cut = first + (len(leaf.places) - first) // (levels + 1)

@@ -1,7 +1,7 @@
 """Files of recordings, one per line with its scores in the run, and edits of recordings.
 
-Promise: after an edited tool result, nobody knows what the model would have said. The later turns
-stay, to be read and scored, but they are marked: their tokens are context and never trained.
+Promise: the replies after an edited tool result are not the model's replies to it. They stay, to be
+read and scored, but they are marked: their tokens are context and never trained.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,6 +1,6 @@
 """Progress in the terminal: a live view, or plain lines where output is not a terminal.
 
-The controller calls show() as often as it likes, from its event loop; each view limits how often it
+The controller may call show() at any rate, from its event loop; each view limits how often it
 draws, so that drawing costs a few milliseconds per second at most.
 """
 

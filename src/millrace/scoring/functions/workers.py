@@ -98,7 +98,7 @@ class ScorerWorkers:
             )
             for i in range(self._num_workers)
         ]
-        # User code may kill its process as often as it likes: each time costs one group.
+        # User code may kill its process any number of times: each time costs one group.
         starts = (self._worker_pool.add(each, limit_deaths=False) for each in self._replicas)
         outcomes = await asyncio.gather(*starts, return_exceptions=True)
         for outcome in outcomes:

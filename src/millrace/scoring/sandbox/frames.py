@@ -1,6 +1,6 @@
 """Messages over pipes: a length, then JSON.
 
-Promise: a received message is plain data of at most the allowed size, whoever sent it. Nothing is
+Promise: a received message is plain data of at most the allowed size, from any sender. Nothing is
 read ahead, so a process forked between two frames never had the second one in memory.
 """
 
