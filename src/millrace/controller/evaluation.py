@@ -170,8 +170,6 @@ def _versions(groups: Sequence[Group]) -> dict[int, int]:
 class EvalSet:
     """The held-out tasks of a run, and how they are played: engines, temperature, concurrency."""
 
-    """The held-out tasks of a run, and how they are played: engines, temperature, concurrency."""
-
     tasks: Sequence[Task]
     config: RunConfig
     player: Player
