@@ -147,7 +147,7 @@ class StartEngine(Message, frozen=True):
 class Generate(Message, frozen=True):
     """Sample n completions. -> GenerateDone, when all of them are finished or aborted
 
-    Parts: TokensSampled if `stream`; Completed, for each completion as it ends, if `per_completion`."""
+    Parts: TokensSampled if `stream`; Completed for each ended completion if `per_completion`."""
 
     request: Request
     stream: bool = False
