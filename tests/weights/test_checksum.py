@@ -30,6 +30,14 @@ def test_exchanged_words_change_the_sum(first: int, second: int):
     assert word_sum(words.view(torch.uint8)) != total
 
 
+@pytest.mark.parametrize("num_bytes", [1, 2, 3, 4 * 4096 + 2])
+def test_payload_of_half_a_word_has_a_checksum(num_bytes: int):
+    sound = payload(4097)[:num_bytes]
+    damaged = sound.clone()
+    damaged[-1] ^= 1
+    assert word_sum(damaged) != word_sum(sound)
+
+
 def test_empty_payload_has_a_checksum():
     empty = torch.empty(0, dtype=torch.uint8)
     assert word_sum(empty) == 0

@@ -69,7 +69,7 @@ class RoutesPool:
         requested, self._requested = self._requested, []
         index = torch.from_numpy(np.concatenate([read.kv_slots for read in requested]))
         found = self._routes.index_select(1, index.to(self._routes.device)).transpose(0, 1)
-        sent, arrived = found.contiguous(), None
+        sent, arrived = (found if found.is_cuda else found.contiguous()), None
         if found.is_cuda:
             sent = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
             sent.copy_(found, non_blocking=True)
