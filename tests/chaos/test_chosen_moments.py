@@ -108,7 +108,7 @@ def test_run_survives_repeated_kills_before_its_first_step(make_run):
     scorer = run.until(lambda: run.worker("scorer"))
     scorer.kill()
     summary = run.summary()
-    assert summary["restarts"] == {"trainer": 1}
+    assert summary["restarts"] == {"trainer": 1, "scorer-0": 1}
 
 
 SLOW_REWARD = """

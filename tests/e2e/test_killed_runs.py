@@ -117,5 +117,6 @@ def test_large_journal_forces_checkpoints_and_shrinks(tmp_path):
     assert code == 0, stderr
     made = [path.name for path in (project / "run" / "checkpoints").iterdir()]
     assert len(made) > 1
-    assert sum(path.stat().st_size for path in (project / "run" / "journal").iterdir()) < 400_000
+    # The database and its log, each in pages of 32 KiB.
+    assert sum(path.stat().st_size for path in (project / "run" / "journal").iterdir()) < 500_000
     assert len(read_report(project / "run").closed["trained"]) == STEPS * GROUPS

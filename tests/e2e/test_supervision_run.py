@@ -86,7 +86,7 @@ def test_replaced_engine_and_trainer_reconnect_over_each_transport(start, transp
 def test_stopped_engine_is_replaced_and_its_sequences_resume(start):
     run = start(
         trainer={"steps": 8, "groups_per_step": 2},
-        supervision={**SETTINGS["supervision"], "hang_timeout_s": 3.0},
+        supervision={"hang_timeout_s": 3.0},
         cluster={"start_timeout_s": 60.0},
     )
     run.wait_for_step(3)

@@ -110,7 +110,7 @@ CATALOG: dict[str, dict[str, str]] = {
         "tokens/wasted_staleness/REASON": "Mean staleness of the wasted tokens, by reason.",
         "tokens/resumed": "Journaled tokens so far that a resumed run reused.",
         "sequences/resumed": "Sequences so far that resumed on another engine after a crash.",
-        "restarts/WORKER": "Restarts so far of a worker; `scorers` are counted together.",
+        "restarts/WORKER": "Restarts so far of a worker.",
         "weights/notify_failures": "Failed posts to weights.notify so far.",
     },
     "Scorers": {

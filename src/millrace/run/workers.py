@@ -98,7 +98,7 @@ class RunWorkers:
                 self._rollout_engines.append(name)
                 engine = self._engine(name, pool=self.engines, is_remote=is_remote)
                 remedy = OPEN_TO_HOSTS if is_remote else RESTARTING
-                starting.create_task(add(engine, remedy=remedy))
+                starting.create_task(add(engine, remedy=remedy, delay_restarts=not is_remote))
             for i in range(self._config.evaluate.engines):
                 assert self.evaluators is not None
                 starting.create_task(add(self._engine(f"evaluator-{i}", pool=self.evaluators)))

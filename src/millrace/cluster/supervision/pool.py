@@ -49,14 +49,20 @@ class WorkerPool:
         await _cancel(*self._tasks.values())
 
     async def add(
-        self, replica: Replica, *, limit_deaths: bool = True, remedy: str = RESTARTING
+        self,
+        replica: Replica,
+        *,
+        limit_deaths: bool = True,
+        delay_restarts: bool = True,
+        remedy: str = RESTARTING,
     ) -> None:
         """Start a replica and supervise it from then on.
 
         A replica that is killed by a signal during its first start is started again. Any other
         error of the first start is raised: it is for the user, and a retry would not help.
         `limit_deaths` is False where callers may kill the process and where it runs user code: then
-        only failed starts count as failures. `remedy` ends the report of a restart.
+        only failed starts count as failures. `delay_restarts` is False where a start waits for
+        another host, which may come at once. `remedy` ends the report of a restart.
         """
         history = RestartHistory(replica.name, policy=self._policy)
         while True:
@@ -71,7 +77,13 @@ class WorkerPool:
                 await asyncio.sleep(delay_s)
         self._replicas[replica.name] = replica
         self._tasks[replica.name] = asyncio.create_task(
-            self._supervise(replica, history, limit_deaths=limit_deaths, remedy=remedy),
+            self._supervise(
+                replica,
+                history,
+                limit_deaths=limit_deaths,
+                delay_restarts=delay_restarts,
+                remedy=remedy,
+            ),
             name=f"supervise-{replica.name}",
         )
 
@@ -88,13 +100,20 @@ class WorkerPool:
         raise self._failure
 
     async def _supervise(
-        self, replica: Replica, history: RestartHistory, *, limit_deaths: bool, remedy: str
+        self,
+        replica: Replica,
+        history: RestartHistory,
+        *,
+        limit_deaths: bool,
+        delay_restarts: bool,
+        remedy: str,
     ) -> None:
         try:
             while True:
                 error = await replica.health()
                 delay_s = history.add(error) if limit_deaths else 0.0
                 self._report(replica, error, remedy=remedy)
+                delay_s = delay_s if delay_restarts else 0.0
                 await self._restart(replica, history, delay_s=delay_s, remedy=remedy)
         except Exception as error:  # noqa: BLE001 - raised by run()
             replica.give_up(error)
