@@ -12,6 +12,7 @@ from millrace.bench.faults.target_run import NUM_DIGITS
 from millrace.demo.model import make_model
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_run_survives_a_kill_of_each_role(tmp_path):
     make_model(tmp_path / "model", 0, num_examples=64, num_digits=NUM_DIGITS)

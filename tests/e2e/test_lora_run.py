@@ -61,6 +61,7 @@ def logits(model, path: Path) -> torch.Tensor:
     return model.eval()(torch.tensor([tokens])).logits
 
 
+@pytest.mark.slow
 def test_rewards_rise_and_logprobs_of_engine_and_trainer_agree(finished):
     rows = read_metrics(finished.run_dir / "metrics.jsonl")
     rewards = [row["reward/mean"] for row in rows]
@@ -68,6 +69,7 @@ def test_rewards_rise_and_logprobs_of_engine_and_trainer_agree(finished):
     assert max(row["mismatch/logprob"] for row in rows) < 1e-5
 
 
+@pytest.mark.slow
 def test_checkpoint_is_a_peft_directory_and_the_last_has_a_merged_model(finished, model):
     checkpoint = finished.checkpoint
     assert {path.name for path in checkpoint.parent.iterdir()} == {"step_6", "step_12"}
@@ -80,6 +82,7 @@ def test_checkpoint_is_a_peft_directory_and_the_last_has_a_merged_model(finished
     assert not torch.allclose(adapted, before, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_logs_of_workers_are_empty(finished):
     logs = finished.run_dir / "logs"
     assert {path.name: path.read_text() for path in logs.glob("*.log") if path.stat().st_size} == {}
