@@ -1,4 +1,4 @@
-"""A fork server: it imports slow modules once and forks workers from there, on Linux.
+"""A fork server: it imports slow modules once and forks workers, on Linux without an NVIDIA GPU.
 
 Importing torch and transformers takes seconds at each start of a worker; a fork takes milliseconds.
 

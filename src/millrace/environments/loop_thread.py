@@ -58,7 +58,7 @@ def complete_future(future: Future[T], call: Callable[[], T]) -> None:
         return
     try:
         future.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - users' code; whoever awaits the future gets it
+    except BaseException as error:  # noqa: BLE001 - users' code; raised where the future is awaited
         # A future cannot raise StopIteration, and SystemExit must end this call only.
         is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
         future.set_exception(error if is_plain else RuntimeError(f"the call raised {error!r}"))
