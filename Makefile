@@ -32,7 +32,9 @@ ADAPTERS := $(VENV)-adapters
 PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
 test-adapters: $(VENV)/.installed-dev
 	$(PYTHON) -m venv $(ADAPTERS)
-	$(abspath $(BIN))/python -c '$(PURELIB)' \
+	@# addsitedir also reads the .pth file of the editable install of millrace; a plain path does not.
+	printf 'import site; site.addsitedir("%s")\n' \
+		"$$($(abspath $(BIN))/python -c '$(PURELIB)')" \
 		> "$$($(ADAPTERS)/bin/python -c '$(PURELIB)')/behind.pth"
 	$(ADAPTERS)/bin/pip --disable-pip-version-check --quiet install \
 		"verifiers>=0.4,<0.5" reasoning-gym datasets
