@@ -2,8 +2,11 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from millrace.core.errors import WeightError
 from millrace.weights.packing import (
@@ -91,3 +94,15 @@ def test_missing_extra_and_misshapen_tensors_are_named():
         check_fits(specs, expected={"a": (2, 3)})
     with pytest.raises(WeightError, match=r"'a' as \[2, 3\], and the model as \[3, 2\]"):
         check_fits(specs, expected={"a": (3, 2), "b": (1,)})
+
+
+def test_sharded_tensor_is_refused():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        named = {"weight": distribute_tensor(torch.ones(2), mesh, [Shard(0)])}
+        specs, num_bytes = lay_out(named, dtype=torch.float32)
+        with pytest.raises(WeightError, match="'weight' is sharded over several ranks"):
+            pack(named, specs, torch.zeros(num_bytes, dtype=torch.uint8))
+    finally:
+        dist.destroy_process_group()

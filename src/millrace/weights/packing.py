@@ -62,9 +62,7 @@ def pack(
 ) -> None:
     """Copy the tensors, cast as their specs say, into a payload."""
     if sharded := [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]:
-        raise WeightError(
-            f"{sharded[0]!r} is sharded over several ranks; publish it with a GatheringSender."
-        )
+        raise WeightError(f"{sharded[0]!r} is sharded over several ranks; gather it first.")
     views = unpack(specs, payload)
     if not views:
         return

@@ -9,9 +9,6 @@ Threads: the trainer's main thread calls publish, release and close; only the pu
 uses the sender. Bounds: two snapshots exist, one being sent and one pending. An error in the thread
 ends it and is raised by the next call. If there is no space, the newest weights are tried again for
 `patience_s`.
-
-With sharded weights (DTensor), a snapshot is this rank's shards; each rank has a publisher, and
-their senders gather (gathering.py).
 """
 
 import contextlib
@@ -27,8 +24,7 @@ import torch
 from millrace.core.protocols import WeightSender
 from millrace.core.records import WeightUpdate
 from millrace.weights.packing import travel_dtype
-from millrace.weights.send_backend import NoSpace, Superseded
-from millrace.weights.shards import local_part
+from millrace.weights.send_backend import NoSpace
 
 RETRY_S = 1.0
 
@@ -50,7 +46,7 @@ class WeightSnapshot:
         self.is_announced = True  # False = only lent
         self.tensors: dict[str, torch.Tensor] = {}
         self._layout: object = None  # of what it has memory for
-        self._parts: list[torch.Tensor] = []  # the parts of `tensors` on this rank
+
         self._device: torch.device | None = None  # set if the weights are on a GPU
         self._copied: torch.cuda.Event | None = None  # likewise
         self._stream: torch.cuda.Stream | None = None
@@ -59,21 +55,15 @@ class WeightSnapshot:
         self, version: int, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype
     ) -> None:
         self.version = version
-        parts = [local_part(tensor) for tensor in tensors.values()]
         # The trainer waits for this, so everything else is done once per layout.
-        layout = (
-            dtype,
-            list(tensors),
-            [tensor.shape for tensor in tensors.values()],
-            [(part.shape, part.dtype, part.device) for part in parts],
-        )
+        layout = (dtype, [(name, t.shape, t.dtype, t.device) for name, t in tensors.items()])
         if layout != self._layout:
             self._make_room(tensors, dtype=dtype)
             self._layout = layout
         with torch.no_grad():
             # One launch for all tensors on a GPU.
             copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-            copy(self._parts, parts)
+            copy(list(self.tensors.values()), list(tensors.values()))
         if self._device is not None:
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(self._device))
@@ -94,8 +84,7 @@ class WeightSnapshot:
             )
             for name, tensor in tensors.items()
         }
-        self._parts = [local_part(tensor) for tensor in self.tensors.values()]
-        self._device = next((part.device for part in self._parts if part.is_cuda), None)
+        self._device = next((t.device for t in self.tensors.values() if t.is_cuda), None)
 
 
 class Publisher:
@@ -221,22 +210,16 @@ class Publisher:
         return None
 
     def _send(self, snapshot: WeightSnapshot) -> None:
-        update = None
         try:
             with snapshot.reading():
                 update = self._sender.publish(snapshot.version, snapshot.tensors)
-            self._no_space_since_s = None
         except NoSpace as error:
             self._try_later(snapshot, error)
             return
-        except Superseded:
-            pass  # another rank of the trainer has a newer version
+        self._no_space_since_s = None
         with self._changed:
             self._sending = None
             self._spare.append(snapshot)
-            if update is None:
-                self.superseded += 1
-                return
             borrowers, self._borrowers = self._borrowers, []
             self._ready[update.version] = update
             self._holders[update.version] = len(borrowers) + snapshot.is_announced

@@ -9,7 +9,7 @@ difference. The full payload is always available, for an engine that holds anoth
 Used by one thread.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,16 +22,10 @@ from millrace.weights.packing import checksum
 
 MAX_HELD = 3
 Payload = Literal["full", "delta"]
-# packing.pack(), or its replacement if the tensors are sharded over ranks.
-Pack = Callable[[Mapping[str, torch.Tensor], Sequence[TensorSpec], torch.Tensor], None]
 
 
 class NoSpace(WeightError):
     """There is no space for a version now; there may be later."""
-
-
-class Superseded(WeightError):
-    """A newer version is sent instead; this one may be dropped."""
 
 
 class Memory:
@@ -108,9 +102,7 @@ class PackingSender:
         """False while MAX_HELD versions are not released."""
         return len(self._held) < MAX_HELD
 
-    def publish(
-        self, version: int, tensors: Mapping[str, torch.Tensor], *, pack: Pack = packing.pack
-    ) -> WeightUpdate:
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> WeightUpdate:
         if version in self._held:
             raise WeightError(f"Version {version} is already published.")
         if not self.has_room:
@@ -122,7 +114,7 @@ class PackingSender:
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         slot = self._take(specs, num_bytes, device=device)
         try:
-            pack(tensors, specs, slot.payload.flat)
+            packing.pack(tensors, specs, slot.payload.flat)
             update = WeightUpdate(
                 version=version,
                 tensors=specs,
