@@ -181,22 +181,23 @@ def test_swap_leaves_model_weights_and_adapter_addresses_unchanged(folders, deco
     assert all(torch.equal(p, base[name]) for name, p in engine._weights._parameters.items())
     bank = engine._bank
     assert bank is not None
-    places = [flat.data_ptr() for flat in bank._live if flat is not None]
-    assert len(places) == 2
+    tensors = [tensor for product in bank._products for tensor in product.tensors()]
+    places = [tensor.data_ptr() for tensor in tensors]
     engine.swap(read_checkpoint(folders[None]), version=2)
-    assert places == [flat.data_ptr() for flat in bank._live if flat is not None]
+    tensors = [tensor for product in bank._products for tensor in product.tensors()]
+    assert places == [tensor.data_ptr() for tensor in tensors]
 
 
 def test_fused_projections_share_two_adapter_products():
     engine = make_engine(lora=POLICY, decode_steps=4)
     assert engine._bank is not None
-    stacks = engine._bank._stacks
-    assert len(stacks) == 4  # query, key and value; output; gate and up; down
-    assert all(len(stack._products) == 2 for stack in stacks)
-    assert engine._bank._live.gains is None
+    products = engine._bank._products
+    # In each of two layers: query, key and value; output; gate and up; down.
+    assert sorted(len(product.layers) for product in products) == [1, 1, 1, 1, 2, 2, 3, 3]
+    assert all(product.gains is None for product in products)
     shapes = engine.parameter_shapes()
     own = sum(np.prod(shape) for name, shape in shapes.items() if "lora_A" in name)
-    assert sum(np.prod(stack._a.shape) for stack in stacks) == own
+    assert sum(product.a.numel() for product in products) == own
 
 
 def test_failed_commit_leaves_no_version_until_the_next_complete_one(folders):

@@ -6,7 +6,7 @@ from fakes import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.microbatch import Microbatch
+from millrace.core.microbatch import MIN_SHARED_TOKENS, Microbatch
 from millrace.core.records import (
     Episode,
     Group,
@@ -18,7 +18,7 @@ from millrace.core.records import (
     Turn,
 )
 from millrace.training.packing.bins import fill_bins, fill_rank_bins
-from millrace.training.packing.packer import MIN_SHARED_TOKENS, minibatches_of, pack
+from millrace.training.packing.packer import minibatches_of, pack
 
 
 def rollout_of(tokens: list[int], *, prompt: int) -> Rollout:

@@ -8,11 +8,47 @@ rollout is another segment with the prefix as its parent. A rollout that shares 
 segment without a parent. Tokens after the last trained one have no row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from millrace.core.records import Kept
+
+# A shared prefix costs a second look at its keys in every layer; a shorter one is not worth it.
+MIN_SHARED_TOKENS = 4
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """The number of leading tokens that are the same."""
+    shortest = min(len(a), len(b))
+    differs = a[:shortest] != b[:shortest]
+    return int(differs.argmax()) if differs.any() else shortest
+
+
+class Segments:
+    """The segments of a forward pass under construction, in the order that Microbatch states."""
+
+    def __init__(self, prefixes: Sequence[np.ndarray]) -> None:
+        """`prefixes`: the tokens of each shared prefix."""
+        self.tokens = list(prefixes)
+        self.positions = [np.arange(len(prefix)) for prefix in prefixes]
+        self.parents = [-1] * len(prefixes)
+        self._ends = np.cumsum([len(prefix) for prefix in prefixes])
+        self._num_rows = sum(len(prefix) for prefix in prefixes)
+
+    def add(self, tokens: np.ndarray, *, parent: int, shared: int) -> np.ndarray:
+        """Add the tokens after the first `shared` ones, which are the prefix number `parent`.
+        Returns the row of each token [L]."""
+        rows = np.arange(len(tokens)) + (self._num_rows - shared)
+        if shared:
+            rows[:shared] = np.arange(shared) + (self._ends[parent] - shared)
+        if len(tokens) > shared:
+            self.tokens.append(tokens[shared:])
+            self.positions.append(np.arange(shared, len(tokens)))
+            self.parents.append(parent)
+            self._num_rows += len(tokens) - shared
+        return rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

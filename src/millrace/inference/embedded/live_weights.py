@@ -5,7 +5,7 @@ weight changes. An update that fails half-way leaves no version until a complete
 Weights are written in place, so CUDA graphs and fused projections stay valid.
 
 A staging thread calls prepare(), which does as much as possible while decoding continues. The
-engine's thread calls commit() between two forward passes: one operation for all tensors.
+engine's thread calls commit() between two forward passes: one operation for all tensors of a dtype.
 """
 
 from collections.abc import Mapping
@@ -72,9 +72,12 @@ class LiveWeights:
     def commit(self, prepared: PreparedWeights) -> None:
         self.version = None
         try:
-            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage] - no public name
-                prepared.targets, prepared.sources
-            )
+            pairs = list(zip(prepared.targets, prepared.sources, strict=True))
+            for dtype in {target.dtype for target in prepared.targets}:  # a launch for each
+                targets, sources = zip(*(p for p in pairs if p[0].dtype == dtype), strict=True)
+                torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage] - no public name
+                    targets, sources
+                )
             if self._device.type == "cuda":
                 # The sender may reuse the memory of the tensors once this returns.
                 torch.cuda.current_stream(self._device).synchronize()

@@ -20,12 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.core.completions import join_kept
+from millrace.core.microbatch import MIN_SHARED_TOKENS, Segments, common_prefix
 from millrace.core.records import Kept, ScoreRequest, TokenLogprobs
 from millrace.models.attention.layout import PackedLayout
 from millrace.models.loading import hidden_states
 from millrace.models.logprobs import KeptRows, final_logits
-
-MIN_SHARED_TOKENS = 4  # as in the trainer; sharing less costs more than it saves
 
 
 class ScoringEngine:
@@ -51,7 +50,7 @@ class ScoringEngine:
             input_ids=torch.from_numpy(packed.tokens).to(device)[None],
             position_ids=torch.from_numpy(packed.positions).to(device)[None],
             layout=PackedLayout(packed.lengths, parents=packed.parents, device=device),
-        )
+        ).to(self._model.dtype)  # or the head would be cast to the residual stream's float32
         logprobs, ids, top, entropies = self._score_rows(hidden, packed.predictors, requests)
         ends = np.cumsum([len(request.positions) for request in requests])
         results: deque[TokenLogprobs] = deque()
@@ -145,30 +144,20 @@ def num_rows(group: Sequence[ScoreRequest]) -> int:
 def pack(groups: Sequence[Sequence[ScoreRequest]]) -> PackedRequests:
     """Shared prefixes first, then the suffixes of their requests, then groups without one."""
     shared = [_shared_tokens(group) for group in groups]
-    segments = [group[0].inputs[:s] for group, s in zip(groups, shared, strict=True) if s]
-    begins = np.concatenate([[0], np.cumsum([len(segment) for segment in segments])])
-    offsets = [np.arange(len(segment)) for segment in segments]
-    parents = [-1] * len(segments)
-    num_packed = int(begins[-1])
-    predictors: dict[tuple[int, int], np.ndarray] = {}
-    parent_of = np.cumsum([s > 0 for s in shared]) - 1  # valid where a group shares a prefix
-    for g in sorted(range(len(groups)), key=lambda g: shared[g] == 0):
-        for p, request in enumerate(groups[g]):
-            own = request.inputs[shared[g] :]
-            rows = np.arange(len(request.inputs)) + (num_packed - shared[g])
-            if shared[g]:
-                rows[: shared[g]] = np.arange(shared[g]) + begins[parent_of[g]]
-            predictors[g, p] = rows[request.positions - 1]
-            segments.append(own)
-            offsets.append(np.arange(shared[g], len(request.inputs)))
-            parents.append(int(parent_of[g]) if shared[g] else -1)
-            num_packed += len(own)
+    segments = Segments([group[0].inputs[:s] for group, s in zip(groups, shared, strict=True) if s])
+    predictors: list[list[np.ndarray]] = [[] for _ in groups]
+    for parent, g in enumerate(sorted(range(len(groups)), key=lambda g: shared[g] == 0)):
+        for request in groups[g]:
+            rows = segments.add(
+                request.inputs, parent=parent if shared[g] else -1, shared=shared[g]
+            )
+            predictors[g].append(rows[request.positions - 1])
     return PackedRequests(
-        tokens=np.concatenate(segments).astype(np.int64),
-        positions=np.concatenate(offsets),
-        lengths=np.array([len(segment) for segment in segments]),
-        parents=np.array(parents),
-        predictors=np.concatenate([predictors[key] for key in sorted(predictors)]),
+        tokens=np.concatenate(segments.tokens).astype(np.int64),
+        positions=np.concatenate(segments.positions),
+        lengths=np.array([len(tokens) for tokens in segments.tokens]),
+        parents=np.array(segments.parents),
+        predictors=np.concatenate([rows for of_group in predictors for rows in of_group]),
     )
 
 
@@ -176,16 +165,10 @@ def _shared_tokens(group: Sequence[ScoreRequest]) -> int:
     """Length of the prefix that all requests share; each keeps at least one token of its own."""
     if len(group) == 1:
         return 0
-    first = group[0].inputs
     shortest = min(len(request.inputs) for request in group)
-    shared = min(_common(first[:shortest], request.inputs[:shortest]) for request in group[1:])
+    shared = min(common_prefix(group[0].inputs, request.inputs) for request in group[1:])
     shared = min(shared, shortest - 1)
     return shared if shared >= MIN_SHARED_TOKENS else 0
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    differs = a != b
-    return int(differs.argmax()) if differs.any() else len(a)
 
 
 def _join_kept(requests: Sequence[ScoreRequest]) -> Kept | None:

@@ -12,7 +12,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from millrace.core.microbatch import Batch, Microbatch
+from millrace.core.microbatch import (
+    MIN_SHARED_TOKENS,
+    Batch,
+    Microbatch,
+    Segments,
+    common_prefix,
+)
 from millrace.core.records import Group, Rollout
 from millrace.core.returns import sampled_rewards
 from millrace.training.packing.bins import fill_bins, fill_rank_bins
@@ -24,8 +30,6 @@ from millrace.training.packing.joining import (
 )
 from millrace.training.packing.splitting import placeholder
 
-# A shared prefix costs a second look at its keys in every layer; a shorter one is not worth it.
-MIN_SHARED_TOKENS = 4
 # Cost of one query-key pair, in rows. Per layer a row takes about 24 D^2 FLOPs in matrix products
 # and a pair 4 D in attention: 1 / 6 D, with D = 4096.
 PAIR_COST = 1 / 24_576
@@ -183,7 +187,7 @@ def _branches(samples: Sequence[_Sample]) -> list[_Branch]:
 
 def _families(branches: Sequence[_Branch]) -> list[_Family]:
     """Neighbouring branches joined so that the most rows are saved (dynamic programming)."""
-    common = [_common(earlier.tokens, later.tokens) for earlier, later in pairwise(branches)]
+    common = [common_prefix(earlier.tokens, later.tokens) for earlier, later in pairwise(branches)]
     # For the branches before each end: rows saved, begin of the last family, its shared rows.
     best = [(0, 0, 0)]
     for end in range(1, len(branches) + 1):
@@ -201,12 +205,6 @@ def _families(branches: Sequence[_Branch]) -> list[_Family]:
         families.append(_Family(shared=shared, branches=tuple(branches[begin:end])))
         end = begin
     return families[::-1]
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    shortest = min(len(a), len(b))
-    differs = a[:shortest] != b[:shortest]
-    return int(differs.argmax()) if differs.any() else shortest
 
 
 def _split(family: _Family, *, budget: int) -> Iterator[_Family]:
@@ -234,14 +232,18 @@ def _lay_out(bundles: Sequence[Sequence[_Family]], *, pairs: bool) -> Microbatch
     """One microbatch: shared rows first, then their continuations, then single branches."""
     bundles = sorted(bundles, key=lambda bundle: bundle[0].shared == 0)
     families = [family for bundle in bundles for family in bundle]
-    segments = _Segments([(f.branches[0], f.shared) for f in families if f.shared])
+    parents = [(f.branches[0], f.shared) for f in families if f.shared]
+    segments = Segments([branch.tokens[:shared] for branch, shared in parents])
+    routes = [branch.routes(0, shared) for branch, shared in parents]  # by segment
     predictors: list[np.ndarray] = []
     last_rows: list[int] = []
     members: list[_Sample] = []
     for number, family in enumerate(families):
         parent = number if family.shared else -1
         for branch in family.branches:
-            rows = segments.add(branch, parent=parent, shared=family.shared)
+            rows = segments.add(branch.tokens, parent=parent, shared=family.shared)
+            if len(branch.tokens) > family.shared:
+                routes.append(branch.routes(family.shared, len(branch.tokens)))
             for sample in branch.members:
                 trained = np.flatnonzero(sample.rollout.mask)
                 predictors.append(rows[trained - 1])
@@ -266,38 +268,10 @@ def _lay_out(bundles: Sequence[Sequence[_Family]], *, pairs: bool) -> Microbatch
         advantages=np.concatenate([sample.advantages for sample in members]),
         temperatures=np.repeat(np.array(temperatures, np.float32), counts),
         kept=join_kept(rollouts),
-        routes=join_routes(segments.routes, lengths),
+        routes=join_routes(routes, lengths),
         reference_logprobs=join_references(rollouts),
         **join_teacher_logprobs(rollouts),
         groups=np.repeat(np.arange(len(bundles)), sizes).astype(np.int32) if pairs else None,
         rewards=np.concatenate(rewards).astype(np.float32) if rewards else None,
         last_rows=np.array(last_rows, np.int32) if rewards else None,
     )
-
-
-class _Segments:
-    """The segments of a microbatch under construction; the parents come first."""
-
-    def __init__(self, parents: Sequence[tuple[_Branch, int]]) -> None:
-        """`parents`: one branch of each family with shared rows, and their number."""
-        self.tokens = [branch.tokens[:shared] for branch, shared in parents]
-        self.positions = [np.arange(shared) for _, shared in parents]
-        self.routes = [branch.routes(0, shared) for branch, shared in parents]
-        self.parents = [-1] * len(parents)
-        self._ends = np.cumsum([shared for _, shared in parents])
-        self._num_rows = sum(shared for _, shared in parents)
-
-    def add(self, branch: _Branch, *, parent: int, shared: int) -> np.ndarray:
-        """Add the tokens after the first `shared` ones; returns the row of each token [L]."""
-        tokens = branch.tokens
-        num_own = len(tokens) - shared
-        rows = np.arange(len(tokens)) + (self._num_rows - shared)
-        if shared:
-            rows[:shared] = np.arange(shared) + (self._ends[parent] - shared)
-        if num_own:
-            self.tokens.append(tokens[shared:])
-            self.positions.append(np.arange(shared, len(tokens)))
-            self.routes.append(branch.routes(shared, len(tokens)))
-            self.parents.append(parent)
-            self._num_rows += num_own
-        return rows

@@ -8,12 +8,10 @@ be shared again before that.
 Host side only (numpy); kv/cache.py holds the tensors. The engine's thread calls everything here.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+import itertools
+from collections import OrderedDict
 
 import numpy as np
-
-_Queue = OrderedDict[int, int]  # block -> when it was put; oldest first
 
 
 class FreeBlockLRU:
@@ -25,51 +23,41 @@ class FreeBlockLRU:
     """
 
     def __init__(self) -> None:
-        self._until_swap = _Queue()
-        self._across_swaps = _Queue()
-        self._expired: deque[_Queue] = deque()
-        self._num_puts = 0
         self._num_blocks = 0
+        self._clock = itertools.count()
+        # Each queue maps blocks to the time when they were put, oldest first.
+        self._across_swaps = OrderedDict[int, int]()
+        self._until_swap = [OrderedDict[int, int]()]  # one per swap; the served weights' is last
 
     def __len__(self) -> int:
         return self._num_blocks
 
-    def put(self, blocks: Sequence[int], *, survives_swaps: bool) -> None:
+    def put(self, blocks: list[int], *, survives_swaps: bool) -> None:
         """Add blocks; the first is evicted first."""
-        queue = self._across_swaps if survives_swaps else self._until_swap
-        for time, block in enumerate(blocks, start=self._num_puts):
-            queue[block] = time
-        self._num_puts += len(blocks)
+        queue = self._across_swaps if survives_swaps else self._until_swap[-1]
+        queue.update(zip(blocks, self._clock, strict=False))
         self._num_blocks += len(blocks)
 
-    def remove(self, blocks: Iterable[int]) -> None:
+    def remove(self, blocks: list[int]) -> None:
         """Take out blocks that are referenced again."""
         for block in blocks:
-            queues = (self._until_swap, self._across_swaps, *self._expired)
+            queues = (self._across_swaps, *reversed(self._until_swap))
             queue = next((queue for queue in queues if block in queue), None)
             assert queue is not None, f"a free block cannot be shared: {block} holds nothing"
             del queue[block]
-            self._num_blocks -= 1
+        self._num_blocks -= len(blocks)
 
-    def evict(self, count: int) -> list[int]:
-        """Take out the next `count` blocks in eviction order."""
-        self._num_blocks -= count
-        return [self._next_queue().popitem(last=False)[0] for _ in range(count)]
+    def evict(self) -> int:
+        """Take out the next block in eviction order."""
+        *expired, newest = self._until_swap
+        live = [queue for queue in (newest, self._across_swaps) if queue]
+        queue = next(filter(None, expired), None) or min(live, key=lambda q: next(iter(q.values())))
+        self._num_blocks -= 1
+        return queue.popitem(last=False)[0]
 
     def expire(self) -> None:
         """The weights changed: evict what does not survive swaps first."""
-        self._expired.append(self._until_swap)
-        self._until_swap = _Queue()
-        self._expired = deque(queue for queue in self._expired if queue)
-
-    def _next_queue(self) -> _Queue:
-        while self._expired:
-            if self._expired[0]:
-                return self._expired[0]
-            self._expired.popleft()
-        if not (self._until_swap and self._across_swaps):
-            return self._until_swap or self._across_swaps
-        return min(self._until_swap, self._across_swaps, key=lambda q: next(iter(q.values())))
+        self._until_swap = [*filter(None, self._until_swap), OrderedDict[int, int]()]
 
 
 class BlockPool:
@@ -91,7 +79,7 @@ class BlockPool:
         """[count] block numbers, each with one reference; their old contents are gone."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         if count > self._num_unused:
-            evicted = self._reusable.evict(count - self._num_unused)
+            evicted = [self._reusable.evict() for _ in range(count - self._num_unused)]
             self._discard(np.array(evicted, dtype=np.int64))
         blocks = self._unused[self._num_unused - count : self._num_unused].copy()
         self._num_unused -= count
