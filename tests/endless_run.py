@@ -184,7 +184,7 @@ def _config(folder: Path, *, steps: int) -> RunConfig:
             "run_dir": str(folder / "run"),
             "rollout": {"group_size": 3, "longest_first": 4},
             "trainer": {"steps": steps, "groups_per_step": 2},
-            "buffer": {"max_staleness": 2, "replay": {"share": 0.5, "capacity": 4}},
+            "buffer": {"max_staleness": 2, "replay": {"share": 0.5}},
             "checkpoint": {"every_steps": 5},
             "evaluate": {"every_steps": 5},
             "journal": {"max_bytes": 2**20, "partial_every_s": 0.01},

@@ -16,7 +16,7 @@ from millrace.core.microbatch import Batch
 from millrace.core.records import Task
 from millrace.journal import Journal, JournalHistory, Ledger, read_journal
 
-REPLAY = {"share": 0.5, "capacity": 8, "max_staleness": 9}
+REPLAY = {"share": 0.5, "max_staleness": 9}
 
 
 class BatchRig:

@@ -97,7 +97,7 @@ async def test_too_many_failures_end_the_run_with_the_last_reason():
     (failure,) = caught.value.exceptions
     assert isinstance(failure, RunFailed)
     assert "reward 'f' raised" in str(failure)
-    assert "max_failure_share" in str(failure)
+    assert "groups failed, and a run stops above 50%" in str(failure)
 
 
 async def test_cursor_names_groups_that_were_issued_and_not_finished():

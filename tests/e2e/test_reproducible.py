@@ -94,7 +94,7 @@ def test_runs_with_failing_groups_and_evaluations_are_reproducible(model, tmp_pa
             tasks=TASKS,
             eval_tasks=TASKS[:20],
             evaluate={"every_steps": 1},
-            rollout={"max_running_groups": 4, "max_failure_share": 1.0},
+            rollout={"max_running_groups": 4},
             scorers=[fails_at_some],
         )
         row = read_metrics(result.run_dir / "metrics.jsonl")[-1]

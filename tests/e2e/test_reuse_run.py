@@ -21,8 +21,7 @@ def test_run_combines_order_epochs_and_replay(tmp_path):
         buffer={
             "max_staleness": 3,
             "order": "freshest",
-            "staleness": "share",
-            "max_stale_share": 0.5,
+            "staleness": {"type": "share", "max_share": 0.5},
             "replay": {"share": 0.25, "max_staleness": 8},
         },
         trainer={"steps": 8, "groups_per_step": 4, "threads": 1, "epochs": 2, "minibatches": 2},

@@ -39,7 +39,7 @@ from millrace.tasks.curriculum import Curriculum
 
 GROUPS = 2  # of a step
 MAX_STALENESS = 2
-REPLAY = {"share": 0.5, "capacity": 4, "max_staleness": 6}
+REPLAY = {"share": 0.5, "max_staleness": 6}
 TASKS = [Task(prompt=f"task {n}") for n in range(5)]
 NUM_TOKENS = 4  # of a completion
 

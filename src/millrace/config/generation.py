@@ -13,7 +13,6 @@ from millrace.config.section import (
     PositiveFloat,
     PositiveInt,
     Section,
-    Share,
 )
 
 Interrupt = Literal["swap", "abort", "save", "drain", "barrier"]
@@ -65,8 +64,6 @@ class RolloutConfig(Section):
     "module:Name"; see docs/how-to/shape-training-data.md."""
     max_running_groups: PositiveInt = 64
     """Maximum number of groups that are played or scored at the same time."""
-    max_failure_share: Share = 0.5
-    """Share of failed groups among the last 100, from 0 to 1, above which the run stops."""
 
 
 class EngineConfig(Section):

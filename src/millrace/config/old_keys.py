@@ -36,8 +36,10 @@ _CONSTANTS = (
     "trainer.logprob_chunk",
     "critic.loss_weight",
     "weights.bucket_bytes",
+    "rollout.max_failure_share",
     "rollout.max_filtered_share",
     "tasks.explore_share",
+    "tasks.target_solve_rate",
     "evaluate.score_timeout_s",
     "cluster.stop_timeout_s",
     "cluster.heartbeat_timeout_s",
@@ -67,6 +69,12 @@ OLD_KEYS: dict[str, str] = {
     **dict.fromkeys(
         ("tasks.subset", "tasks.source.*.subset", "evaluate.subset"),
         "it is now part of the path; write path = 'hub:NAME:SUBSET'",
+    ),
+    "buffer.max_stale_share": (
+        "it is now part of 'buffer.staleness'; write staleness = {type = 'share', max_share = ...}"
+    ),
+    "buffer.replay.capacity": (
+        "all trained groups within buffer.replay.max_staleness can be replayed; remove it"
     ),
     "environment.mcp.*.name": "messages name a server by its url or command; remove it",
     "scorers.*.priority": "calls are served in the order of arrival; remove it",

@@ -14,7 +14,6 @@ from millrace.config.section import (
     PositiveFloat,
     PositiveInt,
     Section,
-    Share,
 )
 
 HUB = "hub:"
@@ -68,9 +67,7 @@ class TasksConfig(TaskPlace):
     docs/how-to/shape-training-data.md."""
     order: Literal["shuffle", "sequential", "curriculum"] = "shuffle"
     """Order of tasks: "shuffle" = a new order each epoch, fixed by the seed; "sequential" = as
-    given; "curriculum" = tasks whose recent solve rate is near target_solve_rate more often."""
-    target_solve_rate: Share = 0.5
-    """Solve rate, from 0 to 1, that order = "curriculum" prefers."""
+    given; "curriculum" = tasks whose recent solve rate is near a half more often."""
 
 
 class EvaluateConfig(TaskPlace):

@@ -4,9 +4,16 @@ journal.
 Torch-free.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from millrace.config.section import (
     Beta,
@@ -34,8 +41,6 @@ ADAMW = "adamw"
 class ReplayConfig(Section):
     share: Annotated[Float, Field(gt=0, lt=1)] = 0.25
     """Maximum share of a batch that is replayed, between 0 and 1."""
-    capacity: PositiveInt = 64
-    """Number of trained groups that are kept for replay."""
     max_staleness: Annotated[Int, Field(ge=2)] = 8
     """Maximum staleness of a replayed group in versions, at least 2: a group can return in the
     second batch after its own at the earliest."""
@@ -45,32 +50,54 @@ class ReplayConfig(Section):
         return int(self.share * num_groups + 1e-9)  # 0.29 * 100 is slightly less than 29
 
 
+_STALE_SHARE = TypeAdapter[float](Annotated[Float, Field(ge=0, lt=1)])
+
+
 class BufferConfig(Section):
     capacity: PositiveInt = 64
     """Maximum number of groups that wait for the trainer, at least trainer.groups_per_step."""
     max_staleness: NonNegativeInt = 2
     """Maximum staleness of a trained token: the trainer's version minus the version that sampled
     it. 0 = strictly on-policy."""
-    staleness: Measure = "oldest"
+    staleness: Plugin = Field(default={"type": "oldest"})
     """Tokens of a group to which max_staleness applies: "oldest" = every token, "mean" = their
-    average, "share" = all but max_stale_share of them; see docs/explanation/buffer.md."""
-    max_stale_share: Annotated[Float, Field(ge=0, lt=1)] | None = None
-    """Share of a group's tokens that may exceed max_staleness, from 0 to below 1. Required with
-    staleness = "share"."""
+    average, {type = "share", max_share = 0.1} = all but this share of them, from 0 to below 1; see
+    docs/explanation/buffer.md."""
     order: Plugin = Field(default={"type": "oldest"})
     """Order in which waiting groups are trained: "oldest", "freshest", "ready" (first come, first
     served), "difficulty" (half solved first), or "module:Name"."""
     replay: ReplayConfig | None = None
-    """Replay of trained groups, such as {share = 0.25, capacity = 64, max_staleness = 8}. By
-    default every group is trained once."""
+    """Replay of trained groups, such as {share = 0.25, max_staleness = 8}. By default every group
+    is trained once."""
 
     @property
     def limit(self) -> StalenessLimit:
         return StalenessLimit(
             max_staleness=self.max_staleness,
-            measure=self.staleness,
-            max_stale_share=self.max_stale_share or 0.0,
+            measure=self.staleness["type"],
+            max_stale_share=self.staleness.get("max_share", 0.0),
         )
+
+    @field_validator("staleness")
+    @classmethod
+    def _is_a_measure(cls, table: dict[str, Any]) -> dict[str, Any]:
+        measure, keys = table.get("type"), table.keys() - {"type"}
+        if measure not in get_args(Measure):
+            hint = suggestion(str(measure), get_args(Measure), otherwise="there are")
+            raise ValueError(f"type = {measure!r} is no measure of staleness; {hint}")
+        if measure == "share" and keys == {"max_share"}:
+            try:
+                return {**table, "max_share": _STALE_SHARE.validate_python(table["max_share"])}
+            except ValidationError as error:
+                raise ValueError(f"max_share: {error.errors()[0]['msg']}") from None
+        if measure == "share":
+            raise ValueError(
+                "type 'share' has one key, max_share: the share of a group's tokens that may exceed"
+                " max_staleness, such as {type = 'share', max_share = 0.1}"
+            )
+        if keys:
+            raise ValueError(f"type {measure!r} has no key {min(keys)!r}; remove it")
+        return table
 
 
 class TrainerConfig(Section):

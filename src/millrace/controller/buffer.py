@@ -134,7 +134,8 @@ def build_replay(
         return None
     return ReplayBuffer(
         per_batch=settings.groups_of(groups_per_step),
-        capacity=settings.capacity,
+        # As many as are trained until the first of them is too stale.
+        capacity=groups_per_step * settings.max_staleness,
         limit=replace(limit, max_staleness=settings.max_staleness),
         seed=seed,
     )

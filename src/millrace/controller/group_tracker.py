@@ -22,6 +22,7 @@ from millrace.journal.ledger import Outcome
 from millrace.tasks.streams import TaskStream
 
 WINDOW = 100  # recent groups over which shares are taken
+MAX_FAILURE_SHARE = 0.5  # of recent groups; more than half is a wrong setting, not a few bad tasks
 MAX_FILTERED_SHARE = 0.9  # of recent groups, above which the run warns
 FEWEST = 20  # outcomes before a share of failures means anything
 
@@ -77,8 +78,8 @@ class Failures:
         share = sum(self._recent) / len(self._recent)
         if len(self._recent) >= FEWEST and share > self._max_share:
             raise RunFailed(
-                f"{share:.0%} of the last {len(self._recent)} groups failed"
-                f" (rollout.max_failure_share = {self._max_share}); the last error: {error}"
+                f"{share:.0%} of the last {len(self._recent)} groups failed, and a run stops above"
+                f" {self._max_share:.0%}; the last error: {error}"
             )
 
 
@@ -136,7 +137,7 @@ class GroupTracker:
         journal: Journal | NoJournal,
         admission: Admission,
         solved_at: float,
-        max_failure_share: float,
+        max_failure_share: float = MAX_FAILURE_SHARE,
         max_filtered_share: float = MAX_FILTERED_SHARE,
         warn: Callable[[str], None],
         version: int = 0,

@@ -121,7 +121,6 @@ class _Flow:
             journal=run.journal,
             admission=self.admission,
             solved_at=config.evaluate.solved_at,
-            max_failure_share=config.rollout.max_failure_share,
             warn=run.monitor.warn,
             version=next_take,
             next_number=cursor.next_number,

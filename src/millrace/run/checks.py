@@ -91,16 +91,6 @@ def _steps(config: RunConfig) -> None:
 
 def _buffer(config: RunConfig) -> None:
     buffer = config.buffer
-    if buffer.staleness == "share" and buffer.max_stale_share is None:
-        raise ConfigError(
-            "buffer.staleness = 'share' needs the share of tokens that may be too stale; set"
-            " buffer.max_stale_share."
-        )
-    if buffer.staleness != "share" and buffer.max_stale_share is not None:
-        raise ConfigError(
-            f"buffer.max_stale_share = {buffer.max_stale_share} has no effect with buffer.staleness"
-            f" = {buffer.staleness!r}; set that to 'share', or remove max_stale_share."
-        )
     if config.weights.interrupt == "barrier" and buffer.max_staleness != 0:
         raise ConfigError(
             "weights.interrupt = 'barrier' alternates generation and training, which"
@@ -118,16 +108,10 @@ def _replay(config: RunConfig) -> None:
             "weights.interrupt = 'barrier' is strictly on-policy, which buffer.replay is not;"
             " remove buffer.replay, or choose another weights.interrupt."
         )
-    num_replayed = replay.groups_of(groups)
-    if num_replayed == 0:
+    if replay.groups_of(groups) == 0:
         raise ConfigError(
             f"buffer.replay.share = {replay.share} of trainer.groups_per_step = {groups} is less"
             f" than one group; raise it to {1 / groups:.3g} or more."
-        )
-    if num_replayed > replay.capacity:
-        raise ConfigError(
-            f"buffer.replay.capacity = {replay.capacity} cannot hold the {num_replayed} groups that"
-            " a batch replays; raise it."
         )
 
 

@@ -16,6 +16,7 @@ from millrace.core.records import Task
 from millrace.tasks.streams import Epochs, TaskStream
 
 MEMORY = 0.5  # weight of the previous mean when a new group arrives
+TARGET = 0.5  # solve rate at which the scores of a group vary most, and so teach most
 EXPLORE_SHARE = 0.25  # of all groups: these take every task in turn, so that none is forgotten
 WIDTH = 0.2  # standard deviation of the Gaussian
 
@@ -28,7 +29,7 @@ class Curriculum(TaskStream):
         tasks: Sequence[Task],
         *,
         seed: int,
-        target: float,
+        target: float = TARGET,
         explore_share: float = EXPLORE_SHARE,
     ) -> None:
         self._tasks = tuple(tasks)

@@ -44,7 +44,7 @@ def make_stream(sources: Sequence[TaskList], settings: TasksConfig, *, seed: int
     def ordered(tasks: Sequence[Task]) -> TaskStream:
         if settings.order != "curriculum":
             return Epochs(tasks, seed=seed, shuffle=settings.order == "shuffle")
-        return Curriculum(tasks, seed=seed, target=settings.target_solve_rate)
+        return Curriculum(tasks, seed=seed)
 
     streams = [ordered(source.tasks) for source in sources]
     if len(streams) == 1:
