@@ -16,7 +16,7 @@ from millrace.cluster.join.ticket import JoinTicket, read_ticket
 from millrace.cluster.wire import ARRAY_CODE, DTYPES, WireError, decode
 from millrace.core.errors import ConfigError
 from millrace.environments.tools.calls import FORMATS
-from millrace.serving.api.bodies import ChatBody, CompletionBody, GenerateBody, read_body
+from millrace.serving.api.bodies import ChatBody, CompletionBody, read_body
 from millrace.serving.api.errors import ApiError
 from millrace.serving.api.messages import read_messages
 from millrace.training.checkpoints.directory import damage_to
@@ -126,7 +126,7 @@ plain = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-KINDS = (ChatBody, CompletionBody, GenerateBody)
+KINDS = (ChatBody, CompletionBody)
 FIELDS = sorted({name for kind in KINDS for name in kind.model_fields})
 message = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "tool", "system", "x"]) | plain},
@@ -144,8 +144,8 @@ bodies = st.fixed_dictionaries(
 )
 @example(ChatBody, b"[" * 100_000)
 @example(ChatBody, b'{"model": "x", "messages": ' + b'{"a":' * 5000)
-@example(GenerateBody, b'{"prompt": [1], "seed": ' + b"9" * 5000 + b"}")
-@example(GenerateBody, b'{"prompt": [1], "temperature": 1e999}')
+@example(CompletionBody, b'{"model": "a", "prompt": [1], "seed": ' + b"9" * 5000 + b"}")
+@example(CompletionBody, b'{"model": "a", "prompt": [1], "temperature": 1e999}')
 @example(CompletionBody, b'{"model": "x", "prompt": "\\ud800"}')
 def test_a_body_is_read_or_refused(kind, data: bytes):
     def read() -> None:

@@ -251,28 +251,37 @@ async def test_completions_continue_texts_and_tokens():
         assert own[-1].finish_reason == "stop"
 
 
-async def test_generate_returns_tokens_with_logprobs_and_versions():
-    body = {"prompt": [97, 98], "n": 2, "seed": 5, "max_new_tokens": 9, "temperature": 0}
+async def test_return_token_ids_adds_tokens_and_versions():
+    body = {"model": "tiny", "prompt": [97, 98], "n": 2, "seed": 5, "max_tokens": 9}
+    body |= {"temperature": 0, "logprobs": 0, "return_token_ids": True, "prompt_cache_key": "talk"}
     engine = WritingEngine("hi", "you")
     async with served(engine) as client, aiohttp.ClientSession() as http:
-        async with http.post(f"{root_of(client)}generate", json=body) as response:
+        url = f"{root_of(client)}v1/completions"
+        async with http.post(url, json=body) as response:
             whole = await response.json()
-        asked = http.post(f"{root_of(client)}generate", json={**body, "stream": True})
-        async with asked as response:
+        async with http.post(url, json={**body, "stream": True}) as response:
             events = (await response.text()).split("\n\n")
-    assert whole["completions"][0] == {
-        "tokens": [ord("h"), ord("i"), IM_END],
-        "logprobs": [0.0, -0.125, -0.25],
-        "versions": [3, 3, 3],
-        "finish": "stop",
+    assert whole["choices"][0] == {
+        "index": 0,
         "text": "hi",
+        "logprobs": {
+            "tokens": ["h", "i", "<|im_end|>"],
+            "token_logprobs": [0.0, -0.125, -0.25],
+            "text_offset": [0, 1, 2],
+            "top_logprobs": None,
+        },
+        "token_ids": [ord("h"), ord("i"), IM_END],
+        "versions": [3, 3, 3],
+        "finish_reason": "stop",
     }
-    assert (engine.requests[0].prompt.tolist(), engine.requests[0].seed) == ([97, 98], 5)
+    request = engine.requests[0]
+    assert (request.prompt.tolist(), request.seed, request.session) == ([97, 98], 5, "talk")
     assert events[-2:] == ["data: [DONE]", ""]
     pieces = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
-    second = [piece for piece in pieces if piece["index"] == 1]
-    assert [token for p in second for token in p["tokens"]] == whole["completions"][1]["tokens"]
-    assert [p["finish"] for p in second] == [None, None, None, "stop"]
+    second = [choice for piece in pieces for choice in piece["choices"] if choice["index"] == 1]
+    for key in ("token_ids", "versions"):
+        assert [each for choice in second for each in choice[key]] == whole["choices"][1][key]
+    assert [choice["finish_reason"] for choice in second] == [None, None, None, "stop"]
 
 
 async def test_models_are_the_model_and_its_adapters():

@@ -41,7 +41,7 @@ async def gauge(server: str, name: str) -> float:
     return float(found[1]) if found else -1.0
 
 
-async def test_seeded_replies_are_equal_for_all_endpoints(client, server: str):
+async def test_seeded_replies_are_equal_for_all_endpoints(client):
     ask = {"model": "tiny", "messages": ASK, "n": 3, "seed": 11, "max_tokens": 40, "top_p": 0.9}
     whole = await client.chat.completions.create(**ask, logprobs=True)
     texts, rows = [""] * 3, [[] for _ in range(3)]
@@ -55,13 +55,15 @@ async def test_seeded_replies_are_equal_for_all_endpoints(client, server: str):
     prompt = chat_tokenizer().apply_chat_template(
         ASK, add_generation_prompt=True, return_dict=False
     )
-    body = {"prompt": prompt, "n": 3, "seed": 11, "max_new_tokens": 40, "top_p": 0.9}
-    async with aiohttp.ClientSession(headers=HEADERS) as http:
-        answer = await (await http.post(f"{server}/generate", json=body)).json()
-    assert [done["text"] for done in answer["completions"]] == texts
-    for done, own in zip(answer["completions"], rows, strict=True):
-        assert done["logprobs"] == pytest.approx([row.logprob for row in own], abs=1e-5)
-        assert set(done["versions"]) == {0}
+    del ask["messages"]
+    answer = await client.completions.create(
+        **ask, prompt=prompt, logprobs=0, extra_body={"return_token_ids": True}
+    )
+    assert [done.text for done in answer.choices] == texts
+    for done, own in zip(answer.choices, rows, strict=True):
+        expected = pytest.approx([row.logprob for row in own], abs=1e-5)
+        assert done.logprobs.token_logprobs == expected
+        assert done.versions == [0] * len(done.token_ids) == [0] * len(own)
 
 
 async def test_256_concurrent_streams_all_finish(client):
@@ -110,7 +112,8 @@ async def test_a_wrong_key_and_malformed_json_are_refused_and_others_served(clie
         response = await http.post(f"{server}/v1/completions", data=b'{"model": "tiny"')
         assert response.status == 400
         assert "not valid JSON" in json.loads(await response.read())["error"]["message"]
-        response = await http.post(f"{server}/generate", json={"prompt": [9999]})
+        body = {"model": "tiny", "prompt": [9999]}
+        response = await http.post(f"{server}/v1/completions", json=body)
         assert response.status == 400
         assert "outside 0..127" in (await response.json())["error"]["message"]
     assert [model.id async for model in client.models.list()] == ["tiny"]

@@ -1,7 +1,8 @@
 """`millrace serve`: engines in processes of their own, and an HTTP server in front of them.
 
-Promise: no process outlives the command. An engine that dies is restarted; one that dies too often
-ends the server with its error.
+Promise: no process outlives the command. A request whose engine dies resumes on another engine, or
+on the restarted one, from its last streamed token. A request that finds no engine waits for a
+limited time. An engine that dies too often ends the server with its error.
 """
 
 import asyncio
@@ -13,15 +14,19 @@ from typing import Any
 from millrace.cluster.event_loop import run_on_own_loop
 from millrace.cluster.fork_server import PRELOAD
 from millrace.cluster.hub import Hub
-from millrace.cluster.messages import Message, StartTeacher, WorkerProgress
+from millrace.cluster.messages import Message, StartEngine, StartTeacher, WorkerProgress
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.cluster.supervision.restarts import RestartPolicy
+from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
 from millrace.core.errors import first_cause
 from millrace.environments.tools.calls import format_of
+from millrace.inference.backend import load_backend
+from millrace.inference.pool import EnginePool
+from millrace.inference.remote import EngineReplica
 from millrace.scoring.teachers.process import LogprobModelSettings, TeacherProcess
+from millrace.serving.api.replies import Health
 from millrace.serving.api.score import ScoreModelInfo, ScorePool
-from millrace.serving.engines import Engines
 from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.served_model import ServedModel
@@ -53,20 +58,16 @@ async def _serve(settings: ServeSettings) -> None:
         Hub(log_dir=settings.log_dir, on_event=on_event, preload=PRELOAD) as hub,
         WorkerPool(hub.launch, policy=policy, on_restart=on_restart) as worker_pool,
     ):
-        engines = Engines(
-            worker_pool=worker_pool,
-            count=settings.engines,
-            config=config,
-            max_wait_s=settings.limits.wait_s,
-            metrics=metrics,
-        )
+        pool = EnginePool(replaces=True, max_wait_s=settings.limits.wait_s)
         with first_cause():
             async with asyncio.TaskGroup() as starting:
-                starting.create_task(engines.start())
+                for i in range(settings.engines):
+                    replica = _engine_replica(i, config, pool, worker_pool, metrics)
+                    starting.create_task(worker_pool.add(replica))
                 reading = starting.create_task(asyncio.to_thread(_read_model, config))
         tokenizer, max_context = reading.result()
         served = ServedModel(
-            engines.pool if settings.engines else None,
+            pool if settings.engines else None,
             tokenizer=tokenizer,
             name=settings.name,
             adapters=tuple(config.engine.adapters),
@@ -81,7 +82,7 @@ async def _serve(settings: ServeSettings) -> None:
                 served,
                 key=settings.key,
                 limits=settings.limits,
-                health=engines.health,
+                health=lambda: _health(pool, count=settings.engines),
                 score_pool=score_pool,
             )
             with contextlib.closing(served), first_cause():
@@ -91,6 +92,40 @@ async def _serve(settings: ServeSettings) -> None:
                     host = f"[{settings.host}]" if ":" in settings.host else settings.host
                     print(f"Serving {settings.name} at http://{host}:{port}/v1", flush=True)
                     await worker_pool.run()
+
+
+def _engine_replica(
+    index: int,
+    config: RunConfig,
+    pool: EnginePool,
+    worker_pool: WorkerPool,
+    metrics: ServerMetrics,
+) -> EngineReplica:
+    name, timeout_s = f"engine-{index}", config.cluster.start_timeout_s
+
+    async def start(_is_late: bool) -> Worker:
+        worker = await worker_pool.launch(name, "millrace.inference.worker")
+        placed = config.placed_on(config.placement.engine(index)).model_dump(mode="json")
+        message = StartEngine(config=placed, model_path=config.model.path, version=0)
+        await worker.start_as(message, timeout_s=timeout_s)
+        return worker
+
+    return EngineReplica(
+        name,
+        pool=pool,
+        start=start,
+        load_newest=None,
+        hang_timeout_s=config.supervision.hang_timeout_s,
+        start_timeout_s=timeout_s,
+        capabilities=load_backend(config.engine).capabilities,
+        on_lost=lambda: metrics.forget(name),
+    )
+
+
+def _health(pool: EnginePool, *, count: int) -> Health:
+    serving = pool.num_engines
+    status = "ok" if serving == count else "degraded" if serving else "down"
+    return Health(status=status, engines=count, serving=serving)
 
 
 @contextlib.asynccontextmanager

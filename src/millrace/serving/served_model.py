@@ -10,7 +10,6 @@ import copy
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,8 @@ from millrace.core.protocols import SupportsGenerate
 from millrace.core.records import Completion, CompletionChunk, Finish, Message, Request
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.tools.calls import ToolFormat
-from millrace.serving.api.bodies import SamplingBody
+from millrace.serving.api.bodies import OpenAIBody
 from millrace.serving.api.errors import ApiError
-from millrace.serving.api.streaming import TextStream
 from millrace.serving.metrics import ServerMetrics
 
 
@@ -68,20 +66,20 @@ class ServedModel:
 
         return await asyncio.get_running_loop().run_in_executor(self._rendering, render)
 
-    async def text_prompt(self, text: str) -> np.ndarray:  # [P] int32
+    async def text_prompt(self, prompt: str | list[int]) -> np.ndarray:  # [P] int32
+        if not isinstance(prompt, str):
+            return np.array(prompt, np.int32)
         render = Renderer(self._rendering_tokenizer).render
-        return await asyncio.get_running_loop().run_in_executor(self._rendering, render, text)
+        return await asyncio.get_running_loop().run_in_executor(self._rendering, render, prompt)
 
     def request(
         self,
         id: str,
         prompt: np.ndarray,
-        body: SamplingBody,
+        body: OpenAIBody,
         *,
         max_tokens: int | None,
-        model: str | None,
         index: int = 0,
-        session: str | None = None,
         grammar: str | None = None,
     ) -> Request:
         """`index` numbers the first completion among all that the client requested. `grammar`
@@ -91,9 +89,9 @@ class ServedModel:
                 "This server only scores tokens: it has no engines to generate.",
                 status=404,
             )
-        if model is not None and model not in self.names:
+        if body.model not in self.names:
             raise ApiError(
-                f"Model {model!r} does not exist; this server has {', '.join(self.names)}.",
+                f"Model {body.model!r} does not exist; this server has {', '.join(self.names)}.",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -108,14 +106,12 @@ class ServedModel:
         return Request(
             id=id,
             prompt=prompt,
-            sampling=replace(
-                body.sampling(max_new_tokens=min(max_tokens or room, room)), grammar=grammar
-            ),
+            sampling=body.sampling(max_new_tokens=min(max_tokens or room, room), grammar=grammar),
             n=body.num_choices,
             seed=body.drawn_seed(),
             index=index,
-            session=session,
-            adapter=model if model in self._adapters else None,
+            session=body.prompt_cache_key if isinstance(body.prompt_cache_key, str) else None,
+            adapter=body.model if body.model in self._adapters else None,
         )
 
     async def complete(self, requests: Sequence[Request]) -> list[Completion]:
@@ -171,9 +167,6 @@ class ServedModel:
             with contextlib.suppress(asyncio.CancelledError, MillraceError, ExceptionGroup):
                 await running
 
-    def text_stream(self, request: Request, *, openers: Sequence[str] = ()) -> TextStream:
-        return TextStream(self.decode, stop=request.sampling.stop, openers=openers)
-
     def decode(self, ids: list[int]) -> str:
         """Decode as engines do, with special tokens."""
         return self._tokenizer.decode(
@@ -186,18 +179,6 @@ class ServedModel:
     def _count(self, requests: Sequence[Request], num_sampled: int) -> None:
         self.metrics.prompt_tokens += sum(len(request.prompt) for request in requests)
         self.metrics.completion_tokens += num_sampled
-
-
-def usage_of(requests: Sequence[Request], num_sampled: int) -> dict[str, int]:
-    return usage_body(sum(len(request.prompt) for request in requests), num_sampled)
-
-
-def usage_body(num_prompt: int, num_sampled: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_sampled,
-        "total_tokens": num_prompt + num_sampled,
-    }
 
 
 def check_finish(finish: Finish | None) -> None:

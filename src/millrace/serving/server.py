@@ -9,20 +9,15 @@ import contextlib
 import hmac
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 from aiohttp import web
 
 from millrace.core.errors import MillraceError
-from millrace.serving.api.bodies import Body, ChatBody, CompletionBody, GenerateBody, read_body
-from millrace.serving.api.chat import answer_chat, stream_chat
-from millrace.serving.api.completions import (
-    answer_completion,
-    answer_generate,
-    stream_completion,
-    stream_generate,
-)
+from millrace.serving.api.bodies import Body, ChatBody, CompletionBody, OpenAIBody, read_body
+from millrace.serving.api.chat import ChatAnswer
+from millrace.serving.api.completions import ApiAnswer, TextAnswer
 from millrace.serving.api.errors import ApiError, as_api_error, json_response
 from millrace.serving.api.openapi import describe
 from millrace.serving.api.replies import Health
@@ -37,7 +32,8 @@ _log = logging.getLogger(__name__)
 _PUBLIC = ("/health",)  # paths that need no key
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-B = TypeVar("B", ChatBody, CompletionBody, GenerateBody)
+B = TypeVar("B", bound=OpenAIBody)
+Checked = TypeVar("Checked", bound=Body)
 
 
 def make_app(
@@ -85,12 +81,8 @@ def make_app(
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/openapi.json", description)
     post = app.router.add_post
-    post("/v1/chat/completions", _endpoint(served, limits, ChatBody, answer_chat, stream_chat))
-    post(
-        "/v1/completions",
-        _endpoint(served, limits, CompletionBody, answer_completion, stream_completion),
-    )
-    post("/generate", _endpoint(served, limits, GenerateBody, answer_generate, stream_generate))
+    post("/v1/chat/completions", _endpoint(served, limits, ChatBody, ChatAnswer))
+    post("/v1/completions", _endpoint(served, limits, CompletionBody, TextAnswer))
     if score_pool is not None:
         post("/score", _score_endpoint(score_pool, served.metrics, limits))
     return app
@@ -119,16 +111,15 @@ def _endpoint(
     served: ServedModel,
     limits: ServerLimits,
     kind: type[B],
-    answer: Callable[[ServedModel, B], Awaitable[dict[str, Any]]],
-    stream: Callable[[ServedModel, B], AsyncGenerator[dict[str, Any]]],
+    answer_kind: Callable[[ServedModel, B], ApiAnswer[B]],
 ) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         body = await read_request(request, kind, patience_s=limits.patience_s)
         with _request_slot(served.metrics, limit=limits.requests):
+            answer = answer_kind(served, body)
             if body.stream:
-                events = stream(served, body)
-                return await send_events(request, events, patience_s=limits.patience_s)
-            return json_response(await answer(served, body))
+                return await send_events(request, answer.stream(), patience_s=limits.patience_s)
+            return json_response(await answer.whole())
 
     return handle
 
@@ -140,9 +131,6 @@ def _score_endpoint(pool: ScorePool, metrics: ServerMetrics, limits: ServerLimit
             return json_response(await pool.answer(body))
 
     return handle
-
-
-Checked = TypeVar("Checked", bound=Body)
 
 
 async def read_request(

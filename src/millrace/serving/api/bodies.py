@@ -65,9 +65,10 @@ class StreamOptions(Body):
     include_obfuscation: bool = False  # accepted, without effect
 
 
-class SamplingBody(Body):
-    """Fields that all endpoints share."""
+class OpenAIBody(Body):
+    """Fields that both completion endpoints share."""
 
+    model: str
     n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
@@ -76,29 +77,6 @@ class SamplingBody(Body):
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
-
-    @property
-    def num_choices(self) -> int:
-        return self.n or 1
-
-    def drawn_seed(self) -> int:
-        return secrets.randbits(63) if self.seed is None else self.seed
-
-    def sampling(self, *, max_new_tokens: int) -> Sampling:
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return Sampling(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
-            top_p=1.0 if self.top_p is None else max(self.top_p, MIN_TOP_P),
-            top_k=self.top_k or 0,
-            min_p=self.min_p or 0.0,
-            stop=tuple(stop),
-        )
-
-
-class OpenAIBody(SamplingBody):
-    model: str
     stream_options: StreamOptions | None = None
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
@@ -108,7 +86,27 @@ class OpenAIBody(SamplingBody):
     store: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
-    prompt_cache_key: Any = None
+    prompt_cache_key: Any = None  # a text names a conversation; its turns go to one engine
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    def drawn_seed(self) -> int:
+        return secrets.randbits(63) if self.seed is None else self.seed
+
+    def sampling(self, *, max_new_tokens: int, grammar: str | None = None) -> Sampling:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return Sampling(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
+            top_p=1.0 if self.top_p is None else max(self.top_p, MIN_TOP_P),
+            top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            stop=tuple(stop),
+            grammar=grammar,
+        )
 
     @property
     def wants_usage(self) -> bool:
@@ -232,6 +230,7 @@ class CompletionBody(OpenAIBody):
     echo: Literal[False] | None = None
     suffix: None = None
     best_of: Literal[1] | None = None
+    return_token_ids: bool | None = None  # not in the OpenAI API; also returns versions
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -240,15 +239,6 @@ class CompletionBody(OpenAIBody):
                 return [self.prompt]  # pyright: ignore[reportReturnType]
             case several:
                 return list(several)  # pyright: ignore[reportReturnType]
-
-
-class GenerateBody(SamplingBody):
-    """The body of /generate: tokens in, tokens out."""
-
-    prompt: TokenIds
-    max_new_tokens: Count = 256
-    model: str | None = None
-    session: str | None = None
 
 
 def read_body(kind: type[B], data: bytes) -> B:

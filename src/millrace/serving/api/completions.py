@@ -1,140 +1,142 @@
-"""/v1/completions: text or tokens in, the following text out. /generate: tokens in and out, each
-with its logprob and the version that sampled it. Both reply at once or as a stream."""
+"""/v1/completions: text or tokens in, the following text out; and what it shares with
+/v1/chat/completions."""
 
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
 
-import numpy as np
-
 from millrace.core.records import Completion, CompletionChunk, Request
-from millrace.serving.api.bodies import CompletionBody, GenerateBody
-from millrace.serving.api.streaming import Decode
-from millrace.serving.served_model import ServedModel, usage_of
+from millrace.serving.api.bodies import CompletionBody, OpenAIBody
+from millrace.serving.api.streaming import TextStream
+from millrace.serving.served_model import ServedModel
+
+B = TypeVar("B", bound=OpenAIBody)
+Json = dict[str, Any]
 
 
-async def answer_completion(served: ServedModel, body: CompletionBody) -> dict[str, Any]:
-    head = _head(body)
-    requests = await _completion_requests(served, body, id=head["id"])
-    completions = await served.complete(requests)
-    choices: list[dict[str, Any]] = []
-    for index, completion in enumerate(completions):
-        logprobs = None
-        if body.logprobs is not None:
-            logprobs = _logprobs(completion.tokens, completion.logprobs, decode=served.decode)
-        choices.append(_choice(index, completion.text, finish=completion.finish, logprobs=logprobs))
-    num_sampled = sum(len(completion.tokens) for completion in completions)
-    return {**head, "choices": choices, "usage": usage_of(requests, num_sampled)}
+class ApiAnswer(Generic[B]):
+    """The answer to one request: whole, or streamed in chunks with the same head."""
+
+    prefix: ClassVar[str]  # of ids
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def __init__(self, served: ServedModel, body: B) -> None:
+        self.served = served
+        self.body = body
+        self.head = reply_head(self.prefix, body)
+
+    async def requests(self) -> list[Request]:
+        raise NotImplementedError
+
+    def choice(self, index: int, completion: Completion) -> Json:
+        raise NotImplementedError
+
+    def chunk_choices(
+        self, index: int, chunk: CompletionChunk, new: str, stream: TextStream
+    ) -> Iterator[Json]:
+        """Yield the choices of a chunk, each an event. `new` is the text that became certain."""
+        raise NotImplementedError
+
+    @property
+    def openers(self) -> Sequence[str]:
+        return ()
+
+    async def whole(self) -> Json:
+        requests = await self.requests()
+        completions = await self.served.complete(requests)
+        choices = [self.choice(index, each) for index, each in enumerate(completions)]
+        usage = usage_of(_num_prompt(requests), sum(len(each.tokens) for each in completions))
+        return {**self.head, "object": self.kind, "choices": choices, "usage": usage}
+
+    async def stream(self) -> AsyncGenerator[Json]:
+        requests = await self.requests()
+        head = {**self.head, "object": self.chunk_kind}
+        texts = [
+            TextStream(self.served.decode, stop=request.sampling.stop, openers=self.openers)
+            for request in requests
+            for _ in range(request.n)
+        ]
+        num_sampled = 0
+        async with contextlib.aclosing(self.served.stream(requests)) as chunks:
+            async for index, chunk in chunks:
+                num_sampled += len(chunk.tokens)
+                new = texts[index].add(chunk.tokens.tolist(), finish=chunk.finish)
+                for choice in self.chunk_choices(index, chunk, new, texts[index]):
+                    yield {**head, "choices": [choice]}
+        if self.body.wants_usage:
+            usage = usage_of(_num_prompt(requests), num_sampled)
+            yield {**head, "choices": [], "usage": usage}
 
 
-async def stream_completion(
-    served: ServedModel, body: CompletionBody
-) -> AsyncGenerator[dict[str, Any]]:
-    head = _head(body)
-    requests = await _completion_requests(served, body, id=head["id"])
-    texts = [served.text_stream(request) for request in requests for _ in range(request.n)]
-    offsets = [0] * len(texts)  # of the next token in the decoded text of each completion
-    num_sampled = 0
-    async with contextlib.aclosing(served.stream(requests)) as chunks:
-        async for index, chunk in chunks:
-            num_sampled += len(chunk.tokens)
-            text = texts[index].add(chunk.tokens.tolist(), finish=chunk.finish)
-            logprobs = None
-            if body.logprobs is not None:
-                logprobs = _logprobs(
-                    chunk.tokens, chunk.logprobs, decode=served.decode, offset=offsets[index]
-                )
-                offsets[index] += sum(map(len, logprobs["tokens"]))
-            if text or logprobs or chunk.finish:
-                choice = _choice(index, text, finish=chunk.finish, logprobs=logprobs)
-                yield {**head, "choices": [choice]}
-    if body.wants_usage:
-        yield {**head, "choices": [], "usage": usage_of(requests, num_sampled)}
+class TextAnswer(ApiAnswer[CompletionBody]):
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
+    def __init__(self, served: ServedModel, body: CompletionBody) -> None:
+        super().__init__(served, body)
+        self._offsets: Counter[int] = Counter()  # of the next token in the text, by index
 
-async def _completion_requests(
-    served: ServedModel, body: CompletionBody, *, id: str
-) -> list[Request]:
-    seeded = body.model_copy(update={"seed": body.drawn_seed()})
-    requests: list[Request] = []
-    for number, prompt in enumerate(body.prompts):
-        is_text = isinstance(prompt, str)
-        tokens = await served.text_prompt(prompt) if is_text else np.asarray(prompt, np.int32)
-        requests.append(
-            served.request(
-                f"{id}-{number}",
-                tokens,
-                seeded,
+    async def requests(self) -> list[Request]:
+        body = self.body.model_copy(update={"seed": self.body.drawn_seed()})
+        return [
+            self.served.request(
+                f"{self.head['id']}-{number}",
+                await self.served.text_prompt(prompt),
+                body,
                 max_tokens=body.max_tokens,
-                model=body.model,
                 index=number * body.num_choices,
             )
+            for number, prompt in enumerate(body.prompts)
+        ]
+
+    def choice(self, index: int, completion: Completion) -> Json:
+        return self._choice(index, completion, completion.text)
+
+    def chunk_choices(
+        self, index: int, chunk: CompletionChunk, new: str, stream: TextStream
+    ) -> Iterator[Json]:
+        wants_tokens = self.body.logprobs is not None or self.body.return_token_ids
+        if new or wants_tokens or chunk.finish:
+            yield self._choice(index, chunk, new)
+
+    def _choice(self, index: int, sampled: Completion | CompletionChunk, text: str) -> Json:
+        logprobs = None if self.body.logprobs is None else self._logprobs(index, sampled)
+        choice = {"index": index, "text": text, "logprobs": logprobs}
+        if self.body.return_token_ids:
+            choice["token_ids"] = sampled.tokens.tolist()
+            choice["versions"] = sampled.versions.tolist()
+        return {**choice, "finish_reason": sampled.finish}
+
+    def _logprobs(self, index: int, sampled: Completion | CompletionChunk) -> Json:
+        """Return the logprobs of all sampled tokens, including the end token."""
+        texts = [self.served.decode([token]) for token in sampled.tokens.tolist()]
+        *offsets, self._offsets[index] = itertools.accumulate(
+            map(len, texts), initial=self._offsets[index]
         )
-    return requests
+        return {
+            "tokens": texts,
+            "token_logprobs": sampled.logprobs.tolist(),
+            "text_offset": offsets,
+            "top_logprobs": None,
+        }
 
 
-def _head(body: CompletionBody) -> dict[str, Any]:
+def reply_head(prefix: str, body: OpenAIBody) -> Json:
+    id = f"{prefix}-{uuid4().hex}"
+    return {"id": id, "created": int(time.time()), "model": body.model}
+
+
+def usage_of(num_prompt: int, num_sampled: int) -> dict[str, int]:
     return {
-        "id": f"cmpl-{uuid4().hex}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": body.model,
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
     }
 
 
-def _choice(
-    index: int, text: str, *, finish: str | None, logprobs: dict[str, Any] | None
-) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-
-
-def _logprobs(
-    tokens: np.ndarray, logprobs: np.ndarray, *, decode: Decode, offset: int = 0
-) -> dict[str, Any]:
-    """Return the logprobs of all sampled tokens, including the end token."""
-    texts = [decode([token]) for token in tokens.tolist()]
-    offsets = itertools.accumulate(map(len, texts[:-1]), initial=offset)
-    return {
-        "tokens": texts,
-        "token_logprobs": logprobs.tolist(),
-        "text_offset": list(offsets) if texts else [],
-        "top_logprobs": None,
-    }
-
-
-async def answer_generate(served: ServedModel, body: GenerateBody) -> dict[str, Any]:
-    request = _generate_request(served, body)
-    completions = await served.complete([request])
-    rows = [{**_tokens(each), "finish": each.finish, "text": each.text} for each in completions]
-    return {"id": request.id, "seed": request.seed, "completions": rows}
-
-
-async def stream_generate(
-    served: ServedModel, body: GenerateBody
-) -> AsyncGenerator[dict[str, Any]]:
-    request = _generate_request(served, body)
-    async with contextlib.aclosing(served.stream([request])) as chunks:
-        async for index, chunk in chunks:
-            yield {"id": request.id, "index": index, **_tokens(chunk), "finish": chunk.finish}
-
-
-def _generate_request(served: ServedModel, body: GenerateBody) -> Request:
-    return served.request(
-        f"gen-{uuid4().hex}",
-        np.asarray(body.prompt, np.int32),
-        body,
-        max_tokens=body.max_new_tokens,
-        model=body.model,
-        session=body.session,
-    )
-
-
-def _tokens(sampled: Completion | CompletionChunk) -> dict[str, Any]:
-    return {
-        "tokens": sampled.tokens.tolist(),
-        "logprobs": sampled.logprobs.tolist(),
-        "versions": sampled.versions.tolist(),
-    }
+def _num_prompt(requests: Sequence[Request]) -> int:
+    return sum(len(request.prompt) for request in requests)

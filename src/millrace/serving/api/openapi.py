@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from millrace.serving.api import replies
-from millrace.serving.api.bodies import Body, ChatBody, CompletionBody, GenerateBody
+from millrace.serving.api.bodies import Body, ChatBody, CompletionBody
 from millrace.serving.api.score import ScoreBody
 
 JSON = "application/json"
@@ -17,7 +17,6 @@ Post = tuple[str, type[Body], type[replies.ApiReply], str]
 _POSTS: tuple[Post, ...] = (
     ("/v1/chat/completions", ChatBody, replies.ChatCompletion, "Messages in, a message out."),
     ("/v1/completions", CompletionBody, replies.TextCompletion, "Text in, the following text out."),
-    ("/generate", GenerateBody, replies.GenerateReply, "Tokens in, tokens out."),
 )
 _SCORE: Post = ("/score", ScoreBody, replies.ScoreReply, "Logprobs of given tokens.")
 _REFUSALS = {

@@ -93,6 +93,8 @@ class TextChoice(ApiReply):
     index: int
     text: str
     logprobs: TextLogprobs | None
+    token_ids: list[int] = []  # as the next, with return_token_ids
+    versions: list[int] = []  # that sampled each token
     finish_reason: Literal["stop", "length"]
 
 
@@ -103,20 +105,6 @@ class TextCompletion(ApiReply):
     model: str
     choices: list[TextChoice]
     usage: UsageReply
-
-
-class GeneratedChoice(ApiReply):
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish: Literal["stop", "length"]
-    text: str
-
-
-class GenerateReply(ApiReply):
-    id: str
-    seed: int
-    completions: list[GeneratedChoice]
 
 
 class SequenceScores(ApiReply):

@@ -35,12 +35,12 @@ from millrace.environments.agent import Agent, Reply
 from millrace.environments.limits import EpisodeOver
 from millrace.environments.tools.functions import Tool
 from millrace.serving.api.bodies import ChatBody, CompletionBody, OpenAIBody
-from millrace.serving.api.chat import ChatReply, logprob_rows
+from millrace.serving.api.chat import CHUNK_KIND, chat_choice, chunk_choice, logprob_rows
+from millrace.serving.api.completions import Json, reply_head, usage_of
 from millrace.serving.api.errors import ApiError, json_response
 from millrace.serving.api.messages import read_messages
 from millrace.serving.api.streaming import send_events
 from millrace.serving.listener import http_listener
-from millrace.serving.served_model import usage_body
 from millrace.serving.server import check_key, error_middleware, read_request
 
 SESSION_HEADER = "X-Session-ID"
@@ -194,9 +194,9 @@ class Gateway:
         replies = await _replies(
             session, body, lambda: session.agent.chat(messages, tools, **settings)
         )
-        head = ChatReply(model=body.model)
-        choices = [_chat_choice(head, i, reply, session, body) for i, reply in enumerate(replies)]
-        whole = {**head.head("chat.completion"), "choices": choices, "usage": _usage(replies)}
+        choices = [_chat_choice(i, reply, session, body) for i, reply in enumerate(replies)]
+        head = reply_head("chatcmpl", body)
+        whole = {**head, "object": "chat.completion", "choices": choices, "usage": _usage(replies)}
         if body.stream:
             return await send_events(request, _as_chunks(head, whole, body))
         return json_response(whole)
@@ -204,10 +204,11 @@ class Gateway:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         body = await read_request(request, CompletionBody)
-        if not isinstance(body.prompt, str) or body.stream or body.logprobs is not None:
+        wants_tokens = body.logprobs is not None or body.return_token_ids
+        if not isinstance(body.prompt, str) or body.stream or wants_tokens:
             raise ApiError(
-                "In an episode, /v1/completions takes one text prompt, without stream and logprobs;"
-                " use /v1/chat/completions.",
+                "In an episode, /v1/completions takes one text prompt, without stream, logprobs and"
+                " return_token_ids; use /v1/chat/completions.",
                 param="prompt",
             )
         prompt = body.prompt
@@ -217,7 +218,7 @@ class Gateway:
             {"index": i, "text": reply.text, "logprobs": None, "finish_reason": reply.finish}
             for i, reply in enumerate(replies)
         ]
-        head = ChatReply(model=body.model).head("text_completion")
+        head = {**reply_head("cmpl", body), "object": "text_completion"}
         return json_response({**head, "choices": choices, "usage": _usage(replies)})
 
 
@@ -256,16 +257,14 @@ def _settings(body: OpenAIBody, agent: Agent, *, max_tokens: int | None) -> dict
     return {"max_new_tokens": limit, "stop": stop}
 
 
-def _chat_choice(
-    head: ChatReply, index: int, reply: Reply, session: GatewaySession, body: ChatBody
-) -> dict[str, Any]:
+def _chat_choice(index: int, reply: Reply, session: GatewaySession, body: ChatBody) -> Json:
     done = reply.exchange.completion
     logprobs = None
     if body.logprobs:
         logprobs = logprob_rows(
             done.tokens, done.logprobs, decode=lambda ids: session.agent.decode(np.array(ids))
         )
-    return head.choice(
+    return chat_choice(
         index,
         content=reply.message["content"],
         calls=body.allowed_calls(reply.tool_calls),
@@ -289,22 +288,23 @@ def _tool(function: dict[str, Any]) -> Tool:
     )
 
 
-async def _as_chunks(
-    head: ChatReply, whole: dict[str, Any], body: ChatBody
-) -> AsyncGenerator[dict[str, Any]]:
+async def _as_chunks(head: Json, whole: Json, body: ChatBody) -> AsyncGenerator[Json]:
     """Stream a reply that is already complete."""
+    head = {**head, "object": CHUNK_KIND}
     for choice in whole["choices"]:
         index, message = choice["index"], choice["message"]
         calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
         delta = {"role": "assistant", "content": message["content"] or ""}
-        yield head.chunk(index, delta=delta, logprobs=choice["logprobs"])
+        chunks = [chunk_choice(index, delta, logprobs=choice["logprobs"])]
         if calls:
-            yield head.chunk(index, delta={"tool_calls": calls})
-        yield head.chunk(index, delta={}, finish_reason=choice["finish_reason"])
+            chunks.append(chunk_choice(index, {"tool_calls": calls}))
+        chunks.append(chunk_choice(index, {}, finish_reason=choice["finish_reason"]))
+        for chunk in chunks:
+            yield {**head, "choices": [chunk]}
     if body.wants_usage:
-        yield {**head.head("chat.completion.chunk"), "choices": [], "usage": whole["usage"]}
+        yield {**head, "choices": [], "usage": whole["usage"]}
 
 
 def _usage(replies: list[Reply]) -> dict[str, int]:
     sampled = [len(reply.exchange.completion.tokens) for reply in replies]
-    return usage_body(replies[0].exchange.end - sampled[0], sum(sampled))
+    return usage_of(replies[0].exchange.end - sampled[0], sum(sampled))
