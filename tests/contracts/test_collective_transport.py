@@ -163,5 +163,5 @@ def _fields(update: WeightUpdate) -> dict[str, Any]:
 
 
 def test_address_of_another_host_is_refused():
-    with pytest.raises(WeightError, match=r"Cannot listen on weights\.address = '192\.0\.2\.1'"):
+    with pytest.raises(WeightError, match=r"Cannot listen for engines at '192\.0\.2\.1'"):
         new_sender(torch.float32, address="192.0.2.1")

@@ -56,7 +56,7 @@ async def test_a_group_that_cannot_be_encoded_is_an_error_with_a_remedy(tmp_path
     journal.issue_task(0, draw=None)
     group = make_group(0)
     group.episodes[0].counts["odd"] = object()  # pyright: ignore
-    with pytest.raises(JournalError, match=r"Group 0 cannot be written.*journal.enabled"):
+    with pytest.raises(JournalError, match=r"Group 0 cannot be written.*journal.max_bytes to 0"):
         await journal.admit_group(group)
     await journal.close()
 

@@ -50,8 +50,6 @@ class RoleModelConfig(Section):
     takes the keys of [engine], such as count and kv_bytes, except remote, kv and adapters."""
     trust_remote_code: bool = False
     """Permission to run Python code from this model's directory."""
-    tool_format: ToolFormatName = "auto"
-    """Format of this model's tool calls. "auto" detects it from the chat template."""
     template: dict[str, Any] = Field(default={})
     """Variables of this model's chat template, such as {enable_thinking = false}."""
 
@@ -100,9 +98,6 @@ class EnvironmentConfig(Section):
     """Reward of an episode that reached a limit or the end of the context."""
     tool_timeout_s: PositiveFloat = 30.0
     """Time limit for one tool call in seconds. The model gets an error if it is exceeded."""
-    tool_result_chars: PositiveInt = 16384
-    """Maximum length of a tool result in characters. Longer results are cut, with a
-    note to the model."""
     tool_format: ToolFormatName = "auto"
     """Format of the model's tool calls. "auto" detects it from the chat template."""
     history: Literal["template", "sampled"] = "template"

@@ -118,9 +118,6 @@ class WeightsConfig(Section):
     directory: str | None = None
     """Directory for transport "disk", under the same path on all hosts. By default weights/ in
     run_dir."""
-    address: str = "auto"
-    """Host name or address at which the trainer's host listens for transport "collective". "auto"
-    is loopback, and with remote engines the host of cluster.advertise or cluster.address."""
     timeout_s: PositiveFloat = 60.0
     """Time limit in seconds for a broadcast, and for a full disk to become free, before the
     update fails."""

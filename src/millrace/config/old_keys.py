@@ -35,6 +35,8 @@ _RENAMED = {
 _CONSTANTS = (
     "trainer.logprob_chunk",
     "critic.loss_weight",
+    "critic.normalize",
+    "environment.tool_result_chars",
     "weights.bucket_bytes",
     "rollout.max_failure_share",
     "rollout.max_filtered_share",
@@ -75,6 +77,11 @@ OLD_KEYS: dict[str, str] = {
     ),
     "buffer.replay.capacity": (
         "all trained groups within buffer.replay.max_staleness can be replayed; remove it"
+    ),
+    "environment.models.*.tool_format": "it follows from the model's chat template; remove it",
+    "journal.enabled": "journal.max_bytes = 0 turns the journal off; remove it",
+    "weights.address": (
+        "the trainer listens at the host of cluster.advertise or cluster.address; remove it"
     ),
     "environment.mcp.*.name": "messages name a server by its url or command; remove it",
     "scorers.*.priority": "calls are served in the order of arrival; remove it",

@@ -181,9 +181,6 @@ class CriticConfig(Section):
     gae_lambda: Share = 1.0
     """Lambda of generalized advantage estimation, per token, from 0 to 1: 1 trusts the observed
     rewards, 0 trusts the critic's value of the next token."""
-    normalize: bool = True
-    """Normalization of advantages over all tokens of a step, to mean 0 and standard deviation
-    1."""
     value_clip: PositiveFloat | None = None
     """PPO value clip: maximum change of a value within a step, above 0. By default values are not
     clipped."""
@@ -211,16 +208,18 @@ class LoraConfig(Section):
 
 
 class JournalConfig(Section):
-    enabled: bool = True
-    """Journal from which `--resume` redoes the work since the newest checkpoint
-    (docs/explanation/reliability.md). Without a journal that work is sampled again."""
-    max_bytes: PositiveInt = 4 * 2**30
+    max_bytes: NonNegativeInt = 4 * 2**30
     """Size of the journal in bytes beyond which an extra checkpoint is made, so that the journal
-    can shrink."""
+    can shrink. 0 = no journal: `--resume` then samples the work since the newest checkpoint again
+    (docs/explanation/reliability.md)."""
     partial_every_s: NonNegativeFloat = 5.0
     """Interval in seconds at which the tokens of unfinished groups are saved. These groups resume
     from the saved tokens after a crash. With 0 they start again, as they do with weights.interrupt
     = "barrier", whose runs are reproducible."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.max_bytes > 0
 
 
 class CheckpointConfig(Section):

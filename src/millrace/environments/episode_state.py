@@ -30,6 +30,9 @@ from millrace.environments.tools.functions import Tool, ToolResult, run_tool
 Sample = Callable[..., Awaitable[Completion]]  # with the signature of Policy.sample
 RunTool = Callable[..., Awaitable[ToolResult]]  # with the signature of run_tool
 
+# About 4,000 tokens. A tool that returns a whole file must not fill the context.
+TOOL_RESULT_CHARS = 16384
+
 
 @dataclass(kw_only=True, eq=False)
 class EpisodeState:
@@ -168,7 +171,7 @@ class EpisodeState:
                 tools[call.name],
                 call.arguments,
                 timeout_s=self.limits.tool_timeout_s,
-                max_chars=self.limits.tool_result_chars,
+                max_chars=TOOL_RESULT_CHARS,
             )
             finish(result)
         if result.fault is not None:

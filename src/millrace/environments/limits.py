@@ -22,7 +22,6 @@ class EpisodeLimits:
     episode_timeout_s: float | None = None
     turn_timeout_s: float | None = None
     tool_timeout_s: float = 30.0
-    tool_result_chars: int = 16384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

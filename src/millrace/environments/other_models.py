@@ -37,7 +37,7 @@ def _load(name: str, settings: RoleModelConfig) -> OtherModel:
     return OtherModel(
         path=path,
         renderer=renderer,
-        tool_format=format_of(settings.tool_format, template=renderer.chat_template),
+        tool_format=format_of("auto", template=renderer.chat_template),
         max_context=context_length(
             path,
             wanted=settings.engine.max_context,

@@ -231,7 +231,7 @@ def _needs(config: RunConfig, *, has_experts: bool) -> Iterator[_Need]:
         yield _Need(setting, Capability.TOKEN_VERSIONS, remedy)
         if interrupt == "abort":
             yield _Need(setting, Capability.PARTIALS, remedy)
-    if config.journal.enabled and config.journal.partial_every_s > 0 and interrupt != "barrier":
+    if config.journal.is_on and config.journal.partial_every_s > 0 and interrupt != "barrier":
         setting = f"journal.partial_every_s = {config.journal.partial_every_s:g}"
         yield _Need(setting, Capability.PARTIALS, "set it to 0")
     recipe = config.environment.recipe

@@ -30,8 +30,8 @@ def encode_group(group: Group) -> bytes:
         return _pack(encode(replace(group, task=_NO_TASK)))
     except WireError as error:
         raise JournalError(
-            f"Group {group.number} cannot be written to the journal: {error} Or set journal.enabled"
-            " to false."
+            f"Group {group.number} cannot be written to the journal: {error} Or set"
+            " journal.max_bytes to 0, which turns the journal off."
         ) from None
 
 

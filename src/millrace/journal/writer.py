@@ -138,6 +138,6 @@ def set_meta(cursor: sqlite3.Cursor, key: str, value: int) -> None:
 def write_failure(error: Exception, folder: Path) -> JournalError:
     return JournalError(
         f"The journal in {str(folder)!r} could not be written ({error}): the disk is full, over its"
-        " quota, or failing. Make room there, set run_dir to another disk, or journal.enabled to"
-        " false, and --resume."
+        " quota, or failing. Make room there, set run_dir to another disk, or journal.max_bytes to"
+        " 0 (no journal), and --resume."
     )

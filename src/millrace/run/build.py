@@ -87,7 +87,7 @@ class _Flow:
             journal=run.journal,
         )
         # A synchronous run starts whole groups only, so that it is reproducible.
-        has_partials = config.journal.enabled and not run.is_synchronous
+        has_partials = config.journal.is_on and not run.is_synchronous
         every_s = config.journal.partial_every_s if has_partials else 0
         self.partials = PartialRollouts(run.journal, every_s=every_s)
         self.dispatcher = Dispatcher(

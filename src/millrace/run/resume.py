@@ -82,7 +82,7 @@ def _journal_history(
     config: RunConfig, cursor: Cursor, *, resume: bool
 ) -> tuple[JournalHistory | None, tuple[str, ...]]:
     """What the journal continues from, and warnings."""
-    if not config.journal.enabled:
+    if not config.journal.is_on:
         return None, ()
     if not resume:
         return JournalHistory(ledger=Ledger.begin()), ()

@@ -19,7 +19,7 @@ from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.policy_model import PolicyModel
 from millrace.training.trainer import Trainer
 from millrace.weights.publisher import Sender
-from millrace.weights.transport import make_sender, resolve_address, resolve_transport
+from millrace.weights.transport import listening_address, make_sender, resolve_transport
 
 
 def build_trainer(
@@ -68,9 +68,7 @@ def build_critic(
     """The critic as it is before its first update."""
     return Critic(
         _load(config, path=settings.path or config.model.path),
-        estimator=GaeEstimator(
-            discount=settings.gamma, decay=settings.gae_lambda, normalize=settings.normalize
-        ),
+        estimator=GaeEstimator(discount=settings.gamma, decay=settings.gae_lambda),
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
         value_clip=settings.value_clip,
@@ -108,10 +106,8 @@ def build_sender(config: RunConfig) -> Sender:
         ),
         payload=weights.payload,
         directory=Path(weights.directory or Path(config.run_dir) / "weights"),
-        address=resolve_address(
-            weights.address,
-            is_one_host=is_one_host,
-            cluster_address=config.cluster.advertise or config.cluster.address,
+        address=listening_address(
+            config.cluster.advertise or config.cluster.address, is_one_host=is_one_host
         ),
         num_engines=engine.count + engine.remote,
         timeout_s=weights.timeout_s,

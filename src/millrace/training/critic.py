@@ -37,7 +37,9 @@ class GaeEstimator:
 
     discount: float = 1.0  # gamma
     decay: float = 1.0  # lambda
-    normalize: bool = True  # to mean 0 and deviation 1 over all trained tokens of a step
+    # To mean 0 and deviation 1 over all trained tokens of a step, as TRL's and verl's PPO do: the
+    # learning rate then does not depend on the scale of the rewards.
+    normalize: bool = True
 
     def estimate(
         self, part: Microbatch, *, values: np.ndarray, last_values: np.ndarray

@@ -35,10 +35,8 @@ def resolve_transport(
     return "ipc" if on_gpus else "shm"
 
 
-def resolve_address(address: str, *, is_one_host: bool, cluster_address: str) -> str:
-    """The address that "auto" stands for: loopback, or the host that serves the controller."""
-    if address != "auto":
-        return address
+def listening_address(cluster_address: str, *, is_one_host: bool) -> str:
+    """Where the trainer listens for engines: loopback, or the host that serves the controller."""
     if is_one_host:
         return "127.0.0.1"
     # "tcp://HOST:PORT", or only a host if it is the advertised address.

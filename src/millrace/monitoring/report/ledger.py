@@ -42,7 +42,7 @@ def read_report(path: str | Path) -> LedgerReport:
     history = read_journal(folder, list_closed=True)
     if history is None:
         raise ConfigError(
-            f"{path} has no journal: it is not a run directory, or journal.enabled was false."
+            f"{path} has no journal: it is not a run directory, or journal.max_bytes was 0."
         )
     ledger = history.ledger
     pending = {

@@ -147,7 +147,7 @@ class RendezvousClient:
         except OSError as error:
             raise WeightError(
                 f"The trainer cannot be reached for weights at {host}:{port} ({error}); set"
-                " weights.address to an address of its host that engines reach."
+                " cluster.advertise to an address of its host that engines reach."
             ) from None
         self._lines = self._socket.makefile("rb")
         self.own_host: str = self._socket.getsockname()[0]  # the address that faces the trainer
@@ -176,7 +176,7 @@ def listen(address: str) -> socket.socket:
         listener.listen()
     except OSError as error:
         raise WeightError(
-            f"Cannot listen on weights.address = {address!r} ({error.strerror or error});"
-            " use an address of the trainer's host."
+            f"Cannot listen for engines at {address!r} ({error.strerror or error}); set"
+            " cluster.advertise or cluster.address to an address of the trainer's host."
         ) from None
     return listener
