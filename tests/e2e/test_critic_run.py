@@ -2,12 +2,12 @@
 
 import pytest
 from digits import TASKS, share_of_digits
+from metrics_page import unknown_metrics
 from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM
 
 import millrace as mr
 from millrace.core.errors import ConfigError
-from millrace.monitoring.catalog import unknown_metrics
 from millrace.monitoring.files.metrics import read_metrics
 from millrace.training.checkpoints.directory import CRITIC
 

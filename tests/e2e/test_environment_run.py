@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from metrics_page import unknown_metrics
 from tiny_model import make_tiny_model
 
 import millrace as mr
@@ -12,7 +13,6 @@ from millrace.environments.replay.files import read_recordings
 from millrace.environments.replay.recorder import episode_of
 from millrace.environments.replay.rerun import rerun
 from millrace.models.directory import load_tokenizer
-from millrace.monitoring.catalog import unknown_metrics
 from millrace.monitoring.files.metrics import read_metrics, table
 
 

@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from metrics_page import unknown_metrics
 from tiny_model import make_tiny_model
 
 import millrace as mr
-from millrace.monitoring.catalog import unknown_metrics
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 

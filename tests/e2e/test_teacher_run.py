@@ -7,10 +7,10 @@ from typing import Any
 import psutil
 import pytest
 from digits import TASKS, share_of_digits
+from metrics_page import unknown_metrics
 from tiny_model import make_tiny_model
 
 import millrace as mr
-from millrace.monitoring.catalog import unknown_metrics
 from millrace.monitoring.files.metrics import read_metrics, table
 
 

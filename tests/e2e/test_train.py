@@ -10,11 +10,11 @@ import psutil
 import pytest
 import torch
 from digits import TASKS, share_of_digits
+from metrics_page import unknown_metrics
 from overlap import first_halves, generating_in, overlap, steps_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import millrace as mr
-from millrace.monitoring.catalog import unknown_metrics
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.training.checkpoints.directory import FoundCheckpoint, newest_checkpoint

@@ -4,12 +4,12 @@ from dataclasses import replace
 import pytest
 from fakes import RecordingTracker, make_group
 from full_disk import files_of_at_most
+from metrics_page import unknown_metrics
 
 from millrace.config import load_config
 from millrace.core.files import is_full
 from millrace.core.records import Score, Task
 from millrace.core.spans import Span
-from millrace.monitoring.catalog import unknown_metrics
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.monitor import RunMonitor

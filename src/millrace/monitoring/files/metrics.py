@@ -2,7 +2,7 @@
 
 Promise: a row reaches the operating system before write() returns, and no row holds NaN. A reader
 may open the file at any time and ignores a last line that is incomplete. Called from the
-controller's event loop. docs/reference/metrics.md describes every key.
+controller's event loop. docs/reference/metrics.md lists every key; tests check it.
 """
 
 import contextlib
