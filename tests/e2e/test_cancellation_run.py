@@ -5,7 +5,8 @@ from tiny_model import make_tiny_model
 
 import millrace as mr
 from millrace.monitoring.files.metrics import read_metrics, table
-from millrace.monitoring.report.summary import summarise
+from millrace.monitoring.report.summary import summary_rows
+from millrace.monitoring.terminal.text import counts
 
 TASKS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
 
@@ -35,4 +36,5 @@ def test_groups_beyond_the_staleness_limit_are_cancelled_and_retried(tmp_path):
     assert max(row["staleness/max"] for row in rows) <= 1
     assert rows[-1]["cancelled/generating"] > 0
     assert rows[-1]["tokens/wasted/cancelled"] > 0
-    assert summarise(result.run_dir).cancelled == table(rows[-1], "cancelled")
+    summary = dict(summary_rows(result.run_dir))
+    assert summary["groups cancelled"] == counts(table(rows[-1], "cancelled"))

@@ -134,12 +134,12 @@ def inspect(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from millrace.monitoring.report.plots import render_plots
-    from millrace.monitoring.report.summary import summarise, summary_table
+    from millrace.monitoring.report.summary import summary_table
 
     console = Console()
     if args.ledger or args.number is not None:
         return _ledger(args.run_dir, console, number=args.number)
-    console.print(summary_table(summarise(args.run_dir)), highlight=False)
+    console.print(summary_table(args.run_dir), highlight=False)
     if not args.no_plots:
         for path in render_plots(args.run_dir):
             console.print(f"drew {path}", highlight=False, soft_wrap=True)
