@@ -8,7 +8,7 @@ from millrace.monitoring.activity import Shares
 from millrace.monitoring.terminal.progress import (
     LineProgress,
     LiveProgress,
-    NoProgress,
+    ProgressDisplay,
     make_progress,
     progress_line,
 )
@@ -189,7 +189,7 @@ def test_auto_is_live_in_a_terminal_and_lines_elsewhere():
     assert isinstance(make_progress("auto", console=latin), LineProgress)
     assert isinstance(make_progress("auto", console=pipe), LineProgress)
     assert isinstance(make_progress("live", console=pipe), LiveProgress)
-    assert isinstance(make_progress("off", console=terminal), NoProgress)
+    assert type(make_progress("off", console=terminal)) is ProgressDisplay
 
 
 def test_startup_phases_are_lines_from_the_first_second():
@@ -208,7 +208,7 @@ def test_live_startup_view_makes_room_for_the_run():
     clock.now_s = 7.0
     live.starting("trainer", "starting the process")
     view = Console(file=io.StringIO(), width=60, record=True)
-    view.print(live._startup)
+    view.print(live.startup())
     assert "engine-0    loading the model  0:07" in view.export_text()
     live.start()
     live.show(SNAPSHOT)

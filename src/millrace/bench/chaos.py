@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from millrace.bench import bench_parser, write_result
 from millrace.bench.faults.checker import RunChecker
 from millrace.bench.faults.injector import FaultInjector, Stuck
 from millrace.bench.faults.promises import (
-    Promise,
     check_account,
     check_accuracy,
     check_kills,
@@ -28,7 +27,7 @@ from millrace.bench.faults.promises import (
     check_work,
 )
 from millrace.bench.faults.target_run import NUM_DIGITS, TargetRun
-from millrace.bench.faults.time_lost import Pace, TimeAccount, account
+from millrace.bench.faults.time_lost import Pace, account
 
 MIN_STEPS, STEPS_PER_KILL = 200, 5  # with fewer steps, accuracy depends on chance
 NUM_EXAMPLES = 9600  # for the model's warm start
@@ -56,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{error}\nThe run directories are in {folder}.", file=sys.stderr)
         return 1
     print(_table(result))
-    write_result(_plain(result), args.json)
-    if all(promise.holds for promise in result.promises):
+    write_result(result, args.json)
+    if all(promise["holds"] for promise in result["promises"]):
         if not args.keep:
             shutil.rmtree(folder)
         return 0
@@ -87,18 +86,8 @@ class ObservedRun:
         self.summary = json.loads(self.target.run_dir.summary.read_text())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    steps: int
-    seed: int
-    injector: FaultInjector
-    pace: Pace
-    account: TimeAccount
-    summaries: dict[str, dict[str, Any]]  # by run
-    promises: list[Promise]
-
-
-def inject(folder: Path, *, num_kills: int, steps: int, seed: int) -> Result:
+def inject(folder: Path, *, num_kills: int, steps: int, seed: int) -> dict[str, Any]:
+    """Run once undisturbed and once with faults; returns the JSON result."""
     from millrace.demo.model import make_model  # only now: it imports torch
 
     make_model(folder / "model", seed, num_examples=NUM_EXAMPLES, num_digits=NUM_DIGITS)
@@ -111,61 +100,42 @@ def inject(folder: Path, *, num_kills: int, steps: int, seed: int) -> Result:
     print(f"undisturbed: {steps} steps in {pace.wall_s:.0f} s, {pace.step_s:.2f} s each")
     disturbed = ObservedRun(folder / "disturbed", **settings)
     disturbed.run(num_kills, step_s=pace.step_s)
-    lost = account(
-        disturbed.checker.steps_seen,
-        disturbed.injector.kills,
-        pace=pace,
-        began_s=disturbed.began_s,
-        ended_s=disturbed.ended_s,
-    )
+    kills, summary = disturbed.injector.kills, disturbed.summary
+    times = {"began_s": disturbed.began_s, "ended_s": disturbed.ended_s}
+    lost = account(disturbed.checker.steps_seen, kills, pace=pace, **times)
     promises = [
-        check_kills(disturbed.injector.kills, wanted=num_kills),
-        *check_work(disturbed.target, disturbed.checker, summary=disturbed.summary),
-        check_accuracy(undisturbed.summary["accuracy_after"], disturbed.summary["accuracy_after"]),
+        check_kills(kills, wanted=num_kills),
+        *check_work(disturbed.target, disturbed.checker, summary=summary),
+        check_accuracy(undisturbed.summary["accuracy_after"], summary["accuracy_after"]),
         disturbed.leftovers,
         check_account(lost),
     ]
-    return Result(
-        steps=steps,
-        seed=seed,
-        injector=disturbed.injector,
-        pace=pace,
-        account=lost,
-        summaries={"undisturbed": undisturbed.summary, "disturbed": disturbed.summary},
-        promises=promises,
-    )
-
-
-def _table(result: Result) -> str:
-    lost = result.account
-    lines = [f"\n{'seconds':<24}{'kills':>8}{'lost':>10}{'per kill':>10}{'redone':>10}"]
-    lines.append(f"{'undisturbed':<24}{'':>8}{lost.undisturbed_s:10.1f}")
-    for role, loss in sorted(lost.by_role.items()):
-        mean_s = loss.seconds / loss.num_kills
-        lines.append(
-            f"{role:<24}{loss.num_kills:8}{loss.seconds:10.1f}{mean_s:10.1f}{loss.redo_s:10.1f}"
-        )
-    lines.append(f"{'unexplained':<24}{'':>8}{lost.rest_s:10.1f}")
-    lines.append(f"{'all':<24}{len(result.injector.kills):8}{lost.wall_s:10.1f}\n")
-    lines += [
-        f"{'holds ' if promise.holds else 'BROKEN'}  {promise.what}\n        {promise.found}"
-        for promise in result.promises
-    ]
-    return "\n".join(lines)
-
-
-def _plain(result: Result) -> dict[str, Any]:
-    disturbed = result.summaries["disturbed"]
     return {
-        "kills": len(result.injector.kills),
-        **{promise.name: promise.count for promise in result.promises if promise.name},
-        "steps_completed": disturbed["steps"],
-        "accuracy_after": disturbed["accuracy_after"],
-        "steps": result.steps,
-        "seed": result.seed,
-        "injected": [asdict(kill) for kill in result.injector.kills],
-        "undisturbed": asdict(result.pace),
-        "account": {**asdict(result.account), "rest_s": result.account.rest_s},
-        "summaries": result.summaries,
-        "promises": [asdict(promise) for promise in result.promises],
+        "kills": len(kills),
+        **{promise.name: promise.count for promise in promises if promise.name},
+        "steps_completed": summary["steps"],
+        "accuracy_after": summary["accuracy_after"],
+        "steps": steps,
+        "seed": seed,
+        "injected": [asdict(kill) for kill in kills],
+        "undisturbed": asdict(pace),
+        "account": asdict(lost),
+        "summaries": {"undisturbed": undisturbed.summary, "disturbed": summary},
+        "promises": [asdict(promise) for promise in promises],
     }
+
+
+def _table(result: dict[str, Any]) -> str:
+    lost = result["account"]
+    lines = [f"\n{'seconds':<24}{'kills':>8}{'lost':>10}{'per kill':>10}{'redone':>10}"]
+    lines.append(f"{'undisturbed':<24}{'':>8}{lost['undisturbed_s']:10.1f}")
+    for role, loss in sorted(lost["by_role"].items()):
+        num_kills, seconds = loss["num_kills"], loss["seconds"]
+        per_kill_s, redo_s = seconds / num_kills, loss["redo_s"]
+        lines.append(f"{role:<24}{num_kills:8}{seconds:10.1f}{per_kill_s:10.1f}{redo_s:10.1f}")
+    lines.append(f"{'unexplained':<24}{'':>8}{lost['rest_s']:10.1f}")
+    lines.append(f"{'all':<24}{result['kills']:8}{lost['wall_s']:10.1f}\n")
+    for promise in result["promises"]:
+        lines.append(f"{'holds ' if promise['holds'] else 'BROKEN'}  {promise['what']}")
+        lines.append(f"        {promise['found']}")
+    return "\n".join(lines)

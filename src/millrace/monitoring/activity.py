@@ -6,7 +6,7 @@ a model, is not counted. Called from the controller's event loop.
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from millrace.core.spans import Span
 
@@ -17,6 +17,8 @@ STARTING = {
     "compile": "compiling and warming up",
 }
 ROLES = ("engine", "trainer")  # shown first, in this order
+
+Seconds = Mapping[tuple[str, bool], float]  # by name and whether the worker was busy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,43 +35,38 @@ class Shares:
         return max(self.waiting, key=lambda reason: self.waiting[reason], default=None)
 
 
-@dataclass(slots=True)
-class _Worker:
-    recent: deque[Span] = field(default_factory=deque)
-    total_s: dict[tuple[str, bool], float] = field(default_factory=lambda: defaultdict(float))
-
-
 class Activity:
     """Sums spans by worker; "recent" reaches `window_s` back from a worker's last span."""
 
     def __init__(self, *, window_s: float = 15.0) -> None:
         self._window_s = window_s
-        self._workers: dict[str, _Worker] = {}
+        self._recent: dict[str, deque[Span]] = {}  # by worker
+        self._total_s: dict[str, defaultdict[tuple[str, bool], float]] = {}
 
     def add(self, spans: Iterable[Span]) -> None:
         for span in spans:
-            worker = self._workers.setdefault(span.worker, _Worker())
+            recent = self._recent.setdefault(span.worker, deque())
+            total_s = self._total_s.setdefault(span.worker, defaultdict(float))
             if span.name in STARTING:
                 continue
-            worker.total_s[span.name, span.busy] += span.end_s - span.start_s
-            worker.recent.append(span)
-            while worker.recent[0].end_s <= span.end_s - self._window_s:
-                worker.recent.popleft()
+            total_s[span.name, span.busy] += span.end_s - span.start_s
+            recent.append(span)
+            while recent[0].end_s <= span.end_s - self._window_s:
+                recent.popleft()
 
     def recent(self) -> dict[str, Shares | None]:
         """By worker, in order, over the window; None while a worker starts."""
-        return {n: _shares(self._in_window(self._workers[n])) for n in in_order(self._workers)}
+        return {n: _shares(self._in_window(self._recent[n])) for n in in_order(self._recent)}
 
     def total(self) -> dict[str, Shares | None]:
         """By worker, in order, over the whole run; None while a worker starts."""
-        return {n: _shares(self._workers[n].total_s) for n in in_order(self._workers)}
+        return {n: _shares(self._total_s[n]) for n in in_order(self._total_s)}
 
-    def _in_window(self, worker: _Worker) -> dict[tuple[str, bool], float]:
+    def _in_window(self, spans: deque[Span]) -> Seconds:
         seconds: dict[tuple[str, bool], float] = defaultdict(float)
-        if worker.recent:
-            begin_s = worker.recent[-1].end_s - self._window_s
-            for span in worker.recent:
-                seconds[span.name, span.busy] += span.end_s - max(span.start_s, begin_s)
+        for span in spans:
+            begin_s = max(span.start_s, spans[-1].end_s - self._window_s)
+            seconds[span.name, span.busy] += span.end_s - begin_s
         return seconds
 
 
@@ -93,29 +90,19 @@ def in_order(workers: Iterable[str]) -> list[str]:
 
 def mean_by_role(workers: Mapping[str, Shares | None]) -> dict[str, Shares]:
     """Per role, the mean over its workers that have finished their start-up."""
-    members: dict[str, list[Shares]] = defaultdict(list)
+    sums: dict[str, defaultdict[tuple[str, bool], float]] = {}
     for worker, shares in workers.items():
         if shares is not None:
-            members[role_of(worker)].append(shares)
-    return {
-        role: Shares(
-            busy=sum(shares.busy for shares in rows) / len(rows),
-            doing=_mean([shares.doing for shares in rows]),
-            waiting=_mean([shares.waiting for shares in rows]),
-        )
-        for role, rows in members.items()
-    }
+            of_role = sums.setdefault(role_of(worker), defaultdict(float))
+            for busy, table in ((True, shares.doing), (False, shares.waiting)):
+                for name, share in table.items():
+                    of_role[name, busy] += share
+    # The shares of each worker sum to 1, so all workers of a role count equally.
+    means = {role: _shares(sums[role]) for role in sums}
+    return {role: mean for role, mean in means.items() if mean is not None}
 
 
-def _mean(tables: list[dict[str, float]]) -> dict[str, float]:
-    mean: dict[str, float] = defaultdict(float)
-    for table in tables:
-        for name, share in table.items():
-            mean[name] += share / len(tables)
-    return dict(mean)
-
-
-def _shares(seconds: Mapping[tuple[str, bool], float]) -> Shares | None:
+def _shares(seconds: Seconds) -> Shares | None:
     whole_s = sum(seconds.values())
     if whole_s <= 0:
         return None

@@ -17,10 +17,10 @@ from millrace.core.records import Group
 from millrace.core.spans import Span
 from millrace.monitoring.activity import STARTING, Activity, mean_by_role, role_of
 from millrace.monitoring.files.episodes import StepLog, recording_row, sample_row
-from millrace.monitoring.files.metrics import MetricsLog, flatten, read_metrics
+from millrace.monitoring.files.metrics import MetricsLog, read_metrics
 from millrace.monitoring.files.trace import TraceWriter
 from millrace.monitoring.group_metrics import group_metrics
-from millrace.monitoring.run_dir import RunDir, to_json
+from millrace.monitoring.run_dir import RunDir
 from millrace.monitoring.scorer_load import ScorerRates, limit_text
 from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
 from millrace.monitoring.terminal.snapshot import DownsampledSeries, RunGauges, RunSnapshot
@@ -124,24 +124,20 @@ class RunMonitor:
         num_episodes = sum(len(group.episodes) for group in fresh)
         self.episodes += num_episodes
         self._throughput.step(num_episodes)
-        row = flatten(
-            to_json(
-                {
-                    "step": step,
-                    "version": step,
-                    "time_s": round(time.monotonic() - self._started_s, 3),
-                    **trainer_metrics,
-                    **group_metrics(groups, fresh=fresh, version=gauges.version),
-                    "throughput": self._throughput.row(),
-                    **self._gauge_metrics(gauges, num_replayed=len(groups) - len(fresh)),
-                    **self._new_evaluation,
-                }
-            )
+        row = self._last_row = self._metrics.write(
+            {
+                "step": step,
+                "version": step,
+                "time_s": round(time.monotonic() - self._started_s, 3),
+                **trainer_metrics,
+                **group_metrics(groups, fresh=fresh, version=gauges.version),
+                "throughput": self._throughput.row(),
+                **self._gauge_metrics(gauges, num_replayed=len(groups) - len(fresh)),
+                **self._new_evaluation,
+            }
         )
         self._new_evaluation = {}
-        self._last_row = row
         self._rewards.add(row["reward/mean"])
-        self._metrics.write(row)
         for log in self._episode_logs:
             log.write(step, fresh)
         numbers = {name: float(value) for name, value in row.items() if value is not None}

@@ -9,15 +9,13 @@ Called from the controller's event loop.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 WINDOW_S = 10.0  # the current rates cover whole steps and at least this much time, if there is any
 MAX_MARKS = 200
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Mark:
+class _Mark(NamedTuple):
     """Totals when a step ended; a rate is the difference of two marks."""
 
     time_s: float

@@ -79,7 +79,6 @@ class FaultInjector:
         self._log = log
         self.kills: list[Kill] = []
         self._hanging: dict[int, TargetProcess] = {}  # by index in kills, until the run notices
-        self.num_missed = 0  # kills that came too late, after the end of the run
 
     def inject(self, num_kills: int, *, step_s: float, seed: int) -> None:
         """Kill processes until the run has finished; raises Stuck if it does not.
@@ -87,8 +86,8 @@ class FaultInjector:
         `step_s` is the duration of an undisturbed step.
         """
         for plan in plans(num_kills, steps=self._target.steps, seed=seed):
-            if not self._wait(plan, step_s=step_s) or not self._execute(plan):
-                self.num_missed += 1
+            if self._wait(plan, step_s=step_s):
+                self._execute(plan)
         self._wait_until(lambda: False, what="the end of the run")
 
     def _wait(self, plan: KillPlan, *, step_s: float) -> bool:
@@ -106,21 +105,18 @@ class FaultInjector:
         until_s = time.monotonic() + plan.pause * PAUSE_STEPS * step_s
         return self._wait_until(lambda: time.monotonic() >= until_s, what="a pause")
 
-    def _execute(self, plan: KillPlan) -> bool:
-        """False = the run ended first."""
+    def _execute(self, plan: KillPlan) -> None:
+        """Signal a process of that role as soon as there is one, unless the run ends first."""
 
         def find() -> bool:
-            if plan.signal == signal.SIGSTOP and not self._has_begun():
+            seen = self._checker.steps_seen
+            has_begun = bool(seen) and seen[-1].at_s > self._target.started_s
+            if plan.signal == signal.SIGSTOP and not has_begun:
                 return False  # a worker that hangs during start-up ends the run, by design
             found = [each for each in self._target.live_processes() if each.role == plan.role]
             return any(self._send_signal(process, plan.signal) for process in found)
 
-        return self._wait_until(find, what=f"a {plan.role}")
-
-    def _has_begun(self) -> bool:
-        """The run has completed a step since it was last started."""
-        steps_seen = self._checker.steps_seen
-        return bool(steps_seen) and steps_seen[-1].at_s > self._target.started_s
+        self._wait_until(find, what=f"a {plan.role}")
 
     def _send_signal(self, process: TargetProcess, number: signal.Signals) -> bool:
         """False if the process was gone already."""
@@ -128,23 +124,23 @@ class FaultInjector:
         at_s, step = time.monotonic(), self._checker.step
         if process in self._hanging.values() or not send_signal(process, number):
             return False
-        is_stop = number == signal.SIGSTOP
-        if is_stop:
-            gone_s = self._wait_until_noticed(process)
-        else:
+        if number == signal.SIGKILL:
             gone_s = gone_after_s(process, timeout_s=KILL_TIMEOUT_S)
-        kill = Kill(
-            at_s=at_s,
-            role=process.role,
-            name=process.name,
-            pid=process.pid,
-            signal=number.name,
-            step=step,
-            gone_after_s=gone_s,
+        else:
+            gone_s = self._wait_until_noticed(process)
+            if gone_s is None:
+                self._hanging[len(self.kills)] = process
+        self.kills.append(
+            Kill(
+                at_s=at_s,
+                role=process.role,
+                name=process.name,
+                pid=process.pid,
+                signal=number.name,
+                step=step,
+                gone_after_s=gone_s,
+            )
         )
-        if is_stop and gone_s is None:
-            self._hanging[len(self.kills)] = process
-        self.kills.append(kill)
         after = "still alive" if gone_s is None else f"gone after {gone_s:.2f} s"
         what = f"{len(self.kills):3} {number.name} {process.name} (pid {process.pid})"
         self._log(f"{what} at step {step}: {after}")
@@ -161,7 +157,7 @@ class FaultInjector:
             if gone_after_s(process, timeout_s=LOOK_S) is not None:
                 return waited_s
             if self._target.exit_code is not None or self._checker.step > begun + HANG_STEPS:
-                return None
+                break
         return None
 
     def _update_hanging(self) -> None:
@@ -181,17 +177,15 @@ class FaultInjector:
             if code == 0:
                 return False
             if code is not None:
-                raise Stuck(
-                    f"The run ended with exit code {code}. The end of its output:\n"
-                    f"{self._target.last_output}"
-                )
+                raise self._stuck(f"The run ended with exit code {code}.")
             if is_due():
                 return True
             if self._checker.step > step:
                 moved_s, step = time.monotonic(), self._checker.step
             if time.monotonic() - moved_s > STALL_S:
-                raise Stuck(
-                    f"No step was completed for {STALL_S:.0f} s while waiting for {what}. The end"
-                    f" of the run's output:\n{self._target.last_output}"
-                )
+                waited = f"for {STALL_S:.0f} s while waiting for {what}"
+                raise self._stuck(f"The run completed no step {waited}.")
             time.sleep(LOOK_S)
+
+    def _stuck(self, what: str) -> Stuck:
+        return Stuck(f"{what} The end of its output:\n{self._target.last_output}")

@@ -67,7 +67,7 @@ def settings_of(folder: Path, *, model: Path, steps: int, seed: int) -> dict[str
 class TargetRun:
     def __init__(self, folder: Path, *, model: Path, steps: int, seed: int) -> None:
         folder.mkdir(parents=True)
-        self.folder = folder
+
         self.steps = steps
         self.run_dir = RunDir(folder / "run")
         self.console = folder / "console.log"

@@ -5,9 +5,9 @@ end, if that kill is recent: the effects of a kill show within the steps that we
 buffered by then. The time that is left over stays unexplained and measures the account's quality.
 """
 
-import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 
 from millrace.bench.faults.checker import StepSeen
 from millrace.bench.faults.injector import Kill
@@ -43,20 +43,15 @@ class TimeLoss:
 
     num_kills: int = 0
     seconds: float = 0.0
-    redo_s: float = 0.0  # part of it spent on repeated steps
+    redo_s: float = 0.0  # part of it, from the first repeated step to the first new one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeAccount:
     wall_s: float
     undisturbed_s: float
-    by_role: dict[str, TimeLoss] = field(default_factory=dict[str, TimeLoss])
-
-    @property
-    def rest_s(self) -> float:
-        """Time that neither the undisturbed run nor a kill explains."""
-        lost_s = sum(loss.seconds for loss in self.by_role.values())
-        return self.wall_s - self.undisturbed_s - lost_s
+    by_role: dict[str, TimeLoss]
+    rest_s: float  # time that neither the undisturbed run nor a kill explains
 
 
 def account(
@@ -71,30 +66,21 @@ def account(
     for kill in kills:
         by_role.setdefault(kill.role, TimeLoss()).num_kills += 1
     new = [seen for seen in steps_seen if seen.is_new]
-    gaps = _gaps(new, pace=pace, began_s=began_s, ended_s=ended_s)
-    times = [kill.at_s for kill in kills]
-    for begin_s, end_s, usual_s, step in gaps:
-        index = bisect.bisect_left(times, end_s) - 1
-        is_long = end_s - begin_s - usual_s > LONG_STEPS * pace.step_s
-        if not is_long or index < 0 or step - kills[index].step > NEAR_STEPS:
-            continue
-        loss = by_role[kills[index].role]
-        loss.seconds += end_s - begin_s - usual_s
-        loss.redo_s += _redo_s(steps_seen, begin_s=begin_s, end_s=end_s)
-    return TimeAccount(wall_s=ended_s - began_s, undisturbed_s=pace.wall_s, by_role=by_role)
-
-
-def _gaps(
-    new: Sequence[StepSeen], *, pace: Pace, began_s: float, ended_s: float
-) -> list[tuple[float, float, float, int]]:
-    """Begin, end, usual duration, and the last step completed before the gap."""
     times = [began_s, *(seen.at_s for seen in new), ended_s]
     usual = [pace.start_s, *([pace.step_s] * (len(new) - 1)), pace.end_s]
-    steps = [0, *(seen.step for seen in new)]
-    return list(zip(times, times[1:], usual, steps, strict=False))
-
-
-def _redo_s(steps_seen: Sequence[StepSeen], *, begin_s: float, end_s: float) -> float:
-    """Seconds from the first repeated step to the first new one."""
-    again = [s.at_s for s in steps_seen if not s.is_new and begin_s <= s.at_s <= end_s]
-    return end_s - again[0] if again else 0.0
+    steps = [0, *(seen.step for seen in new)]  # the last step before each gap
+    for (begin_s, end_s), usual_s, step in zip(pairwise(times), usual, steps, strict=False):
+        extra_s = end_s - begin_s - usual_s
+        kill = next((kill for kill in reversed(kills) if kill.at_s < end_s), None)
+        if extra_s <= LONG_STEPS * pace.step_s or not kill or step - kill.step > NEAR_STEPS:
+            continue
+        again = [s.at_s for s in steps_seen if not s.is_new and begin_s <= s.at_s <= end_s]
+        by_role[kill.role].seconds += extra_s
+        by_role[kill.role].redo_s += end_s - again[0] if again else 0.0
+    wall_s = ended_s - began_s
+    return TimeAccount(
+        wall_s=wall_s,
+        undisturbed_s=pace.wall_s,
+        by_role=by_role,
+        rest_s=wall_s - pace.wall_s - sum(loss.seconds for loss in by_role.values()),
+    )

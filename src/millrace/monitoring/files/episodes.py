@@ -53,7 +53,7 @@ def sample_row(group: Group, index: int) -> dict[str, Any]:
         "prompt": turn.prompt,
         "completion": turn.completion,
         "finish": turn.finish,
-        **_scores(group, index),
+        **scores_row(group, index),
         "versions": [int(versions.min()), int(versions.max())],
         "tokens": sum(rollout.num_generated for rollout in episode.rollouts),
         "columns": {name: _shown(value) for name, value in group.task.columns.items()},
@@ -64,10 +64,11 @@ def recording_row(group: Group, index: int, *, model: str) -> dict[str, Any]:
     """An episode for `millrace replay`; its prompts were rendered for `model`."""
     recording = group.episodes[index].recording
     assert recording is not None, "runs with record_episodes record every episode"
-    return {**_scores(group, index), "model": model, "episode": msgspec.Raw(recording)}
+    return {**scores_row(group, index), "model": model, "episode": msgspec.Raw(recording)}
 
 
-def _scores(group: Group, index: int) -> dict[str, Any]:
+def scores_row(group: Group, index: int) -> dict[str, Any]:
+    """What every file says about the score of an episode."""
     assert group.advantages is not None
     score = group.scores[index]
     return {

@@ -26,9 +26,11 @@ class MetricsLog:
         write_atomically(path, "".join(_line(row) for row in kept))
         self._file = path.open("a", buffering=1)  # line-buffered: one write per row
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Tables in the row become keys with slashes."""
-        self._file.write(_line(flatten(to_json(row))))
+    def write(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Tables in the row become keys with slashes; returns the row as it was written."""
+        flat = flatten(to_json(row))
+        self._file.write(_line(flat))
+        return flat
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # write() has already raised for this row

@@ -12,6 +12,7 @@ from typing import Any
 
 from millrace.core.errors import RunFailed
 from millrace.core.records import Group
+from millrace.monitoring.files.episodes import scores_row
 from millrace.monitoring.run_dir import to_json
 
 MAX_IN_A_ROW = 3
@@ -59,26 +60,18 @@ class SkippedSteps:
 
 def _rows(group: Group) -> Iterator[dict[str, Any]]:
     """One row per rollout; arrays have one value per token, and `sampled` marks trained tokens."""
-    assert group.advantages is not None
-    number = 0  # of the rollout within the group
-    scored = zip(group.episodes, group.scores, group.advantages, strict=True)
-    for index, (episode, score, advantage) in enumerate(scored):
+    by_token = iter(group.token_advantages or ())
+    for index, episode in enumerate(group.episodes):
         for rollout in episode.rollouts:
-            by_token = group.token_advantages
-            yield to_json(
-                {
-                    "group": group.number,
-                    "episode": index,
-                    "completion": episode.turns[-1].completion if episode.turns else None,
-                    "score": score.total,
-                    "parts": score.parts,
-                    "advantage": advantage,
-                    "token_advantages": None if by_token is None else by_token[number].tolist(),
-                    "temperature": rollout.sampling.temperature,
-                    "tokens": rollout.tokens.tolist(),
-                    "sampled": rollout.mask.tolist(),
-                    "engine_logprobs": rollout.engine_logprobs.tolist(),
-                    "versions": rollout.versions.tolist(),
-                }
-            )
-            number += 1
+            advantages = next(by_token, None)
+            yield {
+                **scores_row(group, index),
+                "episode": index,
+                "completion": episode.turns[-1].completion if episode.turns else None,
+                "token_advantages": None if advantages is None else to_json(advantages.tolist()),
+                "temperature": rollout.sampling.temperature,
+                "tokens": rollout.tokens.tolist(),
+                "sampled": rollout.mask.tolist(),
+                "engine_logprobs": to_json(rollout.engine_logprobs.tolist()),
+                "versions": rollout.versions.tolist(),
+            }

@@ -38,8 +38,7 @@ class LedgerReport:
 
 
 def read_report(path: str | Path) -> LedgerReport:
-    folder = RunDir(path).journal
-    history = read_journal(folder, list_closed=True)
+    history = read_journal(RunDir(path).journal, list_closed=True)
     if history is None:
         raise ConfigError(
             f"{path} has no journal: it is not a run directory, or journal.max_bytes was 0."
@@ -54,7 +53,6 @@ def read_report(path: str | Path) -> LedgerReport:
 
 
 def ledger_table(report: LedgerReport) -> Table:
-    """Tasks by status, as a table for the terminal."""
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)

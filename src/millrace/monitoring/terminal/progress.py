@@ -6,18 +6,21 @@ draws, so that drawing costs a few milliseconds per second at most.
 
 import time
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 from rich.console import Console
 from rich.live import Live
+from rich.panel import Panel
 
 from millrace.monitoring.activity import mean_by_role
 from millrace.monitoring.terminal.snapshot import RunSnapshot
 from millrace.monitoring.terminal.text import counts, duration, rate
-from millrace.monitoring.terminal.view import RunView, StartupView
+from millrace.monitoring.terminal.view import RunView, startup_view
 
 
-class ProgressDisplay(Protocol):
+class ProgressDisplay:
+    """Shows nothing, as progress = "off" asks for; the run directory still has everything."""
+
     def starting(self, worker: str, phase: str) -> None:
         """A worker, or the run itself, enters a phase of its start-up. May come before start()."""
 
@@ -45,10 +48,10 @@ def make_progress(
         return LiveProgress(console)
     if mode == "lines":
         return LineProgress(console)
-    return NoProgress()
+    return ProgressDisplay()
 
 
-class LiveProgress:
+class LiveProgress(ProgressDisplay):
     """Redraws one view in place, at most four times a second."""
 
     REDRAW_S = 0.25
@@ -57,15 +60,18 @@ class LiveProgress:
         self._now = now
         self._drawn_s = float("-inf")
         self._console = console
-        self._startup = StartupView(now=now)
+        self._phases: dict[str, tuple[str, float]] = {}  # by worker: its phase, and since when
         # A thread of its own redraws it: the event loop is busy with imports during start-up.
         self._startup_live = Live(
-            self._startup, console=console, refresh_per_second=4, transient=True
+            console=console, get_renderable=self.startup, refresh_per_second=4, transient=True
         )
         self._live = Live(console=console, auto_refresh=False, transient=False)
 
+    def startup(self) -> Panel:
+        return startup_view(self._phases, now_s=self._now())
+
     def starting(self, worker: str, phase: str) -> None:
-        self._startup.enter(worker, phase)
+        self._phases[worker] = (phase, self._now())
         if not self._live.is_started:
             self._startup_live.start()
 
@@ -87,7 +93,7 @@ class LiveProgress:
         self._live.stop()  # draws the last snapshot once more
 
 
-class LineProgress:
+class LineProgress(ProgressDisplay):
     """One line per step, at most every other second; regular lines while no step completes."""
 
     LINE_S = 2.0
@@ -127,16 +133,6 @@ class LineProgress:
     def _print(self, snapshot: RunSnapshot) -> None:
         self._printed_s, self._printed_step = self._now(), snapshot.gauges.version
         self.note(progress_line(snapshot))
-
-
-class NoProgress:
-    """For progress = "off": the run directory still has everything."""
-
-    def starting(self, worker: str, phase: str) -> None: ...
-    def start(self) -> None: ...
-    def show(self, snapshot: RunSnapshot) -> None: ...
-    def note(self, line: str) -> None: ...
-    def stop(self) -> None: ...
 
 
 def progress_line(shot: RunSnapshot) -> str:

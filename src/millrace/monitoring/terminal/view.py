@@ -3,7 +3,7 @@
 They need 80 columns; in a wider terminal, the bars and the reward curve grow.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.panel import Panel
@@ -20,28 +20,16 @@ NOTE_COLUMNS = 49  # right of the bars: a share and the longest wait reason
 MIN_BAR_COLUMNS = 8
 DONE, BUSY, WAITING, BAD = "green", "cyan", "yellow", "red"
 
+Part = str | Text | tuple[str, str]  # text, or text and its style
 
-class StartupView:
-    """A rich renderable: what each worker is doing until the run begins, and for how long."""
 
-    def __init__(self, *, now: Callable[[], float]) -> None:
-        self._now = now
-        self._phases: dict[str, tuple[str, float]] = {}  # by worker: its phase, and since when
-
-    def enter(self, worker: str, phase: str) -> None:
-        self._phases[worker] = (phase, self._now())
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = [
-            Text.assemble(_label(worker), phase, (f"  {duration(self._now() - since_s)}", "dim"))
-            for worker, (phase, since_s) in list(self._phases.items())
-        ]
-        yield Panel(
-            Group(*lines),
-            border_style="dim",
-            title="[bold]millrace[/] starting",
-            title_align="left",
-        )
+def startup_view(phases: Mapping[str, tuple[str, float]], *, now_s: float) -> Panel:
+    """What each worker is doing until the run begins. `phases`: its phase, and since when."""
+    lines = [
+        _line(worker, phase, (f"  {duration(now_s - since_s)}", "dim"))
+        for worker, (phase, since_s) in list(phases.items())
+    ]
+    return _panel(lines, Text.assemble(("millrace", "bold"), " starting"))
 
 
 class RunView:
@@ -66,8 +54,11 @@ class RunView:
         ]
         for line in lines:
             line.no_wrap, line.overflow = True, "ellipsis"
-        title = Text.assemble(("millrace", "bold"), " ", (shot.run_dir, "dim"))
-        yield Panel(Group(*lines), border_style="dim", title=title, title_align="left")
+        yield _panel(lines, Text.assemble(("millrace", "bold"), " ", (shot.run_dir, "dim")))
+
+
+def _panel(lines: list[Text], title: Text) -> Panel:
+    return Panel(Group(*lines), border_style="dim", title=title, title_align="left")
 
 
 def _steps(shot: RunSnapshot, width: int) -> Text:
@@ -77,12 +68,12 @@ def _steps(shot: RunSnapshot, width: int) -> Text:
     note = f"  {step}/{shot.steps}  {duration(shot.elapsed_s)}{left}{busy}"
     columns = max(width - len(note), MIN_BAR_COLUMNS)
     bar = _bar(step / shot.steps, columns=columns, colour=DONE)
-    return Text.assemble(_label("step"), bar, note)
+    return _line("step", bar, note)
 
 
 def _rewards(shot: RunSnapshot, width: int) -> Iterator[Text]:
     if not shot.rewards:
-        yield Text.assemble(_label("reward"), ("after the first step", "dim"))
+        yield _line("reward", ("after the first step", "dim"))
         return
     columns = max(width - 31, MIN_BAR_COLUMNS)  # the axis takes 7, the notes 24
     chart = curve(shot.rewards, columns=columns, rows=CURVE_ROWS)
@@ -94,8 +85,8 @@ def _rewards(shot: RunSnapshot, width: int) -> Iterator[Text]:
         notes[-1] = Text.assemble("accuracy ", (change, f"bold {DONE}"))
     axis = [f"{chart.high:.2f}", *[""] * (CURVE_ROWS - 2), f"{chart.low:.2f}"]
     for row, line in enumerate(chart.lines):
-        yield Text.assemble(
-            _label("" if row else "reward"),
+        yield _line(
+            "" if row else "reward",
             (f"{axis[row]:>5} ▕", "dim"),
             (line.ljust(columns), DONE),
             "  ",
@@ -109,28 +100,22 @@ def _workers(shot: RunSnapshot, columns: int) -> Iterator[Text]:
         rows = {f"{role}s": shares for role, shares in mean_by_role(shot.workers).items()}
     for name, shares in rows.items():
         if shares is None:
-            yield Text.assemble(_label(name), (shot.phases.get(name, "starting"), "dim"))
+            yield _line(name, (shot.phases.get(name, "starting"), "dim"))
             continue
-        yield Text.assemble(
-            _label(name),
+        is_waiting = shares.top_wait is not None and shares.busy <= 0.995
+        yield _line(
+            name,
             _bar(shares.busy, columns=columns, colour=BUSY),
             (f"  {shares.busy:4.0%} busy", "bold"),
-            (_waits(shares), WAITING),
+            (f"  waits: {shares.top_wait}" if is_waiting else "", WAITING),
         )
-
-
-def _waits(shares: Shares) -> str:
-    # Below half a percent there is nothing to explain.
-    if shares.top_wait is None or shares.busy > 0.995:
-        return ""
-    return f"  waits: {shares.top_wait}"
 
 
 def _buffer(shot: RunSnapshot, columns: int) -> Text:
     depth, capacity = shot.gauges.buffer_depth, shot.buffer_capacity
     bar = _bar(depth / capacity, columns=columns, colour="magenta")
     note = f"  {depth}/{capacity} groups, {shot.gauges.groups_running} running"
-    return Text.assemble(_label("buffer"), bar, note)
+    return _line("buffer", bar, note)
 
 
 def _numbers(shot: RunSnapshot) -> Iterator[Text]:
@@ -139,24 +124,24 @@ def _numbers(shot: RunSnapshot) -> Iterator[Text]:
     if wasted and shot.tokens_generated:
         speed += f" · {wasted / shot.tokens_generated:.1%} of them wasted"
     staleness = f"mean {shot.staleness_mean:.2f} · max {shot.staleness_max}"
-    yield Text.assemble(_label("speed"), speed)
-    yield Text.assemble(_label("staleness"), f"{staleness} · version {gauges.version}")
+    yield _line("speed", speed)
+    yield _line("staleness", f"{staleness} · version {gauges.version}")
     for name, reasons, colour in (
         ("dropped", gauges.groups_dropped, WAITING),
         ("cancelled", gauges.groups_cancelled, WAITING),
         ("failed", gauges.groups_failed, BAD),
     ):
-        yield Text.assemble(_label(name), (counts(reasons), colour if reasons else "dim"))
+        yield _line(name, (counts(reasons), colour if reasons else "dim"))
     if shot.scoring:
-        yield Text.assemble(_label("scoring"), (shot.scoring, WAITING))
+        yield _line("scoring", (shot.scoring, WAITING))
     if shot.restarts:
-        yield Text.assemble(_label("restarts"), (counts(shot.restarts), WAITING))
+        yield _line("restarts", (counts(shot.restarts), WAITING))
     if gauges.steps_skipped:
-        yield Text.assemble(_label("skipped"), (f"steps {gauges.steps_skipped} (not finite)", BAD))
+        yield _line("skipped", (f"steps {gauges.steps_skipped} (not finite)", BAD))
 
 
-def _label(name: str) -> Text:
-    return Text(f"{name[: LABEL_COLUMNS - 1]:<{LABEL_COLUMNS}}", style="dim")
+def _line(label: str, *parts: Part) -> Text:
+    return Text.assemble((f"{label[: LABEL_COLUMNS - 1]:<{LABEL_COLUMNS}}", "dim"), *parts)
 
 
 def _bar(share: float, *, columns: int, colour: str) -> Text:
