@@ -36,15 +36,9 @@ NUM_EXAMPLES = 9600  # for the model's warm start
 def main(argv: Sequence[str] | None = None) -> int:
     description = "Kill processes of a run at random moments, and check that nothing is lost."
     parser = bench_parser("chaos", description)
-    parser.add_argument(
-        "--kills", type=int, default=20, help="number of kills (20); 200 is a soak test"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the model, the run and the kills"
-    )
-    parser.add_argument(
-        "--steps", type=int, help="steps of the run; default: 5 per kill, at least 200"
-    )
+    parser.add_argument("--kills", type=int, default=20, help="number (20); 200 is a soak test")
+    parser.add_argument("--seed", type=int, default=0, help="of the model, the run and the kills")
+    parser.add_argument("--steps", type=int, help="of the run (5 per kill, at least 200)")
     parser.add_argument("--keep", metavar="DIR", help="keep both run directories in this folder")
     args = parser.parse_args(argv)
     steps = args.steps or max(MIN_STEPS, STEPS_PER_KILL * args.kills)

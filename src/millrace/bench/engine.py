@@ -5,6 +5,7 @@ is what reading the weights once and the live KV once per step takes at the band
 copy, measured in the same run: no engine that reads both can be faster.
 """
 
+import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,50 +51,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--profile lists the kernels of a GPU, and there is none")
     rows: list[dict[str, Any]] = []
     for name in args.model or (["qwen3-1.7b", "smollm2-135m"] if on_gpu else ["tiny"]):
-        rows += measure(
-            name,
-            device=device,
-            dtype=dtype,
-            batches=args.batch or ([64, 256] if on_gpu else [8, 32]),
-            prompt_tokens=args.prompt_tokens,
-            sampling=Sampling(
-                max_new_tokens=args.new_tokens or (512 if on_gpu else 64),
-                top_p=args.top_p,
-                top_k=args.top_k,
-            ),
-            options=EmbeddedBackend(compile=not args.no_compile, decode_steps=args.decode_steps),
-            records_routes=args.routes,
-            profiles=args.profile,
-        )
+        rows += measure(name, args, device=device, dtype=dtype)
     print(_table(rows))
     write_result(rows, args.json)
     return 0
 
 
 def measure(
-    name: str,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    batches: Sequence[int],
-    prompt_tokens: int,
-    sampling: Sampling,
-    options: EmbeddedBackend,
-    records_routes: bool,
-    profiles: bool,
+    name: str, args: argparse.Namespace, *, device: torch.device, dtype: torch.dtype
 ) -> list[dict[str, Any]]:
     """One row per batch size, all from one engine."""
+    on_gpu, prompt_tokens = device.type == "cuda", args.prompt_tokens
+    batches = args.batch or ([64, 256] if on_gpu else [8, 32])
+    new_tokens = args.new_tokens or (512 if on_gpu else 64)
+    sampling = Sampling(max_new_tokens=new_tokens, top_p=args.top_p, top_k=args.top_k)
+    options = EmbeddedBackend(compile=not args.no_compile, decode_steps=args.decode_steps)
     started_s = time.perf_counter()
     model, tokenizer = make_model(name, dtype=dtype, device=device, attention=PAGED_ATTENTION)
-    context = prompt_tokens + sampling.max_new_tokens
-    config = EngineConfig(max_sequences=max(batches), max_context=context)
+    config = EngineConfig(max_sequences=max(batches), max_context=prompt_tokens + new_tokens)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     token_bytes = block_bytes(measure_kv(model), block_tokens=1, dtype=dtype)
-    routing = find_routing(model) if records_routes else None
+    routing = find_routing(model) if args.routes else None
     engine = engine_of(model, tokenizer, config=config, version=0, routing=routing, options=options)
     _generate(engine, 1, prompt_tokens=prompt_tokens, sampling=Sampling(max_new_tokens=1))
     start_s = time.perf_counter() - started_s
-    num_bytes = 2**30 if device.type == "cuda" else 2**26
+    num_bytes = 2**30 if on_gpu else 2**26
     bytes_per_s = 2 * num_bytes / copy_s(num_bytes, device=device)  # read and written
     brief = replace(sampling, max_new_tokens=40)  # truncated sampling has kernels of its own
     rows = []
@@ -102,10 +84,10 @@ def measure(
         before_s = time.perf_counter()
         tokens = _generate(engine, batch, prompt_tokens=prompt_tokens, sampling=sampling)
         seconds = time.perf_counter() - before_s
-        if profiles:
+        if args.profile:
             print(_profile(engine, batch, prompt_tokens=prompt_tokens, sampling=sampling))
         # The context grows by one token per step; on average, half of the new tokens are there.
-        live = batch * (prompt_tokens + sampling.max_new_tokens / 2)
+        live = batch * (prompt_tokens + new_tokens / 2)
         floor_s = (weight_bytes + live * token_bytes) / bytes_per_s
         rows.append(
             {
@@ -113,7 +95,7 @@ def measure(
                 **described(device, dtype),
                 "batch": batch,
                 "prompt_tokens": prompt_tokens,
-                "new_tokens": sampling.max_new_tokens,
+                "new_tokens": new_tokens,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
                 "tokens_per_s": tokens / seconds,

@@ -6,6 +6,7 @@ them, and the faster counts. Asynchronous gives each its own half of the cores. 
 the steps after the first few, so that process start-up counts for neither.
 """
 
+import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from millrace.monitoring.files.trace import read_trace
 from millrace.run.train import train
 
 WARM_UP_STEPS = 3
-OUTPUT = ("json", "keep")  # options that do not change the measurement
+
 GROUPS, GROUP_SIZE = 8, 8  # per step
 
 
@@ -28,42 +29,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = bench_parser("pipeline", description)
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run (20)")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="longest completion (256)")
-    parser.add_argument(
-        "--staleness", type=int, default=4, help="limit of the asynchronous run (4)"
-    )
+    parser.add_argument("--staleness", type=int, default=4, help="limit of the async run (4)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", metavar="DIR", help="keep the two run directories here")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch:
-        folder = Path(args.keep or scratch)
-        options = {name: value for name, value in vars(args).items() if name not in OUTPUT}
-        result = measure(folder, **options)
+        result = measure(Path(args.keep or scratch), args)
     print(_table(result))
     write_result(result, args.json)
     return 0
 
 
-def measure(
-    folder: Path, *, steps: int, max_new_tokens: int, staleness: int, seed: int
-) -> dict[str, Any]:
+def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     from millrace.bench.workloads import distinct_share, make_long_tailed_model
 
-    make_long_tailed_model(folder / "model", seed=seed)
+    make_long_tailed_model(folder / "model", seed=args.seed)
     cores = available_cores()
     half = max(1, cores // 2)
-    runs = {"sync": (0, cores), "sync, half": (0, half), "async": (staleness, half)}
+    runs = {"sync": (0, cores), "sync, half": (0, half), "async": (args.staleness, half)}
     measured: dict[str, dict[str, Any]] = {}
     for name, (limit, threads) in runs.items():
         result = train(
             model=str(folder / "model"),
             run_dir=str(folder / name.replace(", ", "-")),
-            seed=seed,
+            seed=args.seed,
             tasks=[{"prompt": f"task{number:04}"} for number in range(1024)],
             scorers=[distinct_share],
-            sampling={"max_new_tokens": max_new_tokens},
+            sampling={"max_new_tokens": args.max_new_tokens},
             rollout={"group_size": GROUP_SIZE},
             buffer={"max_staleness": limit},
-            trainer={"steps": steps, "groups_per_step": GROUPS, "threads": threads},
+            trainer={"steps": args.steps, "groups_per_step": GROUPS, "threads": threads},
             optimizer={"learning_rate": 1e-7},
             engine={"threads": threads, "max_sequences": GROUPS * GROUP_SIZE},
             scoring={"workers": 1},
@@ -82,9 +77,9 @@ def measure(
         "idle_reasons": both["waiting"],
         "runs": measured,
         "cores": cores,
-        "steps": steps,
-        "max_new_tokens": max_new_tokens,
-        "max_staleness": staleness,
+        "steps": args.steps,
+        "max_new_tokens": args.max_new_tokens,
+        "max_staleness": args.staleness,
     }
 
 

@@ -45,7 +45,6 @@ from millrace.core.microbatch import Batch
 from millrace.core.records import Request, Sampling, WeightUpdate
 from millrace.inference.pool import EnginePool
 from millrace.inference.remote import RemoteEngine
-from millrace.models.loading import resolve_device
 
 WORKER = "millrace.bench.sync_workers"
 WARM_UP = 2  # versions that are not measured
@@ -96,9 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch:
         for case in cases(args, on_gpu=on_gpu):
             config = settings(args, case, scratch=Path(scratch))
-            row = asyncio.run(measure(config, num_versions=args.versions, scratch=Path(scratch)))
-            rows.append(_against_the_copy(row, device=device))
-            print(_line(rows[-1]), flush=True)
+            row = asyncio.run(measure(case, config, num_versions=args.versions, device=device))
+            rows.append(row)
+            print(_line(row), flush=True)
     write_result(rows, args.json)
     return 0
 
@@ -139,32 +138,39 @@ def settings(args: argparse.Namespace, case: Case, *, scratch: Path) -> RunConfi
     )
 
 
-async def measure(config: RunConfig, *, num_versions: int, scratch: Path) -> dict[str, Any]:
-    bench = Bench(config)
-    on_gpu = resolve_device(config.placement.engine(0)).type == "cuda"
+async def measure(
+    case: Case, config: RunConfig, *, num_versions: int, device: torch.device
+) -> dict[str, Any]:
+    def say(what: str) -> None:
+        print(f"{case.transport}, {case.payload}: {what}", file=sys.stderr, flush=True)
+
+    bench, logs = Bench(config), Path(config.run_dir).parent / "logs"
     async with (
         shared_gpu(
             config.cluster.mps,
-            num_cuda_workers=config.engine.count + 1 if on_gpu else 0,
-            log=scratch / "logs" / "mps.log",
-            warn=lambda sentence: _say(config, sentence),
+            num_cuda_workers=config.engine.count + 1 if device.type == "cuda" else 0,
+            log=logs / "mps.log",
+            warn=say,
         ) as env,
-        Hub(log_dir=scratch / "logs", on_event=bench.on_event) as hub,
+        Hub(log_dir=logs, on_event=bench.on_event) as hub,
     ):
-        _say(config, f"starting {config.engine.count} engines and a trainer of {config.model.path}")
+        say(f"starting {config.engine.count} engines and a trainer of {config.model.path}")
         await bench.start(hub, env=env)
-        _say(config, "warming up")
+        say("warming up")
         async with bench.decoding():
             for _ in range(WARM_UP):
                 await bench.publish()
             bench.times.clear()
-            _say(config, f"decoding alone for {num_versions * PERIOD_S:g} s")
+            say(f"decoding alone for {num_versions * PERIOD_S:g} s")
             alone = await bench.rate(asyncio.sleep(num_versions * PERIOD_S))
-            _say(config, f"publishing {num_versions} versions, one each {PERIOD_S:g} s")
+            say(f"publishing {num_versions} versions, one each {PERIOD_S:g} s")
             publishing = await bench.rate(bench.publish_regularly(num_versions))
+    # The floor: one copy of the same bytes, and the tokens per second that remain if every period
+    # loses the time of that copy.
+    floor_s = copy_s(bench.num_bytes, device=device, repeats=5)
     return {
-        "transport": config.weights.transport,
-        "payload": _payload(config),
+        "transport": case.transport,
+        "payload": case.payload,
         "bytes": bench.num_bytes,
         **{f"{name}_p50": float(np.median(times)) for name, times in bench.times.items()},
         "decode_gap_ms_p99": float(np.percentile(bench.times["decode_gap_ms"], 99)),
@@ -175,6 +181,9 @@ async def measure(config: RunConfig, *, num_versions: int, scratch: Path) -> dic
         "model": config.model.path,
         "device": config.placement.engine(0),
         "dtype": config.engine.dtype,
+        "floor_ms": floor_s * 1000,
+        "tokens_share": publishing / alone,
+        "tokens_share_minus_copy": publishing / (alone * (1 - floor_s / PERIOD_S)),
     }
 
 
@@ -263,30 +272,6 @@ async def _feed(pool: EnginePool, number: int) -> None:
         await pool.generate(
             Request(id=f"{number}.{turn}", prompt=prompt, n=1, sampling=sampling, seed=number)
         )
-
-
-def _against_the_copy(row: dict[str, Any], *, device: torch.device) -> dict[str, Any]:
-    """Compare with the floor: one copy of the same bytes, and the tokens per second that remain if
-    every period loses the time of that copy."""
-    floor_s = copy_s(row["bytes"], device=device, repeats=5)
-    alone, publishing = row["tokens_per_s"], row["tokens_per_s_publishing"]
-    return {
-        **row,
-        "floor_ms": floor_s * 1000,
-        "tokens_share": publishing / alone,
-        "tokens_share_minus_copy": publishing / (alone * (1 - floor_s / PERIOD_S)),
-    }
-
-
-def _say(config: RunConfig, what: str) -> None:
-    label = f"{config.weights.transport}, {_payload(config)}"
-    print(f"{label}: {what}", file=sys.stderr, flush=True)
-
-
-def _payload(config: RunConfig) -> str:
-    if config.lora is None:
-        return config.weights.payload
-    return "adapter" if config.lora.apply == "unmerged" else "merged"
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ computed twice to save memory counts once. The rate is compared with that of one
 product in the same dtype, measured in the same run.
 """
 
+import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,19 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-compile", action="store_true", help="do not fuse layers")
     args = parser.parse_args(argv)
     device, dtype = chosen_device(args)
-    on_gpu = device.type == "cuda"
-    result = measure(
-        args.model or ("qwen3-1.7b" if on_gpu else "tiny"),
-        device=device,
-        dtype=dtype,
-        num_tokens=args.tokens or (16384 if on_gpu else 1024),
-        length=args.length or (2048 if on_gpu else 128),
-        repeats=args.repeats,
-        settings={
-            "gradient_checkpointing": args.checkpointing,
-            "compile_layers": on_gpu and not args.no_compile,
-        },
-    )
+    result = measure(args, device=device, dtype=dtype)
     for name, value in result.items():
         print(f"{name:<24}{value:,.3g}" if isinstance(value, float) else f"{name:<24}{value}")
     write_result(result, args.json)
@@ -58,15 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(
-    name: str,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    num_tokens: int,
-    length: int,
-    repeats: int,
-    settings: dict[str, Any],
+    args: argparse.Namespace, *, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
+    on_gpu = device.type == "cuda"
+    name = args.model or ("qwen3-1.7b" if on_gpu else "tiny")
+    num_tokens = args.tokens or (16384 if on_gpu else 1024)
+    length = args.length or (2048 if on_gpu else 128)
+    settings = {
+        "gradient_checkpointing": args.checkpointing,
+        "compile_layers": on_gpu and not args.no_compile,
+    }
     model, _ = make_model(name, dtype=torch.float32, device=device, attention=PACKED_ATTENTION)
     trainer = Trainer(
         PolicyModel(model, settings=TrainSettings(compute_dtype=dtype, **settings)),
@@ -75,11 +65,10 @@ def measure(
     )
     batch = _batch(num_tokens, length=length, vocab=model.config.vocab_size)
     trainer.step(batch)  # compiles, and creates the optimizer state
-    on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    pass_s = best_s(lambda: trainer.accumulate(batch), repeats=repeats, device=device)
-    step_s = best_s(lambda: trainer.step(batch), repeats=repeats, device=device)
+    pass_s = best_s(lambda: trainer.accumulate(batch), repeats=args.repeats, device=device)
+    step_s = best_s(lambda: trainer.step(batch), repeats=args.repeats, device=device)
     flops = model_flops(model, batch)
     rate = matmul_rate(device, dtype)
     return {
