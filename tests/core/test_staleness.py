@@ -38,7 +38,7 @@ def test_share_is_compared_without_rounding():
 @given(tokens=versions)
 def test_stamps_agree_with_their_tokens(tokens):
     stamps = stamps_of(tokens)
-    assert (stamps.oldest, stamps.newest) == (min(tokens), max(tokens))
+    assert (stamps.oldest, stamps.spread) == (min(tokens), max(tokens) - min(tokens))
     assert stamps.num_tokens == len(tokens)
     assert stamps.num_before(5) == sum(version < 5 for version in tokens)
     assert stamps.total_staleness(9) == sum(9 - version for version in tokens)

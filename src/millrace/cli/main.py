@@ -235,22 +235,12 @@ def _add_cluster_arguments(
 ) -> None:
     join.add_argument("ticket", type=Path, metavar="TICKET")
     join.add_argument("--count", type=int, default=1, metavar="N", help="engines (default: 1)")
-    join.add_argument(
-        "--log-dir",
-        type=Path,
-        default=Path("logs"),
-        metavar="DIR",
-        help="folder for the output of the engines (default: logs)",
-    )
+    text = "folder for the output of the engines (default: logs)"
+    join.add_argument("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help=text)
     engines.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     engines.add_argument("--add", type=int, default=0, metavar="N", help="start N engines")
-    engines.add_argument(
-        "--remove",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="remove this engine; may be repeated",
-    )
+    text = "remove this engine; may be repeated"
+    engines.add_argument("--remove", action="append", default=[], metavar="NAME", help=text)
 
 
 def _add_report_arguments(
@@ -258,40 +248,23 @@ def _add_report_arguments(
 ) -> None:
     inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     inspect.add_argument("--no-plots", action="store_true", help="print the summary only")
-    inspect.add_argument(
-        "--ledger",
-        action="store_true",
-        help="count all tasks instead: trained, dropped, failed or pending",
-    )
-    inspect.add_argument(
-        "--number", type=int, metavar="N", help="show the status of the task with this number only"
-    )
-    replay.add_argument("path", type=Path, metavar="FILE")
-    replay.add_argument("--environment", metavar="MODULE:NAME", help="replay with this function")
-    replay.add_argument(
-        "--model", metavar="DIR", help="model of the tokenizer (default: the recorded one)"
-    )
-    replay.add_argument(
-        "--score",
-        dest="scores",
-        action="append",
-        default=[],
-        metavar="MODULE:NAME",
-        help="score them again with a reward function, or a verifier by its type",
-    )
-    replay.add_argument(
-        "--config", type=Path, metavar="RUN.toml", help="rescore with the [[scorers]] of this file"
-    )
-    replay.add_argument(
-        "--tool-result",
-        dest="tool_results",
-        action="append",
-        default=[],
-        metavar="N=TEXT",
-        help="replace the result of tool call N; without =TEXT, by an empty result",
-    )
-    replay.add_argument("--reward", type=float, help="replace the environment's reward")
-    replay.add_argument("--out", type=Path, metavar="FILE", help="write the new episodes there")
+    text = "count all tasks instead: trained, dropped, failed or pending"
+    inspect.add_argument("--ledger", action="store_true", help=text)
+    text = "show the status of the task with this number only"
+    inspect.add_argument("--number", type=int, metavar="N", help=text)
+
+    add = replay.add_argument
+    add("path", type=Path, metavar="FILE")
+    add("--environment", metavar="MODULE:NAME", help="replay with this function")
+    add("--model", metavar="DIR", help="model of the tokenizer (default: the recorded one)")
+    add("--config", type=Path, metavar="RUN.toml", help="rescore with the [[scorers]] of this file")
+    add("--reward", type=float, help="replace the environment's reward")
+    add("--out", type=Path, metavar="FILE", help="write the new episodes there")
+    repeated: dict[str, Any] = {"action": "append", "default": []}
+    text = "score them again with a reward function, or a verifier by its type"
+    add("--score", dest="scores", metavar="MODULE:NAME", help=text, **repeated)
+    text = "replace the result of tool call N; without =TEXT, by an empty result"
+    add("--tool-result", dest="tool_results", metavar="N=TEXT", help=text, **repeated)
 
 
 if __name__ == "__main__":

@@ -220,14 +220,9 @@ def request_digest(request: Request, *, model: str | None) -> str:
     return digest.hexdigest()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SavedCompletion:
-    digest: str
-    completion: Completion  # finish "interrupt" = it can be resumed
-
-
-def join_streamed(tokens: Iterable[StreamedTokens]) -> dict[tuple[str, int], SavedCompletion]:
-    """Completions by request and member. Parts that do not follow a known one are left out."""
+def join_streamed(tokens: Iterable[StreamedTokens]) -> dict[tuple[str, int], StreamedTokens]:
+    """All tokens of each completion, by request and member. Parts that do not follow a known one
+    are left out."""
     parts: dict[tuple[str, int], list[StreamedTokens]] = {}
     for one in tokens:
         key = (one.request, one.member)
@@ -239,11 +234,10 @@ def join_streamed(tokens: Iterable[StreamedTokens]) -> dict[tuple[str, int], Sav
     return {key: _joined(streamed) for key, streamed in parts.items()}
 
 
-def _joined(streamed: list[StreamedTokens]) -> SavedCompletion:
+def _joined(streamed: list[StreamedTokens]) -> StreamedTokens:
     last = streamed[-1].part
     whole = joined([one.part for one in streamed], truncates=last.kept is not None)
-    whole = replace(whole, finish=last.finish, text=last.text, kv=last.kv)
-    return SavedCompletion(digest=streamed[0].digest, completion=whole)
+    return replace(streamed[0], part=replace(whole, finish=last.finish, text=last.text, kv=last.kv))
 
 
 def _end(streamed: StreamedTokens) -> int:

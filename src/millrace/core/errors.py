@@ -5,8 +5,8 @@ Each message is one sentence: what happened, which value, what to do.
 
 import contextlib
 import difflib
-from collections.abc import Generator, Iterable, Iterator
-from typing import Any, cast
+from collections.abc import Generator, Iterable
+from typing import cast
 
 
 class MillraceError(Exception):
@@ -96,15 +96,15 @@ class RestartLimitExceeded(RunFailed):
 
 @contextlib.contextmanager
 def first_cause() -> Generator[None]:
-    """Raise a single error of ours in place of a group."""
+    """Raise a single error, one of ours if possible, in place of a group."""
     try:
         yield
     except BaseExceptionGroup as group:
-        causes = list(_leaves(group))
-        ours = [cause for cause in causes if isinstance(cause, MillraceError)]
         # A dead worker fails everything that waits for it; a RunFailed is the reason itself.
-        reason = next((c for c in ours if isinstance(c, RunFailed)), ours[0] if ours else causes[0])
-        raise reason from None
+        cause: BaseException = group.subgroup(RunFailed) or group.subgroup(MillraceError) or group
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cast(BaseExceptionGroup[BaseException], cause).exceptions[0]
+        raise cause from None
 
 
 @contextlib.contextmanager
@@ -116,14 +116,6 @@ def user_code(what: str) -> Generator[None]:
         raise
     except Exception as error:
         raise ScoreError(f"{what} raised {type(error).__name__}: {error}; fix it.") from error
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(cast(Any, error))
-        else:
-            yield error
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

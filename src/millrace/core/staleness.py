@@ -65,12 +65,8 @@ class Stamps:
 
     @property
     def oldest(self) -> int | None:
-        """None without tokens, as for newest."""
+        """None without tokens."""
         return next(iter(self.counts), None)
-
-    @property
-    def newest(self) -> int | None:
-        return next(reversed(self.counts), None)
 
     @property
     def spread(self) -> int:

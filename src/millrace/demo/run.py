@@ -58,7 +58,8 @@ def _show(console: Console, result: RunResult, directory: RunDir, *, seconds: fl
     for heading in ("prompt", "before RL", "after RL", "right answer"):
         table.add_column(heading)
     for before, after in _pairs(result.before, result.after)[:SAMPLES_SHOWN]:
-        table.add_row(str(before.task.prompt), _answer(before), _answer(after), _right(before))
+        task = before.task
+        table.add_row(f"{task.prompt}", _answer(before), _answer(after), task.columns["answer"])
     console.print()
     console.print(table)
     console.print(
@@ -89,7 +90,3 @@ def _solved(group: Group) -> bool:
 def _answer(group: Group) -> str:
     mark = "[green]✓[/]" if _solved(group) else "[red]✗[/]"
     return f"{group.episodes[0].turns[0].completion} {mark}"
-
-
-def _right(group: Group) -> str:
-    return str(group.task.columns["answer"])

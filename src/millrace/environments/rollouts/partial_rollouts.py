@@ -57,7 +57,7 @@ class PartialRollout:
     @property
     def unused(self) -> Stamps:
         """Saved tokens that no request has asked for so far."""
-        return Stamps.joined(Stamps.of(one.completion.versions) for one in self._saved.values())
+        return Stamps.joined(Stamps.of(one.part.versions) for one in self._saved.values())
 
     def log(self, request: Request, *, model: str | None = None) -> TokenLog:
         """Return the log of a request, which starts with the tokens that were saved for it.
@@ -77,7 +77,7 @@ class PartialRollout:
         if saved is None or saved.digest != digest:
             return None
         del self._saved[request.id, member]
-        completion = saved.completion
+        completion = saved.part
         stamps = Stamps.of(completion.versions)
         if request.expires and not self._is_trainable(completion.versions):
             self.stale = Stamps.joined([self.stale, stamps])
