@@ -13,15 +13,20 @@ import pytest
 
 from millrace.bench.faults.checker import RunChecker, StepSeen
 from millrace.bench.faults.injector import CONTROLLER, HANG_STEPS, ROLES, FaultInjector, Kill, plans
-from millrace.bench.faults.processes import (
+from millrace.bench.faults.promises import (
+    Pace,
+    account,
+    check_account,
+    check_accuracy,
+    check_kills,
+)
+from millrace.bench.faults.target_run import (
     TargetProcess,
     gone_after_s,
     is_alive,
     send_signal,
     workers_of,
 )
-from millrace.bench.faults.promises import check_account, check_accuracy, check_kills
-from millrace.bench.faults.time_lost import Pace, account
 from millrace.monitoring.run_dir import RunDir
 
 PACE = Pace(wall_s=15.0, start_s=4.0, step_s=1.0, end_s=2.0)  # ten steps

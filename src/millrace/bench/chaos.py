@@ -20,6 +20,8 @@ from millrace.bench import bench_parser, write_result
 from millrace.bench.faults.checker import RunChecker
 from millrace.bench.faults.injector import FaultInjector, Stuck
 from millrace.bench.faults.promises import (
+    Pace,
+    account,
     check_account,
     check_accuracy,
     check_kills,
@@ -27,7 +29,6 @@ from millrace.bench.faults.promises import (
     check_work,
 )
 from millrace.bench.faults.target_run import NUM_DIGITS, TargetRun
-from millrace.bench.faults.time_lost import Pace, account
 
 MIN_STEPS, STEPS_PER_KILL = 200, 5  # with fewer steps, accuracy depends on chance
 NUM_EXAMPLES = 9600  # for the model's warm start

@@ -169,10 +169,6 @@ class Rollout:
     policy: str = DEFAULT_POLICY  # that `versions` belong to
 
     @property
-    def oldest_version(self) -> int:
-        return int(self.versions[self.mask].min())
-
-    @property
     def num_sampled(self) -> int:
         return int(self.mask.sum())
 
@@ -273,10 +269,6 @@ class Group:
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
         return tuple(rollout for episode in self.episodes for rollout in episode.rollouts)
-
-    @property
-    def oldest_version(self) -> int:
-        return min(rollout.oldest_version for rollout in self.rollouts if rollout.mask.any())
 
     @property
     def num_sampled(self) -> int:

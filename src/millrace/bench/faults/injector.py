@@ -13,8 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from millrace.bench.faults.checker import RunChecker
-from millrace.bench.faults.processes import TargetProcess, gone_after_s, is_alive, send_signal
-from millrace.bench.faults.target_run import TargetRun
+from millrace.bench.faults.target_run import (
+    TargetProcess,
+    TargetRun,
+    gone_after_s,
+    is_alive,
+    send_signal,
+)
 
 CONTROLLER = "controller"
 ROLES = ("engine", "scorer", "trainer", CONTROLLER)

@@ -1,28 +1,42 @@
-"""The run that faults are injected into: a small model learns to sort three digits. Torch-free.
+"""The run that faults are injected into, and its processes. Torch-free.
 
-The task is easy, so two runs that learn the same amount end with almost the same accuracy.
+A small model learns to sort three digits. The task is easy, so two runs that learn the same amount
+end with almost the same accuracy.
 
 Promise: the run is started as a user would start it, and resumed with --resume. Everything it
 writes is in its own folders, including sockets and temporary files. Nothing outlives close().
 """
 
+import contextlib
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-from millrace.bench.faults.processes import TargetProcess, processes, workers_of
 from millrace.demo.task import make_tasks
 from millrace.monitoring.run_dir import RunDir
 
 NUM_DIGITS = (3,)
 HELD_OUT = 256
+GROUPS_PER_STEP = 8
+MAX_STALENESS = 2
+EXIT_S = 60.0  # time for the system to reap a killed process
+_WORKER = re.compile(r"-m (millrace(?:\.\w+)*)\.worker .*--name (\S+) .*--parent (\d+)")
+_ROLES = {
+    "millrace.inference": "engine",
+    "millrace.training": "trainer",
+    "millrace.scoring.functions": "scorer",
+}
+POLL_S = 0.05
 
 
 def train_tasks() -> list[dict[str, Any]]:
@@ -31,11 +45,6 @@ def train_tasks() -> list[dict[str, Any]]:
 
 def held_out_tasks() -> list[dict[str, Any]]:
     return make_tasks(HELD_OUT, seed=0, held_out=True, num_digits=NUM_DIGITS)
-
-
-GROUPS_PER_STEP = 8
-MAX_STALENESS = 2
-EXIT_S = 60.0  # time for the system to reap a killed process
 
 
 def settings_of(folder: Path, *, model: Path, steps: int, seed: int) -> dict[str, Any]:
@@ -62,6 +71,57 @@ def settings_of(folder: Path, *, model: Path, steps: int, seed: int) -> dict[str
         # One sample of each group.
         "monitoring": {"progress": "lines", "samples_per_step": GROUPS_PER_STEP},
     }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetProcess:
+    pid: int
+    role: str  # "engine", "scorer", "trainer", "controller"
+    name: str
+    command: str
+
+
+def processes() -> dict[int, str]:
+    """Command lines by pid, without zombies."""
+    table = subprocess.run(
+        ["ps", "-axww", "-o", "pid=,stat=,command="], capture_output=True, text=True, check=True
+    )
+    rows = (line.split(maxsplit=2) for line in table.stdout.splitlines())
+    return {int(row[0]): row[2] for row in rows if len(row) == 3 and not row[1].startswith("Z")}
+
+
+def workers_of(*controllers: int) -> list[TargetProcess]:
+    """Processes whose command line names one of these controllers as their parent."""
+    found = ((pid, command, _WORKER.search(command)) for pid, command in processes().items())
+    return [
+        TargetProcess(pid=pid, role=_ROLES.get(match[1], match[1]), name=match[2], command=command)
+        for pid, command, match in found
+        if match is not None and int(match[3]) in controllers
+    ]
+
+
+def is_alive(process: TargetProcess) -> bool:
+    """Compares the command line, too, since a pid may be reused."""
+    return processes().get(process.pid) == process.command
+
+
+def send_signal(process: TargetProcess, number: signal.Signals) -> bool:
+    """False if the process was gone already."""
+    with contextlib.suppress(ProcessLookupError):
+        if is_alive(process):
+            os.kill(process.pid, number)
+            return True
+    return False
+
+
+def gone_after_s(process: TargetProcess, *, timeout_s: float) -> float | None:
+    """Seconds until the process has left the table; None = it is still there."""
+    start_s = time.monotonic()
+    while is_alive(process):
+        if time.monotonic() - start_s > timeout_s:
+            return None
+        time.sleep(POLL_S)
+    return time.monotonic() - start_s
 
 
 class TargetRun:
