@@ -95,7 +95,7 @@ def test_mcp_servers_alone_are_an_environment_that_needs_a_scorer(folder):
     [
         ({"rollout": {"filter": [{"type": "zero"}]}}, "'rollout.filter.type' = 'zero'"),
         ({"rollout": {"selection": "best"}}, "'rollout.selection.type' = 'best'"),
-        ({"scoring": {"penalty": [{"type": "linear"}]}}, "'scoring.penalty' does not fit"),
+        ({"scoring": {"penalty": [{"type": "linear"}]}}, "'scoring.penalty.max_tokens' is missing"),
         (
             {"scoring": {"penalty": [{"type": "linear", "max_tokens": 9, "name": "length"}]}},
             "Two parts of the score are named 'length'",

@@ -193,10 +193,16 @@ def test_user_function_gets_the_group_and_the_other_keys():
     ("table", "sentence"),
     [
         ({"type": "group", "normalise_std": True}, "did you mean 'normalize_std'"),
-        ({"type": "group", "normalize_std": "no"}, "normalize_std = 'no' must be true or false"),
-        ({"type": "group", "epsilon": -1.0}, r"epsilon = -1.0 must be a finite number, at least 0"),
-        ({"type": "batch", "baseline": "run"}, "baseline = 'run' must be 'batch' or 'group'"),
-        ({"type": "returns", "discount": 0}, "discount = 0 must be above 0 and at most 1"),
+        (
+            {"type": "group", "normalize_std": "no"},
+            r"normalize_std' = 'no': input should be a valid boolean",
+        ),
+        ({"type": "group", "epsilon": -1.0}, r"epsilon' = -1.0: .* greater than or equal to 0"),
+        (
+            {"type": "batch", "baseline": "run"},
+            "baseline' = 'run': input should be 'batch' or 'group'",
+        ),
+        ({"type": "returns", "discount": 0}, "discount' = 0: input should be greater than 0"),
         ({"type": "leave_out"}, "did you mean 'leave_one_out'"),
     ],
 )

@@ -85,7 +85,10 @@ def test_without_filters_groups_are_unchanged():
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        ({"type": "overlong", "action": "cut"}, "action = 'cut' must be 'mask' or 'drop'"),
+        (
+            {"type": "overlong", "action": "cut"},
+            "action' = 'cut': input should be 'mask' or 'drop'",
+        ),
         ({"type": "zerovariance"}, "did you mean 'zero_variance'"),
         ({"type": "scored_groups:OnlyNumber"}, "'rollout.filter' does not fit.*'number'"),
     ],

@@ -202,8 +202,8 @@ def test_a_template_that_cannot_be_filled_is_refused(template, sentence):
         ({"pattern": "(a)", "key": "score"}, "set either key, as in 'score', or pattern"),
         ({"pattern": "(", "key": None}, "'judge' has an invalid pattern: "),
         ({"pattern": "a", "key": None}, "a pattern without a group"),
-        ({"cache": -1}, "cache = -1 must be an integer, at least 0"),
-        ({"model": 4}, "model = 4 must be a non-empty string"),
+        ({"cache": -1}, "cache' = -1: input should be greater than or equal to 0"),
+        ({"model": 4}, "model' = 4: input should be a valid string"),
     ],
 )
 def test_invalid_settings_are_refused_before_anything_is_sent(settings, sentence):

@@ -76,7 +76,7 @@ def test_entries_survive_serialisation(name):
             {"config": {"max_legs": 3}},
             r"'leg_counting' of reasoning_gym does not accept .*max_legs",
         ),
-        ({"size": 0}, "size = 0 must be an integer, at least 1"),
+        ({"size": 0}, "size' = 0: input should be greater than 0"),
         ({"sized": 3}, "Unknown setting 'tasks.generator.sized' of 'reasoning_gym'; did you mean"),
         ({"type": "gym"}, "Setting 'tasks.generator.type' = 'gym' is not known"),
     ],

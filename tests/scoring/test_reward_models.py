@@ -186,7 +186,7 @@ def test_settings_of_both_types_are_checked_before_anything_starts(tmp_path, pol
         check(type="reward_model", model=model, label=1, max_length=999)
     with pytest.raises(ConfigError, match=r"has no chat template; set template to 'text'"):
         check(type="reward_model", model=model, label=1, template="chat")
-    with pytest.raises(ConfigError, match=r"reduce = 'sum' must be 'value' or 'difference'"):
+    with pytest.raises(ConfigError, match=r"reduce' = 'sum': input should be 'value' or 'diff"):
         check(type="process_reward_model", model=model, reduce="sum")
     with pytest.raises(ConfigError, match=r"'scorer.0.lable'.*did you mean 'label'"):
         check(type="reward_model", model=model, lable=1)

@@ -137,9 +137,12 @@ def test_turns_are_cut_separately():
     ("table", "sentence"),
     [
         ({"by": "delimeter"}, "did you mean 'delimiter'"),
-        ({"by": "delimiter", "delimiter": ""}, "delimiter = '' must be a non-empty string"),
+        (
+            {"by": "delimiter", "delimiter": ""},
+            "delimiter' = '': string should have at least 1 character",
+        ),
         ({"by": "entropy"}, "set either threshold or quantile"),
-        ({"by": "entropy", "quantile": 2}, "quantile = 2 must be between 0 and 1"),
+        ({"by": "entropy", "quantile": 2}, "quantile' = 2: input should be less than 1"),
     ],
 )
 def test_invalid_steps_are_refused(table, sentence):

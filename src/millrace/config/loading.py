@@ -15,7 +15,7 @@ from millrace.config.generation import EngineConfig
 from millrace.config.old_keys import old_key
 from millrace.config.run_config import RunConfig
 from millrace.config.tasks import HUB
-from millrace.core.errors import ConfigError, suggestion
+from millrace.core.errors import ConfigError, describe_setting_error, suggestion
 
 # Settings that are always paths.
 _PATHS = (
@@ -137,16 +137,12 @@ def _clauses(error: ValidationError) -> Iterator[str]:
                 yield f"Setting {where!r} is of an earlier version: {replacement}"
             else:
                 yield f"Unknown setting {where!r}; {_suggestion(path)}"
-        elif detail["type"] == "missing":
-            yield f"Setting {where!r} is missing"
         elif detail["type"] in ("model_type", "dict_type"):
             yield f"Setting {where!r} = {detail['input']!r}: a table is needed, such as [{where}]"
         elif not path:
             yield detail["msg"].removeprefix("Value error, ")
         else:
-            words = detail["msg"].removeprefix("Value error, ")
-            message = words[0].lower() + words[1:]
-            yield f"Setting {where!r} = {detail['input']!r}: {message}"
+            yield describe_setting_error(detail, where=where)
 
 
 def _suggestion(path: list[str]) -> str:

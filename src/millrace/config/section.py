@@ -23,6 +23,7 @@ NonNegativeFloat = Annotated[Float, Field(ge=0)]
 Share = Annotated[Float, Field(ge=0, le=1)]
 Beta = Annotated[Float, Field(ge=0, lt=1)]
 
+NonEmptyStr = Annotated[str, Field(min_length=1)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 

@@ -5,8 +5,8 @@ Each message is one sentence: what happened, which value, what to do.
 
 import contextlib
 import difflib
-from collections.abc import Generator, Iterable
-from typing import cast
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any, cast
 
 
 class MillraceError(Exception):
@@ -139,6 +139,14 @@ def suggestion(name: str, known: Iterable[str], *, otherwise: str = "valid here"
     if found is not None:
         return f"did you mean {found!r}?"
     return f"{otherwise}: {', '.join(names) or 'none'}."
+
+
+def describe_setting_error(detail: Mapping[str, Any], *, where: str) -> str:
+    """Explain one of ValidationError.errors(); `where` is the full name of the setting."""
+    if detail["type"] == "missing":
+        return f"Setting {where!r} is missing"
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"Setting {where!r} = {detail['input']!r}: {message[0].lower()}{message[1:]}"
 
 
 def _distance(a: str, b: str) -> int:

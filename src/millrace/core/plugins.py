@@ -1,6 +1,7 @@
 """User code by name: "package.module:Name", or "path/to/file.py:Name".
 
-Plug-ins are their own config: a frozen dataclass whose fields are its TOML keys.
+Plug-ins are their own config: a frozen dataclass whose fields are its TOML keys. The built-in ones
+are checked by pydantic: the types of their fields say which values they take.
 """
 
 import dataclasses
@@ -13,9 +14,30 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
 
-from millrace.core.errors import ConfigError, suggestion
+import pydantic
+import pydantic.dataclasses
+
+from millrace.core.errors import ConfigError, describe_setting_error, suggestion
+
+Settings = TypeVar("Settings")
+
+
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
+)
+def plugin(cls: type[Settings]) -> type[Settings]:
+    """Make a class a frozen dataclass that checks its fields; raises a ValueError."""
+    strict = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    decorate: Any = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=strict)
+    return decorate(cls)
+
+
+def check_exactly_one(reason: str, /, **settings: Any) -> None:
+    """Raise ValueError unless one setting is not None; `reason` says why one is needed."""
+    if sum(value is not None for value in settings.values()) != 1:
+        raise ValueError(f"{reason}; set either {' or '.join(settings)}")
 
 
 def load_reference(reference: str) -> Any:
@@ -89,6 +111,14 @@ def build_plugin(
                 raise ConfigError(f"Unknown setting '{section}.{key}' of {name!r}; {hint}")
     try:
         return build(**settings)
+    except pydantic.ValidationError as error:
+        clauses = [
+            describe_setting_error(detail, where=f"{section}.{'.'.join(map(str, detail['loc']))}")
+            if detail["loc"]
+            else f"Section '{section}' does not fit: {detail['msg'].removeprefix('Value error, ')}"
+            for detail in error.errors()
+        ]
+        raise ConfigError(f"{'; '.join(clauses)}.") from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"Section '{section}' does not fit: {error}.") from None
 

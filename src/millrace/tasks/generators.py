@@ -4,24 +4,24 @@ A generator is called without arguments and returns rows. Its fields are the key
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
-from millrace.core.plugins import build_plugin
+from millrace.config.section import NonEmptyStr, PositiveInt
+from millrace.core.plugins import build_plugin, plugin
 from millrace.core.records import Prompt, Task
-from millrace.scoring.setting_checks import check_bool, check_integer, check_text
 from millrace.scoring.verifiers.reasoning_gym import COLUMN, make_dataset, puzzle_of, reasoning_gym
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class Puzzles:
     """Tasks of a reasoning_gym dataset; the scorer "reasoning_gym" verifies their answers."""
 
     __name__ = "reasoning_gym"
 
-    dataset: str
+    dataset: NonEmptyStr
     """Name of the dataset in reasoning_gym, such as "leg_counting"."""
-    size: int = 500
+    size: PositiveInt = 500
     """Number of tasks."""
     seed: int = 0
     """Seed of the dataset."""
@@ -32,11 +32,6 @@ class Puzzles:
     none."""
     chat: bool = True
     """Whether the prompt is a list of messages; if false, a text that begins with `system`."""
-
-    def __post_init__(self) -> None:
-        check_text(dataset=self.dataset)
-        check_integer(1, size=self.size)
-        check_bool(chat=self.chat)
 
     def __call__(self) -> list[Task]:
         config = {**self.config, "size": self.size, "seed": self.seed}

@@ -12,23 +12,24 @@ Promise: whatever an estimator returns, a group gets finite advantages or one Sc
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
+from millrace.config.section import NonNegativeFloat
 from millrace.core.errors import ScoreError
-from millrace.core.plugins import build_callable
+from millrace.core.plugins import build_callable, plugin
 from millrace.core.protocols import Advantages, AdvantagesByAgent, AdvantagesOverBatch
 from millrace.core.records import Group, Score
 from millrace.core.returns import discounted_returns, sampled_rewards
 from millrace.scoring.advantages.tree import TreeAdvantages
-from millrace.scoring.setting_checks import check_bool, check_choice, check_number
 
 SECTION = "scoring.advantages"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class GroupAdvantages:
     """Each total minus the group's mean, over the group's standard deviation.
 
@@ -38,12 +39,8 @@ class GroupAdvantages:
 
     normalize_std: bool = True
     """Divide by the standard deviation; false keeps the scale of the rewards, as in Dr. GRPO."""
-    epsilon: float = 1e-4
+    epsilon: NonNegativeFloat = 1e-4
     """Added to the standard deviation, so that a tiny one does not amplify noise."""
-
-    def __post_init__(self) -> None:
-        check_bool(normalize_std=self.normalize_std)
-        check_number(0, epsilon=self.epsilon)
 
     def __call__(self, group: Group) -> np.ndarray:  # [episodes]
         return _normalized(
@@ -51,7 +48,7 @@ class GroupAdvantages:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class LeaveOneOutAdvantages:
     """Each total minus the mean of the other totals (RLOO)."""
 
@@ -63,7 +60,7 @@ class LeaveOneOutAdvantages:
         return centred * (len(totals) / (len(totals) - 1))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class BestWorstAdvantages:
     """A preference pair: 1 for the best, -1 for the worst, 0 for others and if all are equal."""
 
@@ -75,18 +72,14 @@ class BestWorstAdvantages:
         return advantages
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class BatchAdvantages:
     """Normalised over all episodes that are trained in one step (REINFORCE++)."""
 
     baseline: Literal["batch", "group"] = "batch"
     """Mean that is subtracted from each total: that of the step, or of its group. The standard
     deviation is always that of the step."""
-    epsilon: float = 1e-4
-
-    def __post_init__(self) -> None:
-        check_choice("baseline", self.baseline, ("batch", "group"))
-        check_number(0, epsilon=self.epsilon)
+    epsilon: NonNegativeFloat = 1e-4
 
     def __call__(self, group: Group) -> np.ndarray:  # [episodes]
         """Return the totals, minus the group's mean if that is the baseline."""
@@ -100,20 +93,14 @@ class BatchAdvantages:
         return np.split(values, np.cumsum([len(group.scores) for group in groups])[:-1])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class ReturnAdvantages:
     """Per token: the discounted sum of rewards from there on, normalised over all sampled tokens of
     the group. The episode's total belongs to its last token."""
 
-    discount: float = 1.0
+    discount: Annotated[float, Field(gt=0, le=1)] = 1.0
     normalize_std: bool = True
-    epsilon: float = 1e-4
-
-    def __post_init__(self) -> None:
-        if not 0 < self.discount <= 1:
-            raise ValueError(f"discount = {self.discount!r} must be above 0 and at most 1")
-        check_bool(normalize_std=self.normalize_std)
-        check_number(0, epsilon=self.epsilon)
+    epsilon: NonNegativeFloat = 1e-4
 
     def __call__(self, group: Group) -> list[np.ndarray]:  # [L] each
         returns = [
@@ -133,7 +120,7 @@ class ReturnAdvantages:
         return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class CriticAdvantages:
     """Placeholder for GAE, which the trainer computes with its critic. Returns the totals."""
 

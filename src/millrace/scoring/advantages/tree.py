@@ -13,31 +13,27 @@ their number. The expected gradient is then that of as many episodes that share 
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
 
 import numpy as np
 
+from millrace.config.section import NonNegativeFloat
+from millrace.core.plugins import plugin
 from millrace.core.records import Branching, Group, Rollout
-from millrace.scoring.setting_checks import check_bool, check_number
 
 Segment = tuple[int, int]  # number of the episode that sampled it, index within that episode
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class TreeAdvantages:
     """Advantages by segment. Without branches: each total minus the group's mean."""
 
     normalize_std: bool = True
     """Divide by the standard deviation of the group's scores."""
-    epsilon: float = 1e-4
+    epsilon: NonNegativeFloat = 1e-4
     weigh_shared: bool = True
     """Multiply by the number of episodes that share the token."""
 
     handles_agents = True  # see AdvantagesByAgent
-
-    def __post_init__(self) -> None:
-        check_bool(normalize_std=self.normalize_std, weigh_shared=self.weigh_shared)
-        check_number(0, epsilon=self.epsilon)
 
     def __call__(self, group: Group) -> list[np.ndarray]:  # [L] for each rollout
         forest = _Forest(group)

@@ -4,19 +4,19 @@ The model may have another tokenizer than the policy. Runs on the controller's e
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Self, get_args
+from dataclasses import fields, replace
+from typing import Any, Literal, Self
 
 from millrace.cluster.messages import ReadSteps, StartRewardModel, StepReading, StepValues
+from millrace.config.section import Dtype, PositiveInt
 from millrace.core.errors import ConfigError
+from millrace.core.plugins import plugin
 from millrace.core.records import Task
 from millrace.models.directory import load_tokenizer, text_config
 from millrace.scoring.model_process import MODEL_CALLS, ModelProcess
 from millrace.scoring.scorer_type import CallSettings, ScorerContext
-from millrace.scoring.setting_checks import check_choice, check_integer
 
 Template = Literal["auto", "chat", "text", "ids"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Head = Literal["token", "sequence"]
 
 
@@ -31,7 +31,7 @@ class RewardModelProcess(ModelProcess):
         return reply.values
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class RewardModelSettings:
     """The fields are keys of [[scorers]]."""
 
@@ -46,20 +46,13 @@ class RewardModelSettings:
     "auto": chat for messages if the tokenizer has a chat template, otherwise text."""
     dtype: Dtype = "auto"
     """Data type of the model. "auto" is bfloat16 on CUDA and float32 on a CPU."""
-    threads: int = 1
+    threads: PositiveInt = 1
     """CPU threads."""
-    batch_tokens: int = 8192
+    batch_tokens: PositiveInt = 8192
     """Token budget of one forward pass, with padding. A longer sequence gets a pass of its own."""
-    max_length: int | None = None
+    max_length: PositiveInt | None = None
     """Longest sequence in tokens. Default: the model's own limit."""
     trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        check_choice("template", self.template, get_args(Template))
-        check_choice("dtype", self.dtype, get_args(Dtype))
-        check_integer(1, threads=self.threads, batch_tokens=self.batch_tokens)
-        if self.max_length is not None:
-            check_integer(1, max_length=self.max_length)
 
     def call_settings(self, *, num_workers: int) -> CallSettings:
         """One call per finished episode; the process batches them."""

@@ -9,12 +9,14 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
 from millrace.cluster.messages import StepReading
+from millrace.config.section import PositiveInt
 from millrace.core.errors import ScoreError
+from millrace.core.plugins import plugin
 from millrace.core.protocols import OnTokens
 from millrace.core.records import (
     Episode,
@@ -30,13 +32,12 @@ from millrace.scoring.reward_models.process import Head, RewardModelProcess, Rew
 from millrace.scoring.reward_models.read_ahead import ReadAhead, StepReader
 from millrace.scoring.reward_models.steps import Steps, build_steps, step_ends
 from millrace.scoring.scorer_type import CallSettings, ScorerContext
-from millrace.scoring.setting_checks import check_choice, check_integer
 
 Reduce = Literal["value", "difference"]
 Aggregate = Literal["min", "mean", "last"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class RewardModel(RewardModelSettings):
     """A sequence-classification model in a process of its own."""
 
@@ -76,7 +77,7 @@ class RewardModelScorer(ModelScorer[RewardModelProcess]):
         return StepReading(prompt=turn.prompt, pieces=[turn.completion])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class ProcessRewardModel(RewardModelSettings):
     """A model that values steps, in a process of its own.
 
@@ -98,19 +99,14 @@ class ProcessRewardModel(RewardModelSettings):
     """Text inserted after each step, at which the model is read, for models trained that way."""
     pipelined: bool = True
     """Read steps while the rest of the sequence is still being generated."""
-    ahead_tokens: int = 32
+    ahead_tokens: PositiveInt = 32
     """Number of new tokens that trigger the next read of an unfinished sequence."""
-    kept_tokens: int = 65_536
+    kept_tokens: PositiveInt = 65_536
     """Number of tokens whose KV a causal model keeps until the next step arrives."""
 
     default_name = "process_reward_model"
 
     def __post_init__(self) -> None:
-        RewardModelSettings.__post_init__(self)
-        check_integer(1, ahead_tokens=self.ahead_tokens, kept_tokens=self.kept_tokens)
-        check_choice("head", self.head, get_args(Head))
-        check_choice("reduce", self.reduce, get_args(Reduce))
-        check_choice("score", self.score, (*get_args(Aggregate), None))
         self.build_steps()
 
     def build_steps(self) -> Steps:

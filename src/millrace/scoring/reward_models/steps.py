@@ -9,15 +9,15 @@ rollout.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
+from pydantic import Field
 
-from millrace.core.plugins import build_plugin
+from millrace.config.section import NonEmptyStr, PositiveInt
+from millrace.core.plugins import build_plugin, check_exactly_one, plugin
 from millrace.core.records import Rollout
-from millrace.scoring.setting_checks import check_exactly_one, check_integer, check_text
 
 # The first tokens of a slice may decode differently than in context (half a character, no space).
 _TAIL_MARGIN = 4
@@ -41,21 +41,18 @@ class Steps(Protocol):
     def cutter(self, tokenizer: Any) -> StepCutter: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class ByDelimiter:
     """A step ends with the token that completes the delimiter. A step without text is joined to the
     next one, or at the end of a turn to the one before."""
 
-    delimiter: str = "\n\n"
-
-    def __post_init__(self) -> None:
-        check_text(delimiter=self.delimiter)
+    delimiter: NonEmptyStr = "\n\n"
 
     def cutter(self, tokenizer: Any) -> StepCutter:
         return _DelimiterCutter(self.delimiter, tokenizer=tokenizer)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class ByTurn:
     """Each turn is one step."""
 
@@ -63,7 +60,7 @@ class ByTurn:
         return _SurprisalCutter(math.inf, min_tokens=1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class ByEntropy:
     """A step begins with a token whose surprisal, in nats, reaches the threshold.
 
@@ -73,18 +70,15 @@ class ByEntropy:
     """
 
     threshold: float | None = None
-    quantile: float | None = None
+    quantile: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Threshold as a quantile of the turn's own surprisals, which is known when the turn ends."""
-    min_tokens: int = 4
+    min_tokens: PositiveInt = 4
     """Minimum length of a step; surprising tokens within it are ignored."""
 
     def __post_init__(self) -> None:
         check_exactly_one(
             "steps by entropy need a limit", threshold=self.threshold, quantile=self.quantile
         )
-        if self.quantile is not None and not 0 < self.quantile < 1:
-            raise ValueError(f"quantile = {self.quantile!r} must be between 0 and 1")
-        check_integer(1, min_tokens=self.min_tokens)
 
     def cutter(self, tokenizer: Any) -> StepCutter:
         if self.threshold is not None:

@@ -11,26 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from millrace.config.section import NonEmptyStr
 from millrace.core.errors import ConfigError, ScoreError
+from millrace.core.plugins import plugin
 from millrace.core.records import Group, ScorerResult, Task
 from millrace.scoring.functions.function_scorer import completion_of
 from millrace.scoring.functions.signature import check_rewards
 from millrace.scoring.scorer_type import CallSettings, ScorerContext
 from millrace.scoring.services.endpoint import Endpoint, check_endpoint
-from millrace.scoring.setting_checks import check_text
 
 
-@dataclass(frozen=True, kw_only=True)
+@plugin
 class Http:
     """The settings of `type = "http"`."""
 
-    url: str
+    url: NonEmptyStr
     headers: dict[str, str] = field(default_factory=dict[str, str])
 
     default_name = "http"
-
-    def __post_init__(self) -> None:
-        check_text(url=self.url)
 
     def call_settings(self, *, num_workers: int) -> CallSettings:
         return CallSettings()

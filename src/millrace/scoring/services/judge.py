@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from millrace.cluster.messages import ScoreGroup
+from millrace.config.section import NonEmptyStr, NonNegativeInt
 from millrace.core.errors import ConfigError, ScoreError, WorkerError
+from millrace.core.plugins import plugin
 from millrace.core.records import Episode, Group, ScorerResult, Task
 from millrace.scoring.functions.signature import check_rewards
 from millrace.scoring.functions.workers import ScorerWorkers
@@ -30,34 +32,28 @@ from millrace.scoring.services.judge_text import (
     fill_template,
     read_key,
 )
-from millrace.scoring.setting_checks import check_integer, check_text
 
 ROUTE = "/chat/completions"
 MATCH_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@plugin
 class Judge:
     """The settings of `type = "judge"`."""
 
-    url: str  # with the version: "https://api.example.com/v1"
-    model: str
-    prompt: str
+    url: NonEmptyStr  # with the version: "https://api.example.com/v1"
+    model: NonEmptyStr
+    prompt: NonEmptyStr
     system: str = ""
     key: str | None = None  # of the score in the JSON of a reply
     pattern: str | None = None  # or a regular expression whose first group is the score
     temperature: float = 0.0
     body: dict[str, Any] = field(default_factory=dict[str, Any])  # more keys of the request
     headers: dict[str, str] = field(default_factory=dict[str, str])
-    cache: int = 10_000  # scores in memory; 0 = no cache
+    cache: NonNegativeInt = 10_000  # scores in memory; 0 = no cache
     keep: bool = False  # also store the cache in the run directory
 
     default_name = "judge"
-
-    def __post_init__(self) -> None:
-        check_text(url=self.url, model=self.model, prompt=self.prompt)
-        check_text(may_be_empty=True, system=self.system)
-        check_integer(0, cache=self.cache)
 
     def call_settings(self, *, num_workers: int) -> CallSettings:
         return CallSettings()

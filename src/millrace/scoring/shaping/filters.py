@@ -11,21 +11,20 @@ thread.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
 from millrace.core.errors import Filtered, ScoreError, user_code
-from millrace.core.plugins import build_callable
+from millrace.core.plugins import build_callable, plugin
 from millrace.core.protocols import Filter
 from millrace.core.records import Group, Rollout
-from millrace.scoring.setting_checks import check_choice
 
 SECTION = "rollout.filter"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class ZeroVariance:
     """Drops groups whose scores are all equal: their advantages are 0."""
 
@@ -35,16 +34,13 @@ class ZeroVariance:
         return group if any(max(own) > min(own) for own in totals) else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class Overlong:
     """Excludes episodes that were cut by length: an unfinished episode has no meaningful score."""
 
     action: Literal["mask", "drop"] = "mask"
     """"mask": do not train these rollouts; their scores still count in the group's advantages.
     "drop": drop the whole group."""
-
-    def __post_init__(self) -> None:
-        check_choice("action", self.action, ("mask", "drop"))
 
     def __call__(self, group: Group) -> Group | None:
         is_cut = [episode.was_cut for episode in group.episodes]

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.core.errors import ConfigError, ScoreError, user_code
-from millrace.core.plugins import build_callable
+from millrace.core.plugins import build_callable, plugin
 from millrace.core.records import Group
 
 SECTION = "scoring.penalty"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class SoftOverlong:
     """DAPO's soft overlong punishment: 0 up to max_tokens - buffer_tokens, then linear down to -1
     at max_tokens, and -1 beyond."""
@@ -37,7 +37,7 @@ class SoftOverlong:
         return -min(max(excess / self.buffer_tokens, 0.0), 1.0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class LinearLength:
     """Linear from 0 at from_tokens to -1 at max_tokens; constant outside."""
 
@@ -55,7 +55,7 @@ class LinearLength:
         return -min(max(num_tokens - self.from_tokens, 0) / (self.max_tokens - self.from_tokens), 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class CosineLength(LinearLength):
     """As "linear", but flat at both ends: -(1 - cos(pi x)) / 2."""
 

@@ -8,20 +8,20 @@ random generator depends only on the run's seed and the group.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from millrace.core.errors import ScoreError, user_code
-from millrace.core.plugins import build_callable
+from millrace.core.plugins import build_callable, plugin
 from millrace.core.protocols import Selection
 from millrace.core.records import Group
 
 SECTION = "rollout.selection"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class FirstSelection:
     """The first episodes in the order of their requests, which is independent of their scores."""
 
@@ -29,7 +29,7 @@ class FirstSelection:
         return list(range(keep))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class RocSelection:
     """Resample on correct (GRPO-RoC): random failures, so that they stay diverse, and the cleanest
     successes.

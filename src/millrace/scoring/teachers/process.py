@@ -2,8 +2,8 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from dataclasses import fields, replace
+from typing import Any
 
 from millrace.cluster.messages import (
     ScoreTokens,
@@ -12,13 +12,13 @@ from millrace.cluster.messages import (
     SwapWeights,
     TokensScored,
 )
+from millrace.config.section import Dtype, PositiveInt
 from millrace.core.errors import WorkerError
+from millrace.core.plugins import plugin
 from millrace.core.records import ScoreRequest, Task, TokenLogprobs, WeightUpdate
 from millrace.scoring.model_process import MODEL_CALLS, ModelProcess
 from millrace.scoring.scorer_type import CallSettings, ScorerContext
-from millrace.scoring.setting_checks import check_choice, check_integer
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 SWAP_ATTEMPTS = 2
 
 
@@ -47,24 +47,18 @@ class TeacherProcess(ModelProcess):
         return update.version  # both processes died; the next version will come
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class LogprobModelSettings:
     """How a process that computes logprobs is run. The fields are keys of [[scorers]]."""
 
     dtype: Dtype = "auto"
     """Data type of the model. "auto" is bfloat16 on CUDA and float32 on a CPU."""
-    threads: int = 1
+    threads: PositiveInt = 1
     """CPU threads."""
-    pass_tokens: int = 8192
+    pass_tokens: PositiveInt = 8192
     """Token budget of one forward pass. A longer sequence gets a pass of its own."""
-    logprob_chunk: int = 1024
+    logprob_chunk: PositiveInt = 1024
     """Number of tokens whose logits are held in memory at once."""
-
-    def __post_init__(self) -> None:
-        check_choice("dtype", self.dtype, get_args(Dtype))
-        check_integer(
-            1, threads=self.threads, pass_tokens=self.pass_tokens, logprob_chunk=self.logprob_chunk
-        )
 
     def call_settings(self, *, num_workers: int) -> CallSettings:
         """One call per group, because its rollouts share their prompt."""

@@ -6,6 +6,7 @@ the starting weights beneath its adapter and computes the reference logprobs its
 
 from dataclasses import dataclass
 
+from millrace.core.plugins import plugin
 from millrace.core.protocols import Scorer
 from millrace.core.records import (
     Group,
@@ -25,7 +26,7 @@ from millrace.scoring.teachers.logprob_model import (
 from millrace.scoring.teachers.process import LogprobModelSettings
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class Reference(LogprobModelSettings):
     """The reference model for loss.kl."""
 

@@ -9,11 +9,14 @@ whose task a teacher does not cover gets nothing from it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 
+from millrace.config.section import NonEmptyStr, NonNegativeInt, PositiveFloat, PositiveInt
 from millrace.core.errors import ConfigError
+from millrace.core.plugins import check_exactly_one, plugin
 from millrace.core.protocols import Scorer
 from millrace.core.records import (
     Group,
@@ -30,13 +33,6 @@ from millrace.core.records import (
 from millrace.models.directory import vocabulary_checksum
 from millrace.scoring.scorer_type import CallSettings, RunInfo, ScorerContext
 from millrace.scoring.services.endpoint import Endpoint, check_endpoint
-from millrace.scoring.setting_checks import (
-    check_choice,
-    check_exactly_one,
-    check_integer,
-    check_positive,
-    check_text,
-)
 from millrace.scoring.teachers.logprob_model import (
     LogprobScorer,
     check_same_vocabulary,
@@ -50,7 +46,7 @@ Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 TOP_K = 32  # default for losses that compare distributions
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class TeacherSettings(LogprobModelSettings):
     """Which tasks a teacher scores, what it reads, and which loss learns from it."""
 
@@ -58,12 +54,12 @@ class TeacherSettings(LogprobModelSettings):
     """Default of loss.distil. The scorer's weight is the default of loss.distil_weight."""
     beta: float = 0.5
     """Default of loss.distil_beta with "jsd"."""
-    top_k: int | None = None
+    top_k: NonNegativeInt | None = None
     """Number of most likely tokens per position whose logprobs the teacher returns. Default: 0 with
     "reverse_kl", which does not use them, otherwise 32."""
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     """Temperature of the teacher's distribution, independent of sampling.temperature."""
-    tasks: tuple[str, ...] = ()
+    tasks: list[str] = field(default_factory=list[str])
     """Names of the [[tasks.source]] that the teacher scores; empty means all tasks."""
     column: str | None = None
     """If set, `tasks` lists values of this task column instead."""
@@ -73,13 +69,8 @@ class TeacherSettings(LogprobModelSettings):
     """With `hint`: text that replaces the prompt, or the last message of a chat."""
 
     def __post_init__(self) -> None:
-        LogprobModelSettings.__post_init__(self)  # super() fails in a dataclass with slots
-        check_choice("loss", self.loss, get_args(Divergence))
-        if self.top_k is not None:
-            check_integer(0 if self.loss == "reverse_kl" else 1, top_k=self.top_k)
-        check_positive(temperature=self.temperature)
-        if isinstance(self.tasks, str):
-            raise ValueError(f"tasks = {self.tasks!r} must be a list of names")
+        if self.top_k == 0 and self.loss != "reverse_kl":
+            raise ValueError(f"top_k = 0 must be at least 1 with loss = {self.loss!r}")
         if self.column is not None and not self.tasks:
             raise ValueError(f"column = {self.column!r} has no effect without tasks; set both")
         if "{prompt}" not in self.template or "{hint}" not in self.template:
@@ -131,13 +122,13 @@ class TeacherSettings(LogprobModelSettings):
                 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class Teacher(TeacherSettings):
     """A fixed model with the policy's tokenizer, in a local process or on a server."""
 
     model: str | None = None
     """Directory or hub name of a local teacher. Set either `model` or `url`."""
-    url: str | None = None
+    url: NonEmptyStr | None = None
     """Address of the /score route of `millrace serve MODEL --scorers N`."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
     """HTTP headers for `url`. Values may contain env:NAME."""
@@ -145,19 +136,17 @@ class Teacher(TeacherSettings):
     default_name = "teacher"
 
     def __post_init__(self) -> None:
-        TeacherSettings.__post_init__(self)
+        super().__post_init__()
         reason = "a teacher is either a local model or a server"
         check_exactly_one(reason, model=self.model, url=self.url)
-        if self.url is not None:
-            check_text(url=self.url)
 
     def call_settings(self, *, num_workers: int) -> CallSettings:
         if self.url is None:
-            return TeacherSettings.call_settings(self, num_workers=num_workers)
+            return super().call_settings(num_workers=num_workers)
         return CallSettings(timeout_s=300.0, batch=0)
 
     def check(self, tasks: Sequence[Task], *, name: str) -> None:
-        TeacherSettings.check(self, tasks, name=name)
+        super().check(tasks, name=name)
         if self.url is not None:
             check_endpoint(self.url, self.headers, scorer=name)
 
@@ -203,27 +192,22 @@ class Teacher(TeacherSettings):
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class SelfTeacher(TeacherSettings):
     """An earlier version of the policy, or a moving average of its versions."""
 
-    lag: int | None = None
+    lag: NonNegativeInt | None = None
     """Age of the teacher in versions. Set either `lag` or `ema`."""
-    ema: float | None = None
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average over the policy's versions, between 0 and 1."""
-    every: int = 1
+    every: PositiveInt = 1
     """Number of versions between two refreshes."""
 
     default_name = "self_teacher"
 
     def __post_init__(self) -> None:
-        TeacherSettings.__post_init__(self)
+        super().__post_init__()
         check_exactly_one("a self-teacher has either lag or ema", lag=self.lag, ema=self.ema)
-        if self.lag is not None:
-            check_integer(0, lag=self.lag)
-        if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
-            raise ValueError(f"ema = {self.ema!r} must be a number between 0 and 1")
-        check_integer(1, every=self.every)
 
     def check_model(self, run: RunInfo, *, name: str) -> None:
         check_same_vocabulary(run.config.model.path, run, num_top=self.num_top, name=name)

@@ -3,17 +3,17 @@
 import importlib.util
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from millrace.config.section import NonEmptyStr
 from millrace.core.errors import ConfigError
+from millrace.core.plugins import check_exactly_one, plugin
 from millrace.core.records import Prompt
-from millrace.scoring.setting_checks import check_bool, check_exactly_one, check_text
 from millrace.scoring.verifiers.answers import last_block, text_of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class JsonSchema:
     """1 if the completion parses and validates against the schema, otherwise 0.
 
@@ -25,7 +25,7 @@ class JsonSchema:
 
     schema: dict[str, Any] | None = None
     """The schema. Set either `schema` or `path`."""
-    path: str | None = None
+    path: NonEmptyStr | None = None
     """JSON file with the schema."""
     extract: bool = True
     """Check the last ```json block, if there is one, instead of the whole completion."""
@@ -36,10 +36,8 @@ class JsonSchema:
                 "The verifier 'json_schema' needs jsonschema, which is not installed; install"
                 " millrace[verifiers]."
             )
-        check_bool(extract=self.extract)
         check_exactly_one("json_schema needs one schema", schema=self.schema, path=self.path)
         if self.path is not None:
-            check_text(path=self.path)
             object.__setattr__(self, "schema", _read(Path(self.path)))
             object.__setattr__(self, "path", None)  # workers get the schema, not the path
         from jsonschema import SchemaError

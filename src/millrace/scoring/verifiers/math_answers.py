@@ -8,12 +8,12 @@ its group fails.
 
 import importlib.util
 import re
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from millrace.config.section import NonEmptyStr, NonNegativeFloat, PositiveInt
 from millrace.core.errors import ConfigError
-from millrace.scoring.setting_checks import check_integer, check_number, check_text
+from millrace.core.plugins import plugin
 from millrace.scoring.verifiers.answers import ColumnVerifier, answer_in
 
 MAX_DIGITS = 300
@@ -33,7 +33,7 @@ _NUMBER = re.compile(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class Numeric(ColumnVerifier):
     """1 if the last number equals the column's, within the tolerance; otherwise 0.
 
@@ -42,20 +42,14 @@ class Numeric(ColumnVerifier):
 
     __name__ = "numeric"
 
-    column: str = "answer"
-    after: str | None = None
+    column: NonEmptyStr = "answer"
+    after: NonEmptyStr | None = None
     """Marker, as in "####". Only the text after its last occurrence is read. The score is 0 if it
     is missing."""
-    tolerance: float = 0.0
+    tolerance: NonNegativeFloat = 0.0
     """Largest accepted absolute difference."""
-    relative_tolerance: float = 0.0
+    relative_tolerance: NonNegativeFloat = 0.0
     """Largest accepted difference as a share of the reference. The larger tolerance applies."""
-
-    def __post_init__(self) -> None:
-        check_text(column=self.column)
-        if self.after is not None:
-            check_text(after=self.after)
-        check_number(0, tolerance=self.tolerance, relative_tolerance=self.relative_tolerance)
 
     def _score(self, text: str, reference: Any) -> float:
         expected = None if isinstance(reference, bool) else last_number(str(reference))
@@ -93,14 +87,14 @@ def _plain(body: str) -> Fraction:
     return Fraction(body.replace(",", ""))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class Math(ColumnVerifier):
     """1 if the answer (\\boxed{}, LaTeX or plain) is equivalent to the column's; otherwise 0."""
 
     __name__ = "math"
 
-    column: str = "answer"
-    time_limit_s: int = 3
+    column: NonEmptyStr = "answer"
+    time_limit_s: PositiveInt = 3
     """Time limit for parsing an answer, and again for comparing it, in whole seconds."""
 
     def __post_init__(self) -> None:
@@ -109,8 +103,6 @@ class Math(ColumnVerifier):
                 "The verifier 'math' needs math-verify, which is not installed; install"
                 " millrace[verifiers]."
             )
-        check_text(column=self.column)
-        check_integer(1, time_limit_s=self.time_limit_s)
 
     def _score(self, text: str, reference: Any) -> float:
         """Runs in the main thread, because the time limit is an alarm signal."""

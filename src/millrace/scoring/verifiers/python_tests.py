@@ -6,18 +6,18 @@ sandboxes at a time and takes at most time_limit_s for each of these rounds.
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from millrace.config.section import NonEmptyStr, PositiveFloat, PositiveInt
 from millrace.core.errors import ConfigError
+from millrace.core.plugins import plugin
 from millrace.core.records import Prompt
 from millrace.scoring.sandbox.calls import SandboxLimits, run_programs, run_tests
 from millrace.scoring.sandbox.lockdown import unsupported
-from millrace.scoring.setting_checks import check_choice, check_integer, check_positive, check_text
 from millrace.scoring.verifiers.answers import ColumnVerifier, last_block
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class PythonTests(ColumnVerifier):
     """The share of tests that the code passes, or 1 if it passes all and otherwise 0.
 
@@ -28,27 +28,18 @@ class PythonTests(ColumnVerifier):
 
     __name__ = "python_tests"
 
-    column: str = "tests"
+    column: NonEmptyStr = "tests"
     score: Literal["all", "share"] = "all"
-    time_limit_s: float = 5.0
+    time_limit_s: PositiveFloat = 5.0
     """Time limit for all tests of one completion together."""
-    memory_limit_bytes: int = 2**29
-    output_limit_bytes: int = 2**20
-    parallel: int = 4
+    memory_limit_bytes: PositiveInt = 2**29
+    output_limit_bytes: PositiveInt = 2**20
+    parallel: PositiveInt = 4
     """Number of completions that one scorer process runs at a time."""
 
     def __post_init__(self) -> None:
         if (reason := unsupported()) is not None:
             raise ConfigError(f"The verifier 'python_tests' cannot run code safely here: {reason}.")
-        check_text(column=self.column)
-        check_choice("score", self.score, ("all", "share"))
-        check_positive(time_limit_s=self.time_limit_s)
-        check_integer(
-            1,
-            memory_limit_bytes=self.memory_limit_bytes,
-            output_limit_bytes=self.output_limit_bytes,
-            parallel=self.parallel,
-        )
 
     def __call__(self, completions: Sequence[Prompt], **columns: Any) -> list[float | None]:
         with ThreadPoolExecutor(self.parallel, thread_name_prefix="sandbox") as pool:

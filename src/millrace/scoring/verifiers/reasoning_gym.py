@@ -9,18 +9,18 @@ import functools
 import importlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from millrace.core.errors import ConfigError
+from millrace.core.plugins import plugin
 from millrace.scoring.verifiers.answers import ColumnVerifier
 
 COLUMN = "puzzle"  # task column with dataset, config and entry, see puzzle_of()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class ReasoningGym(ColumnVerifier):
     """The score of the answer in the task's dataset. Some datasets give partial scores."""
 
@@ -32,8 +32,6 @@ class ReasoningGym(ColumnVerifier):
     is 0 if it is missing. "" takes the whole completion."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tag, str):
-            raise ValueError(f"tag = {self.tag!r} must be a string")
         reasoning_gym()
 
     def _score(self, text: str, reference: Mapping[str, Any]) -> float:

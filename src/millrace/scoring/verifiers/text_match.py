@@ -3,38 +3,29 @@
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
+from millrace.config.section import NonEmptyStr
+from millrace.core.plugins import plugin
 from millrace.core.records import Prompt
-from millrace.scoring.setting_checks import check_bool, check_choice, check_number, check_text
 from millrace.scoring.verifiers.answers import ColumnVerifier, answer_in, text_of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class Exact(ColumnVerifier):
     """1 if the answer equals the column's text, or one of its list of texts; otherwise 0."""
 
     __name__ = "exact"
 
-    column: str = "answer"
-    after: str | None = None
+    column: NonEmptyStr = "answer"
+    after: NonEmptyStr | None = None
     """Marker, as in "####". Only the text after its last occurrence is compared. The score is 0 if
     it is missing."""
     ignore_case: bool = False
     ignore_space: bool = True
     """Collapse white space to single blanks, and strip it at both ends."""
     ignore_punctuation: bool = False
-
-    def __post_init__(self) -> None:
-        check_text(column=self.column)
-        if self.after is not None:
-            check_text(after=self.after)
-        check_bool(
-            ignore_case=self.ignore_case,
-            ignore_space=self.ignore_space,
-            ignore_punctuation=self.ignore_punctuation,
-        )
 
     def _score(self, text: str, reference: Any) -> float:
         accepted = reference if isinstance(reference, list) else [reference]
@@ -55,7 +46,7 @@ class Exact(ColumnVerifier):
         return " ".join(text.split()) if self.ignore_space else text
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class Regex:
     """1 if the pattern matches, otherwise 0; or the sum of the scores of its named groups.
 
@@ -64,7 +55,7 @@ class Regex:
 
     __name__ = "regex"
 
-    pattern: str
+    pattern: NonEmptyStr
     """Python syntax. Flags go inline, as in "(?s)"."""
     match: Literal["full", "search"] = "full"
     """Match the whole completion ("full") or any part of it ("search")."""
@@ -72,16 +63,13 @@ class Regex:
     """Score by named group, added if the group took part in the match. No match scores 0."""
 
     def __post_init__(self) -> None:
-        check_text(pattern=self.pattern)
-        check_choice("match", self.match, ("full", "search"))
         try:
             groups = re.compile(self.pattern).groupindex
         except re.error as error:
             raise ValueError(
                 f"pattern = {self.pattern!r} is not a regular expression: {error}"
             ) from None
-        for name, score in self.scores.items():
-            check_number(**{f"scores.{name}": score})
+        for name in self.scores:
             if name not in groups:
                 raise ValueError(f"scores.{name} is not a group of the pattern {self.pattern!r}")
 
