@@ -7,7 +7,6 @@ from fakes import FakeScorers, FakeTasks, ScriptedEngine
 from millrace.controller.admission import Admission
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.group_tracker import GroupTracker
-from millrace.core.staleness import StalenessLimit
 from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.journal import NoJournal
 
@@ -25,7 +24,7 @@ def make_tracker(admission: Admission, **changes: Any) -> GroupTracker:
 
 
 def make_dispatcher(
-    tracker: GroupTracker, *, player: Any, buffer: Any, limit: StalenessLimit, **changes: Any
+    tracker: GroupTracker, *, player: Any, buffer: Any, **changes: Any
 ) -> Dispatcher:
     """`player` needs try_group(), `buffer` admit() only."""
     settings: dict[str, Any] = {
@@ -36,6 +35,4 @@ def make_dispatcher(
         "engines": ScriptedEngine(),
         "group_size": 2,
     }
-    return Dispatcher(
-        tracker=tracker, player=player, buffer=buffer, limit=limit, **{**settings, **changes}
-    )
+    return Dispatcher(tracker=tracker, player=player, buffer=buffer, **{**settings, **changes})

@@ -30,9 +30,7 @@ class Bench(FakeScorers):
         self.tasks = FakeTasks()
         self.admission = Admission(groups_per_step=groups, limit=limit, max_running=9, version=0)
         self.tracker = make_tracker(self.admission, tasks=self.tasks, warn=pytest.fail)
-        self.dispatcher = make_dispatcher(
-            self.tracker, player=self, scorers=self, buffer=self, limit=limit
-        )
+        self.dispatcher = make_dispatcher(self.tracker, player=self, scorers=self, buffer=self)
         self.running = asyncio.create_task(self.dispatcher.run())
 
     async def try_group(self, task, *, attempt, group_size, scoring):
@@ -185,9 +183,9 @@ async def test_cursor_names_cancelled_groups_as_unfinished(bench):
     bench.stage["generating"].set()
     await bench.settle()
     await bench.expire(version=1)
-    assert bench.tracker.cursor() == {"next_number": 2, "unfinished": [0, 1]}
+    assert bench.tracker.cursor() == {"next_number": 2, "unfinished": [0, 1], "tasks": {}}
     await bench.settle()
-    assert bench.tracker.cursor() == {"next_number": 2, "unfinished": [0, 1]}
+    assert bench.tracker.cursor() == {"next_number": 2, "unfinished": [0, 1], "tasks": {}}
 
 
 async def test_end_of_the_run_counts_nothing_as_cancelled(bench):

@@ -31,9 +31,7 @@ class Bench:
             warn=self.warnings.append,
             **cursor,
         )
-        self.dispatcher = make_dispatcher(
-            self.tracker, player=self, scorers=self, buffer=self, limit=limit
-        )
+        self.dispatcher = make_dispatcher(self.tracker, player=self, scorers=self, buffer=self)
 
     def open(self, *, number, task):
         return self.scorings.setdefault(number, FakeScoring())

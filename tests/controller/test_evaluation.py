@@ -7,7 +7,7 @@ from fakes import make_group
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.controller.evaluation import Tally, evaluate, pass_at
+from millrace.controller.evaluation import EvalProgress, evaluate, pass_at
 from millrace.core.errors import ScoreError
 from millrace.core.records import Score, Task
 
@@ -45,14 +45,12 @@ async def examine(solved: dict[int, list[float]], *, samples: int, num_tasks: in
     tasks = [Task(prompt=str(number)) for number in range(num_tasks)]
     return await evaluate(
         tasks,
-        step=9,
         samples=samples,
-        tally=Tally(step=9, num_tasks=num_tasks),
+        progress=EvalProgress(step=9, num_tasks=num_tasks),
         play=play,
         score=score,
         solved_at=1.0,
         max_running=2,
-        score_timeout_s=60.0,
     )
 
 
@@ -103,12 +101,11 @@ async def test_tasks_without_a_score_in_time_are_counted():
         finally:
             given_up.append(group.number)
 
-    tally = Tally(step=9, num_tasks=5)
+    progress = EvalProgress(step=9, num_tasks=5)
     result = await evaluate(
         [Task(prompt=str(number)) for number in range(5)],
-        step=9,
         samples=1,
-        tally=tally,
+        progress=progress,
         play=play,
         score=score,  # pyright: ignore[reportArgumentType]
         solved_at=1.0,
@@ -120,4 +117,4 @@ async def test_tasks_without_a_score_in_time_are_counted():
     assert result.metrics()["eval/unscored"] == 4
     assert asked == [0, 1, 2], "once no scorer answers, none is called"
     assert sorted(given_up) == [1, 2]
-    assert str(tally) == "the evaluation of step 9 has generated 5 of 5 tasks and scored 5."
+    assert str(progress) == "the evaluation of step 9 has generated 5 of 5 tasks and scored 5."

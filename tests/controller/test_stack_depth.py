@@ -68,7 +68,6 @@ async def test_request_passes_few_frames_from_dispatcher_to_wire():
         player=player,
         buffer=Buffer(),
         scorers=Scorers(),
-        limit=limit,
     )
     running = asyncio.create_task(dispatcher.run())
     await asyncio.wait_for(admitted.wait(), 5)

@@ -46,7 +46,6 @@ class Flow(FakeScorers):
             scorers=self,
             buffer=self.buffer,
             engines=self,
-            limit=limit,
         )
         looser = StalenessLimit(max_staleness=6)
         self.replay = ReplayBuffer(per_batch=per_batch_replayed, capacity=9, limit=looser, seed=0)

@@ -215,7 +215,6 @@ class Process(FakeScorers):
             scorers=self,
             buffer=self.buffer,
             partials=self.partials,
-            limit=config.buffer.limit,
         )
 
     @property
@@ -482,7 +481,7 @@ class Protocol(RuleBasedStateMachine):
         process = self.process
         position = process.journal.position
         cursor = process.tracker.cursor()
-        state = {"journal": position, **cursor, "tasks": process.tasks.state()}
+        state = {"journal": position, **cursor}
         kept = process.trainer.copy()
         await process.journal.flush()
         if ends == "unsaved":

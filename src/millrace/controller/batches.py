@@ -9,11 +9,11 @@ Runs on the controller's event loop; packing runs in a thread.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from millrace.config import RunConfig
 from millrace.controller.admission import Admission
-from millrace.controller.buffer import Buffer, build_replay, interleave
+from millrace.controller.buffer import Buffer, ReplayBuffer, interleave
 from millrace.controller.group_tracker import GroupTracker
 from millrace.core.microbatch import Batch
 from millrace.core.records import Group
@@ -38,8 +38,6 @@ class TakenBatch:
 
 @dataclass(kw_only=True, eq=False)
 class Batches:
-    """Called by the learner."""
-
     config: RunConfig
     buffer: Buffer
     admission: Admission
@@ -49,10 +47,13 @@ class Batches:
     journal: Journal | NoJournal
 
     def __post_init__(self) -> None:
-        self._replay = build_replay(
-            self.config.buffer.replay,
-            groups_per_step=self.config.trainer.groups_per_step,
-            limit=self.config.buffer.limit,
+        replay, limit = self.config.buffer.replay, self.config.buffer.limit
+        groups_per_step = self.config.trainer.groups_per_step
+        self._replay = ReplayBuffer(
+            per_batch=replay.groups_of(groups_per_step) if replay else 0,
+            # As many as are trained until the first of them is too stale.
+            capacity=groups_per_step * replay.max_staleness if replay else 0,
+            limit=replace(limit, max_staleness=replay.max_staleness) if replay else limit,
             seed=self.config.seed,
         )
 
@@ -61,7 +62,7 @@ class Batches:
         step = self.journal.ledger.steps.get(version + 1)
         if step is not None:
             return await self._take_again(step)
-        replayed = [] if self._replay is None else self._replay.draw(version)
+        replayed = self._replay.draw(version)
         self.admission.replay(len(replayed))
         num_fresh = self.config.trainer.groups_per_step - len(replayed)
         fresh = await self.buffer.take(num_fresh, version=version)
@@ -87,18 +88,18 @@ class Batches:
         its fresh groups may be replayed."""
         self.tracker.trained(_numbers(taken.fresh))
         self.journal.finish_step(version, was_skipped=was_skipped)
-        if self._replay is not None and not was_skipped:
+        if not was_skipped:
             self._replay.keep(taken.fresh)
 
     @property
     def may_return(self) -> Collection[int]:
         """Numbers of trained groups that may be replayed."""
-        return () if self._replay is None else self._replay.numbers
+        return self._replay.numbers
 
     async def restore(self, version: int) -> list[Group]:
         """Fill the replay buffer as it was after the step that made `version`, from the journal.
         Returns the groups that waited in the buffer."""
-        if self._replay is not None:
+        if self.config.buffer.replay is not None:
             steps = [step for v, step in self.journal.ledger.steps.items() if v <= version]
             gone = {number for step in steps for number in step.replayed}
             for step in steps:
@@ -109,8 +110,7 @@ class Batches:
 
     async def _take_again(self, step: LedgerStep) -> TakenBatch:
         """A batch that was taken before a crash."""
-        if self._replay is not None:
-            self._replay.forget(step.replayed)
+        self._replay.forget(step.replayed)
         self.admission.replay(len(step.replayed))
         return await self._read(step)
 

@@ -16,11 +16,10 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace.config import ReplayConfig
 from millrace.core.errors import RunFailed
 from millrace.core.protocols import Sampler
 from millrace.core.records import Group
@@ -81,17 +80,13 @@ class Buffer:
         return chosen
 
     def _drop_stale(self, version: int) -> None:
-        fit: list[Waiting] = []
-        stale: list[Waiting] = []
-        for waiting in self._waiting:
-            is_fit = self.limit.allows(waiting.stamps, version=version)
-            (fit if is_fit else stale).append(waiting)
-        if not stale:
-            return
-        self._waiting = fit
-        for waiting in stale:
-            self.on_drop(waiting)
-        self._changed.notify_all()
+        before, self._waiting = self._waiting, []
+        for waiting in before:
+            if self.limit.allows(waiting.stamps, version=version):
+                self._waiting.append(waiting)
+            else:
+                self.on_drop(waiting)
+                self._changed.notify_all()
 
 
 class ReplayBuffer:
@@ -124,21 +119,6 @@ class ReplayBuffer:
         self._trained.clear()
         self._trained.extend(one for index, one in enumerate(fit) if index not in drawn)
         return [fit[index].group for index in sorted(drawn)]
-
-
-def build_replay(
-    settings: ReplayConfig | None, *, groups_per_step: int, limit: StalenessLimit, seed: int
-) -> ReplayBuffer | None:
-    """`limit`: for fresh groups; replayed ones differ in max_staleness only."""
-    if settings is None:
-        return None
-    return ReplayBuffer(
-        per_batch=settings.groups_of(groups_per_step),
-        # As many as are trained until the first of them is too stale.
-        capacity=groups_per_step * settings.max_staleness,
-        limit=replace(limit, max_staleness=settings.max_staleness),
-        seed=seed,
-    )
 
 
 def interleave(fresh: Sequence[Group], replayed: Sequence[Group]) -> list[Group]:

@@ -12,9 +12,6 @@ from dataclasses import dataclass
 
 from millrace.config import RunConfig
 from millrace.controller.batches import Batches
-from millrace.controller.group_tracker import GroupTracker
-from millrace.journal import Journal, NoJournal
-from millrace.tasks.streams import TaskStream
 from millrace.training.checkpoints.schedule import Checkpointing
 
 
@@ -30,10 +27,7 @@ class Covered:
 class RunCheckpoints:
     config: RunConfig
     writer: Checkpointing
-    journal: Journal | NoJournal
     batches: Batches
-    tracker: GroupTracker
-    tasks: TaskStream
     policy: str
     covered: Covered  # by the newest checkpoint; at first, the one that the run resumes from
     _to_cover: Covered | None = None
@@ -43,25 +37,25 @@ class RunCheckpoints:
         """Save if a checkpoint is due; the journal is trimmed in the background."""
         every = self.config.checkpoint.every_steps
         is_due = every > 0 and version % every == 0
-        is_large = self.journal.is_too_large and not self.writer.is_writing
+        journal = self.batches.journal
+        is_large = journal.is_too_large and not self.writer.is_writing
         is_last = version == self.config.trainer.steps
         if not (is_last or is_due or is_large):
             return
-        at = Covered(version=version, position=self.journal.position)
+        at = Covered(version=version, position=journal.position)
         run_state = {
             "policy": self.policy,
             "version": version,
             "journal": at.position,
-            **self.tracker.cursor(),
-            "tasks": self.tasks.state(),
+            **self.batches.tracker.cursor(),
         }
-        await self.journal.flush()
+        await journal.flush()
         save = self.writer.save_last if is_last else self.writer.save
         await save(version, run_state=run_state, on_saved=lambda: self._saved(at, activities))
 
     def _saved(self, at: Covered, activities: asyncio.TaskGroup) -> None:
         before, self.covered = self.covered, at
-        is_only_one = self.config.checkpoint.keep == 1 or self.journal.is_too_large
+        is_only_one = self.config.checkpoint.keep == 1 or self.batches.journal.is_too_large
         self._to_cover = at if is_only_one else before
         if self._covering is None or self._covering.done():
             self._covering = activities.create_task(self._cover())
@@ -71,6 +65,6 @@ class RunCheckpoints:
         while (covered := self._to_cover) is not None:
             self._to_cover = None
             if covered.position is not None:
-                await self.journal.discard_covered(
+                await self.batches.journal.discard_covered(
                     covered.version, position=covered.position, keep=self.batches.may_return
                 )

@@ -4,23 +4,32 @@
       ▲                                                        │
       └─────────── swap, between two forward passes ◀──────────┘
 
-Three activities run side by side on one event loop: the dispatcher fills the buffer, the learner
-empties it, and the broadcaster sends each new version to the engines. Torch-free: everything heavy
-is a call to a worker. run/build.py makes the parts.
+Three activities run side by side on one event loop: the dispatcher fills the buffer, the training
+loop empties it, and the broadcaster sends each new version to the engines. Torch-free: everything
+heavy is a call to a worker. run/build.py makes the parts.
+
+Promise: one batch is one step is one version. The next batch is taken while the current one is
+trained. A resumed run first repeats the steps that its journal holds beyond its checkpoint, with
+the same batches.
 """
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.controller.batches import Batches
+from millrace.cluster.messages import Stepped
+from millrace.cluster.supervision.watchdog import StallWatchdog
+from millrace.config import RunConfig
+from millrace.controller.batches import Batches, TakenBatch
 from millrace.controller.checkpointing import RunCheckpoints
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.eval_schedule import EvalScheduler
 from millrace.controller.evaluation import Evaluation
-from millrace.controller.learner import Learner
-from millrace.controller.reporting import LearnerState, RunReporter
+from millrace.controller.reporting import RunReporter, TrainingState
+from millrace.core.microbatch import Batch
+from millrace.inference.pool import EnginePool
 from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.training.group import TrainerGroup
 from millrace.weights.broadcaster import Subscription, VersionBroadcaster
@@ -35,14 +44,14 @@ class Outcome:
     gauges: RunGauges  # at the end
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Controller:
     """The parts of a run."""
 
-    batches: Batches
+    config: RunConfig
+    state: TrainingState
     dispatcher: Dispatcher
-    learner: Learner
-    state: LearnerState
+    batches: Batches
     trainer: TrainerGroup
     broadcaster: VersionBroadcaster
     engine_versions: Subscription  # of the rollout engines
@@ -50,6 +59,15 @@ class Controller:
     eval_scheduler: EvalScheduler
     checkpoints: RunCheckpoints
     reporter: RunReporter
+    paused: Sequence[EnginePool] = ()  # engines that stand still during a step
+
+    def __post_init__(self) -> None:
+        self._stalls = StallWatchdog(
+            limit_s=self.config.cluster.stall_timeout_s,
+            explain=self.reporter.standstill,
+            moved=lambda: self.trainer.num_redone,
+            warn=self.reporter.monitor.warn,
+        )
 
     async def run(self) -> Outcome:
         """Train, evaluate and checkpoint until the last step."""
@@ -62,7 +80,8 @@ class Controller:
                 monitor.begin_training()
                 dispatching = activities.create_task(self.dispatcher.run(waiting))
                 broadcasting = activities.create_task(self.broadcaster.run(self.trainer))
-                await self.learner.run(activities)
+                if self._has_next:  # False after a crash that followed the last step
+                    await self._train(activities)
                 dispatching.cancel()  # cancelling a group aborts its requests in the engines
                 await self.engine_versions.reached(self.state.version)
                 await self.eval_scheduler.finish()
@@ -80,3 +99,44 @@ class Controller:
             checkpoint=newest,
             gauges=self.reporter.gauges(),
         )
+
+    async def _train(self, activities: asyncio.TaskGroup) -> None:
+        """The training loop: take a batch, step, record, checkpoint, evaluate."""
+        state = self.state
+        upcoming = activities.create_task(self.batches.next(state.version))
+        while self._has_next:
+            taken = await self._take(upcoming)
+            if state.version + 1 < self.config.trainer.steps:
+                # For the version that this step makes, which the trainer has when it is used.
+                activities.create_task(self.dispatcher.expire(state.version + 1))
+                upcoming = activities.create_task(self.batches.next(state.version + 1))
+            stepped = await self._stalls.until(self._step(taken.batches))
+            await self.reporter.record(stepped, taken)
+            state.version += 1
+            self.batches.applied(taken, version=state.version, was_skipped=bool(stepped.skipped))
+            await self.checkpoints.after_step(state.version, activities)
+            if self._has_next:
+                await self.eval_scheduler.after_step(state.version)
+
+    @property
+    def _has_next(self) -> bool:
+        return self.state.version < self.config.trainer.steps
+
+    async def _take(self, upcoming: Awaitable[TakenBatch]) -> TakenBatch:
+        barrier = self.dispatcher.barrier
+        if barrier is not None:
+            barrier.open()
+        self.state.awaits_batch = True
+        taken = await self._stalls.until(upcoming)
+        self.state.awaits_batch = False
+        if barrier is not None:
+            barrier.close()  # until the evaluation after this step is over
+        return taken
+
+    async def _step(self, batches: tuple[Batch, ...]) -> Stepped:
+        await asyncio.gather(*(engines.pause() for engines in self.paused))
+        stepped = await self.trainer.step(*batches, version=self.state.version + 1)
+        # Publishing the weights is copying and needs no pause. After a step that failed the engines
+        # stay paused, as it ends the run.
+        await asyncio.gather(*(engines.resume() for engines in self.paused))
+        return stepped

@@ -19,7 +19,7 @@ from millrace.controller.buffer import Buffer
 from millrace.controller.group_tracker import REDUNDANT, GroupTracker
 from millrace.core.errors import Filtered, ScoreError, TaskError
 from millrace.core.records import Group
-from millrace.core.staleness import StalenessLimit, Stamps
+from millrace.core.staleness import Stamps
 from millrace.environments.rollouts.attempt import Attempt, Expired
 from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.environments.rollouts.player import Player
@@ -49,7 +49,6 @@ class Dispatcher:
     tracker: GroupTracker
     partials: PartialRollouts
     engines: EnginePool
-    limit: StalenessLimit
     group_size: int  # episodes started for each group
     barrier: SyncBarrier | None = None
     _running: dict[int, _Running] = field(default_factory=dict[int, _Running])  # by number
@@ -82,8 +81,9 @@ class Dispatcher:
         for running in self._running.values():
             if self._is_ruled_out(running) and not running.is_expired:
                 running.is_expired = running.task.cancel()
-        if self.limit.one_token_decides:
-            await self.engines.expire(self.limit.oldest_at(version))
+        limit = self.admission.limit
+        if limit.one_token_decides:
+            await self.engines.expire(limit.oldest_at(version))
 
     def _start(
         self, attempt: Attempt, groups: asyncio.TaskGroup, *, admitted: Group | None = None
@@ -147,14 +147,13 @@ class Dispatcher:
 
     def _is_ruled_out(self, running: _Running) -> bool:
         """True if the limit will certainly not allow it any more."""
-        if running.stamps is None and not self.limit.one_token_decides:
+        limit = self.admission.limit
+        if running.stamps is None and not limit.one_token_decides:
             return False  # tokens to come may lower its mean or its share of stale tokens
         stamps = running.attempt.known if running.stamps is None else running.stamps
-        return not self.limit.allows(stamps, version=self.tracker.version)
+        return not limit.allows(stamps, version=self.tracker.version)
 
     def _may_be_trained(self, versions: np.ndarray) -> bool:
         """False if tokens of these versions certainly rule their group out."""
-        is_decided = self.limit.one_token_decides
-        return not is_decided or self.limit.allows(
-            Stamps.of(versions), version=self.tracker.version
-        )
+        limit, version = self.admission.limit, self.tracker.version
+        return not limit.one_token_decides or limit.allows(Stamps.of(versions), version=version)

@@ -7,7 +7,7 @@ controller's event loop.
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from millrace.controller.evaluation import Evaluation
 from millrace.core.records import WeightUpdate
@@ -17,32 +17,33 @@ from millrace.weights.broadcaster import Receive
 Evaluate = Callable[[int], Coroutine[Any, Any, Evaluation | None]]
 
 
-class EvalScheduler(Protocol):
-    before: Evaluation | None  # of the version that the run started with
-    after: Evaluation | None  # of the last version
+@dataclass(kw_only=True, eq=False)
+class EvalScheduler:
+    evaluate: Evaluate
+    every_steps: int
+    steps: int
+    version: int  # that the engines hold at first
+    before: Evaluation | None = None  # of the version that the run started with
+    after: Evaluation | None = None  # of the last version
 
     async def begin(self, activities: asyncio.TaskGroup) -> None:
         """Called before anything is generated for training."""
+        raise NotImplementedError
 
     async def after_step(self, version: int) -> None:
         """Called after each step but the last."""
 
     async def finish(self) -> None:
         """Returns when the last version, which all engines hold, is evaluated."""
+        raise NotImplementedError
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class SharedEvalScheduler:
+@dataclass(kw_only=True, eq=False)
+class SharedEvalScheduler(EvalScheduler):
     """Evaluates on the rollout engines, beside their other work, with the versions they hold."""
 
-    evaluate: Evaluate
-    every_steps: int
-    steps: int
-    version: int
     # Waits until the engines hold a version. With it, after_step() waits for that and evaluates.
     reached: Callable[[int], Awaitable[None]] | None = None
-    before: Evaluation | None = None
-    after: Evaluation | None = None
     _activities: asyncio.TaskGroup | None = None
 
     async def begin(self, activities: asyncio.TaskGroup) -> None:
@@ -63,8 +64,8 @@ class SharedEvalScheduler:
         self.after = await self.evaluate(self.steps)
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class PinnedEvalScheduler:
+@dataclass(kw_only=True, eq=False)
+class PinnedEvalScheduler(EvalScheduler):
     """Evaluates on engines that do nothing else; a subscriber of the version broadcast.
 
     The engines receive a version only when an evaluation is due and the previous one is over, and
@@ -75,12 +76,6 @@ class PinnedEvalScheduler:
     """
 
     swap: Receive  # loads a version into the evaluation engines
-    evaluate: Evaluate
-    every_steps: int
-    steps: int
-    version: int  # newest that receive() was called with; at first, the one the engines hold
-    before: Evaluation | None = None
-    after: Evaluation | None = None
     _idle: asyncio.Event = field(default_factory=asyncio.Event)  # set if there is nothing to do
     _loaded: asyncio.Queue[int] = field(default_factory=lambda: asyncio.Queue(maxsize=1))
     _running: asyncio.Task[None] | None = None
@@ -98,7 +93,7 @@ class PinnedEvalScheduler:
         """Returns when the engines hold this version or, if one of them was lost, a newer one."""
         await self._idle.wait()
         self._idle.clear()
-        self.version = update.version
+        self.version = update.version  # wants() finds out what is due after it
         try:
             version = await self.swap(update)
         except BaseException:
@@ -106,9 +101,6 @@ class PinnedEvalScheduler:
             raise
         self._loaded.put_nowait(version)
         return version
-
-    async def after_step(self, version: int) -> None:
-        """Nothing to do: wants() finds out what is due."""
 
     async def finish(self) -> None:
         assert self._running is not None, "begin() comes first"

@@ -52,17 +52,11 @@ class Evaluation:
 
 
 @dataclass(kw_only=True, slots=True)
-class Tally:
-    """Progress of one evaluation."""
-
+class EvalProgress:
     step: int
     num_tasks: int
     num_played: int = 0
     num_scored: int = 0  # or failed
-
-    @property
-    def moved(self) -> int:
-        return self.num_played + self.num_scored
 
     def __str__(self) -> str:
         return (
@@ -100,14 +94,13 @@ class ScoreDeadline:
 async def evaluate(
     tasks: Sequence[Task],
     *,
-    step: int,
     samples: int,
-    tally: Tally,
+    progress: EvalProgress,
     play: Callable[[Task, int], Awaitable[Group]],
     score: Callable[[Group], Coroutine[Any, Any, Group]],
     solved_at: float,
     max_running: int,
-    score_timeout_s: float,
+    score_timeout_s: float = SCORE_TIMEOUT_S,
 ) -> Evaluation:
     """Generate `samples` episodes of each task and count those with a score of `solved_at`."""
     room, deadline = asyncio.Semaphore(max_running), ScoreDeadline(score_timeout_s)
@@ -116,19 +109,19 @@ async def evaluate(
         async with room:
             try:
                 group = await play(task, number)
-                tally.num_played += 1
+                progress.num_played += 1
                 return await deadline.wait(score(group))
             except (TaskError, ScoreError):
                 return None  # counted as failed below
             finally:
-                tally.num_scored += 1
+                progress.num_scored += 1
 
     groups = await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks)))
     played = [group for group in groups if group is not None]
     solved = [0] * (len(tasks) - len(played))
     solved += [sum(score.is_solved(solved_at) for score in group.scores) for group in played]
     return Evaluation(
-        step=step,
+        step=progress.step,
         accuracy=sum(solved) / (len(tasks) * samples),
         num_tasks=len(tasks),
         num_failed=len(tasks) - len(played),
@@ -136,7 +129,7 @@ async def evaluate(
         samples=samples,
         pass_at={
             k: float(np.mean([pass_at(k, samples=samples, solved=count) for count in solved]))
-            for k in _ks(samples)
+            for k in sorted({2**power for power in range(samples.bit_length())} | {samples})
         },
         versions=_versions(played),
         groups=tuple(played),
@@ -152,11 +145,6 @@ def pass_at(k: int, *, samples: int, solved: int) -> float:
         return 1.0
     drawn = np.arange(k)
     return 1.0 - float(np.prod((unsolved - drawn) / (samples - drawn)))
-
-
-def _ks(samples: int) -> list[int]:
-    """1, 2, 4, ... and `samples` itself."""
-    return sorted({2**power for power in range(samples.bit_length())} | {samples})
 
 
 def _versions(groups: Sequence[Group]) -> dict[int, int]:
@@ -179,11 +167,14 @@ class EvalSet:
 
     def __post_init__(self) -> None:
         settings = self.config.evaluate
-        self._tallies: list[Tally] = []  # of running evaluations
+        self._running: list[EvalProgress] = []
         # Tasks whose samples the engines decode together.
         num_engines = settings.engines or self.config.engine.count + self.config.engine.remote
         num_sequences = num_engines * self.config.engine.max_sequences
         self._max_running = max(1, num_sequences // settings.samples)
+        self._is_synchronous = self.config.weights.interrupt == "barrier"
+        if self._is_synchronous:
+            self._max_running = len(self.tasks)
         temperature = settings.temperature
         if temperature is None:
             temperature = 0.0 if settings.samples == 1 else self.config.sampling.temperature
@@ -192,27 +183,27 @@ class EvalSet:
     @property
     def progress(self) -> tuple[int, int] | None:
         """Tasks that are done and in total, during an evaluation."""
-        if not self._tallies:
+        if not self._running:
             return None
-        return sum(t.num_scored for t in self._tallies), sum(t.num_tasks for t in self._tallies)
+        return sum(p.num_scored for p in self._running), sum(p.num_tasks for p in self._running)
 
     async def evaluate(self, step: int) -> Evaluation | None:
         """Evaluate the version that the engines hold, and report it; None without tasks."""
         if not self.tasks:
             return None
-        tally = Tally(step=step, num_tasks=len(self.tasks))
+        progress = EvalProgress(step=step, num_tasks=len(self.tasks))
         stalls = StallWatchdog(
             limit_s=math.inf,  # engines and scorers have their own limits
             what="No held-out task made progress",
-            explain=lambda: str(tally),
-            moved=lambda: tally.moved,
+            explain=lambda: str(progress),
+            moved=lambda: progress.num_played + progress.num_scored,
             warn=self.monitor.warn,
         )
-        self._tallies.append(tally)
+        self._running.append(progress)
         try:
-            evaluation = await stalls.until(self._evaluate(tally))
+            evaluation = await stalls.until(self._evaluate(progress))
         finally:
-            self._tallies.remove(tally)
+            self._running.remove(progress)
         if evaluation.num_unscored:
             self.monitor.warn(
                 f"{evaluation.num_unscored} of {evaluation.num_tasks} held-out tasks have no score"
@@ -222,25 +213,21 @@ class EvalSet:
         self.monitor.evaluated(evaluation.metrics())
         return evaluation
 
-    async def _evaluate(self, tally: Tally) -> Evaluation:
-        if self.config.weights.interrupt != "barrier":
-            return await self._play(tally, max_running=self._max_running)
-        async with self.engines.together():  # requests that are sent together start together
-            playing = asyncio.create_task(self._play(tally, max_running=len(self.tasks)))
-        return await playing
-
-    async def _play(self, tally: Tally, *, max_running: int) -> Evaluation:
-        step, samples = tally.step, self.config.evaluate.samples
-        return await evaluate(
+    async def _evaluate(self, progress: EvalProgress) -> Evaluation:
+        samples, name = self.config.evaluate.samples, f"evaluation {progress.step}, task"
+        playing = evaluate(
             self.tasks,
-            step=step,
             samples=samples,
-            tally=tally,
+            progress=progress,
             play=lambda task, number: self._player.play(
-                task, number=number, group_size=samples, name=f"evaluation {step}, task"
+                task, number=number, group_size=samples, name=name
             ),
             score=self.scorers.evaluate,
             solved_at=self.config.evaluate.solved_at,
-            max_running=max_running,
-            score_timeout_s=SCORE_TIMEOUT_S,
+            max_running=self._max_running,
         )
+        if not self._is_synchronous:
+            return await playing
+        async with self.engines.together():  # requests that are sent together start together
+            task = asyncio.create_task(playing)
+        return await task

@@ -173,6 +173,7 @@ class GroupTracker:
         return {
             "next_number": self._next_number,
             "unfinished": sorted([*self._open, *self._reissue]),
+            "tasks": self._tasks.state(),
         }
 
     def issue(self) -> Attempt:

@@ -8,31 +8,25 @@ from dataclasses import dataclass
 
 from millrace.cluster.messages import Stepped
 from millrace.config import RunConfig
-from millrace.controller.admission import RUNNING, STALENESS, Admission
+from millrace.controller.admission import RUNNING, STALENESS
 from millrace.controller.batches import TakenBatch
-from millrace.controller.buffer import Buffer
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.evaluation import EvalSet
-from millrace.controller.group_tracker import GroupTracker
 from millrace.core.records import Group
-from millrace.environments.rollouts.partial_rollouts import PartialRollouts
-from millrace.inference.pool import EnginePool
 from millrace.monitoring.files.skipped_steps import SkippedSteps
 from millrace.monitoring.monitor import SCORES, RunMonitor
 from millrace.monitoring.scorer_load import queue_text
 from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.monitoring.terminal.text import counts
-from millrace.scoring.pool import ScorerPool
 from millrace.training.packing.packer import minibatches_of
 from millrace.weights.http_notifier import HttpNotifier
 
 
 @dataclass(kw_only=True, slots=True)
-class LearnerState:
-    """Written by the learner, read by the gauges."""
+class TrainingState:
+    """Written by the training loop, read by the gauges."""
 
-    policy: str  # that the trainer trains
-    version: int  # of this policy; one step makes one version
+    version: int  # of the policy; one step makes one version
     awaits_batch: bool = False  # the trainer is idle
 
 
@@ -41,26 +35,20 @@ class RunReporter:
     config: RunConfig
     monitor: RunMonitor
     skipped: SkippedSteps
-    state: LearnerState
+    state: TrainingState
     dispatcher: Dispatcher
-    tracker: GroupTracker
-    admission: Admission
-    buffer: Buffer
-    scorers: ScorerPool
-    engines: EnginePool
-    partials: PartialRollouts
     eval_set: EvalSet
     notifier: HttpNotifier | None
 
     def gauges(self) -> RunGauges:
-        tracker = self.tracker
+        flow, tracker = self.dispatcher, self.dispatcher.tracker
         return RunGauges(
             version=self.state.version,
-            buffer_depth=self.buffer.depth,
-            groups_running=self.admission.running,
+            buffer_depth=flow.buffer.depth,
+            groups_running=flow.admission.running,
             groups_dropped=dict(tracker.dropped),
             groups_cancelled=dict(tracker.cancellations.by_reason),
-            tokens_wasted={**tracker.waste.tokens, **self.scorers.tokens_wasted},
+            tokens_wasted={**tracker.waste.tokens, **flow.scorers.tokens_wasted},
             wasted_staleness=tracker.waste.staleness_means,
             tokens_saved=round(tracker.cancellations.tokens_saved),
             groups_failed=dict(tracker.failures.by_reason),
@@ -68,9 +56,9 @@ class RunReporter:
             last_failure=tracker.failures.last_error,
             engine_waits_for=self._engine_waits_for(),
             trainer_waits_for=self._trainer_waits_for(),
-            scorers=self.scorers.loads(),
-            sequences_continued=self.engines.resumed.sequences,
-            resumed_tokens=self.partials.num_resumed,
+            scorers=flow.scorers.loads(),
+            sequences_continued=flow.engines.resumed.sequences,
+            resumed_tokens=flow.partials.num_resumed,
             evaluating=self.eval_set.progress,
         )
 
@@ -79,8 +67,8 @@ class RunReporter:
         await self._save_skipped(stepped, taken.groups)
         metrics = {
             **stepped.metrics,
-            "buffer/wait_s": self.buffer.wait_s,
-            "buffer/admission_held_s": sum(self.admission.held_s.values()),
+            "buffer/wait_s": self.dispatcher.buffer.wait_s,
+            "buffer/admission_held_s": sum(self.dispatcher.admission.held_s.values()),
         }
         if self.notifier is not None:
             metrics["weights/notify_failures"] = float(self.notifier.num_failed)
@@ -122,14 +110,15 @@ class RunReporter:
         )
 
     def _engine_waits_for(self) -> str:
-        if self.buffer.depth >= self.buffer.capacity:
+        buffer, held_by = self.dispatcher.buffer, self.dispatcher.admission.held_by
+        if buffer.depth >= buffer.capacity:
             return "buffer full"
         is_scoring = self.dispatcher.scoring > 0
-        if self.admission.held_by == STALENESS:
+        if held_by == STALENESS:
             # The trainer may itself wait for groups that are still being judged.
             is_behind = is_scoring and self.state.awaits_batch
             return SCORES if is_behind else "staleness limit"
-        if self.admission.held_by == RUNNING:
+        if held_by == RUNNING:
             return SCORES if is_scoring else "max_running_groups"
         return "tasks"
 

@@ -19,9 +19,8 @@ from millrace.controller.eval_schedule import (
 )
 from millrace.controller.evaluation import EvalSet
 from millrace.controller.group_tracker import GroupTracker
-from millrace.controller.learner import Learner
 from millrace.controller.orders import build_sampler
-from millrace.controller.reporting import LearnerState, RunReporter
+from millrace.controller.reporting import RunReporter, TrainingState
 from millrace.core.records import Task
 from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.environments.rollouts.player import Player
@@ -63,78 +62,21 @@ class RunParts:
         return self.config.weights.interrupt == "barrier"
 
 
-class _Flow:
-    """The parts from task to batch."""
-
-    def __init__(self, run: RunParts) -> None:
-        config, limit = run.config, run.config.buffer.limit
-        self._build_tracker(run)
-        self.barrier = None
-        if run.is_synchronous:
-            self.barrier = SyncBarrier(self.admission, together=run.engines.together)
-        self.buffer = Buffer(
-            capacity=config.buffer.capacity,
-            limit=limit,
-            sampler=build_sampler(config.buffer.order),
-            on_drop=self.tracker.expired_in_buffer,
-        )
-        self.batches = Batches(
-            config=config,
-            buffer=self.buffer,
-            admission=self.admission,
-            tracker=self.tracker,
-            in_batch=run.scorers.in_batch,
-            journal=run.journal,
-        )
-        # A synchronous run starts whole groups only, so that it is reproducible.
-        has_partials = config.journal.is_on and not run.is_synchronous
-        every_s = config.journal.partial_every_s if has_partials else 0
-        self.partials = PartialRollouts(run.journal, every_s=every_s)
-        self.dispatcher = Dispatcher(
-            tasks=run.tasks,
-            player=run.player,
-            scorers=run.scorers,
-            buffer=self.buffer,
-            admission=self.admission,
-            tracker=self.tracker,
-            partials=self.partials,
-            engines=run.engines,
-            limit=limit,
-            group_size=config.rollout.group_size + config.rollout.oversample,
-            barrier=self.barrier,
-        )
-
-    def _build_tracker(self, run: RunParts) -> None:
-        config, cursor, ledger = run.config, run.cursor, run.journal.ledger
-        begun = ledger.redone(after=cursor.version)
-        next_take = max(cursor.version, ledger.last_step)
-        self.admission = Admission(
-            groups_per_step=config.trainer.groups_per_step,
-            limit=config.buffer.limit,
-            max_running=config.rollout.max_running_groups,
-            version=cursor.version,
-            begun=len(begun),
-        )
-        self.admission.take_next(next_take)
-        self.tracker = GroupTracker(
-            tasks=run.tasks,
-            journal=run.journal,
-            admission=self.admission,
-            solved_at=config.evaluate.solved_at,
-            warn=run.monitor.warn,
-            version=next_take,
-            next_number=cursor.next_number,
-            unfinished=cursor.unfinished,
-            begun=begun,
-        )
-
-
 def build_controller(run: RunParts) -> Controller:
-    state = LearnerState(policy=run.cursor.policy, version=run.cursor.version)
-    flow = _Flow(run)
+    state = TrainingState(version=run.cursor.version)
+    dispatcher = _build_dispatcher(run)
+    batches = Batches(
+        config=run.config,
+        buffer=dispatcher.buffer,
+        admission=dispatcher.admission,
+        tracker=dispatcher.tracker,
+        in_batch=run.scorers.in_batch,
+        journal=run.journal,
+    )
     if isinstance(run.journal, Journal):
-        run.trainer.past = StepsOnRecord(flow.batches.redo, version=run.cursor.version)
-    engine_versions = run.broadcaster.subscribe(run.engines.swap, on_version=flow.admission.advance)
+        run.trainer.past = StepsOnRecord(batches.redo, version=run.cursor.version)
+    admission = dispatcher.admission
+    engine_versions = run.broadcaster.subscribe(run.engines.swap, on_version=admission.advance)
     for scorer in run.scorers.version_subscribers:
         run.broadcaster.subscribe(scorer.swap)
     notifier, notified_versions = None, None
@@ -143,59 +85,85 @@ def build_controller(run: RunParts) -> Controller:
         notifier = HttpNotifier(urls, timeout_s=timeout_s, warn=run.monitor.warn)
         notified_versions = run.broadcaster.subscribe(notifier.receive)
     eval_set, eval_scheduler = _build_evaluation(run, engine_versions)
-    reporter = RunReporter(
-        config=run.config,
-        monitor=run.monitor,
-        skipped=run.skipped,
-        state=state,
-        dispatcher=flow.dispatcher,
-        tracker=flow.tracker,
-        admission=flow.admission,
-        buffer=flow.buffer,
-        scorers=run.scorers,
-        engines=run.engines,
-        partials=flow.partials,
-        eval_set=eval_set,
-        notifier=notifier,
-    )
-    checkpoints = _build_checkpoints(run, flow)
     pools = [run.engines] if run.evaluators is None else [run.engines, run.evaluators]
-    learner = Learner(
+    return Controller(
         config=run.config,
         state=state,
-        batches=flow.batches,
-        trainer=run.trainer,
-        dispatcher=flow.dispatcher,
-        checkpoints=checkpoints,
-        eval_scheduler=eval_scheduler,
-        reporter=reporter,
-        paused=pools if run.config.cluster.take_turns else (),
-        barrier=flow.barrier,
-    )
-    return Controller(
-        batches=flow.batches,
-        dispatcher=flow.dispatcher,
-        learner=learner,
-        state=state,
+        dispatcher=dispatcher,
+        batches=batches,
         trainer=run.trainer,
         broadcaster=run.broadcaster,
         engine_versions=engine_versions,
         notified_versions=notified_versions,
         eval_scheduler=eval_scheduler,
-        checkpoints=checkpoints,
-        reporter=reporter,
+        checkpoints=_build_checkpoints(run, batches),
+        reporter=RunReporter(
+            config=run.config,
+            monitor=run.monitor,
+            skipped=run.skipped,
+            state=state,
+            dispatcher=dispatcher,
+            eval_set=eval_set,
+            notifier=notifier,
+        ),
+        paused=pools if run.config.cluster.take_turns else (),
     )
 
 
-def _build_checkpoints(run: RunParts, flow: _Flow) -> RunCheckpoints:
+def _build_dispatcher(run: RunParts) -> Dispatcher:
+    """The parts from task to buffer."""
+    config, cursor, ledger = run.config, run.cursor, run.journal.ledger
+    begun = ledger.redone(after=cursor.version)
+    next_take = max(cursor.version, ledger.last_step)
+    admission = Admission(
+        groups_per_step=config.trainer.groups_per_step,
+        limit=config.buffer.limit,
+        max_running=config.rollout.max_running_groups,
+        version=cursor.version,
+        begun=len(begun),
+    )
+    admission.take_next(next_take)
+    tracker = GroupTracker(
+        tasks=run.tasks,
+        journal=run.journal,
+        admission=admission,
+        solved_at=config.evaluate.solved_at,
+        warn=run.monitor.warn,
+        version=next_take,
+        next_number=cursor.next_number,
+        unfinished=cursor.unfinished,
+        begun=begun,
+    )
+    # A synchronous run starts whole groups only, so that it is reproducible.
+    has_partials = config.journal.is_on and not run.is_synchronous
+    barrier = SyncBarrier(admission, together=run.engines.together) if run.is_synchronous else None
+    return Dispatcher(
+        tasks=run.tasks,
+        player=run.player,
+        scorers=run.scorers,
+        buffer=Buffer(
+            capacity=config.buffer.capacity,
+            limit=config.buffer.limit,
+            sampler=build_sampler(config.buffer.order),
+            on_drop=tracker.expired_in_buffer,
+        ),
+        admission=admission,
+        tracker=tracker,
+        partials=PartialRollouts(
+            run.journal, every_s=config.journal.partial_every_s if has_partials else 0
+        ),
+        engines=run.engines,
+        group_size=config.rollout.group_size + config.rollout.oversample,
+        barrier=barrier,
+    )
+
+
+def _build_checkpoints(run: RunParts, batches: Batches) -> RunCheckpoints:
     version, warn = run.cursor.version, run.monitor.warn
     return RunCheckpoints(
         config=run.config,
         writer=Checkpointing(run.trainer, folder=run.checkpoints, version=version, warn=warn),
-        journal=run.journal,
-        batches=flow.batches,
-        tracker=flow.tracker,
-        tasks=run.tasks,
+        batches=batches,
         policy=run.cursor.policy,
         covered=Covered(version=version, position=run.cursor.journal),
     )
