@@ -9,9 +9,8 @@ import numpy as np
 
 from millrace.cluster.hub import Hub
 from millrace.cluster.messages import Generate
-from millrace.cluster.supervision.pool import WorkerPool
+from millrace.cluster.supervision.pool import RestartPolicy, WorkerPool
 from millrace.cluster.supervision.replica import WorkerReplica
-from millrace.cluster.supervision.restarts import RestartPolicy
 from millrace.cluster.worker import Worker
 from millrace.core.records import Request, Sampling
 

@@ -22,8 +22,7 @@ from millrace.cluster.hub import Hub
 from millrace.cluster.join.joined_process import JoinedProcess
 from millrace.cluster.join.registry import host_identity
 from millrace.cluster.link import EVENT_ID
-from millrace.cluster.messages import Done, GenerateDone, Join, Message, WorkerExited
-from millrace.cluster.process import ProcessExit
+from millrace.cluster.messages import Done, GenerateDone, Join, Message, ProcessExit, WorkerExited
 from millrace.cluster.wire import encode
 from millrace.cluster.worker import Worker
 from millrace.core.errors import WorkerError
@@ -395,7 +394,7 @@ async def test_host_can_report_about_its_own_workers_only(
 ):
     _, (worker,) = await joined(hub, tmp_path, hosts)
     intruder = f"host:{hub.ticket().token}:intruder".encode()
-    ended = WorkerExited(worker="echo-0", reason="fell asleep", log_tail="", may_have_sent=False)
+    ended = WorkerExited(worker="echo-0", exit=ProcessExit(reason="fell asleep"))
     assert not await hub._registry.on_message(intruder, bytes(8), ended)
     assert not await hub._registry.on_message(intruder, bytes(8), Done())
     assert isinstance(await worker.call(ask("echo")), GenerateDone)

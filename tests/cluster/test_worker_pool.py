@@ -1,11 +1,11 @@
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from fake_worker import FakeReplica, FakeWorker, settle
 
-from millrace.cluster.supervision.pool import WorkerPool
-from millrace.cluster.supervision.restarts import RestartHistory, RestartPolicy
+from millrace.cluster.supervision.pool import RestartHistory, RestartPolicy, WorkerPool
 from millrace.core.errors import ConfigError, RestartLimitExceeded, RunFailed, WorkerError
 
 AT_ONCE = RestartPolicy(max_restarts=2, window_s=100.0, backoff_s=0.0)
@@ -63,7 +63,7 @@ async def test_failed_restarts_count_until_the_limit_is_reached(pool):
 async def test_deaths_do_not_count_where_user_code_may_kill_the_process(pool):
     workers = [FakeWorker() for _ in range(9)]
     replica = FakeReplica(*workers, *(OSError("no memory") for _ in range(3)))
-    await pool.add(replica, limit_deaths=False)
+    await pool.add(replica, policy=replace(AT_ONCE, limit_deaths=False))
     for worker in workers:
         worker.die()
         await settle()

@@ -11,8 +11,7 @@ import pytest
 
 from millrace.cluster.hub import Hub
 from millrace.cluster.messages import WorkerProgress
-from millrace.cluster.supervision.pool import WorkerPool
-from millrace.cluster.supervision.restarts import RestartPolicy
+from millrace.cluster.supervision.pool import RestartPolicy, WorkerPool
 from millrace.core.errors import ConfigError, Filtered, RunFailed, ScoreError
 from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Turn
 from millrace.scoring.advantages.estimators import BatchAdvantages, GroupAdvantages

@@ -4,7 +4,7 @@ Arrays inside (numpy) travel as raw frames beside the message, uncopied; see wir
 reply: the message after its arrow, or an Error; parts may precede it. An event is neither.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -97,34 +97,26 @@ class JoinAdmitted(Message, frozen=True):
     slots: list[JoinSlot]
 
 
+class ProcessExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the process of a worker ended."""
+
+    reason: str  # continues the sentence "Worker 'engine-0' ..."
+    log_tail: str = ""
+    code: int | None = None  # negative if a signal ended it; None if unknown
+
+
 class WorkerExited(Message, frozen=True):
     """Event of a host: one of its worker processes has ended."""
 
     worker: str
-    reason: str  # continues the sentence "Worker 'engine-1' ..."
-    log_tail: str
-    may_have_sent: bool  # its last messages may still arrive
+    exit: ProcessExit
 
 
 class SignalWorker(Message, frozen=True):
-    """Event for a host: end this worker process."""
+    """Event for a host: end this worker process. WorkerExited follows."""
 
     worker: str
-    kill: bool  # SIGKILL, else SIGTERM
-
-
-class DumpStacks(Message, frozen=True):
-    """Event for a host: have this worker write its stacks to its log; StacksDumped follows."""
-
-    worker: str
-
-
-class StacksDumped(Message, frozen=True):
-    """Event of a host: the result of DumpStacks."""
-
-    worker: str
-    outcome: str  # with the path of the log
-    log_tail: str
+    action: Literal["terminate", "kill", "abort"]  # abort: dump its stacks to its log, then kill
 
 
 class Heartbeat(Message, frozen=True):

@@ -9,25 +9,15 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.cluster.address import Credentials
 from millrace.cluster.fork_server import ForkedChild, ForkServer
+from millrace.cluster.messages import ProcessExit
 from millrace.cluster.parent_death import with_parent_death_signal
 
 LOG_TAIL_BYTES = 4000
 DUMP_S = 1.0  # to write the stacks of all threads
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessExit:
-    """How a process ended."""
-
-    reason: str  # continues the sentence "Worker 'engine-0' ..."
-    log_tail: str = ""
-    may_have_sent: bool = False  # its last messages may still arrive
-    was_killed: bool = False  # by a signal
 
 
 class Process:
@@ -35,8 +25,9 @@ class Process:
 
     def __init__(self, child: asyncio.subprocess.Process | ForkedChild, *, log: Path) -> None:
         self.pid = child.pid
-        self.log = log
+        self.log = log.absolute()
         self._child = child
+        self._stacks = ""  # the outcome of dump_stacks()
 
     @classmethod
     async def start(cls, command: Sequence[str], *, env: Mapping[str, str], log: Path) -> "Process":
@@ -54,20 +45,11 @@ class Process:
             )
         return cls(child, log=log)
 
-    async def wait(self) -> int:
-        """Exit code; negative if a signal ended it."""
+    async def exited(self) -> ProcessExit:
         code = await self._child.wait()
         self._signal_session(signal.SIGKILL)
-        return code
-
-    async def exited(self) -> ProcessExit:
-        code = await self.wait()
-        return ProcessExit(
-            reason=f"{describe_exit(code)}; its log is {self.log}",
-            log_tail=self.log_tail(),
-            may_have_sent=code >= 0,
-            was_killed=code < 0,
-        )
+        reason = self._stacks or f"{describe_exit(code)}; its log is {self.log}"
+        return ProcessExit(reason=reason, log_tail=self.log_tail(), code=code)
 
     def terminate(self) -> None:
         if self._child.returncode is None:
@@ -82,7 +64,8 @@ class Process:
     async def dump_stacks(self) -> tuple[str, str]:
         """Have the process write the stacks of its threads to its log; returns the outcome, with
         the path of the log, and the end of the log."""
-        return f"{await self._dump_stacks()}, {self.log.absolute()}", self.log_tail()
+        self._stacks = f"{await self._dump_stacks()}, {self.log}"
+        return self._stacks, self.log_tail()
 
     async def _dump_stacks(self) -> str:
         if self._is_stopped():

@@ -225,13 +225,13 @@ class Worker:
     async def _wait_for_exit(self, process: Process | JoinedProcess) -> None:
         exited = await process.exited()
         is_awaited = not self.dead.done() and (self._waiting or not self._is_stopping)
-        if exited.may_have_sent and is_awaited:
+        if is_awaited and exited.code is not None and exited.code >= 0:
             await asyncio.sleep(DRAIN_S)
         if self._is_stopping:
             self._end(self._error("was stopped"))
         elif not self._is_hung:
             error = self._error(exited.reason, traceback=exited.log_tail)
-            error.was_killed = exited.was_killed
+            error.was_killed = exited.code is not None and exited.code < 0
             self._end(error)
 
     def _end(self, error: WorkerError) -> None:

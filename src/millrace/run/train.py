@@ -19,8 +19,7 @@ from millrace.cluster.hub import Hub
 from millrace.cluster.join.ticket import ticket_file
 from millrace.cluster.messages import Message, Published, WorkerProgress
 from millrace.cluster.mps import shared_gpu
-from millrace.cluster.supervision.pool import WorkerPool
-from millrace.cluster.supervision.restarts import RestartPolicy
+from millrace.cluster.supervision.pool import RestartPolicy, WorkerPool
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig, load_config
 from millrace.controller.controller import Controller, Outcome

@@ -11,6 +11,7 @@ Runs on the controller's event loop.
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from millrace.cluster.hub import Hub
 from millrace.cluster.messages import Message, StartEngine, StartTrainer
 from millrace.cluster.mps import below_normal
-from millrace.cluster.supervision.pool import RESTARTING, WorkerPool
+from millrace.cluster.supervision.pool import WorkerPool
 from millrace.cluster.supervision.replica import WorkerReplica
 from millrace.cluster.worker import Worker
 from millrace.config import EngineConfig, RunConfig, WeightsConfig
@@ -91,14 +92,14 @@ class RunWorkers:
     async def start(self, *others: Coroutine[Any, Any, object]) -> None:
         """Start all workers concurrently, and run `others` beside them."""
         num_local, num_remote = self._config.engine.count, self._config.engine.remote
-        add = self._worker_pool.add
+        add, policy = self._worker_pool.add, self._worker_pool.policy
+        joining = replace(policy, delay_restarts=False, remedy=OPEN_TO_HOSTS)
         async with asyncio.TaskGroup() as starting:
             for i in range(num_local + num_remote):
                 name, is_remote = f"engine-{i}", i >= num_local
                 self._rollout_engines.append(name)
                 engine = self._engine(name, pool=self.engines, is_remote=is_remote)
-                remedy = OPEN_TO_HOSTS if is_remote else RESTARTING
-                starting.create_task(add(engine, remedy=remedy, delay_restarts=not is_remote))
+                starting.create_task(add(engine, policy=joining if is_remote else None))
             for i in range(self._config.evaluate.engines):
                 assert self.evaluators is not None
                 starting.create_task(add(self._engine(f"evaluator-{i}", pool=self.evaluators)))

@@ -8,7 +8,7 @@ Runs on the controller's event loop. Calls overlap: the process batches what has
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from millrace.cluster.messages import Message
@@ -47,7 +47,8 @@ class ModelProcess:
         return self._replica.num_deaths
 
     async def start(self) -> None:
-        await self._worker_pool.add(self._replica, limit_deaths=False)
+        policy = replace(self._worker_pool.policy, limit_deaths=False)
+        await self._worker_pool.add(self._replica, policy=policy)
 
     async def close(self) -> None:
         await self._worker_pool.remove(self._replica.name)

@@ -15,8 +15,7 @@ from millrace.cluster.event_loop import run_on_own_loop
 from millrace.cluster.fork_server import PRELOAD
 from millrace.cluster.hub import Hub
 from millrace.cluster.messages import Message, StartEngine, StartTeacher, WorkerProgress
-from millrace.cluster.supervision.pool import WorkerPool
-from millrace.cluster.supervision.restarts import RestartPolicy
+from millrace.cluster.supervision.pool import RestartPolicy, WorkerPool
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
 from millrace.core.errors import first_cause

@@ -24,18 +24,17 @@ from millrace.cluster.join.registry import host_identity
 from millrace.cluster.join.ticket import JoinTicket
 from millrace.cluster.link import EVENT_ID, read_frames
 from millrace.cluster.messages import (
-    DumpStacks,
     Error,
     Heartbeat,
     Join,
     JoinAdmitted,
     JoinSlot,
     Message,
+    ProcessExit,
     SignalWorker,
-    StacksDumped,
     WorkerExited,
 )
-from millrace.cluster.process import Process, describe_exit, start_worker
+from millrace.cluster.process import Process, start_worker
 from millrace.cluster.wire import decode, encode
 from millrace.core.errors import ConfigError, RunFailed
 from millrace.core.files import check_file_name
@@ -149,8 +148,8 @@ class _HostWorkers:
         self._ticket = ticket
         self._fork_server = fork_server
         self._processes: dict[str, Process] = {}
-        self._exits: dict[str, asyncio.Task[int]] = {}  # exit codes, once they are reported
-        self._dumping: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
+        self._exits: list[asyncio.Task[ProcessExit]] = []  # done once they are reported
+        self._aborting: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
 
     async def serve(self, slots: list[JoinSlot], *, module: str, log_dir: Path) -> None:
         """Start a worker for each slot; returns when the controller has stopped all of them."""
@@ -159,17 +158,17 @@ class _HostWorkers:
             for slot in slots:
                 check_file_name(slot.name, of="A worker of this run")  # it comes from outside
                 await self._start(slot, module=module, log=log_dir / f"{slot.name}.log")
-            exits = asyncio.gather(*self._exits.values())
-            await asyncio.wait({orders, exits}, return_when=asyncio.FIRST_COMPLETED)
+            ended = asyncio.gather(*self._exits)
+            await asyncio.wait({orders, ended}, return_when=asyncio.FIRST_COMPLETED)
             if orders.done():
                 orders.result()  # raises: it ends in no other way
-            codes = await exits
+            exits = await ended
         finally:
             orders.cancel()
             await self._stop_workers(at_once=orders.done())
-        for process, code in zip(self._processes.values(), codes, strict=True):
-            if code != 0:
-                raise RunFailed(f"A worker {describe_exit(code)}; its log is {process.log}.")
+        for exit in exits:
+            if exit.code != 0:
+                raise RunFailed(f"A worker {exit.reason}.")
 
     async def _start(self, slot: JoinSlot, *, module: str, log: Path) -> None:
         process = await start_worker(
@@ -182,7 +181,7 @@ class _HostWorkers:
             fork_server=self._fork_server,
         )
         self._processes[slot.name] = process
-        self._exits[slot.name] = asyncio.create_task(self._report_exit(slot.name, process))
+        self._exits.append(asyncio.create_task(self._report_exit(slot.name, process)))
 
     async def _follow_orders(self) -> NoReturn:
         """Handle messages of the controller; raises RunFailed when it is silent for too long."""
@@ -195,44 +194,42 @@ class _HostWorkers:
                     f"The controller at {self._ticket.address} was silent for {timeout_s} s;"
                     " the workers on this host were stopped."
                 ) from None
-            match message:
-                case SignalWorker(worker=worker, kill=kill) if worker in self._processes:
-                    process = self._processes[worker]
-                    process.kill() if kill else process.terminate()
-                case DumpStacks(worker=worker) if worker in self._processes:
-                    dumping = asyncio.create_task(self._dump(worker, self._processes[worker]))
-                    self._dumping.add(dumping)
-                    dumping.add_done_callback(self._dumping.discard)
-                case _:
-                    assert isinstance(message, Heartbeat | SignalWorker | DumpStacks), message
+            if isinstance(message, SignalWorker) and message.worker in self._processes:
+                self._signal(self._processes[message.worker], message.action)
+            else:
+                assert isinstance(message, Heartbeat | SignalWorker), message
 
-    async def _dump(self, name: str, process: Process) -> None:
-        outcome, log_tail = await process.dump_stacks()
-        await self._connection.send(StacksDumped(worker=name, outcome=outcome, log_tail=log_tail))
+    def _signal(self, process: Process, action: str) -> None:
+        if action == "terminate":
+            process.terminate()
+        elif action == "kill":
+            process.kill()
+        else:
+            aborting = asyncio.create_task(_abort(process))
+            self._aborting.add(aborting)
+            aborting.add_done_callback(self._aborting.discard)
 
-    async def _report_exit(self, name: str, process: Process) -> int:
-        code = await process.wait()
-        report = WorkerExited(
-            worker=name,
-            reason=f"{describe_exit(code)}; its log is {process.log.absolute()}",
-            log_tail=process.log_tail(),
-            may_have_sent=code >= 0,
-        )
+    async def _report_exit(self, name: str, process: Process) -> ProcessExit:
+        exit = await process.exited()
         with contextlib.suppress(TimeoutError):  # the controller has ended
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
-                await self._connection.send(report)
-        return code
+                await self._connection.send(WorkerExited(worker=name, exit=exit))
+        return exit
 
     async def _stop_workers(self, *, at_once: bool) -> None:
         """Stop the workers that still run."""
-        exits = self._exits.values()
         try:
-            if exits and not at_once:
+            if self._exits and not at_once:
                 for process in self._processes.values():
                     process.terminate()
-                await asyncio.wait(exits, timeout=STOP_TIMEOUT_S)
+                await asyncio.wait(self._exits, timeout=STOP_TIMEOUT_S)
         finally:
             for process in self._processes.values():
                 process.kill()
-            if exits:
-                await asyncio.wait(exits)
+            if self._exits:
+                await asyncio.wait(self._exits)
+
+
+async def _abort(process: Process) -> None:
+    await process.dump_stacks()
+    process.kill()

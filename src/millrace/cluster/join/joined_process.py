@@ -10,15 +10,15 @@ Promise: one of the three happens, so exited() returns.
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from typing import Literal
 
 import zmq
 
-from millrace.cluster.messages import DumpStacks, Heartbeat, Message, SignalWorker, StacksDumped
-from millrace.cluster.process import ProcessExit
+from millrace.cluster.messages import Heartbeat, Message, ProcessExit, SignalWorker
 
 MAX_INTERVAL_S = 1.0  # between two heartbeats
 MIN_BEATS_PER_TIMEOUT = 4
-DUMP_TIMEOUT_S = 5.0  # for a host to report the stacks of a worker
+DUMP_TIMEOUT_S = 5.0  # for a host to dump the stacks of a worker and report its end
 
 Send = Callable[[Message], Awaitable[None]]
 
@@ -42,7 +42,7 @@ class JoinedProcess:
         self._timeout_s = heartbeat_timeout_s
         self._interval_s = min(MAX_INTERVAL_S, heartbeat_timeout_s / MIN_BEATS_PER_TIMEOUT)
         self._exit: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
-        self._stacks: asyncio.Future[StacksDumped] = asyncio.get_running_loop().create_future()
+
         self._is_connected = False  # after its first message; the hub limits the time until then
         self._has_answered = False  # since the last heartbeat
         self._sending: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
@@ -78,24 +78,18 @@ class JoinedProcess:
             self._exit.set_result(exit)
 
     async def dump_stacks(self) -> tuple[str, str]:
-        """As of a process on this host, if its host answers."""
-        self._order(DumpStacks(worker=self.name))
-        await asyncio.wait({self._stacks, self._exit}, timeout=DUMP_TIMEOUT_S)
-        if not self._stacks.done():
+        """As of a process on this host, if its host answers; the host kills the worker, too."""
+        self._signal("abort")
+        await self._wait_for_exit(DUMP_TIMEOUT_S)
+        if not self._exit.done():
             return f"its log is on {self.host}", ""
-        stacks = self._stacks.result()
-        return f"{stacks.outcome} on {self.host}", stacks.log_tail
-
-    def on_stacks(self, stacks: StacksDumped) -> None:
-        """The host reports the result of dump_stacks()."""
-        if not self._stacks.done():
-            self._stacks.set_result(stacks)
+        return self._exit.result().reason, self._exit.result().log_tail
 
     def terminate(self) -> None:
-        self._order(SignalWorker(worker=self.name, kill=False))
+        self._signal("terminate")
 
     def kill(self) -> None:
-        self._order(SignalWorker(worker=self.name, kill=True))
+        self._signal("kill")
 
     def log_tail(self) -> str:
         """Its log is on its host, which sends the end of it with the exit."""
@@ -110,13 +104,14 @@ class JoinedProcess:
     async def _wait_for_exit(self, timeout_s: float) -> None:
         await asyncio.wait({self._exit}, timeout=timeout_s)
 
-    def _order(self, message: SignalWorker | DumpStacks) -> None:
+    def _signal(self, action: Literal["terminate", "kill", "abort"]) -> None:
         if self._exit.done():
             return
-        task = asyncio.create_task(self._send_order(message), name=f"order-{self.name}")
+        message = SignalWorker(worker=self.name, action=action)
+        task = asyncio.create_task(self._send_signal(message), name=f"{action}-{self.name}")
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
-    async def _send_order(self, message: SignalWorker | DumpStacks) -> None:
+    async def _send_signal(self, message: SignalWorker) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the next heartbeat fails alike and reports it
             await self._send_to_host(message)

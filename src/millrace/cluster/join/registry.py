@@ -11,19 +11,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import zmq
+from msgspec.structs import replace
 
 from millrace.cluster.join.joined_process import JoinedProcess
 from millrace.cluster.link import EVENT_ID
-from millrace.cluster.messages import (
-    Error,
-    Join,
-    JoinAdmitted,
-    JoinSlot,
-    Message,
-    StacksDumped,
-    WorkerExited,
-)
-from millrace.cluster.process import ProcessExit
+from millrace.cluster.messages import Error, Join, JoinAdmitted, JoinSlot, Message, WorkerExited
 
 Send = Callable[[bytes, bytes, Message], Awaitable[None]]  # routing id, call id, message
 
@@ -78,17 +70,9 @@ class JoinRegistry:
                 # If the host has ended, the heartbeats of its workers will show it.
                 with contextlib.suppress(zmq.ZMQError):
                     await self._send(host, call_id, reply)
-            case WorkerExited() if (host, message.worker) in self._processes:
-                process = self._processes.pop((host, message.worker))
-                process.on_exit(
-                    ProcessExit(
-                        reason=f"{message.reason} on {process.host}",
-                        log_tail=message.log_tail,
-                        may_have_sent=message.may_have_sent,
-                    )
-                )
-            case StacksDumped() if (host, message.worker) in self._processes:
-                self._processes[host, message.worker].on_stacks(message)
+            case WorkerExited(worker=worker, exit=exit) if (host, worker) in self._processes:
+                process = self._processes.pop((host, worker))
+                process.on_exit(replace(exit, reason=f"{exit.reason} on {process.host}"))
             case _:
                 return False
         return True

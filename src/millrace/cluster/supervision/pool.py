@@ -8,19 +8,34 @@ Runs on the controller's event loop; each replica has a supervising task.
 """
 
 import asyncio
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import NoReturn, Self
 
 from millrace.cluster.supervision.replica import Replica
-from millrace.cluster.supervision.restarts import RestartHistory, RestartPolicy
 from millrace.cluster.worker import Worker
-from millrace.core.errors import MillraceError, RunFailed, WorkerError
+from millrace.core.errors import MillraceError, RestartLimitExceeded, RunFailed, WorkerError
 
-RESTARTING = "It is being restarted."
+MAX_BACKOFF_S = 60.0
+# Only failures in quick succession make the wait longer: a worker that served for a while before
+# it died does not wait for deaths that are long past.
+BACKOFF_WINDOW_S = 20.0
 
 OnRestart = Callable[[str, str], None]  # name of the replica, what happened and what is done
 Launch = Callable[[str, str], Awaitable[Worker]]  # name, module -> a worker that has connected
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestartPolicy:
+    max_restarts: int = 5  # within window_s
+    window_s: float = 600.0
+    backoff_s: float = 0.5  # before a restart; doubles with each failure within BACKOFF_WINDOW_S
+    # False where callers may kill the process or it runs user code: only failed starts count.
+    limit_deaths: bool = True
+    delay_restarts: bool = True  # False where a start waits for another host
+    remedy: str = "It is being restarted."  # ends the report of a restart
 
 
 class WorkerPool:
@@ -35,7 +50,7 @@ class WorkerPool:
     ) -> None:
         self.launch = launch
         self.restarts: Counter[str] = Counter()  # by replica
-        self._policy = policy or RestartPolicy()
+        self.policy = policy or RestartPolicy()
         self._on_restart = on_restart
         self._replicas: dict[str, Replica] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -48,23 +63,13 @@ class WorkerPool:
     async def __aexit__(self, *_exc: object) -> None:
         await _cancel(*self._tasks.values())
 
-    async def add(
-        self,
-        replica: Replica,
-        *,
-        limit_deaths: bool = True,
-        delay_restarts: bool = True,
-        remedy: str = RESTARTING,
-    ) -> None:
-        """Start a replica and supervise it from then on.
+    async def add(self, replica: Replica, *, policy: RestartPolicy | None = None) -> None:
+        """Start a replica and supervise it from then on; by default with the policy of the pool.
 
         A replica that is killed by a signal during its first start is started again. Any other
         error of the first start is raised: it is for the user, and a retry would not help.
-        `limit_deaths` is False where callers may kill the process and where it runs user code: then
-        only failed starts count as failures. `delay_restarts` is False where a start waits for
-        another host, which may come at once. `remedy` ends the report of a restart.
         """
-        history = RestartHistory(replica.name, policy=self._policy)
+        history = RestartHistory(replica.name, policy=policy or self.policy)
         while True:
             try:
                 await replica.start(is_restart=False)
@@ -73,18 +78,11 @@ class WorkerPool:
                 if not error.was_killed:
                     raise
                 delay_s = history.add(error)
-                self._report(replica, error, remedy=RESTARTING)
+                self._report(replica, error, history)
                 await asyncio.sleep(delay_s)
         self._replicas[replica.name] = replica
         self._tasks[replica.name] = asyncio.create_task(
-            self._supervise(
-                replica,
-                history,
-                limit_deaths=limit_deaths,
-                delay_restarts=delay_restarts,
-                remedy=remedy,
-            ),
-            name=f"supervise-{replica.name}",
+            self._supervise(replica, history), name=f"supervise-{replica.name}"
         )
 
     async def remove(self, name: str) -> None:
@@ -99,29 +97,20 @@ class WorkerPool:
         assert self._failure is not None
         raise self._failure
 
-    async def _supervise(
-        self,
-        replica: Replica,
-        history: RestartHistory,
-        *,
-        limit_deaths: bool,
-        delay_restarts: bool,
-        remedy: str,
-    ) -> None:
+    async def _supervise(self, replica: Replica, history: "RestartHistory") -> None:
         try:
             while True:
                 error = await replica.health()
-                delay_s = history.add(error) if limit_deaths else 0.0
-                self._report(replica, error, remedy=remedy)
-                delay_s = delay_s if delay_restarts else 0.0
-                await self._restart(replica, history, delay_s=delay_s, remedy=remedy)
+                delay_s = history.add_death(error)
+                self._report(replica, error, history)
+                await self._restart(replica, history, delay_s=delay_s)
         except Exception as error:  # noqa: BLE001 - raised by run()
             replica.give_up(error)
             self._failure = self._failure or error
             self._failed.set()
 
     async def _restart(
-        self, replica: Replica, history: RestartHistory, *, delay_s: float, remedy: str
+        self, replica: Replica, history: "RestartHistory", *, delay_s: float
     ) -> None:
         while True:
             await asyncio.sleep(delay_s)
@@ -131,14 +120,55 @@ class WorkerPool:
                 raise
             except (MillraceError, OSError) as error:
                 delay_s = history.add(error)
-                self._report(replica, error, remedy=remedy)
+                self._report(replica, error, history)
 
-    def _report(self, replica: Replica, error: Exception, *, remedy: str) -> None:
+    def _report(self, replica: Replica, error: Exception, history: "RestartHistory") -> None:
         self.restarts[replica.name] += 1
-        self._on_restart(replica.name, f"{error} {remedy}")
+        self._on_restart(replica.name, f"{error} {history.policy.remedy}")
 
 
 async def _cancel(*tasks: asyncio.Task[None]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class RestartHistory:
+    """Recent failures of one supervised process."""
+
+    def __init__(
+        self, name: str, *, policy: RestartPolicy, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._name = name
+        self.policy = policy
+        self._clock = clock
+        self._created_s = clock()
+        self._recent: deque[float] = deque()  # times of failures, by the clock
+
+    def add(self, error: Exception) -> float:
+        """Record a death or a failed start; returns the seconds to wait before the next start.
+        Raises RestartLimitExceeded if there were too many within the window."""
+        now_s = self._clock()
+        self._recent.append(now_s)
+        while now_s - self._recent[0] > self.policy.window_s:
+            self._recent.popleft()
+        if len(self._recent) > self.policy.max_restarts:
+            raise self._limit_exceeded(error)
+        num_close = sum(now_s - failed_s <= BACKOFF_WINDOW_S for failed_s in self._recent)
+        return min(self.policy.backoff_s * 2 ** (num_close - 1), MAX_BACKOFF_S)
+
+    def add_death(self, error: Exception) -> float:
+        """As add(), for a replica that served; nothing is recorded where deaths are not limited."""
+        delay_s = self.add(error) if self.policy.limit_deaths else 0.0
+        return delay_s if self.policy.delay_restarts else 0.0
+
+    def _limit_exceeded(self, error: Exception) -> RestartLimitExceeded:
+        count = "once" if len(self._recent) == 1 else f"{len(self._recent)} times"
+        times = ", ".join(f"{at_s - self._created_s:.1f}" for at_s in self._recent)
+        return RestartLimitExceeded(
+            f"Worker {self._name!r} failed {count} within {self.policy.window_s:g} s"
+            f" ({times} s after its first start), more often than supervision.max_restarts ="
+            f" {self.policy.max_restarts} allows; the last error: {error}",
+            worker=self._name,
+            traceback=error.traceback if isinstance(error, WorkerError) else "",
+        )

@@ -10,7 +10,7 @@ bound the queue: each scorer limits its own concurrency.
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from millrace.cluster.messages import GroupScored, ScoreGroup, StartScorer
@@ -99,7 +99,8 @@ class ScorerWorkers:
             for i in range(self._num_workers)
         ]
         # User code may kill its process any number of times: each time costs one group.
-        starts = (self._worker_pool.add(each, limit_deaths=False) for each in self._replicas)
+        policy = replace(self._worker_pool.policy, limit_deaths=False)
+        starts = (self._worker_pool.add(each, policy=policy) for each in self._replicas)
         outcomes = await asyncio.gather(*starts, return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
