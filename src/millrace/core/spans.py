@@ -65,20 +65,20 @@ class Timeline:
         self._start = now
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class ScorerLoad:
     """How busy one scorer is; totals are since the start of the run."""
 
     concurrency: int  # calls that may be in flight
-    in_flight: int  # calls in flight now
-    waiting: int  # episodes waiting now for a call, a retry or an open circuit breaker
-    busy_s: float  # total of seconds times calls in flight
-    waiting_s: float  # total of seconds times episodes waiting
-    episodes: int  # scored
-    calls: int  # including retries
-    retries: int
-    failures: int  # calls that failed finally; each costs its group
-    skipped: int  # episodes that did not pass the scorer's gate
-    breaker_opened: int
-    is_held: bool  # the circuit breaker is open now
+    in_flight: int = 0  # calls in flight now
+    waiting: int = 0  # episodes waiting now for a call, a retry or an open circuit breaker
+    busy_s: float = 0.0  # total of seconds times calls in flight
+    waiting_s: float = 0.0  # total of seconds times episodes waiting
+    episodes: int = 0  # scored
+    calls: int = 0  # including retries
+    retries: int = 0
+    failures: int = 0  # calls that failed finally; each costs its group
+    skipped: int = 0  # episodes that did not pass the scorer's gate
+    breaker_opened: int = 0
+    is_held: bool = False  # the circuit breaker is open now
     lost: int = 0  # processes of the scorer that died or hung and were replaced

@@ -8,12 +8,11 @@ Runs on the controller's event loop. The queue is bounded by its callers, that i
 
 import asyncio
 import bisect
-import itertools
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from millrace.core.errors import RunFailed, ScoreError, TransientScoreError
 from millrace.core.protocols import RestartingScorer, Scorer
@@ -37,73 +36,21 @@ class GroupRef:
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
-    """Episodes that one caller wants scored together."""
-
-    episodes: Sequence[Episode]
-    results: asyncio.Future[list[ScorerResult]]
-
-
-@dataclass(slots=True, eq=False)
 class _ScoreCall:
-    """One call of the scorer, queued, in flight or between two attempts."""
+    """One call of the scorer, and the task that makes it."""
 
     group: GroupRef
     order: int
-    entries: list[_Entry] = field(default_factory=list[_Entry])
-    num_failed: int = 0  # attempts that count against `retries`
-    num_attempts: int = 0
-    task: asyncio.Task[Any] | None = None  # the attempt, or the pause before the next one
-
-    @property
-    def episodes(self) -> list[Episode]:
-        return [episode for entry in self.entries for episode in entry.episodes]
-
-    def resolve(self, results: Sequence[ScorerResult]) -> None:
-        remaining = iter(results)
-        for entry in self.entries:
-            own = list(itertools.islice(remaining, len(entry.episodes)))
-            if not entry.results.done():
-                entry.results.set_result(own)
+    entries: list[tuple[Episode, asyncio.Future[ScorerResult]]] = field(default_factory=list)
+    state: Literal["queued", "in flight", "pausing"] = "queued"
+    starts: asyncio.Event = field(default_factory=asyncio.Event)  # set when it leaves the queue
+    is_probe: bool = False
+    task: asyncio.Task[None] | None = None  # from its first attempt on
 
     def fail(self, error: Exception) -> None:
-        for entry in self.entries:
-            if not entry.results.done():
-                entry.results.set_exception(error)
-
-
-class _Usage:
-    """Counters and waiting times of one queue, for ScorerLoad."""
-
-    def __init__(self, *, now: Callable[[], float]) -> None:
-        self.in_flight = 0  # calls
-        self.counts = dict.fromkeys(("episodes", "calls", "retries", "failures", "skipped"), 0)
-        self._waiting = 0  # episodes
-        self._busy_s = 0.0  # integral of calls in flight over time
-        self._waiting_s = 0.0  # integral of waiting episodes over time
-        self._now = now
-        self._since_s = now()
-
-    def change(self, *, waiting: int = 0, in_flight: int = 0) -> None:
-        """Add to the episodes that wait, and to the calls in flight."""
-        now_s = self._now()
-        self._busy_s += self.in_flight * (now_s - self._since_s)
-        self._waiting_s += self._waiting * (now_s - self._since_s)
-        self._since_s = now_s
-        self._waiting += waiting
-        self.in_flight += in_flight
-
-    def load(self, **state: Any) -> ScorerLoad:
-        """`state`: the fields that are not counted here."""
-        self.change()
-        return ScorerLoad(
-            in_flight=self.in_flight,
-            waiting=self._waiting,
-            busy_s=self._busy_s,
-            waiting_s=self._waiting_s,
-            **self.counts,
-            **state,
-        )
+        for _, result in self.entries:
+            if not result.done():
+                result.set_exception(error)
 
 
 class ScorerQueue:
@@ -126,10 +73,12 @@ class ScorerQueue:
         self._sleep = sleep
         self._draw = draw
         self._breaker = Breaker(failures=calls.breaker_failures, open_s=calls.breaker_s, now=now)
-        self._usage = _Usage(now=now)
+        self._now = now
+        self._load = ScorerLoad(concurrency=calls.concurrency)
+        self._counted_s = now()
         self._queue: list[_ScoreCall] = []  # sorted by order
         self._open: dict[GroupRef, _ScoreCall] = {}  # queued calls that still have room
-        self._active: set[_ScoreCall] = set()  # in flight, or pausing before their next attempt
+        self._started: set[_ScoreCall] = set()  # calls that have a task
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
@@ -142,24 +91,31 @@ class ScorerQueue:
         """Score the episodes; raises ScoreError. Cancelling withdraws them from the queue."""
         if self._is_closed:
             raise RunFailed(CLOSED)
+        call = self._call_with_room(len(episodes), group)
         loop = asyncio.get_running_loop()
-        entry = _Entry(episodes, loop.create_future())
-        self._usage.change(waiting=len(episodes))
-        call = self._add_to_call(entry, group)
-        loop.call_soon(self._start_calls)  # not now: episodes that finish together share a call
+        entries = [(episode, loop.create_future()) for episode in episodes]
+        call.entries += entries
+        self._count(waiting=len(episodes))
         try:
-            return await entry.results
+            return await asyncio.gather(*(result for _, result in entries))
         except asyncio.CancelledError:
-            self._withdraw(entry, call)
+            if call.state != "in flight":
+                self._drop_cancelled(call)
+            if all(result.cancelled() for _, result in call.entries):
+                if call.task is None:
+                    self._leave_queue(call)
+                else:
+                    call.task.cancel()
             raise
 
     def skip(self) -> None:
         """Count an episode that did not pass the gate."""
-        self._usage.counts["skipped"] += 1
+        self._load.skipped += 1
 
     def load(self) -> ScorerLoad:
-        return self._usage.load(
-            concurrency=self._settings.concurrency,
+        self._count()
+        return replace(
+            self._load,
             breaker_opened=self._breaker.num_opened,
             is_held=self._breaker.is_open,
             lost=self.scorer.num_lost if isinstance(self.scorer, RestartingScorer) else 0,
@@ -170,31 +126,46 @@ class ScorerQueue:
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for call in [*self._queue, *self._active]:
+        for call in {*self._queue, *self._started}:
             call.fail(RunFailed(CLOSED))
         self._queue.clear()
-        tasks = [call.task for call in self._active if call.task is not None]
+        tasks = [call.task for call in self._started if call.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _add_to_call(self, entry: _Entry, group: GroupRef) -> _ScoreCall:
-        """Add the entry to a queued call of its group that has room, or to a new call."""
-        room = self._settings.batch - len(entry.episodes)
+    def _count(self, *, waiting: int = 0, in_flight: int = 0) -> None:
+        """Add to the episodes that wait, to the calls in flight, and to the totals over time."""
+        now_s, load = self._now(), self._load
+        load.busy_s += load.in_flight * (now_s - self._counted_s)
+        load.waiting_s += load.waiting * (now_s - self._counted_s)
+        self._counted_s = now_s
+        load.waiting += waiting
+        load.in_flight += in_flight
+
+    def _call_with_room(self, num_episodes: int, group: GroupRef) -> _ScoreCall:
+        """Return a queued call of the group that has room for these episodes, or a new one."""
         call = self._open.get(group)
-        if call is None or len(call.episodes) > room:
-            call = _ScoreCall(group, group.order)
+        if call is None or len(call.entries) + num_episodes > self._settings.batch:
+            call = self._open[group] = _ScoreCall(group, group.order)
             self._enqueue(call)
-            self._open[group] = call
-        call.entries.append(entry)
         return call
 
     def _enqueue(self, call: _ScoreCall) -> None:
+        call.state = "queued"
+        call.starts.clear()
         bisect.insort_right(self._queue, call, key=lambda other: other.order)
+        # Not now: episodes that finish together share a call.
+        asyncio.get_running_loop().call_soon(self._start_calls)
+
+    def _leave_queue(self, call: _ScoreCall) -> None:
+        self._queue.remove(call)
+        if self._open.get(call.group) is call:
+            del self._open[call.group]
 
     def _start_calls(self) -> None:
         """Start queued calls as far as concurrency and the breaker allow."""
-        while self._queue and self._usage.in_flight < self._settings.concurrency:
+        while self._queue and self._load.in_flight < self._settings.concurrency:
             wait_s = self._breaker.wait_s()
             if wait_s is None:
                 return  # the end of the probe calls this method again
@@ -204,109 +175,106 @@ class ScorerQueue:
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(wait_s, self._start_calls)
                 return
-            call = self._queue.pop(0)
-            self._close_to_entries(call)
-            self._start_attempt(call)
+            call = self._queue[0]
+            self._leave_queue(call)
+            self._count(waiting=-len(call.entries), in_flight=1)
+            call.state = "in flight"
+            call.is_probe = self._breaker.begin()
+            call.starts.set()
+            if call.task is None:
+                self._start_task(call)
 
-    def _close_to_entries(self, call: _ScoreCall) -> None:
-        if self._open.get(call.group) is call:
-            del self._open[call.group]
-
-    def _start_attempt(self, call: _ScoreCall) -> None:
-        self._usage.change(waiting=-len(call.episodes), in_flight=1)
-        self._usage.counts["calls"] += 1
-        self._usage.counts["retries"] += call.num_attempts > 0
-        call.num_attempts += 1
-        is_probe = self._breaker.begin()
-        self._active.add(call)
-        call.task = asyncio.create_task(self._attempt(call, is_probe=is_probe))
+    def _start_task(self, call: _ScoreCall) -> None:
+        self._started.add(call)
+        call.task = asyncio.create_task(self._run(call))
         # A callback, not code in the task: a task that is cancelled at once never runs.
-        call.task.add_done_callback(lambda task: self._attempted(call, task, is_probe=is_probe))
+        call.task.add_done_callback(lambda task: self._ended(call, task))
 
-    async def _attempt(self, call: _ScoreCall, *, is_probe: bool) -> float | None:
-        """Call the scorer. Returns the pause before the next attempt, or None if there is none."""
-        ref, episodes = call.group, tuple(call.episodes)
-        group = Group(number=ref.number, task=ref.task, episodes=episodes)
+    async def _run(self, call: _ScoreCall) -> None:
         try:
-            results = await self.scorer.score(group)
-            if len(results) != len(episodes):  # possible in a user's own scorer
-                raise ScoreError(
-                    f"Scorer {self.scorer.name!r} returned {len(results)} results for"
-                    f" {len(episodes)} episodes of group {ref.number}; return one per episode."
-                )
-        except TransientScoreError as error:
-            return self._failed(call, error, is_probe=is_probe)
-        except Exception as error:  # noqa: BLE001 - the caller of score() raises it
-            self._breaker.answered()
-            self._usage.counts["failures"] += isinstance(error, ScoreError)
+            results = await self._score_with_retries(call)
+            for (_, result), scored in zip(call.entries, results, strict=True):
+                if not result.done():
+                    result.set_result(scored)
+        except Exception as error:  # noqa: BLE001 - the callers of score() raise it
+            self._load.failures += isinstance(error, ScoreError)
             call.fail(error)
-        else:
-            self._breaker.answered()
-            self._usage.counts["episodes"] += len(episodes)
-            call.resolve(results)
-        return None
 
-    def _attempted(
-        self, call: _ScoreCall, task: asyncio.Task[float | None], *, is_probe: bool
-    ) -> None:
-        self._usage.change(in_flight=-1)
-        self._active.discard(call)
-        if task.cancelled():
-            self._breaker.abandoned(is_probe=is_probe)
-        elif (pause_s := task.result()) is not None:
-            self._pause(call, pause_s)
-        self._start_calls()
-
-    def _failed(
-        self, call: _ScoreCall, error: TransientScoreError, *, is_probe: bool
-    ) -> float | None:
-        """Return the pause before the next attempt, or None if that was the last one."""
-        was_open = self._breaker.is_open
-        if error.is_down:
-            self._breaker.failed(is_probe=is_probe, retry_after_s=error.retry_after_s)
-        else:
-            self._breaker.answered()
-        if self._breaker.is_open:
-            if not was_open and self._breaker.num_opened == 1:
-                self._warn(
-                    f"scorer {self.scorer.name!r} is unreachable; its calls wait until it answers"
-                    f" (later outages are only counted): {error}"
-                )
-            return 0.0  # the breaker decides when the call starts
-        call.num_failed += 1
-        if call.num_failed > self._settings.retries:
-            self._usage.counts["failures"] += 1
-            call.fail(_final_error(error, num_attempts=call.num_attempts))
-            return None
-        pause_s = min(self._settings.backoff_s * 2 ** (call.num_failed - 1), MAX_BACKOFF_S)
-        return max(pause_s * (0.5 + 0.5 * self._draw()), error.retry_after_s or 0.0)
-
-    def _pause(self, call: _ScoreCall, pause_s: float) -> None:
-        num_waiting = len(call.episodes)
-        self._usage.change(waiting=num_waiting)
-        self._active.add(call)
-        call.task = asyncio.create_task(self._sleep(pause_s))
-        call.task.add_done_callback(lambda _: self._requeue(call, num_waiting))
-
-    def _requeue(self, call: _ScoreCall, num_waiting: int) -> None:
-        # Behind everything that waits now: if this call crashes the scorer, the others still run.
-        self._active.discard(call)
-        call.entries = [entry for entry in call.entries if not entry.results.done()]
-        self._usage.change(waiting=len(call.episodes) - num_waiting)
-        if call.entries:  # otherwise all were withdrawn during the pause
-            call.order = self._queue[-1].order if self._queue else call.order
-            self._enqueue(call)
+    def _ended(self, call: _ScoreCall, task: asyncio.Task[None]) -> None:
+        self._started.discard(call)
+        if call in self._queue:
+            self._leave_queue(call)
+        elif call.state == "in flight":
+            self._count(in_flight=-1)
+            if task.cancelled():
+                self._breaker.abandoned(is_probe=call.is_probe)
+        if not self._is_closed:
             self._start_calls()
 
-    def _withdraw(self, entry: _Entry, call: _ScoreCall) -> None:
-        if call in self._queue:
-            call.entries.remove(entry)
-            self._usage.change(waiting=-len(entry.episodes))
-            if not call.entries:
-                self._queue.remove(call)
-                self._close_to_entries(call)
-        elif call.task is not None and all(other.results.cancelled() for other in call.entries):
-            call.task.cancel()
+    async def _score_with_retries(self, call: _ScoreCall) -> Sequence[ScorerResult]:
+        num_attempts = num_failed = 0
+        while True:
+            await call.starts.wait()
+            self._load.calls += 1
+            self._load.retries += num_attempts > 0
+            num_attempts += 1
+            try:
+                return await self._attempt(call)
+            except TransientScoreError as error:
+                pause_s = 0.0
+                if not self._breaker.is_open:  # otherwise the breaker decides when to retry
+                    num_failed += 1
+                    if num_failed > self._settings.retries:
+                        raise _final_error(error, num_attempts=num_attempts) from None
+                    pause_s = min(self._settings.backoff_s * 2 ** (num_failed - 1), MAX_BACKOFF_S)
+                    pause_s = max(pause_s * (0.5 + 0.5 * self._draw()), error.retry_after_s or 0.0)
+            await self._pause(call, pause_s)
+
+    async def _attempt(self, call: _ScoreCall) -> Sequence[ScorerResult]:
+        number, episodes = call.group.number, tuple(episode for episode, _ in call.entries)
+        try:
+            results = await self.scorer.score(
+                Group(number=number, task=call.group.task, episodes=episodes)
+            )
+        except Exception as error:
+            if isinstance(error, TransientScoreError) and error.is_down:
+                self._count_outage(call, error)
+            else:
+                self._breaker.answered()
+            raise
+        self._breaker.answered()
+        if len(results) != len(episodes):  # possible in a user's own scorer
+            raise ScoreError(
+                f"Scorer {self.scorer.name!r} returned {len(results)} results for"
+                f" {len(episodes)} episodes of group {number}; return one per episode."
+            )
+        self._load.episodes += len(episodes)
+        return results
+
+    def _count_outage(self, call: _ScoreCall, error: TransientScoreError) -> None:
+        num_opened = self._breaker.num_opened
+        self._breaker.failed(is_probe=call.is_probe, retry_after_s=error.retry_after_s)
+        if num_opened == 0 and self._breaker.is_open:
+            self._warn(
+                f"scorer {self.scorer.name!r} is unreachable; its calls wait until it answers"
+                f" (later outages are only counted): {error}"
+            )
+
+    async def _pause(self, call: _ScoreCall, pause_s: float) -> None:
+        call.state = "pausing"
+        self._count(waiting=len(call.entries), in_flight=-1)
+        self._drop_cancelled(call)
+        self._start_calls()
+        await self._sleep(pause_s)
+        # Behind everything that waits now: if this call crashes the scorer, the others still run.
+        call.order = self._queue[-1].order if self._queue else call.order
+        self._enqueue(call)
+
+    def _drop_cancelled(self, call: _ScoreCall) -> None:
+        """Withdraw the episodes whose callers were cancelled."""
+        left = [entry for entry in call.entries if not entry[1].cancelled()]
+        self._count(waiting=len(left) - len(call.entries))
+        call.entries = left
 
 
 def _final_error(error: TransientScoreError, *, num_attempts: int) -> ScoreError:
