@@ -13,9 +13,8 @@ from transport_contract import DeltaContract, TransportContract, assert_arrived,
 from transport_faults import Damage, FaultContract
 
 from millrace.core.errors import WeightError
-from millrace.core.protocols import WeightReceiver
+from millrace.core.protocols import WeightReceiver, WeightSender
 from millrace.core.records import WeightUpdate
-from millrace.weights.publisher import Sender
 from millrace.weights.send_backend import PackingSender
 from millrace.weights.transport import make_receiver as receiver_by_name
 from millrace.weights.transport import make_sender as sender_by_name
@@ -35,23 +34,23 @@ class TestCollective(DeltaContract, FaultContract, TransportContract):
     transport = "collective"
 
     @pytest.fixture
-    def make_sender(self) -> Callable[..., Sender]:
+    def make_sender(self) -> Callable[..., WeightSender]:
         return new_sender
 
     @pytest.fixture
-    def make_sender_for_two(self) -> Callable[..., Sender]:
+    def make_sender_for_two(self) -> Callable[..., WeightSender]:
         return lambda dtype, **arguments: new_sender(dtype, num_engines=2, **arguments)
 
     @pytest.fixture
     def make_receiver(self) -> Callable[..., WeightReceiver]:
         return new_receiver
 
-    def corrupt(self, sender: Sender, update: WeightUpdate) -> None:
+    def corrupt(self, sender: WeightSender, update: WeightUpdate) -> None:
         assert isinstance(sender, PackingSender)
         sender._held[update.version].payload.flat[0] ^= 1  # damaged in transit
 
     def damaged(
-        self, sender: Sender, update: WeightUpdate, *, is_delta: bool, how: Damage
+        self, sender: WeightSender, update: WeightUpdate, *, is_delta: bool, how: Damage
     ) -> WeightUpdate:
         assert isinstance(sender, PackingSender)
         assert isinstance(sender._backend, CollectiveSendBackend)
@@ -67,7 +66,7 @@ class TestCollective(DeltaContract, FaultContract, TransportContract):
 
 
 @pytest.fixture
-def pair() -> Iterator[Sender]:
+def pair() -> Iterator[WeightSender]:
     sender = new_sender(torch.float32, num_engines=2, bucket_bytes=100)
     yield sender
     sender.close()
@@ -91,7 +90,7 @@ def together(update: WeightUpdate, *receivers: WeightReceiver) -> list[Any]:
     return outcomes
 
 
-def test_two_engines_receive_in_one_broadcast_and_the_group_is_kept(pair: Sender):
+def test_two_engines_receive_in_one_broadcast_and_the_group_is_kept(pair: WeightSender):
     receivers = [new_receiver(), new_receiver()]
     groups = set()
     for version in range(3):
@@ -105,7 +104,7 @@ def test_two_engines_receive_in_one_broadcast_and_the_group_is_kept(pair: Sender
         receiver.close()
 
 
-def test_late_engine_joins_a_group_with_the_others(pair: Sender):
+def test_late_engine_joins_a_group_with_the_others(pair: WeightSender):
     first, second = new_receiver(), new_receiver()
     sent = some_tensors()
     assert_arrived(first.stage(pair.publish(1, sent)), sent, torch.float32)
@@ -149,7 +148,7 @@ def test_hanging_engine_times_out_and_the_others_get_the_version():
         sender.close()
 
 
-def test_engine_without_the_token_is_refused(pair: Sender):
+def test_engine_without_the_token_is_refused(pair: WeightSender):
     update = pair.publish(1, some_tensors())
     forged = update.location.replace('"token":"', '"token":"0')
     receiver = new_receiver()

@@ -14,8 +14,8 @@ from transport_contract import DeltaContract, TransportContract, assert_arrived,
 from transport_faults import Damage, FaultContract, location_of
 
 from millrace.core.errors import WeightError
+from millrace.core.protocols import WeightSender
 from millrace.core.records import WeightUpdate
-from millrace.weights.publisher import Sender
 from millrace.weights.recv_backend import StagingReceiver
 from millrace.weights.send_backend import NoSpace, PackingSender
 from millrace.weights.transports.disk import (
@@ -68,11 +68,11 @@ class TestDisk(DeltaContract, FaultContract, TransportContract):
             **arguments,
         )
 
-    def corrupt(self, sender: Sender, update: WeightUpdate) -> None:
+    def corrupt(self, sender: WeightSender, update: WeightUpdate) -> None:
         flip_last_byte(Path(update.location))
 
     def damaged(
-        self, sender: Sender, update: WeightUpdate, *, is_delta: bool, how: Damage
+        self, sender: WeightSender, update: WeightUpdate, *, is_delta: bool, how: Damage
     ) -> WeightUpdate:
         path = Path(location_of(update, is_delta=is_delta))
         if how == "corrupted":

@@ -11,8 +11,8 @@ from transport_contract import DeltaContract, TransportContract
 from transport_faults import Damage, FaultContract, with_location
 
 from millrace.core.errors import WeightError
+from millrace.core.protocols import WeightSender
 from millrace.core.records import WeightUpdate
-from millrace.weights.publisher import Sender
 from millrace.weights.send_backend import PackingSender
 from millrace.weights.transport import make_sender as sender_by_name
 from millrace.weights.transports.ipc import SharedMemory
@@ -72,13 +72,13 @@ class TestIpc(DeltaContract, FaultContract, TransportContract):
         spare = [*processes]  # no test needs more than two at a time
         return lambda **arguments: RemoteProxy(spare.pop(), **arguments)
 
-    def corrupt(self, sender: Sender, update: WeightUpdate) -> None:
+    def corrupt(self, sender: WeightSender, update: WeightUpdate) -> None:
         assert isinstance(sender, CudaSender)
         sender.inner._held[update.version].payload.flat[0] ^= 1
         torch.cuda.synchronize()
 
     def damaged(
-        self, sender: Sender, update: WeightUpdate, *, is_delta: bool, how: Damage
+        self, sender: WeightSender, update: WeightUpdate, *, is_delta: bool, how: Damage
     ) -> WeightUpdate:
         assert isinstance(sender, CudaSender)
         slot = sender.inner._held[update.version]

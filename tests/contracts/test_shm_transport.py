@@ -8,9 +8,8 @@ import pytest
 from transport_contract import DeltaContract, TransportContract
 from transport_faults import Damage, FaultContract, location_of, with_location
 
-from millrace.core.protocols import WeightReceiver
+from millrace.core.protocols import WeightReceiver, WeightSender
 from millrace.core.records import WeightUpdate
-from millrace.weights.publisher import Sender
 from millrace.weights.send_backend import PackingSender
 from millrace.weights.transport import make_receiver as receiver_by_name
 from millrace.weights.transports.shm import Segment, ShmSendBackend
@@ -23,11 +22,11 @@ class ShmContract(TransportContract):
     def make_receiver(self) -> Callable[..., WeightReceiver]:
         return lambda **arguments: receiver_by_name("shm", **arguments)
 
-    def corrupt(self, sender: Sender, update: WeightUpdate) -> None:
+    def corrupt(self, sender: WeightSender, update: WeightUpdate) -> None:
         flip_first_byte(Path(update.location))
 
     def damaged(
-        self, sender: Sender, update: WeightUpdate, *, is_delta: bool, how: Damage
+        self, sender: WeightSender, update: WeightUpdate, *, is_delta: bool, how: Damage
     ) -> WeightUpdate:
         location = location_of(update, is_delta=is_delta)
         if how == "corrupted":

@@ -15,9 +15,8 @@ import torch
 from remote_receiver import RemoteReceiver
 
 from millrace.core.errors import WeightError
-from millrace.core.protocols import WeightReceiver
+from millrace.core.protocols import WeightReceiver, WeightSender
 from millrace.core.records import WeightUpdate
-from millrace.weights.publisher import Sender
 
 Tensors = dict[str, torch.Tensor]
 
@@ -72,16 +71,16 @@ class TransportContract:
         return request.param
 
     @pytest.fixture
-    def make_sender(self) -> Callable[..., Sender]:
+    def make_sender(self) -> Callable[..., WeightSender]:
         """Called with a dtype, and payload="delta" for that."""
         raise NotImplementedError
 
-    def corrupt(self, sender: Sender, update: WeightUpdate) -> None:
+    def corrupt(self, sender: WeightSender, update: WeightUpdate) -> None:
         """Change one byte of a published payload."""
         raise NotImplementedError
 
     @pytest.fixture
-    def sender(self, make_sender: Callable[..., Sender]) -> Iterator[Sender]:
+    def sender(self, make_sender: Callable[..., WeightSender]) -> Iterator[WeightSender]:
         sender = make_sender(torch.float32)
         yield sender
         sender.close()
@@ -104,7 +103,7 @@ class TransportContract:
 
     def test_every_bit_arrives(
         self,
-        make_sender: Callable[..., Sender],
+        make_sender: Callable[..., WeightSender],
         receiver: WeightReceiver,
         dtype: torch.dtype,
     ):
@@ -114,19 +113,21 @@ class TransportContract:
         assert_arrived(receiver.stage(update), sent, dtype)
         sender.close()
 
-    def test_nan_keeps_its_payload(self, sender: Sender, receiver: WeightReceiver):
+    def test_nan_keeps_its_payload(self, sender: WeightSender, receiver: WeightReceiver):
         nan = torch.tensor([0x7FC01234, -1], dtype=torch.int32).view(torch.float32)
         received = receiver.stage(sender.publish(1, {"nan": nan}))
         assert same_bits(received["nan"], nan)
 
-    def test_parameters_that_require_grad_are_sent(self, sender: Sender, receiver: WeightReceiver):
+    def test_parameters_that_require_grad_are_sent(
+        self, sender: WeightSender, receiver: WeightReceiver
+    ):
         weight = torch.nn.Parameter(torch.ones(3))
         received = receiver.stage(sender.publish(1, {"weight": weight}))
         assert not received["weight"].requires_grad
         assert same_bits(received["weight"], weight)
 
     def test_later_versions_do_not_disturb_a_held_one(
-        self, sender: Sender, receiver: WeightReceiver
+        self, sender: WeightSender, receiver: WeightReceiver
     ):
         first, second = some_tensors(seed=1), some_tensors(seed=2)
         held = receiver.stage(sender.publish(1, first))
@@ -134,19 +135,19 @@ class TransportContract:
         assert_arrived(held, first, torch.float32)
         assert_arrived(newer, second, torch.float32)
 
-    def test_a_version_can_be_staged_again(self, sender: Sender, receiver: WeightReceiver):
+    def test_a_version_can_be_staged_again(self, sender: WeightSender, receiver: WeightReceiver):
         sent = some_tensors()
         update = sender.publish(1, sent)
         receiver.stage(update)
         assert_arrived(receiver.stage(update), sent, torch.float32)
 
-    def test_a_wrong_checksum_is_refused(self, sender: Sender, receiver: WeightReceiver):
+    def test_a_wrong_checksum_is_refused(self, sender: WeightSender, receiver: WeightReceiver):
         update = sender.publish(1, some_tensors())
         with pytest.raises(WeightError, match="version 1 do not match their checksum"):
             receiver.stage(dataclasses.replace(update, checksum=update.checksum ^ 1))
 
     def test_a_refused_update_does_not_spoil_the_next(
-        self, sender: Sender, receiver: WeightReceiver
+        self, sender: WeightSender, receiver: WeightReceiver
     ):
         sent = some_tensors()
         update = sender.publish(1, sent)
@@ -156,14 +157,14 @@ class TransportContract:
 
     @pytest.mark.parametrize("difference", [-64, -1, 1, 4096, 2**40])
     def test_a_payload_of_another_size_is_refused(
-        self, sender: Sender, receiver: WeightReceiver, difference: int
+        self, sender: WeightSender, receiver: WeightReceiver, difference: int
     ):
         update = sender.publish(1, some_tensors())
         with pytest.raises(WeightError):
             receiver.stage(dataclasses.replace(update, num_bytes=update.num_bytes + difference))
 
     def test_bytes_overwritten_by_a_later_version_are_refused(
-        self, sender: Sender, receiver: WeightReceiver
+        self, sender: WeightSender, receiver: WeightReceiver
     ):
         old = sender.publish(1, {"weight": torch.zeros(100)})
         sender.release(1)
@@ -174,7 +175,7 @@ class TransportContract:
             receiver.stage(old)
 
     def test_update_of_a_dead_sender_is_refused(
-        self, make_sender: Callable[..., Sender], receiver: WeightReceiver
+        self, make_sender: Callable[..., WeightSender], receiver: WeightReceiver
     ):
         sender = make_sender(torch.float32)
         update = sender.publish(1, some_tensors())
@@ -183,14 +184,14 @@ class TransportContract:
             receiver.stage(update)
 
     def test_an_update_of_another_transport_is_refused(
-        self, sender: Sender, receiver: WeightReceiver
+        self, sender: WeightSender, receiver: WeightReceiver
     ):
         update = dataclasses.replace(sender.publish(1, some_tensors()), transport="pigeon")
         with pytest.raises(WeightError, match=r"uses the (unknown )?transport 'pigeon'"):
             receiver.stage(update)
 
     def test_only_the_expected_tensors_are_taken(
-        self, sender: Sender, make_receiver: Callable[..., WeightReceiver]
+        self, sender: WeightSender, make_receiver: Callable[..., WeightReceiver]
     ):
         receiver = make_receiver(expected={"weight": (2, 3), "bias": (3,)})
         weight, bias = torch.ones(2, 3), torch.ones(3)
@@ -211,7 +212,7 @@ class TransportContract:
 
     def test_another_dtype_than_the_engines_is_refused(
         self,
-        make_sender: Callable[..., Sender],
+        make_sender: Callable[..., WeightSender],
         make_receiver: Callable[..., WeightReceiver],
     ):
         sender, weights = make_sender(torch.bfloat16), {"weight": torch.ones(3)}
@@ -222,7 +223,7 @@ class TransportContract:
         sender.close()
 
     def test_changed_byte_is_detected_and_the_next_version_arrives(
-        self, sender: Sender, receiver: WeightReceiver
+        self, sender: WeightSender, receiver: WeightReceiver
     ):
         first, second = some_tensors(seed=1), some_tensors(seed=2)
         held = receiver.stage(sender.publish(1, first))
@@ -237,7 +238,7 @@ class TransportContract:
         assert_arrived(receiver.stage(sender.publish(3, third)), third, torch.float32)
 
     def test_two_versions_race_to_two_receivers(
-        self, sender: Sender, make_receiver: Callable[..., WeightReceiver]
+        self, sender: WeightSender, make_receiver: Callable[..., WeightReceiver]
     ):
         sent = {version: some_tensors(seed=version) for version in (1, 2)}
         updates = {version: sender.publish(version, sent[version]) for version in sent}
@@ -256,7 +257,7 @@ class TransportContract:
         for version in sent:
             assert_arrived(arrived[version], sent[version], torch.float32)
 
-    def test_room_is_bounded_and_comes_back_with_release(self, sender: Sender):
+    def test_room_is_bounded_and_comes_back_with_release(self, sender: WeightSender):
         held = []
         while sender.has_room:
             held.append(len(held))
@@ -268,7 +269,7 @@ class TransportContract:
         assert sender.has_room
         sender.publish(99, some_tensors())
 
-    def test_releasing_or_publishing_a_version_twice_is_refused(self, sender: Sender):
+    def test_releasing_or_publishing_a_version_twice_is_refused(self, sender: WeightSender):
         sender.publish(1, some_tensors())
         with pytest.raises(WeightError, match="already published"):
             sender.publish(1, some_tensors())
@@ -276,14 +277,16 @@ class TransportContract:
         with pytest.raises(WeightError, match="not published"):
             sender.release(1)
 
-    def test_shapes_may_change_between_versions(self, sender: Sender, receiver: WeightReceiver):
+    def test_shapes_may_change_between_versions(
+        self, sender: WeightSender, receiver: WeightReceiver
+    ):
         for version, size in enumerate([10, 1000, 10, 0, 5]):
             sent = {"weight": torch.full((size,), float(version))}
             assert_arrived(receiver.stage(sender.publish(version, sent)), sent, torch.float32)
             sender.release(version)
 
     def test_500_versions_to_another_process_keep_memory_and_descriptors_flat(
-        self, sender: Sender, remote: RemoteReceiver
+        self, sender: WeightSender, remote: RemoteReceiver
     ):
         weights = {f"layer.{i}": torch.zeros(100, 100) for i in range(5)}  # 200 kB
         trainer, engine = psutil.Process(), psutil.Process(remote.process.pid)
@@ -315,7 +318,7 @@ class DeltaContract:
     transport: str
 
     @pytest.fixture
-    def delta_sender(self, make_sender: Callable[..., Sender]) -> Iterator[Sender]:
+    def delta_sender(self, make_sender: Callable[..., WeightSender]) -> Iterator[WeightSender]:
         sender = make_sender(torch.bfloat16, payload="delta")
         yield sender
         sender.close()
@@ -329,7 +332,7 @@ class DeltaContract:
         receiver.close()
 
     def test_a_delta_arrives_bit_for_bit_and_is_small(
-        self, delta_sender: Sender, delta_receiver: WeightReceiver
+        self, delta_sender: WeightSender, delta_receiver: WeightReceiver
     ):
         weights = {"weight": torch.randn(5000), "count": torch.arange(7), "bias": torch.randn(3)}
         first = delta_sender.publish(1, weights)
@@ -349,7 +352,7 @@ class DeltaContract:
             delta_sender.release(version - 1)
 
     def test_a_receiver_that_holds_another_base_gets_the_full_payload(
-        self, delta_sender: Sender, delta_receiver: WeightReceiver
+        self, delta_sender: WeightSender, delta_receiver: WeightReceiver
     ):
         weights = {"weight": torch.zeros(1000)}
         delta_receiver.stage(delta_sender.publish(1, weights))
@@ -363,7 +366,7 @@ class DeltaContract:
         assert_arrived(delta_receiver.stage(update), weights, torch.bfloat16)
 
     def test_no_delta_is_made_if_it_is_not_smaller(
-        self, delta_sender: Sender, delta_receiver: WeightReceiver
+        self, delta_sender: WeightSender, delta_receiver: WeightReceiver
     ):
         delta_receiver.stage(delta_sender.publish(1, {"weight": torch.zeros(1000)}))
         weights = {"weight": torch.ones(1000)}
@@ -372,7 +375,7 @@ class DeltaContract:
         assert_arrived(delta_receiver.stage(update), weights, torch.bfloat16)
 
     def test_wrong_delta_is_refused_and_affects_no_other_version(
-        self, delta_sender: Sender, delta_receiver: WeightReceiver
+        self, delta_sender: WeightSender, delta_receiver: WeightReceiver
     ):
         weights = {"weight": torch.zeros(1000)}
         delta_receiver.stage(delta_sender.publish(1, weights))
@@ -383,7 +386,7 @@ class DeltaContract:
         assert_arrived(delta_receiver.stage(update), weights, torch.bfloat16)
 
     def test_a_changed_model_begins_with_a_full_payload(
-        self, delta_sender: Sender, delta_receiver: WeightReceiver
+        self, delta_sender: WeightSender, delta_receiver: WeightReceiver
     ):
         for version, size in enumerate((1000, 2000, 1000)):
             weights = {"weight": torch.zeros(size)}

@@ -19,8 +19,8 @@ import torch
 from fault_weights import Kind, published_hash, shapes_of, weights_of
 from remote_receiver import RemoteReceiver
 
+from millrace.core.protocols import WeightSender
 from millrace.core.records import WeightUpdate
-from millrace.weights.publisher import Sender
 
 Damage = Literal["corrupted", "truncated"]
 # Each kill costs a new process.
@@ -50,7 +50,9 @@ class FaultContract:
         return request.param
 
     @pytest.fixture
-    def make_sender_for_two(self, make_sender: Callable[..., Sender]) -> Callable[..., Sender]:
+    def make_sender_for_two(
+        self, make_sender: Callable[..., WeightSender]
+    ) -> Callable[..., WeightSender]:
         """As make_sender, but two engines receive."""
         return make_sender
 
@@ -74,7 +76,7 @@ class FaultContract:
     @pytest.mark.parametrize("how", ["corrupted", "truncated"])
     def test_damaged_bytes_are_noticed_and_the_next_version_arrives(
         self,
-        make_sender: Callable[..., Sender],
+        make_sender: Callable[..., WeightSender],
         engines: list[RemoteReceiver],
         kind: Kind,
         how: Damage,
@@ -93,7 +95,7 @@ class FaultContract:
         sender.close()
 
     def test_a_manifest_of_another_model_is_refused_by_name(
-        self, make_sender: Callable[..., Sender], engines: list[RemoteReceiver], kind: Kind
+        self, make_sender: Callable[..., WeightSender], engines: list[RemoteReceiver], kind: Kind
     ):
         sender, engine = make_sender(torch.float32, **payload_of(kind)), engines[0]
         assert engine.hash(sender.publish(1, weights_of(1, kind))) == published_hash(1, kind)
@@ -115,7 +117,10 @@ class FaultContract:
         other.close()
 
     def test_versions_that_race_arrive_whole(
-        self, make_sender_for_two: Callable[..., Sender], engines: list[RemoteReceiver], kind: Kind
+        self,
+        make_sender_for_two: Callable[..., WeightSender],
+        engines: list[RemoteReceiver],
+        kind: Kind,
     ):
         sender = make_sender_for_two(torch.float32, **payload_of(kind))
         updates = [sender.publish(version, weights_of(version, kind)) for version in (1, 2, 3)]
@@ -130,7 +135,10 @@ class FaultContract:
 
     @KINDS_KILLED
     def test_engine_killed_during_receive_delays_no_other(
-        self, make_sender_for_two: Callable[..., Sender], engines: list[RemoteReceiver], kind: Kind
+        self,
+        make_sender_for_two: Callable[..., WeightSender],
+        engines: list[RemoteReceiver],
+        kind: Kind,
     ):
         survivor = engines[0]
         victim = RemoteReceiver(self.transport, **self.receiver_settings)
@@ -199,7 +207,9 @@ class FaultContract:
         engine.wait_open()
 
 
-def make_sender_of(make: Callable[..., Sender], dtype: torch.dtype, beside: Sender) -> Sender:
+def make_sender_of(
+    make: Callable[..., WeightSender], dtype: torch.dtype, beside: WeightSender
+) -> WeightSender:
     """Another sender; the first is closed, for where two would be in each other's way."""
     beside.close()
     return make(dtype)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from millrace.core.errors import WeightError
-from millrace.weights.transports.shm import DEFAULT_BACKING, Backing, Segment, SegmentReader
+from millrace.weights.transports.shm import DEFAULT_BACKING, Backing, Segment, ShmRecvBackend
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
 BACKINGS = [pytest.param("memfd", marks=linux), "file"]
@@ -18,7 +18,7 @@ BACKINGS = [pytest.param("memfd", marks=linux), "file"]
 
 @pytest.mark.parametrize("backing", BACKINGS)
 def test_reader_sees_what_the_owner_writes(backing: Backing):
-    segment, reader = Segment(100, backing=backing), SegmentReader(keep=2)
+    segment, reader = Segment(100, backing=backing), ShmRecvBackend(keep=2)
     segment.flat[:] = torch.arange(100)
     mapped = reader.map(segment.location, num_bytes=100)
     assert mapped.tolist() == list(range(100))
@@ -30,7 +30,7 @@ def test_reader_sees_what_the_owner_writes(backing: Backing):
 
 @pytest.mark.parametrize("backing", BACKINGS)
 def test_tensors_outlive_reader_and_owner(backing: Backing):
-    segment, reader = Segment(4000, backing=backing), SegmentReader(keep=1)
+    segment, reader = Segment(4000, backing=backing), ShmRecvBackend(keep=1)
     segment.flat.view(torch.float32)[:] = 2.5
     tensor = reader.map(segment.location, num_bytes=4000).view(torch.float32)[10:20]
     reader.close()
@@ -41,7 +41,7 @@ def test_tensors_outlive_reader_and_owner(backing: Backing):
 
 @pytest.mark.parametrize("backing", BACKINGS)
 def test_closed_segment_cannot_be_opened(backing: Backing):
-    segment, reader = Segment(10, backing=backing), SegmentReader(keep=1)
+    segment, reader = Segment(10, backing=backing), ShmRecvBackend(keep=1)
     location = segment.location
     segment.close()
     segment.close()  # again is fine
@@ -51,7 +51,7 @@ def test_closed_segment_cannot_be_opened(backing: Backing):
 
 @pytest.mark.parametrize("backing", BACKINGS)
 def test_the_reader_keeps_the_last_few_segments_open_and_no_more(backing: Backing):
-    reader, process = SegmentReader(keep=2), psutil.Process()
+    reader, process = ShmRecvBackend(keep=2), psutil.Process()
     segments = [Segment(10, backing=backing) for _ in range(5)]
     before = process.num_fds()
     for _ in range(3):
@@ -76,7 +76,7 @@ def test_an_anonymous_segment_cannot_shrink_under_its_readers():
 
 
 def test_a_truncated_file_is_refused():
-    segment, reader = Segment(100, backing="file"), SegmentReader(keep=1)
+    segment, reader = Segment(100, backing="file"), ShmRecvBackend(keep=1)
     os.truncate(segment.location, 50)
     with pytest.raises(WeightError, match="has 50 bytes, but the update has 100"):
         reader.map(segment.location, num_bytes=100)
@@ -108,7 +108,7 @@ def test_killed_owner_leaves_nothing_behind(tmp_path: Path):
     with owner:
         assert owner.stdout is not None
         location = owner.stdout.readline().strip()
-        reader = SegmentReader(keep=1)
+        reader = ShmRecvBackend(keep=1)
         assert reader.map(location, num_bytes=1000).tolist() == [0] * 1000
         owner.send_signal(signal.SIGKILL)
     assert not Path(location).exists()

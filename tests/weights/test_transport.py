@@ -1,26 +1,28 @@
 import pytest
 import torch
 
+from millrace.config import load_config
+from millrace.training.build import build_sender
 from millrace.weights.transport import listening_address, resolve_transport
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+SHM = {"transport": "shm"}
 
 
 @pytest.mark.parametrize(
     ("device", "engine_device", "is_one_host", "transport"),
     [
-        (CPU, "auto", True, "shm"),
-        (CPU, "cpu", True, "shm"),
-        (CPU, "cuda", True, "shm"),
-        (GPU, "cpu", True, "shm"),
-        (GPU, "auto", True, "ipc"),
-        (GPU, "cuda:0", True, "ipc"),
-        (GPU, "auto", False, "collective"),
-        (CPU, "auto", False, "collective"),
+        (CPU, CPU, True, "shm"),
+        (CPU, GPU, True, "shm"),
+        (GPU, CPU, True, "shm"),
+        (GPU, GPU, True, "ipc"),
+        (GPU, torch.device("cuda"), True, "ipc"),
+        (GPU, GPU, False, "collective"),
+        (CPU, CPU, False, "collective"),
     ],
 )
 def test_auto_transport_depends_on_hosts_and_devices(
-    device: torch.device, engine_device: str, is_one_host: bool, transport: str
+    device: torch.device, engine_device: torch.device, is_one_host: bool, transport: str
 ):
     found = resolve_transport(
         "auto", device=device, engine_device=engine_device, is_one_host=is_one_host
@@ -29,7 +31,22 @@ def test_auto_transport_depends_on_hosts_and_devices(
 
 
 def test_explicit_transport_is_kept():
-    assert resolve_transport("disk", device=GPU, engine_device="auto", is_one_host=True) == "disk"
+    assert resolve_transport("disk", device=GPU, engine_device=GPU, is_one_host=True) == "disk"
+
+
+@pytest.mark.parametrize(
+    ("engines", "dtype"),
+    [("cpu", torch.float32), ("cuda:0", torch.bfloat16), (["cuda", "cuda:1"], torch.bfloat16)],
+)
+def test_trainer_on_a_cpu_sends_what_its_engines_compute_in(
+    engines: str | list[str], dtype: torch.dtype
+):
+    config = load_config(
+        {"model": "m", "placement": {"trainer": "cpu", "engines": engines}, "weights": SHM}
+    )
+    sender = build_sender(config)
+    assert sender.dtype is dtype
+    sender.close()
 
 
 @pytest.mark.parametrize(

@@ -318,7 +318,12 @@ class Policy(Protocol):
 
 
 class WeightSender(Protocol):
-    """Trainer side of a transport."""
+    """Trainer side of a transport; holds a bounded number of versions."""
+
+    dtype: Any  # torch.dtype of floating-point weights during the transfer
+
+    @property
+    def has_room(self) -> bool: ...
 
     def publish(self, version: int, tensors: Mapping[str, Any]) -> WeightUpdate: ...
 

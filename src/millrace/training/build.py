@@ -18,7 +18,7 @@ from millrace.training.losses.recipes import build_loss
 from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.policy_model import PolicyModel
 from millrace.training.trainer import Trainer
-from millrace.weights.publisher import Sender
+from millrace.weights.send_backend import PackingSender
 from millrace.weights.transport import listening_address, make_sender, resolve_transport
 
 
@@ -91,19 +91,17 @@ def train_settings(config: RunConfig) -> TrainSettings:
     )
 
 
-def build_sender(config: RunConfig) -> Sender:
+def build_sender(config: RunConfig) -> PackingSender:
     weights, engine = config.weights, config.engine
     device = resolve_device(config.placement.trainer[0])
+    engine_device = _engine_device(config)
     is_one_host = engine.remote == 0
-    engine_device = config.placement.engine(0)
     transport = resolve_transport(
         weights.transport, device=device, engine_device=engine_device, is_one_host=is_one_host
     )
     return make_sender(
         transport,
-        dtype=resolve_dtype(
-            config.travel_dtype, torch.device("cpu") if engine_device == "cpu" else device
-        ),
+        dtype=resolve_dtype(config.travel_dtype, engine_device),
         payload=weights.payload,
         directory=Path(weights.directory or Path(config.run_dir) / "weights"),
         address=listening_address(
@@ -111,8 +109,15 @@ def build_sender(config: RunConfig) -> Sender:
         ),
         num_engines=engine.count + engine.remote,
         timeout_s=weights.timeout_s,
-        device=device if engine_device != "cpu" else None,
+        device=device if engine_device.type == "cuda" else None,
     )
+
+
+def _engine_device(config: RunConfig) -> torch.device:
+    """A named GPU need not exist here: engines may run on other hosts. "auto" is a GPU if this host
+    has one."""
+    name = config.placement.engine(0)
+    return resolve_device(name) if name == "auto" else torch.device(name)
 
 
 def seed_everything(seed: int) -> None:

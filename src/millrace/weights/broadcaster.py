@@ -56,9 +56,8 @@ class Subscription:
         self.on_version = on_version
         self.version = version  # held by the subscriber
         self.offered = version  # newest version that was offered to it
-        self._pending: _Shared | None = None  # the newest version that it has not begun to receive
+        self._pending: asyncio.Queue[_Shared] = asyncio.Queue(maxsize=1)
         self._is_busy = False
-        self._arrived = asyncio.Event()  # set = a version is pending
         self._received = asyncio.Event()  # set and replaced with each version that it has received
 
     async def reached(self, version: int) -> None:
@@ -68,21 +67,18 @@ class Subscription:
 
     async def idle(self) -> None:
         """Wait until the subscriber is done with everything that was offered to it."""
-        while self._pending is not None or self._is_busy:
+        while self._is_busy or not self._pending.empty():
             await self._received.wait()
 
     def offer(self, shared: _Shared) -> _Shared | None:
         """Returns the version that it replaces, if one was pending."""
-        superseded, self._pending = self._pending, shared
+        superseded = None if self._pending.empty() else self._pending.get_nowait()
+        self._pending.put_nowait(shared)
         self.offered = shared.update.version
-        self._arrived.set()
         return superseded
 
     async def take(self) -> _Shared:
-        await self._arrived.wait()
-        self._arrived.clear()
-        taken, self._pending = self._pending, None
-        assert taken is not None
+        taken = await self._pending.get()
         self._is_busy = True
         return taken
 
@@ -112,26 +108,20 @@ class VersionBroadcaster:
     ) -> Subscription:
         """Add a subscriber, before run(). `wants` may refuse a version when it is published;
         `on_version` is called with each version that the subscriber has received."""
-        subscription = Subscription(
-            receive, wants=wants, on_version=on_version, version=self._version
-        )
-        self._subscriptions.append(subscription)
-        return subscription
+        added = Subscription(receive, wants=wants, on_version=on_version, version=self._version)
+        self._subscriptions.append(added)
+        return added
 
     def publish(self, update: WeightUpdate) -> None:
         """Offer a version to every subscriber that was not offered it before and wants it."""
         assert update.policy == self._policy, f"a version of {update.policy!r} went astray"
-        wanted_by = [
-            subscription
-            for subscription in self._subscriptions
-            if update.version > subscription.offered and subscription.wants(update.version)
-        ]
-        shared = _Shared(update=update, num_readers=len(wanted_by))
-        for subscription in wanted_by:
-            if (superseded := subscription.offer(shared)) is not None:
-                self._done(superseded)
-        if not wanted_by:
-            self._unread.put_nowait(update)
+        shared = _Shared(update=update, num_readers=1)  # until all have been offered it
+        for subscription in self._subscriptions:
+            if update.version > subscription.offered and subscription.wants(update.version):
+                shared.num_readers += 1
+                if (superseded := subscription.offer(shared)) is not None:
+                    self._done(superseded)
+        self._done(shared)
 
     async def run(self, source: VersionSource) -> None:
         """Deliver versions until cancelled; raises WeightError if a subscriber refuses one."""
@@ -145,11 +135,11 @@ class VersionBroadcaster:
     async def _deliver(self, subscription: Subscription, source: VersionSource) -> None:
         while True:
             shared = await subscription.take()
-            if shared.update.version > subscription.version:
+            version = subscription.version
+            if shared.update.version > version:
                 version = await self._receive(subscription, shared, source)
             else:  # a restarted trainer's newest version has overtaken it
                 self._done(shared)
-                version = subscription.version
             subscription.finish(version)
 
     async def _receive(

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,15 +27,6 @@ from millrace.weights.packing import travel_dtype
 from millrace.weights.send_backend import NoSpace
 
 RETRY_S = 1.0
-
-
-class Sender(WeightSender, Protocol):
-    """A transport that holds a bounded number of versions."""
-
-    dtype: torch.dtype  # of floating-point weights during the transfer
-
-    @property
-    def has_room(self) -> bool: ...
 
 
 class WeightSnapshot:
@@ -89,7 +80,11 @@ class WeightSnapshot:
 
 class Publisher:
     def __init__(
-        self, sender: Sender, *, emit: Callable[[WeightUpdate], None], patience_s: float = 60.0
+        self,
+        sender: WeightSender,
+        *,
+        emit: Callable[[WeightUpdate], None],
+        patience_s: float = 60.0,
     ) -> None:
         """`emit` is called from the publisher's thread with each update that is ready."""
         self.superseded = 0  # versions never sent, because a newer one came first

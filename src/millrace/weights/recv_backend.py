@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from millrace.core.errors import WeightError
-from millrace.core.records import TensorSpec, WeightUpdate
-from millrace.weights import delta, packing
+from millrace.core.records import Delta, TensorSpec, WeightUpdate
+from millrace.weights import delta as deltas
+from millrace.weights import packing
 from millrace.weights.packing import checksum
 
 
@@ -33,9 +34,10 @@ class Staging:
         self._layout: tuple[TensorSpec, ...] = ()
         self._spare: list[torch.Tensor] = []
 
-    def base_for(self, update: WeightUpdate) -> int | None:
-        """Checksum of the newest payload, if it has the layout of this update."""
-        return self._checksum if update.tensors == self._layout else None
+    def is_base_of(self, update: WeightUpdate) -> bool:
+        """Whether the delta of this update applies to the newest payload."""
+        has_layout = self._checksum is not None and update.tensors == self._layout
+        return has_layout and update.delta is not None and update.delta.base == self._checksum
 
     def take(self, update: WeightUpdate, *, device: torch.device | None = None) -> torch.Tensor:
         """Memory for its payload; zero between the tensors, undefined in them. `device`: of new
@@ -64,9 +66,9 @@ class Staging:
 class RecvBackend:
     """How the bytes of an update arrive; what differs between transports."""
 
-    def fetch(self, update: WeightUpdate, *, base: int | None, staging: Staging) -> Fetched:
-        """The payload, in the backend's memory or in that of `staging`; or the delta, if `base` is
-        its base. The caller verifies it."""
+    def fetch(self, update: WeightUpdate, *, delta: Delta | None, staging: Staging) -> Fetched:
+        """The payload, in the backend's memory or in that of `staging`; or `delta`, which is the
+        update's if the engine holds its base. The caller verifies it."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -115,15 +117,15 @@ class StagingReceiver:
         if self._backend is None or update.transport != self._transport:
             self.close()
             self._transport, self._backend = update.transport, self._backends[update.transport]()
-        base = self._staging.base_for(update) if self._keep_base else None
-        payload, kind = self._backend.fetch(update, base=base, staging=self._staging)
+        delta = update.delta if self._keep_base and self._staging.is_base_of(update) else None
+        payload, kind = self._backend.fetch(update, delta=delta, staging=self._staging)
         is_staged = kind != "mapped" or self._keep_base
         if kind == "delta":
             blob, newest = payload, self._staging.newest
-            assert update.delta is not None
+            assert delta is not None
             assert newest is not None
             payload = self._staging.take(update, device=newest.device)
-            delta.apply(blob, update, delta=update.delta, base=newest, into=payload)
+            deltas.apply(blob, update, delta=delta, base=newest, into=payload)
         elif kind == "mapped" and self._keep_base:
             payload = self._staging.take(update).copy_(payload)
         if checksum(payload) != update.checksum:
@@ -144,6 +146,6 @@ class StagingReceiver:
             )
         packing.check_manifest(update.tensors, num_bytes=update.num_bytes)
         if update.delta is not None:
-            delta.check(update, update.delta)
+            deltas.check(update, update.delta)
         if self._expected is not None:
             packing.check_fits(update.tensors, expected=self._expected, dtype=self._dtype)

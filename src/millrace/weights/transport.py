@@ -20,18 +20,15 @@ from millrace.weights.transports.shm import ShmRecvBackend, ShmSendBackend
 
 
 def resolve_transport(
-    transport: str, *, device: torch.device, engine_device: str, is_one_host: bool
+    transport: str, *, device: torch.device, engine_device: torch.device, is_one_host: bool
 ) -> str:
-    """The transport that "auto" stands for; other names are returned as they are.
-
-    `device` is the trainer's own. `engine_device` is the setting; its "auto" resolves to a GPU if
-    the trainer's did, because both see the same GPUs on one host.
-    """
+    """The transport that "auto" stands for; other names are returned as they are. `device` is the
+    trainer's own."""
     if transport != "auto":
         return transport
     if not is_one_host:
         return "collective"
-    on_gpus = device.type == "cuda" and engine_device != "cpu"
+    on_gpus = device.type == engine_device.type == "cuda"
     return "ipc" if on_gpus else "shm"
 
 

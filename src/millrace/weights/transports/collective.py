@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from millrace.core.errors import WeightError
-from millrace.core.records import WeightUpdate
+from millrace.core.records import Delta, WeightUpdate
 from millrace.weights.packing import checksum
 from millrace.weights.recv_backend import Fetched, RecvBackend, Staging
 from millrace.weights.send_backend import Memory, SendBackend
@@ -200,11 +200,11 @@ class CollectiveRecvBackend(RecvBackend):
         self._store: Any = None
         self._group: BroadcastGroup | None = None
 
-    def fetch(self, update: WeightUpdate, *, base: int | None, staging: Staging) -> Fetched:
+    def fetch(self, update: WeightUpdate, *, delta: Delta | None, staging: Staging) -> Fetched:
         endpoint = msgspec.json.decode(update.location, type=CollectiveEndpoint)
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                return self._receive(update, endpoint=endpoint, base=base, staging=staging)
+                return self._receive(update, endpoint=endpoint, delta=delta, staging=staging)
             except (BroadcastFailed, OSError) as error:
                 self.close()
                 if attempt == _ATTEMPTS:
@@ -227,17 +227,17 @@ class CollectiveRecvBackend(RecvBackend):
         update: WeightUpdate,
         *,
         endpoint: CollectiveEndpoint,
-        base: int | None,
+        delta: Delta | None,
         staging: Staging,
     ) -> Fetched:
         device = self._device(endpoint)
         client, group = self._connect(endpoint, device=device)
-        request = TransferRequest(token=endpoint.token, version=update.version, base=base)
-        admission = client.request(request)
+        base = None if delta is None else delta.base
+        admission = client.request(
+            TransferRequest(token=endpoint.token, version=update.version, base=base)
+        )
         if admission.refusal:
             raise WeightError(f"The trainer refuses to send: {admission.refusal}.")
-        if self._store is None:
-            self._store = join_store(endpoint.host, endpoint.store_port, timeout_s=self._timeout_s)
         group.join(
             self._store,
             number=admission.group,
@@ -246,8 +246,8 @@ class CollectiveRecvBackend(RecvBackend):
             host=client.own_host,
         )
         if admission.is_delta:
-            assert update.delta is not None
-            flat = torch.empty(update.delta.num_bytes, dtype=torch.uint8, device=device)
+            assert delta is not None
+            flat = torch.empty(delta.num_bytes, dtype=torch.uint8, device=device)
         else:
             flat = staging.take(update, device=device)
         try:
@@ -284,6 +284,7 @@ class CollectiveRecvBackend(RecvBackend):
             # The trainer may first wait for another engine to time out.
             timeout_s = 2 * self._timeout_s
             self._client = RendezvousClient(endpoint.host, endpoint.port, timeout_s=timeout_s)
+            self._store = join_store(endpoint.host, endpoint.store_port, timeout_s=self._timeout_s)
             self._group = BroadcastGroup(device=device, timeout_s=self._timeout_s)
             self._endpoint = endpoint
         return self._client, self._group

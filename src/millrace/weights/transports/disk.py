@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from millrace.core import files as storage
 from millrace.core.errors import WeightError
-from millrace.core.records import WeightUpdate
+from millrace.core.records import Delta, WeightUpdate
 from millrace.weights import packing
 from millrace.weights.recv_backend import Fetched, RecvBackend, Staging
 from millrace.weights.send_backend import Memory, NoSpace, SendBackend
@@ -94,10 +94,9 @@ class DiskRecvBackend(RecvBackend):
         """`patience_s`: time for a marker to appear; network filesystems lag."""
         self._patience_s = patience_s
 
-    def fetch(self, update: WeightUpdate, *, base: int | None, staging: Staging) -> Fetched:
+    def fetch(self, update: WeightUpdate, *, delta: Delta | None, staging: Staging) -> Fetched:
         self._wait_for_marker(update)
-        delta = update.delta
-        if delta is not None and delta.base == base:
+        if delta is not None:
             blob = torch.empty(delta.num_bytes, dtype=torch.uint8)
             _read(Path(delta.location), into={"delta": blob})
             return Fetched(blob, "delta")

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from millrace.core.errors import WeightError
-from millrace.core.records import WeightUpdate
+from millrace.core.records import Delta, WeightUpdate
 from millrace.weights.recv_backend import Fetched, RecvBackend, Staging
 from millrace.weights.send_backend import Memory, SendBackend
 
@@ -82,9 +82,8 @@ class IpcRecvBackend(RecvBackend):
         self._device = device
         self._open: dict[str, torch.Tensor] = {}  # by location, least recently used first
 
-    def fetch(self, update: WeightUpdate, *, base: int | None, staging: Staging) -> Fetched:
-        delta = update.delta
-        if delta is not None and delta.base == base:
+    def fetch(self, update: WeightUpdate, *, delta: Delta | None, staging: Staging) -> Fetched:
+        if delta is not None:
             return Fetched(self._opened(delta.location, num_bytes=delta.num_bytes), "delta")
         payload = staging.take(update, device=self._device)
         payload.copy_(self._opened(update.location, num_bytes=update.num_bytes))
@@ -95,8 +94,7 @@ class IpcRecvBackend(RecvBackend):
 
     def _opened(self, location: str, *, num_bytes: int) -> torch.Tensor:
         flat = self._open.pop(location, None)
-        if flat is None:
-            flat = _open(location)
+        flat = _open(location) if flat is None else flat
         if len(flat) < num_bytes:
             raise WeightError(f"The shared GPU memory has {len(flat)} bytes of {num_bytes}.")
         self._open[location] = flat

@@ -30,7 +30,7 @@ _POLL_S = 0.1
 class TransferRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     token: str
     version: int
-    base: int | None  # checksum of the payload it holds, as the base of a delta
+    base: int | None  # checksum of the payload it holds, if the delta applies to it
 
 
 class TransferAdmission(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from millrace.core.errors import WeightError
-from millrace.core.records import WeightUpdate
+from millrace.core.records import Delta, WeightUpdate
 from millrace.weights.recv_backend import Fetched, RecvBackend, Staging
 from millrace.weights.send_backend import Memory, SendBackend
 
@@ -59,14 +59,32 @@ class Segment(Memory):
             shutil.rmtree(self._folder)
 
 
-class SegmentReader:
-    """Maps segments of other processes read-only and keeps the last few. Used by one thread."""
+class ShmSendBackend(SendBackend):
+    """Trainer side. An engine that still maps a withdrawn version sees a checksum error."""
 
-    def __init__(self, *, keep: int) -> None:
+    transport = "shm"
+
+    def __init__(self, *, backing: Backing = DEFAULT_BACKING) -> None:
+        self._backing: Backing = backing
+
+    def allocate(self, num_bytes: int, *, device: torch.device) -> Segment:
+        return Segment(num_bytes, backing=self._backing)
+
+
+class ShmRecvBackend(RecvBackend):
+    """Engine side: maps segments read-only and keeps the last few. Fetched memory is valid until
+    the version is released."""
+
+    def __init__(self, *, keep: int = 3) -> None:
         self._keep = keep
         # By (device, inode), least recently used first. A mapped inode is never reused for
         # another segment, so keys stay unambiguous.
         self._mappings: dict[tuple[int, int], mmap.mmap] = {}
+
+    def fetch(self, update: WeightUpdate, *, delta: Delta | None, staging: Staging) -> Fetched:
+        wanted = delta or update
+        mapped = self.map(wanted.location, num_bytes=wanted.num_bytes)
+        return Fetched(mapped, "mapped" if delta is None else "delta")
 
     def map(self, location: str, *, num_bytes: int) -> torch.Tensor:
         """The segment as a tensor [num_bytes] uint8, which keeps it mapped."""
@@ -97,34 +115,6 @@ class SegmentReader:
 
     def close(self) -> None:
         self._mappings.clear()
-
-
-class ShmSendBackend(SendBackend):
-    """Trainer side. An engine that still maps a withdrawn version sees a checksum error."""
-
-    transport = "shm"
-
-    def __init__(self, *, backing: Backing = DEFAULT_BACKING) -> None:
-        self._backing: Backing = backing
-
-    def allocate(self, num_bytes: int, *, device: torch.device) -> Segment:
-        return Segment(num_bytes, backing=self._backing)
-
-
-class ShmRecvBackend(RecvBackend):
-    """Engine side. Fetched memory is valid until the version is released."""
-
-    def __init__(self) -> None:
-        self._reader = SegmentReader(keep=3)
-
-    def fetch(self, update: WeightUpdate, *, base: int | None, staging: Staging) -> Fetched:
-        delta = update.delta
-        if delta is not None and delta.base == base:
-            return Fetched(self._reader.map(delta.location, num_bytes=delta.num_bytes), "delta")
-        return Fetched(self._reader.map(update.location, num_bytes=update.num_bytes), "mapped")
-
-    def close(self) -> None:
-        self._reader.close()
 
 
 def _mapped_bytes(num_bytes: int) -> int:
