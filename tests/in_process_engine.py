@@ -101,7 +101,7 @@ class InProcessEngine:
     def _deliver(self, finished: list[FinishedRequest]) -> None:
         for id, pieces in {
             **self._engine.take_chunks(),
-            **self._engine.take_coalesced_chunks(),
+            **self._engine.take_chunks(coalesced=True),
         }.items():
             for piece in pieces:
                 self._listeners[id](piece)

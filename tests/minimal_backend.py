@@ -126,11 +126,10 @@ class MinimalEngine:
         done = [r.request.id for r in self._running.values() if all(s.finish for s in r.sequences)]
         return [self._finish(id) for id in done]
 
-    def take_chunks(self) -> dict[str, list[CompletionChunk]]:
-        taken, self._chunks = self._chunks, {}
-        return taken
-
-    def take_coalesced_chunks(self) -> dict[str, list[CompletionChunk]]:
+    def take_chunks(self, *, coalesced: bool = False) -> dict[str, list[CompletionChunk]]:
+        if not coalesced:
+            taken, self._chunks = self._chunks, {}
+            return taken
         taken, self._coalesced = self._coalesced, {}
         return {id: chunks for id, chunks in taken.items() if id in self._running}
 

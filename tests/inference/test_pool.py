@@ -446,7 +446,7 @@ async def test_completion_of_lost_engine_equals_uninterrupted_one(
             engine.add_request(request, stream=True)
             for _ in range(15):
                 engine.step()
-            for pieces in engine.take_coalesced_chunks().values():
+            for pieces in engine.take_chunks(coalesced=True).values():
                 for piece in pieces:
                     on_tokens(piece)
             raise EngineLost("Worker 'engine-0' was killed.")

@@ -88,13 +88,12 @@ def test_kept_ids_restrict_distribution():
 def test_shared_prefix_is_computed_once_per_group():
     prompt = random_tokens(30, seed=0)
     group = [make_score_request([*prompt, i, i + 1], scored_from=30) for i in range(4)]
-    packed = pack([group])
-    assert packed.parents.tolist() == [-1, 0, 0, 0, 0]
-    assert (
-        num_rows(group) == len(packed.tokens) == 30 + 4
-    )  # the last token of each request predicts nothing
-    twice = pack([[group[0]], [group[0]]])
-    assert len(twice.tokens) == 2 * 31  # groups share nothing
+    segments, _ = pack([group])
+    assert segments.parents == [-1, 0, 0, 0, 0]
+    # The last token of each request predicts nothing.
+    assert num_rows(group) == sum(map(len, segments.tokens)) == 30 + 4
+    twice, _ = pack([[group[0]], [group[0]]])
+    assert sum(map(len, twice.tokens)) == 2 * 31  # groups share nothing
 
 
 @pytest.mark.gpu

@@ -119,13 +119,13 @@ def test_coalesced_chunks_come_on_demand_and_not_after_the_end(
     for _ in range(2):
         engine.step()
         engine.step()
-        for chunk in engine.take_coalesced_chunks()["r"]:
+        for chunk in engine.take_chunks(coalesced=True)["r"]:
             listener(chunk)
-        assert not engine.take_coalesced_chunks()
+        assert not engine.take_chunks(coalesced=True)
     while not (finished := engine.step()):
         pass
     assert not engine.take_chunks()
-    assert not engine.take_coalesced_chunks()
+    assert not engine.take_chunks(coalesced=True)
     (done,) = finished
     for member, completion in enumerate(done.completions):
         chunks = [chunk for chunk in listener.chunks if chunk.member == member]

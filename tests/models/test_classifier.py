@@ -131,7 +131,9 @@ def test_on_a_gpu_values_are_those_of_the_cpu(tmp_path, dtype):
 
 def test_a_language_model_is_refused_as_a_reward_model(tmp_path):
     path = make_tiny_model(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"lacks 'score.weight', which a sequence classifier"):
+    with pytest.raises(
+        ConfigError, match=r"'score.weight' among them; .* as a sequence classifier"
+    ):
         load(path, "sequence")
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from millrace.models.attention.flash import (
-    AttentionSpans,
+    AttentionCalls,
+    FlashKernel,
     VarlenArgs,
     attend_backward,
     attend_forward,
@@ -15,12 +16,12 @@ from millrace.models.attention.flash import (
     flattened,
 )
 from millrace.models.attention.layout import PackedLayout
-from millrace.models.attention.packed import flash_obstacle
+from millrace.models.attention.packed import packed_obstacle
 
 CPU = torch.device("cpu")
 
 
-class DenseKernel:
+class DenseKernel(FlashKernel):
     """What FlashKernel computes, span by span with whole score matrices."""
 
     def forward(self, q, k, v, args):
@@ -67,12 +68,12 @@ def scores_of(q, k, v, args: VarlenArgs):
 
 @flash_attention.register_kernel("cpu")
 def _(q, k, v, *args):
-    return attend_forward(DenseKernel(), q, k, v, AttentionSpans.of(*args))
+    return attend_forward(DenseKernel(), q, k, v, AttentionCalls.of(*args))
 
 
 @flash_attention_backward.register_kernel("cpu")
 def _(grad, q, k, v, out, lse, *args):
-    return attend_backward(DenseKernel(), grad, q, k, v, out, lse, spans=AttentionSpans.of(*args))
+    return attend_backward(DenseKernel(), grad, q, k, v, out, lse, calls=AttentionCalls.of(*args))
 
 
 # lengths and parents of segments
@@ -152,7 +153,7 @@ def test_unsupported_inputs_of_the_kernel_are_named(change, obstacle):
     inputs = inputs_of(sum(lengths), size=settings["size"], dtype=settings["dtype"])
     layout = PackedLayout(lengths, parents=parents, device=CPU)
     options = {name: settings[name] for name in ("softcap", "window")}
-    assert obstacle in flash_obstacle(*inputs, layout=layout, **options)
+    assert obstacle in packed_obstacle(*inputs, layout=layout, **options)
 
 
 HEADS = [(4, 4), (8, 2), (6, 1)]

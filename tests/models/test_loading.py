@@ -11,11 +11,10 @@ from transformers.models.mamba import MambaConfig, MambaForCausalLM
 
 from millrace.core.errors import ConfigError
 from millrace.models.attention.packed import PACKED_ATTENTION, PackedLayout
-from millrace.models.directory import load_tokenizer
+from millrace.models.directory import context_length, load_tokenizer
 from millrace.models.loading import (
     hidden_states,
     load_model,
-    max_context,
     resolve_device,
     stop_token_ids,
 )
@@ -41,7 +40,7 @@ def test_supported_architectures_load_in_the_dtype_asked_for(tmp_path, architect
     assert not model.training
     assert model.dtype == dtype
     assert model.config._attn_implementation == PACKED_ATTENTION
-    assert max_context(model) == 256
+    assert context_length(str(tmp_path), wanted=None, setting="") == 256
     tokens = torch.randint(0, VOCAB, (1, 6))
     hidden = hidden_states(
         model,

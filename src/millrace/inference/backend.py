@@ -10,7 +10,7 @@ starts. Torch-free: a backend imports its libraries in load().
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 from millrace.config import EngineConfig, LoraConfig, RunConfig
 from millrace.core.errors import ConfigError, TaskError, suggestion
@@ -95,13 +95,9 @@ class EngineCore(Protocol):
         are finished."""
         ...
 
-    def take_chunks(self) -> dict[str, list[CompletionChunk]]:
-        """New tokens of streaming requests, by request id. Called after every call that returns
-        finished requests."""
-        ...
-
-    def take_coalesced_chunks(self) -> dict[str, list[CompletionChunk]]:
-        """The same for requests with `coalesce` set; nothing for those that have finished."""
+    def take_chunks(self, *, coalesced: bool = False) -> dict[str, list[CompletionChunk]]:
+        """New tokens of streaming requests, by request id: of those without `coalesce` set, after
+        every call that returns finished requests; or of those with it that have not finished."""
         ...
 
     def take_completions(self) -> dict[str, dict[int, Completion]]:
@@ -197,12 +193,6 @@ def load_backend(config: EngineConfig) -> EngineBackend:
     )
 
 
-class _Need(NamedTuple):
-    setting: str
-    capability: Capability
-    remedy: str
-
-
 def check_capabilities(
     config: RunConfig, capabilities: frozenset[Capability], *, has_experts: bool
 ) -> None:
@@ -215,37 +205,38 @@ def check_capabilities(
             )
 
 
-def _needs(config: RunConfig, *, has_experts: bool) -> Iterator[_Need]:
+def _needs(config: RunConfig, *, has_experts: bool) -> Iterator[tuple[str, Capability, str]]:
+    """Each setting that needs a capability, and the remedy if that is missing."""
     sampling, interrupt = config.sampling, config.weights.interrupt
     for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         value = getattr(sampling, name)
         if sampling.temperature > 0 and value != off:
             setting = f"sampling.{name} = {value:g}"
-            yield _Need(setting, Capability.KEPT_IDS, f"set it to {off:g}")
+            yield setting, Capability.KEPT_IDS, f"set it to {off:g}"
     if config.trainer.replay_routes and has_experts:
         setting = "trainer.replay_routes = true with a mixture of experts"
-        yield _Need(setting, Capability.ROUTES, "set it to false")
+        yield setting, Capability.ROUTES, "set it to false"
     if interrupt in INTERRUPTS_WITHIN_COMPLETIONS:
         setting = f"weights.interrupt = {interrupt!r}"
         remedy = "set it to 'drain' or 'barrier'"
-        yield _Need(setting, Capability.TOKEN_VERSIONS, remedy)
+        yield setting, Capability.TOKEN_VERSIONS, remedy
         if interrupt == "abort":
-            yield _Need(setting, Capability.PARTIALS, remedy)
+            yield setting, Capability.PARTIALS, remedy
     if config.journal.is_on and config.journal.partial_every_s > 0 and interrupt != "barrier":
         setting = f"journal.partial_every_s = {config.journal.partial_every_s:g}"
-        yield _Need(setting, Capability.PARTIALS, "set it to 0")
+        yield setting, Capability.PARTIALS, "set it to 0"
     recipe = config.environment.recipe
     if recipe is not None:
         kind = recipe.get("type")
         setting = f"environment.recipe = {kind!r}"
-        yield _Need(setting, Capability.PARTIALS, "leave it out")
+        yield setting, Capability.PARTIALS, "leave it out"
         if kind == "pivot" and recipe.get("by") == "entropy":
             setting = "environment.recipe.by = 'entropy'"
-            yield _Need(setting, Capability.SCORING, "set it to 'surprisal'")
+            yield setting, Capability.SCORING, "set it to 'surprisal'"
     if config.lora is not None:
-        yield _Need("[lora]", Capability.LORA, "leave it out")
+        yield "[lora]", Capability.LORA, "leave it out"
     if config.engine.adapters:
-        yield _Need("engine.adapters", Capability.ADAPTERS, "leave them out")
+        yield "engine.adapters", Capability.ADAPTERS, "leave them out"
 
 
 def check_request(request: Request, capabilities: frozenset[Capability]) -> None:

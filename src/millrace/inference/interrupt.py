@@ -25,16 +25,6 @@ class SwapInterrupt:
         """True if received weights can replace the old ones now."""
         return True
 
-    @property
-    def activity(self) -> str:
-        """Name of a forward pass in the trace."""
-        return "generate"
-
-    @property
-    def idle_reason(self) -> str | None:
-        """Why the engine idles, if the update is the reason."""
-        return None
-
     def announce(self) -> list[FinishedRequest]:
         """An update is being received; returns the requests that end now, as land() does."""
         return []
@@ -59,11 +49,6 @@ class SaveInterrupt(SwapInterrupt):
 
     needs_announcement = True
 
-    @property
-    def idle_reason(self) -> str | None:
-        is_waiting = not self.may_generate and self._engine.has_work
-        return "waiting for weights" if is_waiting else None
-
     def announce(self) -> list[FinishedRequest]:
         self.may_generate = False
         return self._engine.preempt_all()
@@ -80,14 +65,6 @@ class DrainInterrupt(SwapInterrupt):
     @property
     def may_land(self) -> bool:
         return not self._engine.has_work
-
-    @property
-    def activity(self) -> str:
-        return "drain" if self._engine.has_held else "generate"
-
-    @property
-    def idle_reason(self) -> str | None:
-        return "drained" if self._engine.has_held else None
 
     def announce(self) -> list[FinishedRequest]:
         self._engine.hold_new()

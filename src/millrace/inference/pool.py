@@ -132,7 +132,7 @@ class EnginePool:
             if prepare is not None:
                 await prepare(engine)
         except BaseException:
-            self._lose(entry)
+            self.lose(engine)
             raise
         entry.serves = entry in self._entries
         self._joined.set()
@@ -144,7 +144,7 @@ class EnginePool:
             while entry.num_sequences and entry in self._entries:
                 self._answered.clear()
                 await self._answered.wait()
-            self._lose(entry)
+        self.lose(engine)
 
     def lose(self, engine: Engine) -> None:
         """Remove an engine that is dead or treated as dead; no error if it was removed before."""
@@ -161,7 +161,10 @@ class EnginePool:
         self._open[request.id] = opened
         try:
             completions = await self._place(request, opened)
-            while not opened.is_aborted and all(_is_blank(c) for c in completions):
+            # Its engine was lost before it sent a token.
+            while not opened.is_aborted and all(
+                c.finish == "interrupt" and not len(c.tokens) for c in completions
+            ):
                 completions = await self._place(request, opened)
             if all(completion.finish != "interrupt" for completion in completions):
                 return completions
@@ -228,7 +231,7 @@ class EnginePool:
         except EngineLost:
             if not self._replaces:
                 raise
-            self._lose(entry)
+            self.lose(entry.engine)
             completions = [log.completion(member) for member in range(request.n)]
             self._count_resumed(completions)
         finally:
@@ -330,14 +333,5 @@ class EnginePool:
         except EngineLost:
             if not self._replaces:
                 raise
-            self._lose(entry)
+            self.lose(entry.engine)
             return []
-
-    def _lose(self, entry: _PoolEntry) -> None:
-        if entry in self._entries:
-            self._entries.remove(entry)
-
-
-def _is_blank(completion: Completion) -> bool:
-    """True if its engine was lost before it sent a token."""
-    return completion.finish == "interrupt" and not len(completion.tokens)

@@ -34,14 +34,13 @@ from millrace.inference.backend import (
     load_backend,
 )
 from millrace.inference.interrupt import INTERRUPTS
+from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWorker
 from millrace.models.loading import resolve_device, resolve_dtype
 from millrace.weights.transport import make_receiver
 
-PROGRESS_S = 0.25
 # Interval of the coalesced token reports. If an engine dies, its sequences resume elsewhere from
 # the last report. A run that saves tokens more often than this gets reports as often.
 REPORT_S, MIN_REPORT_S = 2.0, 0.05
-STAGING_POLL_S = 0.002  # how often an idle engine checks for staged weights
 
 
 def main(link: Link, name: str) -> None:
@@ -52,6 +51,9 @@ def _start(message: messages.StartEngine, link: Link, timeline: Timeline) -> "En
     config = load_config(message.config)
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
+    device = resolve_device(config.placement.engine(0))
+    if device.index:  # streams, events and Triton kernels use the current device
+        torch.cuda.set_device(device)
 
     def on_warm_up() -> None:
         timeline.enter("compile", busy=True)
@@ -105,7 +107,7 @@ class _Staging:
     calls: list[WorkerCall]
 
 
-class EngineWorker:
+class EngineWorker(ModelWorker):
     """Connects an engine to a link. Methods run in the main thread unless they say otherwise."""
 
     def __init__(
@@ -120,13 +122,12 @@ class EngineWorker:
         report_s: float = REPORT_S,
     ) -> None:
         """`report_s`: interval of the coalesced token reports, in seconds."""
-        self._link = link
+        super().__init__(link, timeline=timeline)
         self._arrived: deque[WorkerCall] = deque()  # during a step, not yet handled
         self._engine = engine
         self._capabilities = capabilities
         self._interrupt = INTERRUPTS[interrupt](engine)
         self._receiver = receiver
-        self._timeline = timeline
         self._calls: dict[str, WorkerCall] = {}  # Generate calls by request id
         self._score_calls: deque[WorkerCall] = deque()
         self._num_scored = 0  # tokens
@@ -134,31 +135,24 @@ class EngineWorker:
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
         self._is_paused = False
         self._num_swaps = 0
-        self._reported_s = 0.0  # monotonic
         self._report_s = report_s
         self._coalesced_s = time.monotonic()  # of the last coalesced report
 
-    def serve(self) -> None:
-        """Generate, swap weights and reply until Stop."""
-        try:
-            while (stop := self._take_calls()) is None:
-                self._commit_weights()
-                if self._may_score:
-                    self._timeline.enter("score", busy=True)
-                    self._score(self._score_calls.popleft())
-                if self._may_generate:
-                    self._timeline.enter(self._interrupt.activity, busy=True)
-                    self._answer(self._engine.step(should_stop=self._is_awaited))
-                if time.monotonic() - self._reported_s >= PROGRESS_S:
-                    self._report()
-                if time.monotonic() - self._coalesced_s >= self._report_s:
-                    self._coalesced_s = time.monotonic()
-                    self._send_chunks(self._engine.take_coalesced_chunks())
-        finally:
-            self._stager.shutdown(wait=True, cancel_futures=True)
-            self._receiver.close()
-        self._report()
-        stop.reply()
+    def _compute(self) -> None:
+        self._commit_weights()
+        if self._may_score:
+            self._timeline.enter("score", busy=True)
+            self._score(self._score_calls.popleft())
+        if self._may_generate:
+            self._timeline.enter("drain" if self._engine.has_held else "generate", busy=True)
+            self._answer(self._engine.step(should_stop=self._is_awaited))
+        if time.monotonic() - self._coalesced_s >= self._report_s:
+            self._coalesced_s = time.monotonic()
+            self._send_chunks(self._engine.take_chunks(coalesced=True))
+
+    def _close(self) -> None:
+        self._stager.shutdown(wait=True, cancel_futures=True)
+        self._receiver.close()
 
     def _is_awaited(self) -> bool:
         """Whether a launch of the decode loop should end early: weights are staged, or a call other
@@ -180,22 +174,12 @@ class EngineWorker:
             return False
         return self._interrupt.may_land or staged.exception() is not None
 
-    def _take_calls(self) -> WorkerCall | None:
-        """Handle the calls that have arrived; wait a little if there is nothing to generate."""
-        timeout_s = PROGRESS_S if self._staging is None else STAGING_POLL_S
+    def _wait_s(self) -> float:
         if self._may_generate or self._may_score or self._arrived:
-            timeout_s = 0
-        else:  # entered first, or the wait would count as generating
-            self._timeline.enter(self._idle_reason(), busy=False)
-        call = self._next_call(timeout_s)
-        while call is not None:
-            if isinstance(call.message, messages.Stop):
-                return call
-            self._handle(call)
-            call = self._next_call(0)
-        return None
+            return 0.0
+        return PROGRESS_S if self._staging is None else STAGING_POLL_S
 
-    def _next_call(self, timeout_s: float) -> WorkerCall | None:
+    def _receive(self, timeout_s: float) -> WorkerCall | None:
         return self._arrived.popleft() if self._arrived else self._link.receive(timeout_s)
 
     @property
@@ -215,8 +199,10 @@ class EngineWorker:
     def _idle_reason(self) -> str:
         if self._is_paused:
             return "paused"
-        if (reason := self._interrupt.idle_reason) is not None:
-            return reason
+        if self._engine.has_held:
+            return "drained"
+        if self._engine.has_work and not self._interrupt.may_generate:
+            return "waiting for weights"
         return "no weights" if self._engine.version is None else "no work"
 
     def _handle(self, call: WorkerCall) -> None:
@@ -330,16 +316,13 @@ class EngineWorker:
         for call in staging.calls:
             call.reply(reply)
 
-    def _report(self) -> None:
+    def _progress(self) -> messages.WorkerProgress:
         stats = self._engine.stats()
-        self._reported_s = time.monotonic()
         counters = {**asdict(stats), "swaps": self._num_swaps}
         del counters["free_blocks"]
         work = stats.generated_tokens + stats.prefill_tokens + self._num_scored + self._num_swaps
-        self._link.emit(
-            messages.WorkerProgress(
-                spans=self._timeline.drain(), counters=counters, work=work, waits=self._is_held
-            )
+        return messages.WorkerProgress(
+            spans=self._timeline.drain(), counters=counters, work=work, waits=self._is_held
         )
 
 

@@ -20,10 +20,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from millrace.core.errors import ConfigError
-from millrace.models.directory import LOADING_ERRORS, check_directory, first_line
 from millrace.models.incremental import INCREMENTAL_ATTENTION, SequenceKv, forward_incremental
-from millrace.models.loading import without_progress_bars
+from millrace.models.loading import load_pretrained
 from millrace.models.support import RUNNING_ERRORS, is_close
 
 Head = Literal["sequence", "token"]
@@ -115,22 +113,14 @@ def load_classifier(
     device: torch.device,
     trust_remote_code: bool = False,
 ) -> Classifier:
-    check_directory(path, setting="the scorer's model")
-    try:
-        with without_progress_bars():
-            model, info = _CLASSES[head].from_pretrained(
-                path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
-            )
-    except LOADING_ERRORS as error:
-        raise ConfigError(
-            f"Reward model {path!r} cannot be loaded: {first_line(error)}."
-        ) from error
-    if missing := sorted(info["missing_keys"]):
-        # transformers would fill these with random numbers, as for a language model.
-        raise ConfigError(
-            f"Reward model {path!r} lacks {missing[0]!r}, which a {head} classifier needs; choose"
-            " a model that was trained as one."
-        )
+    model = load_pretrained(
+        _CLASSES[head],
+        path,
+        setting="the scorer's model",
+        remedy=f"choose a model that was trained as a {head} classifier",
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+    )
     return Classifier(model.to(device).eval(), head=head, label=label)
 
 

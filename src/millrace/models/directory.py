@@ -46,6 +46,13 @@ def context_length(
     """Length of the longest sequence in tokens: `wanted`, which `setting` sets, or the limit that
     the configuration of the model at `path` states."""
     config = text_config(path, trust_remote_code=trust_remote_code)
+    return context_limit(config, path, wanted=wanted, setting=setting)
+
+
+def context_limit(
+    config: "PreTrainedConfig", path: str, *, wanted: int | None, setting: str
+) -> int:
+    """As context_length(), for a configuration that was read before."""
     limit: int | None = getattr(config, "max_position_embeddings", None)
     if wanted is not None and limit is not None and wanted > limit:
         raise ConfigError(

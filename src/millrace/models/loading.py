@@ -32,57 +32,51 @@ def load_model(
     attention: str,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model at `path` (directory or hub name) in eval mode.
-
-    `attention` is a name registered with transformers' AttentionInterface.
-    """
-    check_directory(path)
-    try:
-        with without_progress_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=dtype,
-                attn_implementation=PROBE_ATTENTION,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-            )
-    except LOADING_ERRORS as error:
-        raise ConfigError(f"Model {path!r} cannot be loaded: {first_line(error)}.") from error
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        # transformers would fill these with random numbers.
-        raise ConfigError(
-            f"Model {path!r} lacks {len(missing)} of its weights, {missing[0]!r} among them;"
-            " save it again with save_pretrained."
-        )
+    """The model at `path` (directory or hub name) in eval mode. `attention` is a name registered
+    with transformers' AttentionInterface."""
+    model = load_pretrained(
+        AutoModelForCausalLM,
+        path,
+        setting="model.path",
+        remedy="save it again with save_pretrained",
+        dtype=dtype,
+        attn_implementation=PROBE_ATTENTION,
+        trust_remote_code=trust_remote_code,
+    )
     model.to(device).eval()
     check_supported(model, path=path)
     model.set_attn_implementation(attention)
     return model
 
 
+def load_pretrained(
+    auto_class: Any, path: str, *, setting: str, remedy: str, **options: Any
+) -> PreTrainedModel:
+    """The model of a transformers class; `remedy` is for a model that lacks weights."""
+    check_directory(path, setting=setting)
+    try:
+        with without_progress_bars():
+            model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"Model {path!r} cannot be loaded: {first_line(error)}.") from error
+    if missing := sorted(info["missing_keys"]):
+        # transformers would fill these with random numbers.
+        raise ConfigError(
+            f"Model {path!r} lacks {len(missing)} of its weights, {missing[0]!r} among them;"
+            f" {remedy}."
+        )
+    return model
+
+
 def hidden_states(
     model: PreTrainedModel, *, input_ids: Tensor, position_ids: Tensor, **attention_kwargs: Any
 ) -> Tensor:
-    """[1, T] ids and positions -> [T, D] hidden states, ready for final_logits.
-
-    attention_kwargs reach the model's attention function at every layer.
-    """
+    """[1, T] ids and positions -> [T, D] hidden states, ready for final_logits. The other arguments
+    reach the model's attention function at every layer."""
     output = model.base_model(
         input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention_kwargs
     )
     return output.last_hidden_state[0]
-
-
-def max_context(model: PreTrainedModel) -> int:
-    """Longest sequence that the model's positions allow."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is None:
-        raise ConfigError(
-            f"Model {model.name_or_path!r} does not state its longest context; set"
-            " engine.max_context."
-        )
-    return limit
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -115,8 +115,8 @@ class RouteReplay:
 class _Replayed:
     """The rule of one router: its recorded choice, where that is known."""
 
-    def __init__(self) -> None:
-        self.rows: Tensor | None = None  # [T, K] int16; -1 = unknown
+    def __init__(self, rows: Tensor | None = None) -> None:
+        self.rows = rows  # [T, K]; -1 = unknown
 
     def choose(self, own: Tensor) -> Tensor:
         if self.rows is None:
@@ -185,24 +185,16 @@ def find_routing(model: PreTrainedModel) -> Routing | None:
 def check_replay(model: PreTrainedModel, routing: Routing) -> None:
     """Raise ConfigError unless experts get the tokens that a rule assigns, with weights. The rules
     of this check stay installed until others replace them."""
-    rules = [_Fixed(call.indices.roll(1, 0)) for call in _calls(model)]
+    rules = [_Replayed(call.indices.roll(1, 0)) for call in _calls(model)]
     routing.install(rules)
     for rule, call in zip(rules, _calls(model), strict=True):
-        is_replayed = torch.equal(call.indices, rule.indices)
+        is_replayed = torch.equal(call.indices, rule.rows)
         # A router that considers only some experts would give the others no weight.
         if not is_replayed or not (call.weights.isfinite() & (call.weights != 0)).all():
             raise ConfigError(
                 f"The routers of {type(model).__name__} give weights only to experts that they"
                 f" choose themselves, so routes cannot be replayed; {_REMEDY}."
             )
-
-
-class _Fixed:
-    def __init__(self, indices: Tensor) -> None:
-        self.indices = indices  # [T, K]
-
-    def choose(self, own: Tensor) -> Tensor:
-        return self.indices
 
 
 class _ExpertCall(NamedTuple):

@@ -17,10 +17,9 @@ from millrace.inference.embedded.kv.cache import block_bytes
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION, measure_kv
 from millrace.inference.embedded.lora.bank import AdapterMerger
 from millrace.inference.embedded.parts import EngineSizes
-from millrace.models.directory import load_tokenizer
+from millrace.models.directory import context_limit, load_tokenizer
 from millrace.models.loading import (
     load_model,
-    max_context,
     resolve_device,
     resolve_dtype,
     stop_token_ids,
@@ -87,7 +86,10 @@ def engine_of(
     block_tokens, decode_steps = options.block_tokens, _decode_steps(model, options.decode_steps)
     if on_gpu and decode_steps != 1:
         _check_compiler()
-    context = _context(model, config)
+    text_config, path = model.config.get_text_config(), model.name_or_path
+    context = context_limit(
+        text_config, path, wanted=config.max_context, setting="engine.max_context"
+    )
     of_block = block_bytes(measure_kv(model), block_tokens=block_tokens, dtype=model.dtype)
     if routing is not None:
         of_block += block_tokens * routing.token_bytes
@@ -172,18 +174,6 @@ def _check_compiler() -> None:
             "Decoding on a GPU needs a C compiler, and neither cc, gcc nor clang is on PATH;"
             " install one, or set engine.options.decode_steps to 1, which is several times slower."
         )
-
-
-def _context(model: PreTrainedModel, config: EngineConfig) -> int:
-    if config.max_context is None:
-        return max_context(model)
-    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if known is not None and config.max_context > known:
-        raise ConfigError(
-            f"Setting 'engine.max_context' = {config.max_context} is beyond the model's own limit"
-            f" of {known}; lower it, or leave it out."
-        )
-    return config.max_context
 
 
 def _num_blocks(

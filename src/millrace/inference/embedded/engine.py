@@ -204,11 +204,8 @@ class EmbeddedEngine:
         (logprobs,) = self._scorer.score([requests], version=self.version)
         return logprobs
 
-    def take_chunks(self) -> dict[str, list[CompletionChunk]]:
-        return self._streams.take()
-
-    def take_coalesced_chunks(self) -> dict[str, list[CompletionChunk]]:
-        return self._streams.take_coalesced()
+    def take_chunks(self, *, coalesced: bool = False) -> dict[str, list[CompletionChunk]]:
+        return self._streams.take(coalesced=coalesced)
 
     def take_completions(self) -> dict[str, dict[int, Completion]]:
         return self._outputs.take_completions()

@@ -9,6 +9,7 @@ N = rows, V = vocabulary.
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,17 +70,27 @@ class SamplingBatch:
     any_truncates: bool = True
     num_ordered: int | None = None  # largest logits per row that top-k and top-p need; None = all
 
-    def first(self, num_rows: int, *, truncates: bool) -> "SamplingBatch":
-        return replace(
-            self,
-            temperatures=self.temperatures[:num_rows],
-            top_k=self.top_k[:num_rows],
-            top_p=self.top_p[:num_rows],
-            min_p=self.min_p[:num_rows],
-            keys=self.keys[:num_rows],
-            positions=self.positions[:num_rows],
-            any_truncates=truncates,
+    @classmethod
+    def of(
+        cls, integers: Tensor, floats: Tensor, *, positions: Tensor, **known: Any
+    ) -> "SamplingBatch":
+        """From the columns of BatchSlots.integers and BatchSlots.floats."""
+        _, keys, top_k, _ = integers
+        temperatures, top_p, min_p = floats
+        return cls(
+            temperatures=temperatures,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            keys=keys,
+            positions=positions,
+            **known,
         )
+
+    def first(self, num_rows: int, *, truncates: bool) -> "SamplingBatch":
+        names = ("temperatures", "top_k", "top_p", "min_p", "keys", "positions")
+        rows = {name: getattr(self, name)[:num_rows] for name in names}
+        return replace(self, **rows, any_truncates=truncates)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

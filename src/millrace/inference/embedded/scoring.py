@@ -10,9 +10,7 @@ head. A decoding engine scores between two decode steps. One thread calls everyt
 T = rows of a pass, n = scored positions, V = vocabulary, K = top tokens reported.
 """
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -42,30 +40,31 @@ class ScoringEngine:
         self, groups: Sequence[Sequence[ScoreRequest]], *, version: int | None
     ) -> list[list[TokenLogprobs]]:
         """Score all groups in one forward pass; `version` is the version that the model holds."""
-        packed = pack(groups)
+        segments, predictors = pack(groups)
         requests = [request for group in groups for request in group]
         device = self._model.device
+        tokens = np.concatenate(segments.tokens).astype(np.int64)
+        lengths = [len(tokens) for tokens in segments.tokens]
         hidden = hidden_states(
             self._model,
-            input_ids=torch.from_numpy(packed.tokens).to(device)[None],
-            position_ids=torch.from_numpy(packed.positions).to(device)[None],
-            layout=PackedLayout(packed.lengths, parents=packed.parents, device=device),
+            input_ids=torch.from_numpy(tokens).to(device)[None],
+            position_ids=torch.from_numpy(np.concatenate(segments.positions)).to(device)[None],
+            layout=PackedLayout(lengths, parents=segments.parents, device=device),
         ).to(self._model.dtype)  # or the head would be cast to the residual stream's float32
-        logprobs, ids, top, entropies = self._score_rows(hidden, packed.predictors, requests)
+        logprobs, ids, top, entropies = self._score_rows(hidden, predictors, requests)
         ends = np.cumsum([len(request.positions) for request in requests])
-        results: deque[TokenLogprobs] = deque()
-        for request, end in zip(requests, ends, strict=True):
-            own = slice(end - len(request.positions), end)
-            results.append(
-                TokenLogprobs(
-                    logprobs=logprobs[own],
-                    top_ids=ids[own, : request.top_k],
-                    top_logprobs=top[own, : request.top_k],
-                    version=version,
-                    entropies=entropies[own] if request.wants_entropies else None,
-                )
+        places = [slice(end - len(r.positions), end) for r, end in zip(requests, ends, strict=True)]
+        results = (
+            TokenLogprobs(
+                logprobs=logprobs[own],
+                top_ids=ids[own, : request.top_k],
+                top_logprobs=top[own, : request.top_k],
+                version=version,
+                entropies=entropies[own] if request.wants_entropies else None,
             )
-        return [[results.popleft() for _ in group] for group in groups]
+            for request, own in zip(requests, places, strict=True)
+        )
+        return [[next(results) for _ in group] for group in groups]
 
     def _score_rows(
         self, hidden: Tensor, predictors: np.ndarray, requests: Sequence[ScoreRequest]
@@ -124,25 +123,15 @@ def _chunk_scores(
     return logprobs.squeeze(-1), top.indices, top.values - normalizers, entropies
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PackedRequests:
-    """Requests end to end, in the layout of the trainer's microbatches (core/microbatch.py)."""
-
-    tokens: np.ndarray  # [T] int64
-    positions: np.ndarray  # [T] int64
-    lengths: np.ndarray  # [segments] int64
-    parents: np.ndarray  # [segments] int64; -1 = none
-    predictors: np.ndarray  # [n] int64; the row that predicts each position, in request order
-
-
 def num_rows(group: Sequence[ScoreRequest]) -> int:
     """Rows that a forward pass computes for requests scored together."""
     shared = _shared_tokens(group)
     return shared + sum(len(request.inputs) - shared for request in group)
 
 
-def pack(groups: Sequence[Sequence[ScoreRequest]]) -> PackedRequests:
-    """Shared prefixes first, then the suffixes of their requests, then groups without one."""
+def pack(groups: Sequence[Sequence[ScoreRequest]]) -> tuple[Segments, np.ndarray]:
+    """Requests end to end, in the layout of the trainer's microbatches, and the row that predicts
+    each position [n], in the order of the requests."""
     shared = [_shared_tokens(group) for group in groups]
     segments = Segments([group[0].inputs[:s] for group, s in zip(groups, shared, strict=True) if s])
     predictors: list[list[np.ndarray]] = [[] for _ in groups]
@@ -152,13 +141,7 @@ def pack(groups: Sequence[Sequence[ScoreRequest]]) -> PackedRequests:
                 request.inputs, parent=parent if shared[g] else -1, shared=shared[g]
             )
             predictors[g].append(rows[request.positions - 1])
-    return PackedRequests(
-        tokens=np.concatenate(segments.tokens).astype(np.int64),
-        positions=np.concatenate(segments.positions),
-        lengths=np.array([len(tokens) for tokens in segments.tokens]),
-        parents=np.array(segments.parents),
-        predictors=np.concatenate([rows for of_group in predictors for rows in of_group]),
-    )
+    return segments, np.concatenate([rows for of_group in predictors for rows in of_group])
 
 
 def _shared_tokens(group: Sequence[ScoreRequest]) -> int:

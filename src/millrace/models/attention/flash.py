@@ -14,16 +14,30 @@ T = rows, H = heads, D = head size, O = own rows of all families.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from millrace.models.attention.layout import PackedLayout, SharedSpans, Spans
+from millrace.models.attention.layout import PackedLayout, Spans
 
-MAX_HEAD_SIZE = 256
+_MAX_HEAD_DIM = 256
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
+
+
+def flash_obstacle(
+    dtype: torch.dtype, *, head_dims: tuple[int, int], is_capped: bool, on_flash_gpu: bool
+) -> str | None:
+    """Why the flash kernel cannot be used; None if it can. `head_dims`: of keys and of values."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in {dtype} (set its dtype to bfloat16)"
+    key_dim, value_dim = head_dims
+    if key_dim % 8 or key_dim > _MAX_HEAD_DIM or key_dim != value_dim:
+        return f"its head sizes are {key_dim} and {value_dim}"
+    if is_capped:
+        return "the model softcaps its attention scores"
+    return None if on_flash_gpu else "the GPU is older than Ampere"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,26 +52,18 @@ class VarlenArgs:
     scale: float  # of the scores
 
 
-class SpanKernel(Protocol):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: VarlenArgs) -> tuple[Tensor, Tensor]:
-        """Output [T, H, D] and log-sum-exp of the scores [H, T], in float32 or more."""
-        ...
-
-    def backward(self, *tensors: Tensor, args: VarlenArgs) -> Gradients:
-        """`tensors`: the gradient of the output, q, k, v, the output and the log-sum-exp."""
-        ...
-
-
 class FlashKernel:
     """PyTorch's flash attention: CUDA, bfloat16 or float16, grouped-query heads."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: VarlenArgs) -> tuple[Tensor, Tensor]:
+        """Output [T, H, D] and log-sum-exp of the scores [H, T], in float32 or more."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *_spans(args), 0.0, args.causal, False, **_options(args)
         )
         return out, lse
 
     def backward(self, *tensors: Tensor, args: VarlenArgs) -> Gradients:
+        """`tensors`: the gradient of the output, q, k, v, the output and the log-sum-exp."""
         device = tensors[0].device
         seed = torch.zeros(2, dtype=torch.uint64, device=device)  # of dropout, which is off
         random = (seed, torch.empty(0, device=device))
@@ -78,53 +84,46 @@ def _options(args: VarlenArgs) -> dict[str, float]:
     return {"scale": args.scale, "window_size_left": left, "window_size_right": right}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionSpans:
-    """Which rows attend to which, and how. A window requires families to be None."""
+class AttentionCalls(NamedTuple):
+    """The two calls that compute the attention of all rows."""
 
-    segments: Spans
-    families: SharedSpans | None
-    window: int | None
-    scale: float
+    within_segments: VarlenArgs
+    to_parents: VarlenArgs | None  # None = no segment has a parent
+    shared: slice  # rows of parents
+    own: slice  # rows of their children
 
     @classmethod
     def of(
         cls, spans: list[Tensor], sizes: list[int], window: int | None, scale: float
-    ) -> "AttentionSpans":
+    ) -> "AttentionCalls":
         """From the arguments of the operators; see flattened()."""
-        segments, *rest = (Spans(bounds=b, longest=n) for b, n in zip(spans, sizes, strict=False))
-        families = None
-        if rest:
-            assert window is None, "a window that ends within the parent is not supported"
-            shared, own = rest
-            families = SharedSpans(shared=shared, own=own, num_shared=sizes[3], num_own=sizes[4])
-        return cls(segments, families, window, scale)
-
-    def within_segments(self) -> VarlenArgs:
-        spans = self.segments
-        return VarlenArgs(
-            queries=spans, keys=spans, causal=True, window=self.window, scale=self.scale
+        segments, *families = (
+            Spans(bounds=b, longest=n) for b, n in zip(spans, sizes, strict=False)
         )
-
-    def to_parents(self, families: SharedSpans) -> VarlenArgs:
-        queries, keys = families.own, families.shared
-        return VarlenArgs(queries=queries, keys=keys, causal=False, window=None, scale=self.scale)
+        within = VarlenArgs(
+            queries=segments, keys=segments, causal=True, window=window, scale=scale
+        )
+        if not families:
+            return cls(within, None, slice(0), slice(0))
+        assert window is None, "a window that ends within the parent is not supported"
+        (shared, own), (num_shared, num_own) = families, sizes[3:]
+        to_parents = VarlenArgs(queries=own, keys=shared, causal=False, window=None, scale=scale)
+        return cls(within, to_parents, slice(num_shared), slice(num_shared, num_shared + num_own))
 
 
 def attend_forward(
-    kernel: SpanKernel,
+    kernel: FlashKernel,
     q: Tensor,  # [T, H, D]
     k: Tensor,  # [T, H_kv, D]
     v: Tensor,  # [T, H_kv, D]
-    spans: AttentionSpans,
+    calls: AttentionCalls,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, H, D] and its log-sum-exp [H, T]."""
-    out, lse = kernel.forward(q, k, v, spans.within_segments())
-    if (families := spans.families) is None:
+    within_segments, to_parents, shared, own = calls
+    out, lse = kernel.forward(q, k, v, within_segments)
+    if to_parents is None:
         return out, lse
-    shared, own = families.shared_rows, families.own_rows
-    parent_args = spans.to_parents(families)
-    parent, parent_lse = kernel.forward(q[own], k[shared], v[shared], parent_args)
+    parent, parent_lse = kernel.forward(q[own], k[shared], v[shared], to_parents)
     within_lse = lse[:, own]
     merged = torch.logaddexp(within_lse, parent_lse)  # [H, O]
     within_share, parent_share = (
@@ -135,15 +134,15 @@ def attend_forward(
     return out, lse
 
 
-def attend_backward(kernel: SpanKernel, *tensors: Tensor, spans: AttentionSpans) -> Gradients:
-    """`tensors`: as of SpanKernel.backward, with the results of attend_forward."""
-    dq, dk, dv = kernel.backward(*tensors, args=spans.within_segments())
-    if (families := spans.families) is None:
+def attend_backward(kernel: FlashKernel, *tensors: Tensor, calls: AttentionCalls) -> Gradients:
+    """`tensors`: as of FlashKernel.backward, with the results of attend_forward."""
+    within_segments, to_parents, shared, own = calls
+    dq, dk, dv = kernel.backward(*tensors, args=within_segments)
+    if to_parents is None:
         return dq, dk, dv
-    shared, own = families.shared_rows, families.own_rows
     grad, q, k, v, out, lse = tensors
     rows = (grad[own], q[own], k[shared], v[shared], out[own], lse[:, own].contiguous())
-    own_dq, shared_dk, shared_dv = kernel.backward(*rows, args=spans.to_parents(families))
+    own_dq, shared_dk, shared_dv = kernel.backward(*rows, args=to_parents)
     dq[own] += own_dq
     dk[shared] += shared_dk
     dv[shared] += shared_dv
@@ -164,7 +163,7 @@ def flash_attention(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    return attend_forward(FlashKernel(), q, k, v, AttentionSpans.of(spans, sizes, window, scale))
+    return attend_forward(FlashKernel(), q, k, v, AttentionCalls.of(spans, sizes, window, scale))
 
 
 @torch.library.custom_op("millrace::flash_attention_backward", mutates_args=(), device_types="cuda")
@@ -180,8 +179,8 @@ def flash_attention_backward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    args = AttentionSpans.of(spans, sizes, window, scale)
-    return attend_backward(FlashKernel(), grad, q, k, v, out, lse, spans=args)
+    calls = AttentionCalls.of(spans, sizes, window, scale)
+    return attend_backward(FlashKernel(), grad, q, k, v, out, lse, calls=calls)
 
 
 @flash_attention.register_fake

@@ -76,14 +76,6 @@ class SharedSpans:
     num_shared: int
     num_own: int
 
-    @property
-    def shared_rows(self) -> slice:
-        return slice(self.num_shared)
-
-    @property
-    def own_rows(self) -> slice:
-        return slice(self.num_shared, self.num_shared + self.num_own)
-
 
 class PackedLayout:
     """Used by one thread."""

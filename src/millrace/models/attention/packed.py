@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from millrace.models.attention.flash import MAX_HEAD_SIZE, flash_attention, flattened
+from millrace.models.attention.flash import flash_attention, flash_obstacle, flattened
 from millrace.models.attention.layout import Block, PackedLayout
 from millrace.models.support import register_attention
 
@@ -72,7 +72,7 @@ def packed_attention(
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     obstacle = "the tensors are not on a GPU"
     if query.is_cuda:
-        obstacle = flash_obstacle(q, k, v, layout=layout, window=sliding_window, softcap=softcap)
+        obstacle = packed_obstacle(q, k, v, layout=layout, window=sliding_window, softcap=softcap)
     if obstacle is None:
         out, _ = flash_attention(q, k, v, *flattened(layout), sliding_window, scale)
     else:
@@ -81,7 +81,7 @@ def packed_attention(
     return out[None], None
 
 
-def flash_obstacle(
+def packed_obstacle(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -91,18 +91,14 @@ def flash_obstacle(
     softcap: float | None,
 ) -> str | None:
     """Why the flash kernel cannot be used; None if it can."""
-    if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
-        return f"it computes in {q.dtype} (set trainer.dtype to bfloat16)"
-    size = q.shape[-1]
-    if size % 8 or size > MAX_HEAD_SIZE or v.shape[-1] != size:
-        return f"its head sizes are {size} and {v.shape[-1]}"
-    if softcap is not None:
-        return "the model softcaps its attention scores"
     if window is not None and layout.families is not None:
         return "the model's window is shorter than the sequences, which share prefixes"
-    if not layout.on_flash_gpu:
-        return "the GPU is older than Ampere"
-    return None
+    return flash_obstacle(
+        q.dtype if q.dtype == k.dtype == v.dtype else torch.float32,
+        head_dims=(q.shape[-1], v.shape[-1]),
+        is_capped=softcap is not None,
+        on_flash_gpu=layout.on_flash_gpu,
+    )
 
 
 @functools.cache
@@ -166,7 +162,7 @@ def attend(
         if window is None and softcap is None:
             return _sdpa(q, k, v, attn_mask=block.mask.bias.to(q.dtype), scale=scale)
         visible = _visible(block.mask.behind, window)
-        return _attend_masked(q, k, v, visible=visible, scale=scale, softcap=softcap)
+        return attend_masked(q, k, v, visible=visible, scale=scale, softcap=softcap)
     if window is None and softcap is None and num_queries == num_keys:
         return _sdpa(q, k, v, is_causal=True, scale=scale)
     parts = []
@@ -179,7 +175,7 @@ def attend(
         keys = slice(first, before + end)
         part = (q[:, :, begin:end], k[:, :, keys], v[:, :, keys])
         visible = _visible(behind, window)
-        parts.append(_attend_masked(*part, visible=visible, scale=scale, softcap=softcap))
+        parts.append(attend_masked(*part, visible=visible, scale=scale, softcap=softcap))
     return torch.cat(parts, dim=2)
 
 
@@ -187,18 +183,18 @@ def _visible(behind: Tensor, window: int | None) -> Tensor:
     return behind >= 0 if window is None else (behind >= 0) & (behind < window)
 
 
-def _attend_masked(
+def attend_masked(
     q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor, scale: float, softcap: float | None
 ) -> Tensor:
     """Attention where `visible` (broadcast over heads) is True; softcap bounds the scores."""
     if softcap is None:
         return _sdpa(q, k, v, attn_mask=visible, scale=scale)
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = torch.matmul(q, k.transpose(2, 3)) * scale
+    grouped = q.unflatten(1, (k.shape[1], -1))  # heads that share keys side by side
+    scores = torch.matmul(grouped, k[:, :, None].transpose(-1, -2)) * scale
     scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~visible, -torch.inf)
-    return torch.matmul(scores.softmax(-1, dtype=torch.float32).to(v.dtype), v)
+    scores = scores.masked_fill(~visible.unsqueeze(-3), -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
+    return torch.matmul(weights, v[:, :, None]).flatten(1, 2)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

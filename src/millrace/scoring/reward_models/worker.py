@@ -19,11 +19,11 @@ from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpecte
 from millrace.cluster.messages import ReadSteps, StartRewardModel, StepReading, StepValues
 from millrace.core.errors import ScoreError
 from millrace.core.spans import Timeline
+from millrace.inference.model_worker import PROGRESS_S, ModelWorker
 from millrace.models.classifier import Classifier, ClassifierInput, load_classifier
 from millrace.models.directory import load_tokenizer
 from millrace.models.incremental import SequenceKvCache
 from millrace.models.loading import resolve_device, resolve_dtype
-from millrace.scoring.model_worker import PROGRESS_S, ModelWorker
 from millrace.scoring.reward_models.process import RewardModelSettings
 from millrace.scoring.reward_models.reading_encoder import ReadingEncoder
 

@@ -31,15 +31,13 @@ from millrace.core.records import ScoreRequest, TokenLogprobs
 from millrace.core.spans import Timeline
 from millrace.inference.embedded.live_weights import PreparedWeights
 from millrace.inference.embedded.scoring import ScoringEngine, num_rows
+from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWorker
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.directory import text_config
 from millrace.models.loading import load_model, resolve_device, resolve_dtype
-from millrace.scoring.model_worker import PROGRESS_S, ModelWorker
 from millrace.scoring.teachers.history import HistorySettings
 from millrace.scoring.teachers.process import LogprobModelSettings
 from millrace.scoring.teachers.self_teacher_weights import SelfTeacherWeights
-
-STAGING_POLL_S = 0.002  # how often an idle teacher checks for staged weights
 
 
 def main(link: Link, name: str) -> None:

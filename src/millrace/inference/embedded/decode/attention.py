@@ -11,16 +11,17 @@ sizes of keys and values, W = blocks per row of a block table.
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace.inference.embedded.kv.cache import KVCache, KVShape
+from millrace.inference.embedded.kv.cache import KVCache
+from millrace.models.attention.flash import flash_obstacle
+from millrace.models.attention.layout import FLASH_CAPABILITY
 
-_MAX_FLASH_HEAD_DIM = 256
 _LIBRARY = torch.library.Library("millrace", "FRAGMENT")
 
 
@@ -61,19 +62,11 @@ class DecodeLayer(NamedTuple):
     splits: int  # parts of a row's context that attend side by side; a power of two
 
     def attend(
-        self,
-        query: Tensor,  # [B, H, D]
-        key: Tensor,  # [B, K, D]
-        value: Tensor,  # [B, K, E]
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        self, *tensors: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:  # [B, H, E]
+        """`tensors`: query [B, H, D], key [B, K, D] and value [B, K, E]."""
         paged = (self.cache, self.tables, self.lengths, self.block_tokens, self.splits)
-        return torch.ops.millrace.paged_decode(
-            query, key, value, *paged, scale, window or 0, softcap or 0.0
-        )
+        return torch.ops.millrace.paged_decode(*tensors, *paged, scale, window or 0, softcap or 0.0)
 
 
 class PrefillLayer(NamedTuple):
@@ -88,37 +81,28 @@ class PrefillLayer(NamedTuple):
     max_context: int
 
     def attend(
-        self,
-        query: Tensor,  # [T, H, D]
-        key: Tensor,  # [T, K, D]
-        value: Tensor,  # [T, K, D]
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        self, *tensors: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:  # [T, H, D]
-        assert softcap is None, "see flash_obstacle"
-        return torch.ops.millrace.flash_prefill(query, key, value, *self, scale, window or 0)
-
-
-def flash_obstacle(shapes: Iterable[KVShape], *, dtype: torch.dtype) -> str | None:
-    """Why the flash kernel cannot serve layers of these shapes; None if it can."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"engine.dtype is {str(dtype).removeprefix('torch.')}"
-    for shape in shapes:
-        key_dim, value_dim = shape.key_dim, shape.value_dim
-        if key_dim != value_dim or key_dim > _MAX_FLASH_HEAD_DIM or key_dim % 8:
-            return f"its head sizes are {key_dim} and {value_dim}"
-        if shape.is_capped:
-            return "the model softcaps its attention scores"
-    return None
+        """`tensors`: query [T, H, D], key [T, K, D] and value [T, K, D]."""
+        assert softcap is None, "see can_flash"
+        return torch.ops.millrace.flash_prefill(*tensors, *self, scale, window or 0)
 
 
 def can_flash(cache: KVCache, *, model: PreTrainedModel) -> bool:
     """Whether prefill can use the flash kernel; warns if a GPU cannot use it."""
     if model.device.type != "cuda":
         return False
-    obstacle = flash_obstacle(cache.shapes.values(), dtype=model.dtype)
+    on_flash_gpu = torch.cuda.get_device_capability(model.device) >= FLASH_CAPABILITY
+    obstacles = [
+        flash_obstacle(
+            model.dtype,
+            head_dims=(shape.key_dim, shape.value_dim),
+            is_capped=shape.is_capped,
+            on_flash_gpu=on_flash_gpu,
+        )
+        for shape in cache.shapes.values()
+    ]
+    obstacle = next(filter(None, obstacles), None)
     if obstacle is not None:
         warnings.warn(
             f"Prefill does not use the flash kernel because {obstacle}: it pads prompts of"

@@ -49,38 +49,27 @@ class DecodeState:
     """
 
     def __init__(
-        self,
-        *,
-        max_rows: int,
-        max_blocks: int,
-        max_steps: int,
-        kept_capacity: int,
-        eos_ids: Tensor,
-        device: torch.device,
-        compiles: bool,
+        self, parts: EngineParts, sizes: EngineSizes, *, max_rows: int, eos_ids: Sequence[int]
     ) -> None:
-        self._kept_capacity = kept_capacity
-        self._eos_ids = eos_ids
+        device, max_steps = parts.model.device, sizes.decode_steps
+        max_blocks = parts.tables.rows.shape[1]
+        self._kept_capacity = sizes.kept_capacity
+        self._eos_ids = torch.tensor(list(eos_ids), dtype=torch.int64, device=device)
         self._integers = torch.zeros(7, max_rows, dtype=torch.int64, device=device)
         self._floats = torch.ones(3, max_rows, dtype=torch.float32, device=device)
         # The token to feed next, the row's length with it (0 = idle), its index in the completion.
         self.tokens, self.lengths, positions = self._integers[:3]
-        self.limits, keys, top_k, self.adapters = self._integers[3:]  # as in BatchSlots
-        temperatures, top_p, min_p = self._floats
-        self.sampling = SamplingBatch(
-            temperatures=temperatures,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            keys=keys,
-            positions=positions,
-        )
+        settings = self._integers[3:]  # as in BatchSlots
+        self.limits, _, _, self.adapters = settings
+        self.sampling = SamplingBatch.of(settings, self._floats, positions=positions)
         self.tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._out = torch.zeros(max_steps, 2, max_rows, dtype=torch.int32, device=device)
         self._out_num_kept = torch.zeros(max_steps, max_rows, dtype=torch.int32, device=device)
         self._out_kept: Tensor | None = None  # [N, B, capacity] int32; made when first needed
-        self._advance: Callable[..., None] = torch.compile(_advance) if compiles else _advance
+        self._advance: Callable[..., None] = _advance
+        if sizes.compile_layers:
+            self._advance = torch.compile(_advance)
 
     def load(self, chosen: np.ndarray, slots: BatchSlots, tables: BlockTables) -> None:
         """Start a launch with these slots in the first rows; the other rows are idle."""
@@ -247,15 +236,7 @@ class DecodeLoop:
         self._kept_capacity = sizes.kept_capacity
         self._device = parts.model.device
         self._sizes = row_sizes(len(parts.slots.occupied))
-        self._state = DecodeState(
-            max_rows=self._sizes[-1],
-            max_blocks=parts.tables.rows.shape[1],
-            max_steps=sizes.decode_steps,
-            kept_capacity=sizes.kept_capacity,
-            eos_ids=torch.tensor(list(eos_ids), dtype=torch.int64, device=self._device),
-            device=self._device,
-            compiles=sizes.compile_layers,
-        )
+        self._state = DecodeState(parts, sizes, max_rows=self._sizes[-1], eos_ids=eos_ids)
         self._graphs = StepGraphs(self._step, device=self._device)
 
     def warm_up(self) -> None:

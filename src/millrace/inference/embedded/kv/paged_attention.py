@@ -22,7 +22,7 @@ from millrace.core.errors import ConfigError
 from millrace.inference.embedded.decode.attention import DecodeLayer, PrefillLayer
 from millrace.inference.embedded.kv.cache import KVCache, KVShape
 from millrace.models.attention.layout import PackedLayout
-from millrace.models.attention.packed import packed_attention
+from millrace.models.attention.packed import attend_masked, packed_attention
 from millrace.models.loading import hidden_states
 
 PAGED_ATTENTION = "millrace_paged"
@@ -143,7 +143,7 @@ def _attend_bucket(
     query = query.view(num_rows, num_queries, num_heads, head_dim).transpose(1, 2)
     if softcap is not None:
         assert mask is not None
-        output = _softcapped(query, keys, values, mask=mask, scale=scale, softcap=softcap)
+        output = attend_masked(query, keys, values, visible=mask == 0, scale=scale, softcap=softcap)
     else:
         if mask is not None and query.is_cuda:
             # With a mask, no fused CUDA kernel supports shared KV heads.
@@ -154,18 +154,6 @@ def _attend_bucket(
         )
     output = output.transpose(1, 2).reshape(num_rows * num_queries, num_heads, -1)
     return output if bucket.unpadded is None else output[bucket.unpadded]
-
-
-def _softcapped(
-    query: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scale: float, softcap: float
-) -> Tensor:
-    """Attention with scores squashed into (-softcap, softcap), which no fused kernel supports."""
-    num_rows, num_heads, num_queries, head_dim = query.shape
-    grouped = query.reshape(num_rows, keys.shape[1], -1, num_queries, head_dim)
-    scores = torch.matmul(grouped, keys[:, :, None].transpose(-1, -2)) * scale
-    scores = torch.tanh(scores / softcap) * softcap + mask[:, :, None]
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    return torch.matmul(weights, values[:, :, None]).view(num_rows, num_heads, num_queries, -1)
 
 
 def _paged_attention(

@@ -150,12 +150,9 @@ class BatchSlots:
         # take() and not [:, slots], whose rows would not be contiguous, as kernels need them.
         integers = torch.from_numpy(self.integers.take(slots, axis=1)).to(device)
         floats = torch.from_numpy(self.floats.take(slots, axis=1)).to(device)
-        return SamplingBatch(
-            temperatures=floats[0],
-            top_k=integers[2],
-            top_p=floats[1],
-            min_p=floats[2],
-            keys=integers[1],
+        return SamplingBatch.of(
+            integers,
+            floats,
             positions=positions.to(device),
             any_greedy=not self.temperatures[slots].all(),
             all_greedy=not self.temperatures[slots].any(),

@@ -195,39 +195,27 @@ class ChunkStreams:
 
     def __init__(self, slots: BatchSlots) -> None:
         self._slots = slots
-        self._open: dict[str, list[_Stream]] = {}  # by request
-        self._coalesced: dict[str, list[_Stream]] = {}
+        # By request; those that are coalesced apart, because each step looks at the others.
+        self._open: dict[bool, dict[str, list[_Stream]]] = {False: {}, True: {}}
 
     def open(self, sequences: Iterable[Sequence]) -> None:
         """Stream the tokens that these sequences of one request sample from now on."""
         for sequence in sequences:
             num_sent = len(sequence.tokens) - sequence.num_prompt
-            streams = self._coalesced if sequence.request.coalesce else self._open
+            streams = self._open[sequence.request.coalesce]
             stream = _Stream(sequence=sequence, num_sent=num_sent)
             streams.setdefault(sequence.request.id, []).append(stream)
 
-    def take(self) -> dict[str, list[CompletionChunk]]:
-        new = self._chunks(self._open)
-        unfinished = {
-            id: [stream for stream in streams if stream.sequence.finish is None]
-            for id, streams in self._open.items()
-        }
-        self._open = {id: streams for id, streams in unfinished.items() if streams}
-        return new
-
-    def take_coalesced(self) -> dict[str, list[CompletionChunk]]:
-        self._coalesced = {
-            id: streams
-            for id, streams in self._coalesced.items()
-            if any(stream.sequence.finish is None for stream in streams)
-        }
-        return self._chunks(self._coalesced)
-
-    def _chunks(self, open: dict[str, list[_Stream]]) -> dict[str, list[CompletionChunk]]:
-        chunks = {
-            id: [chunk for stream in streams if (chunk := self._chunk(stream))]
-            for id, streams in open.items()
-        }
+    def take(self, *, coalesced: bool) -> dict[str, list[CompletionChunk]]:
+        chunks: dict[str, list[CompletionChunk]] = {}
+        unfinished: dict[str, list[_Stream]] = {}
+        for id, streams in self._open[coalesced].items():
+            left = [stream for stream in streams if stream.sequence.finish is None]
+            if left:
+                unfinished[id] = left
+            if left or not coalesced:
+                chunks[id] = [chunk for stream in streams if (chunk := self._chunk(stream))]
+        self._open[coalesced] = unfinished
         return {id: new for id, new in chunks.items() if new}
 
     def _chunk(self, stream: _Stream) -> CompletionChunk | None:

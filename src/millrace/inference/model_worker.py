@@ -1,4 +1,4 @@
-"""The main loop of a process that holds a model: a reward model or a teacher.
+"""The main loop of a process that holds a model: an engine, a reward model or a teacher.
 
 The main thread computes. It takes the calls that have arrived between two forward passes, and waits
 for calls only when it has nothing to compute.
@@ -11,6 +11,7 @@ from millrace.cluster.messages import Stop, WorkerProgress
 from millrace.core.spans import Timeline
 
 PROGRESS_S = 0.25
+STAGING_POLL_S = 0.002  # how often an idle worker checks for staged weights
 
 
 class ModelWorker:
@@ -18,8 +19,8 @@ class ModelWorker:
 
     def __init__(self, link: Link, *, timeline: Timeline) -> None:
         self._timeline = timeline
-        self._counters: dict[str, float] = {}
         self._link = link
+        self._counters: dict[str, float] = {}
         self._reported_s = 0.0  # monotonic
 
     def serve(self) -> None:
@@ -52,16 +53,24 @@ class ModelWorker:
         """Handle the calls that have arrived; returns Stop."""
         wait_s = self._wait_s()
         if wait_s > 0:  # entered first, or the wait would count as computing
-            self._timeline.enter("no work", busy=False)
-        call = self._link.receive(wait_s)
+            self._timeline.enter(self._idle_reason(), busy=False)
+        call = self._receive(wait_s)
         while call is not None:
             if isinstance(call.message, Stop):
                 return call
             self._handle(call)
-            call = self._link.receive(0)
+            call = self._receive(0)
         return None
+
+    def _idle_reason(self) -> str:
+        return "no work"
+
+    def _receive(self, timeout_s: float) -> WorkerCall | None:
+        return self._link.receive(timeout_s)
 
     def _report(self) -> None:
         self._reported_s = time.monotonic()
-        spans = self._timeline.drain()
-        self._link.emit(WorkerProgress(spans=spans, counters=dict(self._counters)))
+        self._link.emit(self._progress())
+
+    def _progress(self) -> WorkerProgress:
+        return WorkerProgress(spans=self._timeline.drain(), counters=dict(self._counters))
