@@ -51,6 +51,12 @@ class CrashingDisk:
         connection.commit_really()
         self._stable = self._read()
 
+    def copy_acknowledged(self, folder: Path) -> None:
+        """What is certain to survive a crash. The files may hold more, of the commit during which
+        power was lost."""
+        assert self._stable is not None
+        _write(self._stable, folder)
+
     def crash(self, seed: int) -> None:
         """Leave on the disk what a loss of power may leave. The connections are closed."""
         rng = random.Random(seed)
@@ -58,9 +64,7 @@ class CrashingDisk:
         left = self._stable if self._torn is None else _mixed(self._stable, self._torn, rng)
         for path in self.folder.iterdir():
             path.unlink()
-        (self.folder / NAME).write_bytes(left.database)
-        if left.wal:
-            (self.folder / f"{NAME}-wal").write_bytes(left.wal)
+        _write(left, self.folder)
         self._torn = self.commits_left = None
 
     def _read(self) -> Files:
@@ -82,6 +86,12 @@ class CrashingConnection(sqlite3.Connection):
 
     def commit_really(self) -> None:
         super().commit()
+
+
+def _write(files: Files, folder: Path) -> None:
+    (folder / NAME).write_bytes(files.database)
+    if files.wal:
+        (folder / f"{NAME}-wal").write_bytes(files.wal)
 
 
 def _mixed(old: Files, new: Files, rng: random.Random) -> Files:
