@@ -1,6 +1,8 @@
 """Every task has one status, however long ago it was closed, and also after a crash."""
 
 import asyncio
+import sqlite3
+from contextlib import closing
 
 import pytest
 from fakes import make_group
@@ -44,41 +46,52 @@ def test_every_task_has_its_status_after_any_history(tmp_path_factory, events):
     assert read_history(folder).closed == expected
 
 
-def test_the_ledger_notices_contradictions():
+def test_ledger_refuses_contradictions():
     ledger = Ledger.begin(next_number=3, unfinished=[1])
     ledger.issue(3, draw=None)
     ledger.close(3, "failed: task")
     assert ledger.check() == []
-    ledger.close(3, "failed: task")
-    assert ledger.check() == [
-        "Task 3 was failed: task in a state that rules this out.",
-    ]
+    with pytest.raises(AssertionError, match="task 3 is closed already"):
+        ledger.close(3, "failed: task")
+    with pytest.raises(AssertionError, match="task 3 is closed or in training"):
+        ledger.admit(3)
+    with pytest.raises(AssertionError, match="task 5 is issued out of order"):
+        ledger.issue(5, draw=None)
+    assert ledger.check() == []
     ledger.totals["failed: task"] += 1
-    assert ledger.check()[1:] == [
+    assert ledger.check() == [
         "4 tasks were issued and 1 are open, so 3 are closed, but 4 are counted.",
     ]
 
 
 @pytest.mark.parametrize(
-    ("version", "fresh"), [(2, [0]), (1, [1])], ids=["a step is left out", "a task has no group"]
+    ("version", "fresh", "error"),
+    [(2, [0], "step 2 begins out of order"), (1, [1], "task 1 of step 1 has no group")],
 )
-def test_the_ledger_notices_a_step_that_cannot_be(version, fresh):
+def test_ledger_refuses_a_step_that_cannot_be(version, fresh, error):
     ledger = Ledger.begin(next_number=2, unfinished=[0, 1])
     ledger.admit(0)
-    ledger.begin_step(LedgerStep(version=version, fresh=tuple(fresh)))
-    assert ledger.check() == [
-        f"Task {fresh[0]} was put into step {version} in a state that rules this out."
-    ]
+    with pytest.raises(AssertionError, match=error):
+        ledger.begin_step(LedgerStep(version=version, fresh=tuple(fresh)))
 
 
-async def test_problems_are_on_record_once(tmp_path):
+async def test_task_that_is_closed_twice_keeps_its_first_status(tmp_path):
     journal = open_journal(tmp_path)
     journal.issue_task(0, draw=None)
-    for _ in range(2):
-        journal.close_task(0, outcome="failed", reason="task")
+    journal.close_task(0, outcome="failed", reason="task")
+    with pytest.raises(AssertionError, match="task 0 is closed already"):
+        journal.close_task(0, outcome="dropped", reason="stale")
     await journal.close()
+    assert read_history(tmp_path).closed == {"failed: task": [0]}
+
+
+async def test_journal_with_the_former_table_of_problems_is_read(tmp_path):
+    journal = open_journal(tmp_path)
+    journal.issue_task(0, draw=None)
+    await journal.close()
+    with closing(sqlite3.connect(tmp_path / "journal.db")) as db:
+        db.execute("CREATE TABLE problems (position INTEGER NOT NULL, text TEXT NOT NULL)")
     journal = open_journal(tmp_path)
     journal.issue_task(1, draw=None)
     await journal.close()
-    problem = "Task 0 was failed: task in a state that rules this out."
-    assert read_history(tmp_path).ledger.problems == [problem]
+    assert read_history(tmp_path).ledger.open == {0, 1}

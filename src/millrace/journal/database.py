@@ -68,19 +68,17 @@ CREATE TABLE observations (
   draw INTEGER NOT NULL,
   solve_rate REAL NOT NULL
 );
-CREATE TABLE problems (
-  position INTEGER NOT NULL,
-  text TEXT NOT NULL             -- a change that contradicts the ledger
-);
+
 """
-TABLES = ("tasks", "groups", "steps", "step_groups", "partials", "observations", "problems")
+TABLES = ("tasks", "groups", "steps", "step_groups", "partials", "observations")
 
 Connect = Callable[[str], sqlite3.Connection]
 
 
 def connect_file(path: str) -> sqlite3.Connection:
+    """`path`: of a file, or the URI of one."""
     return sqlite3.connect(
-        path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=True
     )
 
 
@@ -113,14 +111,7 @@ def open_writer(folder: Path, *, connect: Connect = connect_file) -> sqlite3.Con
 
 def open_reader(folder: Path) -> sqlite3.Connection:
     """A read-only connection; the run may be alive."""
-    path = quote(str((folder / NAME).absolute()))
-    db = sqlite3.connect(
-        f"file:{path}?mode=ro",
-        uri=True,
-        timeout=BUSY_TIMEOUT_S,
-        isolation_level=None,
-        check_same_thread=False,
-    )
+    db = connect_file(f"file:{quote(str((folder / NAME).absolute()))}?mode=ro")
     db.execute("BEGIN")  # one snapshot for all that is read
     return db
 

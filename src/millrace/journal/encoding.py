@@ -6,9 +6,9 @@ Promise: decoding returns a valid record or raises JournalError, whatever bytes 
 allocates no more than they are long. Nothing is unpickled. Torch-free.
 """
 
-import struct
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import xxhash
 
@@ -16,7 +16,8 @@ from millrace.cluster.wire import Decoder, Frame, WireError, encode
 from millrace.core.errors import JournalError
 from millrace.core.records import Completion, Group, Task
 
-_LENGTH = struct.Struct("<I")
+T = TypeVar("T")
+LENGTH_BYTES = 4
 _NO_TASK = Task(prompt="")
 
 
@@ -36,10 +37,7 @@ def encode_group(group: Group) -> bytes:
 
 
 def decode_group(payload: bytes, *, task: Task) -> Group:
-    try:
-        return replace(Decoder(Group).decode(_unpack(payload)), task=task)
-    except WireError as error:
-        raise JournalError(f"A payload of the journal is not a group: {error}") from None
+    return replace(_decode(Group, payload), task=task)
 
 
 def encode_completion(completion: Completion) -> bytes:
@@ -47,27 +45,28 @@ def encode_completion(completion: Completion) -> bytes:
 
 
 def decode_completion(payload: bytes) -> Completion:
+    return _decode(Completion, payload)
+
+
+def _decode(kind: type[T], payload: bytes) -> T:
     try:
-        return Decoder(Completion).decode(_unpack(payload))
+        return Decoder(kind).decode(_unpack(payload))
     except WireError as error:
-        raise JournalError(f"A payload of the journal is not a completion: {error}") from None
+        raise JournalError(f"A payload of the journal is not a {kind.__name__}: {error}") from None
 
 
 def _pack(frames: Sequence[Frame]) -> bytes:
-    sized = ((_LENGTH.pack(memoryview(frame).nbytes), frame) for frame in frames)
-    return b"".join(part for pair in sized for part in pair)
+    lengths = (memoryview(frame).nbytes.to_bytes(LENGTH_BYTES, "little") for frame in frames)
+    return b"".join(part for pair in zip(lengths, frames, strict=True) for part in pair)
 
 
 def _unpack(payload: bytes) -> list[Frame]:
     frames: list[Frame] = []
     rest = memoryview(payload)
     while rest:
-        if len(rest) < _LENGTH.size:
-            raise JournalError("A payload of the journal ends in the middle of a length.")
-        (length,) = _LENGTH.unpack(rest[: _LENGTH.size])
-        end = _LENGTH.size + length
+        end = LENGTH_BYTES + int.from_bytes(rest[:LENGTH_BYTES], "little")
         if end > len(rest):
-            raise JournalError(f"A payload of the journal ends before its frame of {length} bytes.")
-        frames.append(rest[_LENGTH.size : end])
+            raise JournalError("A payload of the journal ends in the middle of a frame.")
+        frames.append(rest[LENGTH_BYTES:end])
         rest = rest[end:]
     return frames

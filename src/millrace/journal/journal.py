@@ -58,7 +58,6 @@ class Journal:
         self._max_bytes = settings.max_bytes
         self._has_partials = set(history.has_partials)
         self.position = history.position  # the number of changes so far
-        self._num_problems = len(history.ledger.problems)  # on record
         try:
             db = open_writer(folder, connect=connect)
             if not history.is_new and read_position(db) != history.position:
@@ -159,9 +158,7 @@ class Journal:
 
     def close_task(self, number: int, *, outcome: Outcome, reason: str) -> None:
         """The task will not be trained."""
-        if not self.ledger.close(number, f"{outcome}: {reason}"):
-            self._append(lambda cursor: None)  # records the problem
-            return
+        self.ledger.close(number, f"{outcome}: {reason}")
         self._discard(
             number,
             "UPDATE tasks SET status = ?, reason = ? WHERE number = ?",
@@ -242,22 +239,8 @@ class Journal:
 
     def _append(self, change: Change) -> "Future[None]":
         self.position += 1
-        self._last = self._writer.append(self._with_problems(change), position=self.position)
+        self._last = self._writer.append(change, position=self.position)
         return self._last
-
-    def _with_problems(self, change: Change) -> Change:
-        """The change, and the contradictions that it brought to light."""
-        new = self.ledger.problems[self._num_problems :]
-        if not new:
-            return change
-        self._num_problems += len(new)
-        rows = [(self.position, text) for text in new]
-
-        def both(cursor: sqlite3.Cursor) -> None:
-            change(cursor)
-            cursor.executemany("INSERT INTO problems VALUES (?, ?)", rows)
-
-        return both
 
 
 class NoJournal:

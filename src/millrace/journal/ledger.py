@@ -1,8 +1,8 @@
 """The ledger: the status of every task that was issued.
 
-Promise: each task is either open or counted once in `totals`; a change that contradicts this is
-kept in `problems`. The ledger in memory equals the tables on the disk once the journal is flushed.
-Its size is bounded by the open tasks and by the steps that may be redone, however long the run.
+Promise: each task is either open or counted once in `totals`; a change that contradicts this fails
+an assertion. The ledger in memory equals the tables on the disk once the journal is flushed. Its
+size is bounded by the open tasks and by the steps that may be redone, however long the run.
 """
 
 from collections import Counter
@@ -13,7 +13,6 @@ from typing import Literal, Self
 Outcome = Literal["dropped", "failed"]
 TRAINED = "trained"
 UNKNOWN = "unknown"  # closed before this journal began
-MAX_PROBLEMS = 20
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,7 +58,6 @@ class Ledger:
     draws: dict[int, int] = field(default_factory=dict[int, int])  # of open tasks and of steps
     tries: dict[int, int] = field(default_factory=dict[int, int])  # of open tasks tried before
     observations: list[Observation] = field(default_factory=list[Observation])
-    problems: list[str] = field(default_factory=list[str])
 
     @classmethod
     def begin(
@@ -101,48 +99,43 @@ class Ledger:
     def check(self) -> list[str]:
         """A sentence for each way in which the ledger does not add up."""
         closed, counted = self.next_number - len(self.open), self.totals.total()
-        found = list(self.problems)
-        if closed != counted:
-            found.append(
-                f"{self.next_number} tasks were issued and {len(self.open)} are open, so"
-                f" {closed} are closed, but {counted} are counted."
-            )
-        return found
+        if closed == counted:
+            return []
+        return [
+            f"{self.next_number} tasks were issued and {len(self.open)} are open, so {closed} are"
+            f" closed, but {counted} are counted."
+        ]
 
     def issue(self, number: int, *, draw: int | None) -> None:
-        self._expect(number == self.next_number, "issued", number)
-        self.next_number = max(self.next_number, number + 1)
+        assert number == self.next_number, f"task {number} is issued out of order"
+        self.next_number += 1
         self.open.add(number)
         if draw is not None:
             self.draws[number] = draw
 
     def admit(self, number: int) -> None:
-        self._expect(number in self.open - self.training, "admitted", number)
+        assert number in self.open - self.training, f"task {number} is closed or in training"
         self.waiting[number] = None
 
     def reopen(self, number: int) -> None:
         self.waiting.pop(number, None)
         self.tries[number] = self.tries.get(number, 0) + 1
 
-    def close(self, number: int, what: str) -> bool:
-        """False if the task was not open, and its status stays. `what`: the key in `totals`."""
-        self._expect(number in self.open, what, number)
-        if number not in self.open:
-            return False
+    def close(self, number: int, what: str) -> None:
+        """`what`: the key in `totals`."""
+        assert number in self.open, f"task {number} is closed already"
         self.open.discard(number)
         self.waiting.pop(number, None)
         self.tries.pop(number, None)
         self.totals[what] += 1
         if what != TRAINED:
             self.draws.pop(number, None)
-        return True
 
     def begin_step(self, step: LedgerStep) -> None:
-        is_next = step.version == self.last_step + 1
-        self._expect(is_next, f"put into step {step.version}", *step.fresh[:1])
+        assert step.version == self.last_step + 1, f"step {step.version} begins out of order"
         for number in step.fresh:
-            self._expect(number in self.waiting, f"put into step {step.version}", number)
-            self.waiting.pop(number, None)
+            assert number in self.waiting, f"task {number} of step {step.version} has no group"
+            del self.waiting[number]
         self.steps[step.version] = step
 
     def finish_step(self, version: int, *, was_skipped: bool) -> bool:
@@ -164,12 +157,6 @@ class Ledger:
         needed = self.retained | self.open
         self.draws = {number: draw for number, draw in self.draws.items() if number in needed}
         self.observations = [one for one in self.observations if one.position > position]
-
-    def _expect(self, holds: bool, what: str, *numbers: int) -> None:
-        if not holds and len(self.problems) < MAX_PROBLEMS:
-            self.problems.append(
-                f"Task {', '.join(map(str, numbers))} was {what} in a state that rules this out."
-            )
 
 
 def _only(step: LedgerStep, numbers: Collection[int]) -> LedgerStep:

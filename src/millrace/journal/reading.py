@@ -74,25 +74,26 @@ def read_journal(
 
 
 def read_groups(folder: Path, numbers: Sequence[int], *, tasks: Sequence[Task]) -> list[Group]:
+    sql = "SELECT payload, checksum FROM groups WHERE number = ?"
+    groups: list[Group] = []
     with reading(folder) as db:
-        return [
-            decode_group(_payload(db, folder, number), task=task)
-            for number, task in zip(numbers, tasks, strict=True)
-        ]
+        for number, task in zip(numbers, tasks, strict=True):
+            what = f"the group of task {number}"
+            row = None if db is None else db.execute(sql, (number,)).fetchone()
+            if row is None:
+                raise damaged(folder, f"{what} is missing")
+            groups.append(decode_group(_checked(*row, folder, what), task=task))
+    return groups
 
 
 def read_tokens(folder: Path, number: int) -> list[StreamedTokens]:
     """The streamed tokens of a running task, in the order of sampling."""
+    sql = (
+        "SELECT request, digest, member, start, payload, checksum FROM partials"
+        " WHERE number = ? ORDER BY id"
+    )
     with reading(folder) as db:
-        rows = (
-            ()
-            if db is None
-            else db.execute(
-                "SELECT request, digest, member, start, payload, checksum FROM partials"
-                " WHERE number = ? ORDER BY id",
-                (number,),
-            )
-        )
+        rows = () if db is None else db.execute(sql, (number,))
         return [
             StreamedTokens(
                 request=request,
@@ -155,7 +156,6 @@ def _read_ledger(db: sqlite3.Connection, *, covered_version: int) -> Ledger:
             "SELECT position, number, draw, solve_rate FROM observations ORDER BY position"
         )
     ]
-    ledger.problems = [text for (text,) in db.execute("SELECT text FROM problems")]
     return ledger
 
 
@@ -170,17 +170,6 @@ def _list_closed(db: sqlite3.Connection) -> dict[str, list[int]]:
 
 def _total_key(status: str, reason: str | None) -> str:
     return status if status in (TRAINED, UNKNOWN) else f"{status}: {reason}"
-
-
-def _payload(db: sqlite3.Connection | None, folder: Path, number: int) -> bytes:
-    row = None
-    if db is not None:
-        sql = "SELECT payload, checksum FROM groups WHERE number = ?"
-        row = db.execute(sql, (number,)).fetchone()
-    if row is None:
-        raise damaged(folder, f"the group of task {number} is missing")
-    payload, check = row
-    return _checked(payload, check, folder, f"the group of task {number}")
 
 
 def _checked(payload: bytes, check: bytes, folder: Path, what: str) -> bytes:
