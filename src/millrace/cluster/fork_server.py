@@ -89,15 +89,12 @@ class ForkedChild:
             os.kill(self.pid, number)
 
     async def _reap(self) -> int:
-        pidfd = os.pidfd_open(self.pid)
+        loop, exited, pidfd = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(self.pid)
+        loop.add_reader(pidfd, exited.set)
         try:
-            loop, exited = asyncio.get_running_loop(), asyncio.Event()
-            loop.add_reader(pidfd, exited.set)
-            try:
-                await exited.wait()
-            finally:
-                loop.remove_reader(pidfd)
+            await exited.wait()
         finally:
+            loop.remove_reader(pidfd)
             os.close(pidfd)
         _, status = os.waitpid(self.pid, 0)  # noqa: ASYNC222 - it has ended
         self.returncode = os.waitstatus_to_exitcode(status)
@@ -121,6 +118,7 @@ class ForkServer:
             stderr=self._errors,
             start_new_session=True,
         )
+        self.num_users = 0
         self._is_ready = False
         self._lock = threading.Lock()  # one request at a time
         self._send(list(preload))
@@ -135,12 +133,20 @@ class ForkServer:
         """Fork a worker `python -m ARGUMENTS`; None if it must be started directly."""
         if not self._has_same_imports(env):
             return None
-        task = asyncio.create_task(self._fork(arguments, env=env, log=log))
+        request = {
+            "arguments": list(arguments),
+            "env": dict(env),
+            "folder": str(Path.cwd()),
+            "log": str(log.absolute()),  # noqa: ASYNC240 - reads no disk
+            "parent": os.getpid(),
+        }
+        asking = asyncio.create_task(asyncio.to_thread(self._ask, request))
         try:
-            return await asyncio.shield(task)
+            pid = await asyncio.shield(asking)
         except asyncio.CancelledError:
-            task.add_done_callback(_kill_result)
+            asking.add_done_callback(_kill_result)
             raise
+        return ForkedChild(pid) if pid else None
 
     def close(self) -> None:
         """End the server; its workers live on."""
@@ -151,19 +157,6 @@ class ForkServer:
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
 
-    async def _fork(
-        self, arguments: Sequence[str], *, env: Mapping[str, str], log: Path
-    ) -> ForkedChild | None:
-        request = {
-            "arguments": list(arguments),
-            "env": dict(env),
-            "folder": str(Path.cwd()),
-            "log": str(log.absolute()),  # noqa: ASYNC240 - reads no disk
-            "parent": os.getpid(),
-        }
-        pid = await asyncio.to_thread(self._ask, request)
-        return ForkedChild(pid) if pid else None
-
     def _ask(self, request: Mapping[str, Any]) -> int:
         """The process id of the new worker; 0 if the server cannot fork one."""
         with self._lock:
@@ -173,9 +166,13 @@ class ForkServer:
                 self._errors.seek(0)
                 Path(request["log"]).with_name(LOG_NAME).write_bytes(self._errors.read())
                 return 0
-            with _subreaper():
-                self._send(request)
-                return int(self._receive() or b"0")
+            with _SUBREAPER:
+                _set_subreaper(True)
+                try:
+                    self._send(request)
+                    return int(self._receive() or b"0")
+                finally:
+                    _set_subreaper(False)
 
     def _send(self, message: object) -> None:
         assert self._process.stdin is not None
@@ -194,11 +191,11 @@ class ForkServer:
 
 
 class _SharedServers:
-    """The fork servers of this process, each with the number of its users."""
+    """The fork servers of this process, by their imports."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._servers: dict[tuple[str, ...], tuple[ForkServer, int]] = {}
+        self._servers: dict[tuple[str, ...], ForkServer] = {}
 
     @contextlib.contextmanager
     def __call__(self, preload: Sequence[str] = PRELOAD) -> Iterator[ForkServer | None]:
@@ -208,59 +205,33 @@ class _SharedServers:
             return
         key = tuple(preload)
         with self._lock:
-            server, users = self._servers.get(key, (None, 0))
+            server = self._servers.get(key)
             if server is None or not server.is_alive:
-                server, users = ForkServer(key), 0
-            self._servers[key] = (server, users + 1)
+                server = self._servers[key] = ForkServer(key)
+            server.num_users += 1
         try:
             yield server
         finally:
-            self._release(key, server)
-
-    def _release(self, key: tuple[str, ...], server: ForkServer) -> None:
-        with self._lock:
-            newest, users = self._servers.get(key, (None, 0))
-            if newest is not server:  # it had died and was replaced
-                server.close()
-            elif users > 1:
-                self._servers[key] = (server, users - 1)
-            else:
-                del self._servers[key]
-                server.close()
+            with self._lock:
+                server.num_users -= 1
+                if server.num_users == 0:
+                    server.close()
 
 
 shared_fork_server = _SharedServers()  # a worker's parent is the process, so they are its own
 
 
-def _kill_result(task: "asyncio.Task[ForkedChild | None]") -> None:
+def _kill_result(asking: asyncio.Task[int]) -> None:
     """The launch was cancelled: end the worker that was forked meanwhile."""
-    if not task.cancelled() and task.exception() is None and (child := task.result()) is not None:
-        child.send_signal(signal.SIGKILL)
+    if not asking.cancelled() and asking.exception() is None and (pid := asking.result()):
+        ForkedChild(pid).send_signal(signal.SIGKILL)
 
 
-class _Subreaper:
-    """How many forks are in flight in this process: it is a subreaper while there are any."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        self._change(1)
-        try:
-            yield
-        finally:
-            self._change(-1)
-
-    def _change(self, by: int) -> None:
-        with self._lock:
-            self._count += by
-            is_subreaper = int(self._count > 0)
-            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, is_subreaper, 0, 0, 0)
+_SUBREAPER = threading.Lock()  # held by the one fork in flight: the process has one such setting
 
 
-_subreaper = _Subreaper()  # a property of the process, so there is one
+def _set_subreaper(is_subreaper: bool) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(is_subreaper), 0, 0, 0)
 
 
 # The server

@@ -60,7 +60,9 @@ async def shared_gpu(
         raise ConfigError(f"cluster.mps = 'on', but {obstacle}; use 'auto' to run without.")
     log.parent.mkdir(parents=True, exist_ok=True)
     if await asyncio.to_thread(ask, "get_server_list", env=os.environ, timeout_s=REPLY_TIMEOUT_S):
-        _log(log, "the CUDA workers share their GPU through the MPS daemon that was already there")
+        with log.open("a") as file:
+            file.write("mps: the CUDA workers share their GPU through an MPS daemon that was")
+            file.write(" already there\n")
         yield {}  # the workers find it as this process did
         return
     async with contextlib.AsyncExitStack() as stack:
@@ -114,19 +116,15 @@ async def _daemon(
                 start_new_session=True,  # a terminal's Ctrl-C is for the controller
             )
         try:
-            await _wait_until_up(guard)
+            assert guard.stdout is not None
+            answer = (await guard.stdout.readline()).decode().strip()  # it has a limit of its own
+            if answer != "up":
+                raise MpsFailed(answer or "its guard process failed")
             yield environment(folder)
         finally:
             await _stop(guard, timeout_s=stop_timeout_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # if the guard could not
-
-
-async def _wait_until_up(guard: asyncio.subprocess.Process) -> None:
-    assert guard.stdout is not None
-    answer = (await guard.stdout.readline()).decode().strip()  # it has a limit of its own
-    if answer != "up":
-        raise MpsFailed(answer or "its guard process failed")
 
 
 async def _stop(guard: asyncio.subprocess.Process, *, timeout_s: float) -> None:
@@ -148,8 +146,3 @@ async def _wait_for_exit(process: asyncio.subprocess.Process, timeout_s: float) 
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await process.wait()
-
-
-def _log(log: Path, line: str) -> None:
-    with log.open("a") as file:
-        file.write(f"mps: {line}\n")

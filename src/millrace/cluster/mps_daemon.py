@@ -57,7 +57,8 @@ def ask(command: str, *, env: Mapping[str, str], timeout_s: float) -> bool:
 def main(folder: Path, *, start_timeout_s: float, stop_timeout_s: float) -> None:
     signal.signal(signal.SIGTERM, _terminate)
     # Orphans of the daemon become children of this process, which can end them.
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     env = {**os.environ, **environment(folder)}
     # Servers must see all GPUs: CUDA_VISIBLE_DEVICES of the workers selects among those of the
     # servers, so the same setting would be applied twice.
@@ -71,24 +72,23 @@ def main(folder: Path, *, start_timeout_s: float, stop_timeout_s: float) -> None
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
             stderr=sys.stderr,
-            preexec_fn=_die_with_guard,
+            preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
         )
         try:
             trouble = _wait_until_up(daemon, env=env, timeout_s=start_timeout_s)
             print(trouble or "up", flush=True)
             if trouble is None:
                 _log(f"the CUDA workers share their GPU through MPS, daemon process {daemon.pid}")
-                _watch(daemon)
+                while daemon.poll() is None and not _is_released(WATCH_S):
+                    pass
+                if daemon.poll() is not None:
+                    _log(f"the daemon exited with code {daemon.returncode} during the run")
         finally:
             _stop(daemon, env=env, timeout_s=stop_timeout_s)
     finally:
         for log in sorted(folder.glob("log/*.log")):
             _log(f"{log.name}:\n{log.read_text(errors='replace')}")
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _die_with_guard() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _terminate(*_: object) -> None:
@@ -109,14 +109,6 @@ def _wait_until_up(
     if daemon.poll() is not None:
         return f"{CONTROL} exited with code {daemon.returncode}"
     return f"{CONTROL} did not answer within {timeout_s:g} s"
-
-
-def _watch(daemon: subprocess.Popen[bytes]) -> None:
-    """Return when the controller closes stdin, or the daemon has ended."""
-    while not _is_released(WATCH_S):
-        if daemon.poll() is not None:
-            _log(f"the daemon exited with code {daemon.returncode} during the run")
-            return
 
 
 def _is_released(timeout_s: float) -> bool:

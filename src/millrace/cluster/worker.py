@@ -26,7 +26,7 @@ from millrace.cluster.messages import (
 from millrace.cluster.process import Process
 from millrace.cluster.supervision.watchdog import ProgressWatchdog
 from millrace.core import errors
-from millrace.core.errors import MillraceError, WorkerError
+from millrace.core.errors import ConfigError, MillraceError, WorkerError
 
 DRAIN_S = 0.2  # for messages that a worker sent before it exited
 
@@ -124,9 +124,12 @@ class Worker:
         return answer
 
     async def start_as(self, message: Message, *, timeout_s: float) -> None:
-        """Send the message that makes it load and serve; a worker that cannot is killed."""
+        """Send the message that makes it load and serve; a worker that cannot is ended."""
         try:
             await self.call(message, timeout_s=timeout_s)
+        except ConfigError:
+            await self.stop()  # the process is healthy; its settings are wrong
+            raise
         except BaseException:
             self.kill()
             raise

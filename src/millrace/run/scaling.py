@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
@@ -87,22 +87,14 @@ async def scaling_server(
         return
     server = await asyncio.start_unix_server(serve, path)
     try:
-        with _pointing(pointer, path):
-            yield
+        pointer.write_text(f"{path}\n")  # noqa: ASYNC240 - a few bytes
+        yield
     finally:
+        pointer.unlink(missing_ok=True)  # noqa: ASYNC240 - as above
         server.close()
         for connection in connections:
             if connection is not None:
                 connection.cancel()
-
-
-@contextlib.contextmanager
-def _pointing(pointer: Path, path: Path) -> Iterator[None]:
-    pointer.write_text(f"{path}\n")
-    try:
-        yield
-    finally:
-        pointer.unlink(missing_ok=True)
 
 
 async def _handle(workers: RunWorkers, line: bytes) -> ScaleReply:

@@ -38,7 +38,7 @@ MIN_STEP_TIMEOUT_S = 3600.0  # a trainer that hangs is found earlier, by supervi
 SAVE_TIMEOUT_S = 1800.0  # until a checkpoint is on the disk, which may be a slow network disk
 OPEN_TO_HOSTS = "Another host can take its place: run `millrace join` there."
 
-Start = Callable[[bool], Awaitable[Worker]]  # of whether the engine joins or restarts late
+Start = Callable[[str, bool], Awaitable[Worker]]  # name, whether it joins or restarts late
 
 
 class RunWorkers:
@@ -98,14 +98,19 @@ class RunWorkers:
             for i in range(num_local + num_remote):
                 name, is_remote = f"engine-{i}", i >= num_local
                 self._rollout_engines.append(name)
-                engine = self._engine(name, pool=self.engines, is_remote=is_remote)
+                start = self._start_remote if is_remote else self._start_local
+                engine = self._replica(name, self.engines, start)
                 starting.create_task(add(engine, policy=joining if is_remote else None))
             for i in range(self._config.evaluate.engines):
                 assert self.evaluators is not None
-                starting.create_task(add(self._engine(f"evaluator-{i}", pool=self.evaluators)))
+                engine = self._replica(f"evaluator-{i}", self.evaluators, self._start_local)
+                starting.create_task(add(engine))
             for model, settings in self._config.environment.models.items():
+                start = partial(self._start_model, model)
                 for i in range(settings.engine.count):
-                    starting.create_task(add(self._model_engine(f"model-{model}-{i}", model)))
+                    name, pool = f"model-{model}-{i}", self.models[model]
+                    engine = self._replica(name, pool, start, fixed=settings.engine)
+                    starting.create_task(add(engine))
             starting.create_task(add(self._trainer))
             for other in others:
                 starting.create_task(other)
@@ -113,7 +118,8 @@ class RunWorkers:
     async def add_engine(self) -> str:
         """Start one more engine on this host; returns its name."""
         name = f"engine-{next(self._numbers)}"
-        await self._worker_pool.add(self._engine(name, pool=self.engines, joins_late=True))
+        engine = self._replica(name, self.engines, self._start_local, joins_late=True)
+        await self._worker_pool.add(engine)
         self._rollout_engines.append(name)
         return name
 
@@ -129,37 +135,25 @@ class RunWorkers:
         names.remove(name)
         await self._worker_pool.remove(name)
 
-    def _engine(
-        self, name: str, *, pool: EnginePool, is_remote: bool = False, joins_late: bool = False
-    ) -> EngineReplica:
-        start = partial(self._start_remote if is_remote else self._start_local, name)
-        engine = self._config.engine
-        return self._replica(name, pool, start, engine, is_policy=True, joins_late=joins_late)
-
-    def _model_engine(self, name: str, model: str) -> EngineReplica:
-        start = partial(self._start_model, name, model)
-        engine = self._config.environment.models[model].engine
-        return self._replica(name, self.models[model], start, engine, is_policy=False)
-
     def _replica(
         self,
         name: str,
         pool: EnginePool,
         start: Start,
-        engine: EngineConfig,
         *,
-        is_policy: bool,
         joins_late: bool = False,
+        fixed: EngineConfig | None = None,
     ) -> EngineReplica:
+        """`fixed`: settings of an engine whose weights never change; None for the policy."""
         return EngineReplica(
             name,
             pool=pool,
-            start=start,
-            load_newest=self._load_newest if is_policy else None,
+            start=partial(start, name),
+            load_newest=self._load_newest if fixed is None else None,
             hang_timeout_s=self._config.supervision.hang_timeout_s,
             start_timeout_s=self._config.cluster.start_timeout_s,
             joins_late=joins_late,
-            capabilities=load_backend(engine).capabilities,
+            capabilities=load_backend(fixed or self._config.engine).capabilities,
         )
 
     async def _start_local(self, name: str, is_late: bool) -> Worker:
@@ -182,7 +176,7 @@ class RunWorkers:
         except ConfigError as error:
             raise ConfigError(f"On {worker.host}, for {name}: {error}") from error
 
-    async def _start_model(self, name: str, model: str, _is_late: bool) -> Worker:
+    async def _start_model(self, model: str, name: str, _is_late: bool) -> Worker:
         settings = self._config.environment.models[model]
         own = {
             "model": settings.model,
@@ -229,14 +223,7 @@ class RunWorkers:
 
     async def _load(self, worker: Worker, start: Message) -> Worker:
         self._on_phase(worker.name, "loading")
-        try:
-            await worker.call(start, timeout_s=self._config.cluster.start_timeout_s)
-        except ConfigError:
-            await worker.stop()  # the process is healthy; its settings are wrong
-            raise
-        except BaseException:
-            worker.kill()
-            raise
+        await worker.start_as(start, timeout_s=self._config.cluster.start_timeout_s)
         self._on_phase(worker.name, None)
         return worker
 
