@@ -82,7 +82,8 @@ def read_groups(folder: Path, numbers: Sequence[int], *, tasks: Sequence[Task]) 
             row = None if db is None else db.execute(sql, (number,)).fetchone()
             if row is None:
                 raise damaged(folder, f"{what} is missing")
-            groups.append(decode_group(_checked(*row, folder, what), task=task))
+            payload, check = row
+            groups.append(decode_group(_checked(payload, check, folder, what), task=task))
     return groups
 
 
