@@ -204,7 +204,8 @@ class MinimalEngine:
         request = running.request
         alive = [sequence for sequence in running.sequences if not sequence.finish]
         rows = [[*request.prompt.tolist(), *sequence.tokens] for sequence in alive]
-        logits = self._model(input_ids=torch.tensor(rows)).logits[:, -1].float()
+        output = self._model(input_ids=torch.tensor(rows), use_cache=False, logits_to_keep=1)
+        logits = output.logits[:, -1].float()
         logprobs = _distribution(logits, request.sampling)
         if request.sampling.temperature == 0:
             drawn = logits.argmax(-1)
@@ -219,9 +220,10 @@ class MinimalEngine:
     def _ending(self, sequence: _Sequence, request: Request) -> Finish | None:
         if sequence.tokens[-1] in self._eos_ids:
             return "stop"
-        text = self._tokenizer.decode(sequence.tokens)
-        if any(stop in text for stop in request.sampling.stop):
-            return "stop"
+        if request.sampling.stop:
+            text = self._tokenizer.decode(sequence.tokens)
+            if any(stop in text for stop in request.sampling.stop):
+                return "stop"
         num_tokens = len(sequence.tokens)
         is_full = len(request.prompt) + num_tokens >= self._max_context
         return "length" if is_full or num_tokens >= request.sampling.max_new_tokens else None

@@ -82,7 +82,7 @@ def test_death_without_restarts_ends_the_run_and_leaves_no_orphans(start, victim
 def test_ctrl_c_leaves_a_checkpoint_and_no_processes(start):
     before = shared_memory()
     run = start()
-    run.wait_for_step(12)  # there is a checkpoint every five steps
+    run.wait_for_step(6)  # there is a checkpoint every five steps
     run.process.send_signal(signal.SIGINT)
     code, _, stderr = run.finish()
     assert code == 130
