@@ -163,7 +163,9 @@ def test_a_failed_run_exits_with_1_and_a_wrong_setting_with_2(capsys):
 
 def test_interrupted_run_reports_its_folder_and_how_to_resume(tmp_path):
     run_dir = a_run(tmp_path / "x")
-    assert interrupted_state(str(run_dir.path)).endswith("x; no checkpoint was written yet")
+    assert interrupted_state(str(run_dir.path)).endswith(
+        "x; --resume continues from the start, with the groups in its journal"
+    )
     (run_dir.checkpoints / "step_20").mkdir()
     assert interrupted_state(str(run_dir.path)).endswith("x; --resume continues from step_20")
 

@@ -80,8 +80,8 @@ def interrupted_state(run_dir: str) -> str:
     from millrace.monitoring.run_dir import RunDir
 
     saved = RunDir(run_dir).checkpoint_paths
-    how = f"--resume continues from {saved[-1].name}" if saved else "no checkpoint was written yet"
-    return f"metrics, trace and logs so far are in {run_dir}; {how}"
+    where = saved[-1].name if saved else "the start, with the groups in its journal"
+    return f"metrics, trace and logs so far are in {run_dir}; --resume continues from {where}"
 
 
 def _outcome(result: "RunResult") -> str:
