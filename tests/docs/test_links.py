@@ -33,11 +33,19 @@ def missing_files(text: str) -> list[str]:
     ]
 
 
+def anchors(document: Path) -> set[str]:
+    """The anchors of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).strip().replace(" ", "-") for one in headings}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_every_link_resolves(document):
-    for target in re.findall(r"\]\(([^)#]+)", document.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", document.read_text()):
         if not target.startswith(("http://", "https://")):
-            assert (document.parent / target).exists(), target
+            linked = document.parent / target if target else document
+            assert linked.exists(), target
+            assert not anchor or anchor in anchors(linked), f"{target}#{anchor}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
