@@ -102,7 +102,7 @@ def measure(
             "model": str(folder / "policy"),
             "run_dir": str(run_dir),
             "scorers": [scorer],
-            "placement": {"scorers": {scorer["type"]: "cpu"}},
+            "placement": {"models": {scorer["type"]: "cpu"}},
             "sampling": {"max_new_tokens": args.tokens},
             "rollout": {"group_size": 8},
             "buffer": {"max_staleness": 0, "capacity": args.groups},

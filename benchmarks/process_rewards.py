@@ -87,7 +87,7 @@ def _process_rewards(reward_model: Path) -> dict[str, Any]:
     }
     return {
         "scorers": [OUTCOME_SCORER, step_scorer],
-        "placement": {"scorers": {step_scorer["type"]: "cpu"}},
+        "placement": {"models": {step_scorer["type"]: "cpu"}},
         "scoring": {"workers": 1, "advantages": {"type": "returns", "discount": 0.95}},
     }
 

@@ -46,7 +46,7 @@ def test_only_displayed_times_read_the_system_clock():
 
 @pytest.mark.slow
 def test_run_is_unaffected_by_a_jumping_system_clock(tmp_path: Path):
-    run = KillableRun(tmp_path, steps=4, cluster={"stall_timeout_s": 60.0})
+    run = KillableRun(tmp_path, steps=4)
     # Python runs sitecustomize.py first, in every process with the folder on its path.
     (run.project / "sitecustomize.py").write_text(JUMPING_CLOCK)
     run.start(env={"PYTHONPATH": f"{run.project}{os.pathsep}{REPOSITORY / 'src'}"})

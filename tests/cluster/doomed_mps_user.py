@@ -8,7 +8,7 @@ from millrace.cluster.mps import shared_gpu
 
 
 async def main(log: Path, gpu: Path) -> None:
-    async with shared_gpu("on", num_cuda_workers=2, log=log, warn=print, gpu_files=[gpu]):
+    async with shared_gpu("mps", num_cuda_workers=2, log=log, warn=print, gpu_files=[gpu]):
         print("up", flush=True)
         await asyncio.sleep(3600)
 

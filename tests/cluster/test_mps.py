@@ -202,8 +202,8 @@ async def test_on_fails_with_a_sentence_when_the_daemon_does_not_start(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("FAKE_MPS", "broken")
-    with pytest.raises(ConfigError, match=r"cluster.mps = 'on', but MPS did not start: .*code 1"):
-        async with machine.share("on"):
+    with pytest.raises(ConfigError, match=r"= 'mps', but MPS did not start: .*code 1"):
+        async with machine.share("mps"):
             pytest.fail("the run must not begin")
     assert list(machine.temp.iterdir()) == []
 
@@ -219,7 +219,7 @@ async def test_existing_daemon_is_used_and_not_touched(
     try:
         while not mps_daemon.ask("get_server_list", env=os.environ, timeout_s=10):
             assert daemon.returncode is None
-        for mode in ("auto", "on"):
+        for mode in ("auto", "mps"):
             async with machine.share(mode) as env:
                 assert env == {}  # workers inherit what leads to it
         assert is_alive(daemon.pid)
@@ -256,9 +256,9 @@ def nothing_starts(machine: Machine):
     assert list(machine.temp.iterdir()) == []
 
 
-async def test_off_starts_no_daemon(machine: Machine):
+async def test_time_slices_start_no_daemon(machine: Machine):
     with nothing_starts(machine):
-        async with machine.share("off") as env:
+        async with machine.share("time_slices") as env:
             assert env == {}
 
 
@@ -290,8 +290,8 @@ async def test_without_prerequisites_auto_does_nothing_and_on_names_what_is_miss
     with nothing_starts(machine):
         async with machine.share(num_cuda_workers=num_workers) as env:
             assert env == {}
-        with pytest.raises(ConfigError, match=f"cluster.mps = 'on', but {sentence}"):
-            async with machine.share("on", num_cuda_workers=num_workers):
+        with pytest.raises(ConfigError, match=f"cluster.share_gpu = 'mps', but {sentence}"):
+            async with machine.share("mps", num_cuda_workers=num_workers):
                 pytest.fail("the run must not begin")
 
 
@@ -302,7 +302,7 @@ USE_CUDA = "import torch; torch.ones(1).cuda(); print('ready', flush=True); inpu
 @pytest.mark.skipif(shutil.which(mps_daemon.CONTROL) is None, reason="MPS is not installed")
 async def test_the_real_daemon_serves_two_processes_and_is_gone_afterwards(tmp_path: Path):
     log = tmp_path / "mps.log"
-    async with shared_gpu("on", num_cuda_workers=2, log=log, warn=pytest.fail) as env:
+    async with shared_gpu("mps", num_cuda_workers=2, log=log, warn=pytest.fail) as env:
         assert env, "a daemon of another run is in the way of this test"
         clients = [
             await asyncio.create_subprocess_exec(

@@ -22,7 +22,7 @@ from millrace.config.old_keys import OLD_KEYS
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import build_plugin, load_reference
 from millrace.inference.backend import EmbeddedBackend
-from millrace.run.checks import check_settings
+from millrace.run.checks import check_roles, check_settings, local_devices
 
 
 def sentence_of(table: dict[str, Any]) -> str:
@@ -250,7 +250,10 @@ def test_all_mistakes_are_reported_together():
             "'environment.models.judge.device' is of an earlier version: it is now"
             " 'placement.models.NAME'",
         ),
-        ({"scorers": [{"type": "reward_model", "device": "cpu"}]}, "now 'placement.scorers.NAME'"),
+        ({"scorers": [{"type": "reward_model", "device": "cpu"}]}, "now 'placement.models.NAME'"),
+        ({"placement": {"scorers": {"teacher": "cpu"}}}, "it is now 'placement.models'; rename it"),
+        ({"cluster": {"mps": "on"}}, "it is now 'cluster.share_gpu', with 'mps' for 'on'"),
+        ({"cluster": {"take_turns": True}}, "write share_gpu = 'take_turns'"),
         ({"scorer": [{"function": "a:b"}]}, "its tables are now [[scorers]]"),
         ({"watch": {"tensorboard": True}}, "its table is now [monitoring]"),
         ({"weights": {"bucket_bytes": 8}}, "it is a constant now; remove it"),
@@ -301,9 +304,9 @@ def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from sections_in(argument)
 
 
-def test_there_are_at_most_153_settings():
+def test_there_are_at_most_148_settings():
     """A key of a table counts once for each place of that table."""
-    assert sum(1 for _ in leaves(RunConfig)) <= 153
+    assert sum(1 for _ in leaves(RunConfig)) <= 148
 
 
 def leaves(section: type[BaseModel]) -> Iterator[str]:
@@ -372,16 +375,31 @@ def test_engines_use_the_devices_of_a_list_in_turn():
             "environment": {"models": {"judge": {"path": "j"}}},
             "placement": {
                 "engines": ["cuda:0", "cuda:1"],
-                "models": {"judge": "cpu"},
-                "scorers": {"teacher": "cuda:1"},
+                "models": {"judge": "cpu", "teacher": "cuda:1"},
             },
         }
     ).placement
     assert [placement.engine(i) for i in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
-    assert [placement.evaluator(i) for i in range(2)] == ["cuda:0", "cuda:1"]
     assert placement.model("judge", 0) == "cpu"
-    assert (placement.scorer("teacher"), placement.scorer("other")) == ("cuda:1", "auto")
+    assert (placement.model("teacher"), placement.model("other")) == ("cuda:1", "auto")
     assert placement.trainer == ("auto",)
+
+
+def test_engines_that_only_evaluate_use_the_next_devices_of_the_list():
+    table = {
+        "model": "m",
+        "engine": {"count": 1},
+        "evaluate": {"engines": 2},
+        "placement": {"trainer": "cpu", "engines": ["cuda:0", "cuda:1"]},
+    }
+    assert local_devices(load_config(table)) == ["cpu", "cuda:0", "cuda:1", "cuda:0"]
+
+
+def test_placement_of_an_unknown_model_is_refused_with_the_nearest_name():
+    models = {"models": {"judge": {"path": "j"}}}
+    table = {"model": "m", "environment": models, "placement": {"models": {"judg": "cpu"}}}
+    with pytest.raises(ConfigError, match=r"names none of environment.models.*mean 'judge'\?"):
+        check_roles(load_config(table), [], num_held_out=0)
 
 
 @pytest.mark.parametrize(
@@ -390,7 +408,6 @@ def test_engines_use_the_devices_of_a_list_in_turn():
         ({"trainer": "gpu"}, "Setting 'placement.trainer.0' = 'gpu'"),
         ({"trainer": ["cuda:0", "cuda:1"]}, "names 2 devices, and the trainer runs on one"),
         ({"engines": []}, "Setting 'placement.engines' = []"),
-        ({"models": {"judg": "cpu"}}, "names none of environment.models; did you mean 'judge'?"),
     ],
 )
 def test_impossible_placement_is_refused(placement, message):
@@ -632,7 +649,7 @@ JOINABLE = {
             "cluster.ticket = 'runs/run/t.json' is a secret in run_dir",
         ),
         ({"weights": {"transport": "shm"}}, "weights.transport = 'shm' reaches engines on this"),
-        ({"cluster": {"join_timeout_s": 0}}, "Setting 'cluster.join_timeout_s' = 0: "),
+        ({"cluster": {"start_timeout_s": 0}}, "Setting 'cluster.start_timeout_s' = 0: "),
     ],
 )
 def test_settings_that_keep_remote_engines_out_are_refused(change, message):

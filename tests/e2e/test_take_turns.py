@@ -1,4 +1,4 @@
-"""Runs with and without cluster.take_turns."""
+"""Runs with and without cluster.share_gpu = "take_turns"."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def train(folder: Path, *, take_turns: bool) -> mr.RunResult:
         scoring={"workers": 1},
         evaluate={"every_steps": 1},
         monitoring={"progress": "off"},
-        cluster={"take_turns": take_turns, "stall_timeout_s": 60.0},
+        cluster={"share_gpu": "take_turns" if take_turns else "auto"},
     )
 
 

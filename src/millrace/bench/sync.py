@@ -147,7 +147,7 @@ async def measure(
     bench, logs = Bench(config), Path(config.run_dir).parent / "logs"
     async with (
         shared_gpu(
-            config.cluster.mps,
+            config.cluster.share_gpu,
             num_cuda_workers=config.engine.count + 1 if device.type == "cuda" else 0,
             log=logs / "mps.log",
             warn=say,

@@ -147,7 +147,7 @@ class Hub:
             except TimeoutError:
                 raise WorkerError(
                     f"No host joined with {name!r} within {timeout_s} s; run `millrace join` there"
-                    " sooner, or raise cluster.join_timeout_s.",
+                    " sooner, or raise cluster.start_timeout_s.",
                     worker=name,
                 ) from None
             await worker.start(process, timeout_s=self._start_timeout_s)

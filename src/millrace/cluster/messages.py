@@ -303,7 +303,7 @@ class StartRewardModel(Message, frozen=True):
     """Load the model. -> Done"""
 
     settings: dict[str, Any]  # RewardModelSettings as plain data
-    device: str  # of placement.scorers
+    device: str  # of placement.models
     head: str  # "sequence" or "token"
     is_whole: bool  # it scores whole conversations instead of steps
     separator: str | None = None  # appended to each step
@@ -342,7 +342,7 @@ class StartTeacher(Message, frozen=True):
 
     config: dict[str, Any]  # RunConfig as plain data
     settings: dict[str, Any]  # LogprobModelSettings as plain data
-    device: str  # of placement.scorers
+    device: str  # of placement.models
     model_path: str
     num_known: int | None = None  # token ids it may report; None = those of the config's model
     # Of a self-teacher:

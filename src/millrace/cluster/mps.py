@@ -16,10 +16,10 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 from millrace.cluster import mps_daemon
 from millrace.cluster.mps_daemon import CONTROL, REPLY_TIMEOUT_S, ask, environment
+from millrace.config.operations import ShareGpu
 from millrace.core.errors import ConfigError
 
 GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/nvidia0"))
@@ -37,7 +37,7 @@ def below_normal(env: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def shared_gpu(
-    mode: Literal["auto", "on", "off"],
+    mode: ShareGpu,
     *,
     num_cuda_workers: int,
     log: Path,
@@ -48,16 +48,16 @@ async def shared_gpu(
 ) -> AsyncIterator[dict[str, str]]:
     """Yields the additional environment of workers that use a GPU; empty without MPS.
 
-    If MPS is not possible, "auto" warns at most and "on" raises ConfigError. Enter it before any
-    worker starts and leave it when all have ended.
+    If MPS is not possible, "mps" raises ConfigError, and other modes warn at most. Enter it before
+    any worker starts and leave it when all have ended.
     """
     obstacle = _obstacle(num_cuda_workers=num_cuda_workers, gpu_files=gpu_files)
-    is_wanted = mode == "on" or (mode == "auto" and num_cuda_workers > 1 and obstacle is None)
-    if not is_wanted:
+    may_be = mode != "time_slices" and num_cuda_workers > 1 and obstacle is None
+    if mode != "mps" and not may_be:
         yield {}
         return
     if obstacle is not None:
-        raise ConfigError(f"cluster.mps = 'on', but {obstacle}; use 'auto' to run without.")
+        raise ConfigError(f"cluster.share_gpu = 'mps', but {obstacle}; use 'auto' to run without.")
     log.parent.mkdir(parents=True, exist_ok=True)
     if await asyncio.to_thread(ask, "get_server_list", env=os.environ, timeout_s=REPLY_TIMEOUT_S):
         with log.open("a") as file:
@@ -71,10 +71,10 @@ async def shared_gpu(
                 _daemon(log=log, start_timeout_s=start_timeout_s, stop_timeout_s=stop_timeout_s)
             )
         except MpsFailed as failure:
-            if mode == "on":
+            if mode == "mps":
                 raise ConfigError(
-                    f"cluster.mps = 'on', but MPS did not start: {failure} ({log} says more); use"
-                    " 'auto' to run without."
+                    f"cluster.share_gpu = 'mps', but MPS did not start: {failure} ({log} says"
+                    " more); use 'auto' to run without."
                 ) from None
             warn(f"MPS did not start, so {COST}: {failure} ({log} says more).")
             env = {}

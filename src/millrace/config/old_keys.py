@@ -15,7 +15,8 @@ _RENAMED = {
     "trainer.device": "placement.trainer",
     "engine.device": "placement.engines",
     "environment.models.*.device": "placement.models.NAME",
-    "scorers.*.device": "placement.scorers.NAME",
+    "scorers.*.device": "placement.models.NAME",
+    "placement.scorers": "placement.models",
     "critic.discount": "critic.gamma",
     "critic.decay": "critic.gae_lambda",
     "engine.block_tokens": "engine.options.block_tokens",
@@ -83,6 +84,18 @@ OLD_KEYS: dict[str, str] = {
     "weights.address": (
         "the trainer listens at the host of cluster.advertise or cluster.address; remove it"
     ),
+    "placement.evaluators": (
+        "engines that only evaluate use the devices of placement.engines after the other engines;"
+        " add theirs to that list"
+    ),
+    "cluster.join_timeout_s": "it is cluster.start_timeout_s, and at least 600; remove it",
+    "cluster.stall_timeout_s": (
+        "it is twice supervision.hang_timeout_s, and at least 600; remove it"
+    ),
+    "cluster.mps": (
+        "it is now 'cluster.share_gpu', with 'mps' for 'on' and 'time_slices' for 'off'; rename it"
+    ),
+    "cluster.take_turns": "write share_gpu = 'take_turns' in [cluster] instead",
     "environment.mcp.*.name": "messages name a server by its url or command; remove it",
     "scorers.*.priority": "calls are served in the order of arrival; remove it",
 }

@@ -12,6 +12,13 @@ from millrace.config.section import (
     Section,
 )
 
+ShareGpu = Literal["auto", "mps", "time_slices", "take_turns"]
+
+MIN_JOIN_TIMEOUT_S = 600.0  # people start `millrace join` by hand, on one host after the other
+# A lost trainer is found within hang_timeout_s, starts again, and redoes its steps; only then is a
+# run that completes no step stuck.
+MIN_STALL_TIMEOUT_S = 600.0
+
 
 class PlacementConfig(Section):
     """Each value is "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N"."""
@@ -19,28 +26,18 @@ class PlacementConfig(Section):
     trainer: Devices = ("auto",)
     """Device of the trainer, and of its critic."""
     engines: Devices = ("auto",)
-    """Device of the engines, or a list of devices that the engines use in turn."""
-    evaluators: Devices | None = None
-    """Device or devices of the engines that only evaluate (evaluate.engines). By default those of
-    placement.engines."""
+    """Device of the engines, or a list of devices that the engines, and after them those of
+    evaluate.engines, use in turn."""
     models: dict[str, Devices] = Field(default={})
-    """Device or devices of each model of environment.models, by its name. By default "auto"."""
-    scorers: dict[str, Device] = Field(default={})
-    """Device of each scorer that is a model, by the scorer's name. By default "auto"."""
+    """Device or devices of each model besides the policy, by name: of environment.models, and of
+    scorers that are models. By default "auto"."""
 
     def engine(self, index: int) -> Device:
         return self.engines[index % len(self.engines)]
 
-    def evaluator(self, index: int) -> Device:
-        devices = self.evaluators or self.engines
-        return devices[index % len(devices)]
-
-    def model(self, name: str, index: int) -> Device:
+    def model(self, name: str, index: int = 0) -> Device:
         devices = self.models.get(name, ("auto",))
         return devices[index % len(devices)]
-
-    def scorer(self, name: str) -> Device:
-        return self.scorers.get(name, "auto")
 
 
 class MonitoringConfig(Section):
@@ -83,19 +80,18 @@ class ClusterConfig(Section):
     ticket: str | None = None
     """Path of the file that `millrace join` needs, written while the run lasts. It is a secret and
     must be outside run_dir."""
-    join_timeout_s: PositiveFloat = 600.0
-    """Time limit in seconds for engines of other hosts to join."""
     start_timeout_s: PositiveFloat = 180.0
-    """Time limit in seconds for a worker to start and load its model."""
-    stall_timeout_s: PositiveFloat = 600.0
-    """Time in seconds without a completed step after which the run stops and reports what waits
-    for what."""
-    mps: Literal["auto", "on", "off"] = "auto"
-    """Sharing of a GPU through NVIDIA MPS, whose daemon the run starts and stops: "auto" = where
-    it is installed and several workers use a GPU, "on" = required; see
-    docs/how-to/share-one-gpu.md."""
-    take_turns: bool = False
-    """Alternation of engines and trainer on one GPU: engines pause while the trainer steps."""
+    """Time limit in seconds for a worker to start and load its model. Other hosts have at least
+    600 seconds to join."""
+    share_gpu: ShareGpu = "auto"
+    """Sharing of a GPU by engines and trainer: "mps" = concurrent kernels through NVIDIA MPS, whose
+    daemon the run starts and stops; "time_slices" = without MPS; "auto" = MPS where it is installed
+    and several workers use a GPU; "take_turns" = as auto, and engines pause while the trainer
+    steps. See docs/how-to/share-one-gpu.md."""
+
+    @property
+    def join_timeout_s(self) -> float:
+        return max(MIN_JOIN_TIMEOUT_S, self.start_timeout_s)
 
 
 class SupervisionConfig(Section):
@@ -105,4 +101,9 @@ class SupervisionConfig(Section):
     hang_timeout_s: PositiveFloat = 300.0
     """Time in seconds without progress after which a worker with work to do counts as dead; its
     stacks are written to its log. Before its first computation, cluster.start_timeout_s is
-    added."""
+    added. The run stops after twice this time, and at least 600 seconds, without a completed
+    step."""
+
+    @property
+    def stall_timeout_s(self) -> float:
+        return max(MIN_STALL_TIMEOUT_S, 2 * self.hang_timeout_s)

@@ -31,7 +31,7 @@ class ScorerConfig(Section):
     settings are keys of the same table; see docs/how-to/verifiers.md, docs/how-to/scorers.md,
     docs/how-to/reward-models.md and docs/how-to/teachers.md."""
     name: str | None = None
-    """Name in metrics and in placement.scorers. By default the name of the function, or the
+    """Name in metrics and in placement.models. By default the name of the function, or the
     type."""
     weight: Float = 1.0
     """Factor of the scorer's score in the total reward."""

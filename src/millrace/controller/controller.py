@@ -63,7 +63,7 @@ class Controller:
 
     def __post_init__(self) -> None:
         self._stalls = StallWatchdog(
-            limit_s=self.config.cluster.stall_timeout_s,
+            limit_s=self.config.supervision.stall_timeout_s,
             explain=self.reporter.standstill,
             moved=lambda: self.trainer.num_redone,
             warn=self.reporter.monitor.warn,

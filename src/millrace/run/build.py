@@ -106,7 +106,7 @@ def build_controller(run: RunParts) -> Controller:
             eval_set=eval_set,
             notifier=notifier,
         ),
-        paused=pools if run.config.cluster.take_turns else (),
+        paused=pools if run.config.cluster.share_gpu == "take_turns" else (),
     )
 
 

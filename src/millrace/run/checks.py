@@ -171,10 +171,6 @@ def _placement(config: RunConfig) -> None:
             f"placement.trainer names {len(placement.trainer)} devices, and the trainer runs on"
             " one; keep one."
         )
-    for name in placement.models:
-        if name not in config.environment.models:
-            hint = suggestion(name, config.environment.models, otherwise="there are")
-            raise ConfigError(f"placement.models.{name} names none of environment.models; {hint}")
 
 
 def local_devices(config: RunConfig) -> list[str]:
@@ -184,8 +180,12 @@ def local_devices(config: RunConfig) -> list[str]:
 
 def check_devices(config: RunConfig, resolve: Callable[[str], object]) -> None:
     """Every device of this host must exist; `resolve` raises ConfigError for one that does not."""
-    scorers = [(f"placement.scorers.{name}", d) for name, d in config.placement.scorers.items()]
-    for setting, device in [*_places(config), *scorers]:
+    models = [
+        (f"placement.models.{name}", device)
+        for name, devices in config.placement.models.items()
+        for device in devices
+    ]
+    for setting, device in [*_places(config), *models]:
         try:
             resolve(device)
         except ConfigError as error:
@@ -196,9 +196,8 @@ def _places(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The setting and the device of each process on this host that computes."""
     placement, models = config.placement, config.environment.models
     yield "placement.trainer", placement.trainer[0]
-    yield from (("placement.engines", placement.engine(i)) for i in range(config.engine.count))
-    evaluators = range(config.evaluate.engines)
-    yield from (("placement.evaluators", placement.evaluator(i)) for i in evaluators)
+    num_engines = config.engine.count + config.evaluate.engines
+    yield from (("placement.engines", placement.engine(i)) for i in range(num_engines))
     for name, model in models.items():
         for i in range(model.engine.count):
             yield f"placement.models.{name}", placement.model(name, i)
@@ -222,10 +221,19 @@ def check_roles(config: RunConfig, specs: Sequence[ScorerSpec], *, num_held_out:
         for spec in specs
         if isinstance(spec.type, RewardModelSettings | LogprobModelSettings)
     ]
-    for name in config.placement.scorers:
-        if name not in names:
-            hint = suggestion(name, names, otherwise="scorers that are models")
-            raise ConfigError(f"placement.scorers.{name} names no scorer that is a model; {hint}")
+    models = config.environment.models
+    for name, devices in config.placement.models.items():
+        if name not in (*models, *names):
+            hint = suggestion(name, [*models, *names], otherwise="models besides the policy")
+            raise ConfigError(
+                f"placement.models.{name} names none of environment.models, and no scorer that is a"
+                f" model; {hint}"
+            )
+        if name not in models and len(devices) > 1:
+            raise ConfigError(
+                f"placement.models.{name} lists {len(devices)} devices, and a scorer runs on one;"
+                " keep one."
+            )
 
 
 def _gives_scores(spec: ScorerSpec) -> bool:

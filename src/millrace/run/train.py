@@ -239,7 +239,7 @@ class _Run:
 
     def _shared_gpu(self) -> contextlib.AbstractAsyncContextManager[dict[str, str]]:
         return shared_gpu(
-            self._config.cluster.mps,
+            self._config.cluster.share_gpu,
             num_cuda_workers=sum(device != "cpu" for device in local_devices(self._config)),
             log=self._run_dir.logs / "mps.log",
             warn=self._monitor.warn,

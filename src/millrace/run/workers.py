@@ -157,9 +157,9 @@ class RunWorkers:
         )
 
     async def _start_local(self, name: str, is_late: bool) -> Worker:
-        placement = self._config.placement
-        role, _, index = name.rpartition("-")
-        device = (placement.evaluator if role == "evaluator" else placement.engine)(int(index))
+        role, _, number = name.rpartition("-")
+        index = int(number) + (self._config.engine.count if role == "evaluator" else 0)
+        device = self._config.placement.engine(index)
         start = self._start_engine(self._config.placed_on(device), is_late=is_late)
         worker = await self._launch(name, "millrace.inference.worker", env=self._gpu_env)
         return await self._load(worker, start)
@@ -256,7 +256,7 @@ class _TrainerReplica(WorkerReplica):
         )
         self._run_dir = Path(config.run_dir)
         # A run that may go without a step for longer has steps that take longer.
-        self._step_timeout_s = max(MIN_STEP_TIMEOUT_S, config.cluster.stall_timeout_s)
+        self._step_timeout_s = max(MIN_STEP_TIMEOUT_S, config.supervision.stall_timeout_s)
         self._start = start
         self._checkpoint = prepared.checkpoint
         self._version = prepared.cursor.version  # of the weights that the process has loaded

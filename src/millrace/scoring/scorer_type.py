@@ -63,7 +63,7 @@ class ScorerContext:
     """Functions by name. A scorer adds the functions that `workers` shall run for it."""
 
     def device_of(self, scorer: str) -> str:
-        return "auto" if self.run is None else self.run.config.placement.scorer(scorer)
+        return "auto" if self.run is None else self.run.config.placement.model(scorer)
 
     @property
     def run_info(self) -> RunInfo:

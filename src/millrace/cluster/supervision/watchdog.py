@@ -99,6 +99,9 @@ class StallWatchdog:
             waited_s = min(next_s, self._limit_s)
             sentence = f"{self._what} for {waited_s:g} s"
             if waited_s >= self._limit_s:
-                raise RunFailed(f"{sentence} (cluster.stall_timeout_s): {self._explain()}")
+                raise RunFailed(
+                    f"{sentence} (twice supervision.hang_timeout_s, or 600 if that is more):"
+                    f" {self._explain()}"
+                )
             self._warn(f"{sentence}: {self._explain()}")
             next_s *= 2

@@ -79,7 +79,7 @@ class LogprobModelSettings:
         start = StartTeacher(
             config=config.model_dump(mode="json"),
             settings=self.process_settings(),
-            device=config.placement.scorer(name),
+            device=config.placement.model(name),
             model_path=model,
             **self_teacher,
         )
