@@ -28,10 +28,10 @@ def shaped(tmp_path_factory) -> mr.RunResult:
         (folder / f"{name}.jsonl").write_text("\n".join(rows))
     tasks = {
         "order": "curriculum",
-        "source": [
-            {"path": str(folder / "sums.jsonl"), "weight": 3.0},
-            {"path": str(folder / "products.jsonl")},
-        ],
+        "source": {
+            "sums": {"path": str(folder / "sums.jsonl"), "weight": 3.0},
+            "products": {"path": str(folder / "products.jsonl")},
+        },
     }
     return mr.train(
         {"tasks": tasks},

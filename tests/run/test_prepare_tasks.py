@@ -40,11 +40,11 @@ def prepared(folder: Path, **settings) -> PreparedRun:
     return prepare(config, scorers=[length])
 
 
-def sources(folder: Path) -> list[dict]:
-    return [
-        {"path": str(folder / "sums.jsonl"), "weight": 3.0},
-        {"generator": f"{folder}/products.py:listed", "name": "products"},
-    ]
+def sources(folder: Path) -> dict[str, dict]:
+    return {
+        "sums": {"path": str(folder / "sums.jsonl"), "weight": 3.0},
+        "products": {"generator": f"{folder}/products.py:listed"},
+    }
 
 
 def test_sources_are_mixed_by_weight_and_tasks_name_their_source(folder):
@@ -55,14 +55,13 @@ def test_sources_are_mixed_by_weight_and_tasks_name_their_source(folder):
     assert drawn[2].prompt == "0*1="
 
 
-def test_sources_of_the_same_name_are_refused(folder):
-    twice = [{"path": str(folder / "sums.jsonl")}] * 2
-    with pytest.raises(ConfigError, match="are named 'sums'; give one another name"):
-        prepared(folder, tasks={"source": twice})
+def test_sources_without_names_are_refused(folder):
+    with pytest.raises(ConfigError, match=r"tables by name; write \[tasks.source.NAME\] instead"):
+        prepared(folder, tasks={"source": [{"path": str(folder / "sums.jsonl")}]})
 
 
 def test_tasks_from_python_do_not_mix_with_sources(folder):
-    with pytest.raises(ConfigError, match=r"both from Python and from \[\[tasks.source\]\]"):
+    with pytest.raises(ConfigError, match=r"both from Python and from \[tasks.source\]"):
         prepare(
             load_config({"model": str(folder / "model"), "tasks": {"source": sources(folder)}}),
             tasks=listed(),

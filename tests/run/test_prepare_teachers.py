@@ -90,7 +90,7 @@ def test_reference_scorer_enables_the_kl_term(folder):
         ([{**TEACHER, "topk": 4}], {}, "did you mean 'top_k'?"),
         ([{**TEACHER, "loss": "kl"}], {}, "loss' = 'kl': input should be 'reverse_kl'"),
         ([{**TEACHER, "loss": "jsd", "top_k": 27}], {}, "knows 27 tokens, and top_k = 27"),
-        ([{**TEACHER, "tasks": ["sums"]}], {}, "no [[tasks.source]] has such a name"),
+        ([{**TEACHER, "tasks": ["sums"]}], {}, "no [tasks.source.NAME] has such a name"),
         (
             [{**TEACHER, "tasks": ["division"], "column": "kind"}],
             {},

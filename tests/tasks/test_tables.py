@@ -10,7 +10,7 @@ import pytest
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.core.records import Task
-from millrace.tasks.loading import Fields, load_path, load_tasks
+from millrace.tasks.loading import load_path, load_tasks
 from millrace.tasks.sources import load_section
 
 pa = pytest.importorskip("pyarrow")
@@ -18,7 +18,7 @@ pq = pytest.importorskip("pyarrow.parquet")
 
 CHAT = [{"role": "user", "content": "1+1?"}]
 ROWS = [{"question": "1+1=", "answer": 2, "day": date(2024, 1, 1)}] * 3
-FIELDS = Fields(prompt="question", kept=("answer",))
+COLUMNS = {"prompt": "question", "answer": "answer"}
 
 
 @pytest.fixture
@@ -51,23 +51,29 @@ def test_folder_reads_parquet_files_in_name_order(parquet):
 
 def test_only_requested_columns_are_read(parquet):
     path = str(parquet(ROWS))
-    assert load_path(path, fields=FIELDS) == [Task(prompt="1+1=", columns={"answer": 2})] * 3
+    assert load_path(path, columns=COLUMNS) == [Task(prompt="1+1=", columns={"answer": 2})] * 3
     with pytest.raises(ConfigError, match=r"row 0 has a column 'day' that holds .* of type date"):
-        load_path(path, fields=Fields(prompt="question"))
+        load_path(path, columns={**COLUMNS, "day": "day"})
 
 
-def test_jsonl_supports_prompt_and_columns(tmp_path):
+def test_columns_get_the_names_that_tasks_use(parquet):
+    columns = {"prompt": "question", "reference": "answer", "text": "question"}
+    expected = Task(prompt="1+1=", columns={"reference": 2, "text": "1+1="})
+    assert load_path(str(parquet(ROWS)), columns=columns) == [expected] * 3
+
+
+def test_jsonl_supports_columns(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"question": "1+1=", "answer": 2, "note": "x"}\n')
-    assert load_path(str(path), fields=FIELDS) == [Task(prompt="1+1=", columns={"answer": 2})]
+    assert load_path(str(path), columns=COLUMNS) == [Task(prompt="1+1=", columns={"answer": 2})]
     with pytest.raises(ConfigError, match=r"line 1 has no 'result', only .*; every task needs one"):
-        load_path(str(path), fields=Fields(prompt="question", kept=("result",)))
+        load_path(str(path), columns={"prompt": "question", "result": "result"})
 
 
 def test_missing_column_raises_config_error_with_existing_columns(parquet):
     path = str(parquet(ROWS))
     with pytest.raises(ConfigError, match="has no column 'text', only question, answer, day; set"):
-        load_path(path, fields=Fields(prompt="text", kept=()))
+        load_path(path, columns={"prompt": "text"})
     with pytest.raises(ConfigError, match="row 0 has no 'prompt', only"):
         load_path(path)
 
@@ -91,21 +97,47 @@ def test_saved_dataset_is_read_by_split(tmp_path):
     train.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict(train=train, test=test).save_to_disk(str(tmp_path / "two"))
     expected = [Task(prompt="1+1=", columns={"answer": 2})]
-    assert load_path(str(tmp_path / "one"), fields=FIELDS) == expected * 3
-    assert load_path(str(tmp_path / "two"), fields=FIELDS, split="test") == expected
-    with pytest.raises(ConfigError, match="has the splits train, test, and split = None; set it"):
-        load_path(str(tmp_path / "two"), fields=FIELDS)
-    with pytest.raises(ConfigError, match="has no splits, but split = 'test'; leave it out"):
-        load_path(str(tmp_path / "one"), fields=FIELDS, split="test")
+    assert load_path(str(tmp_path / "one"), columns=COLUMNS) == expected * 3
+    assert load_path(str(tmp_path / "two" / "test"), columns=COLUMNS) == expected
+    with pytest.raises(ConfigError, match=r"has the splits train, test; add one .*two/SPLIT'"):
+        load_path(str(tmp_path / "two"), columns=COLUMNS)
     with pytest.raises(ConfigError, match="has no column 'text', only question, answer, day"):
-        load_path(str(tmp_path / "one"), fields=Fields(prompt="text", kept=()))
+        load_path(str(tmp_path / "one"), columns={"prompt": "text"})
+
+
+def test_hub_path_names_dataset_subset_and_split(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    calls = []
+
+    def load_dataset(name, subset, *, split):
+        calls.append((name, subset, split))
+        dataset = datasets.Dataset.from_list([{"prompt": "1+1="}])
+        return dataset if split else datasets.DatasetDict(train=dataset, test=dataset)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_path("hub:openai/gsm8k:main:train[:1000]") == [Task(prompt="1+1=")]
+    assert load_path("hub:a/b::train") == [Task(prompt="1+1=")]
+    with pytest.raises(ConfigError, match=r"splits train, test; .*: 'hub:a/b:default:SPLIT'"):
+        load_path("hub:a/b")
+    assert calls == [
+        ("openai/gsm8k", "main", "train[:1000]"),
+        ("a/b", None, "train"),
+        ("a/b", None, None),
+    ]
 
 
 def test_path_settings_reach_the_loader(parquet):
-    table = {"path": str(parquet(ROWS)), "prompt": "question", "columns": ["answer"]}
+    table = {"path": str(parquet(ROWS)), "columns": COLUMNS}
     place = load_config({"model": "m", "tasks": table}).tasks
     expected = [Task(prompt="1+1=", columns={"answer": 2})] * 3
     assert load_section(place, None, section="tasks") == expected
+
+
+def test_list_of_columns_keeps_their_names_and_the_prompt():
+    place = load_config({"model": "m", "tasks": {"path": "p", "columns": ["answer"]}}).tasks
+    assert place.columns == {"prompt": "prompt", "answer": "answer"}
+    with pytest.raises(ConfigError, match=r"Setting 'tasks.columns' = \['a', 3\]: "):
+        load_config({"model": "m", "tasks": {"path": "p", "columns": ["a", 3]}})
 
 
 def test_hub_name_is_not_resolved_as_a_path(tmp_path):
@@ -118,7 +150,7 @@ def test_unreachable_hub_raises_config_error(tmp_path):
     script = (
         "from millrace.tasks.loading import load_path\n"
         "from millrace.core.errors import ConfigError\n"
-        "try: load_path('hub:nobody/nothing', split='train')\n"
+        "try: load_path('hub:nobody/nothing::train')\n"
         "except ConfigError as error: print(error)\n"
     )
     env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}

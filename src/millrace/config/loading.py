@@ -21,7 +21,6 @@ from millrace.core.errors import ConfigError, describe_setting_error, suggestion
 _PATHS = (
     "run_dir",
     "tasks.path",
-    "tasks.source.path",
     "evaluate.path",
     "scorers.path",
     "cluster.ticket",
@@ -105,7 +104,9 @@ def _anchored(value: Any, *, folder: Path, key: str = "") -> Any:
         return value
     is_of_role = key.startswith("environment.models.") and key.endswith(".path")
     is_found = (key in _PERHAPS_PATHS or is_of_role) and (folder / value).exists()
-    is_path = (key in _PATHS and not value.startswith(HUB)) or key.startswith("engine.adapters.")
+    is_of_source = key.startswith("tasks.source.") and key.endswith(".path")
+    is_path = (key in _PATHS or is_of_source) and not value.startswith(HUB)
+    is_path = is_path or key.startswith("engine.adapters.")
     # A reference to a function in a file holds ".py:".
     return str(folder / value) if is_found or is_path or ".py:" in value else value
 

@@ -73,6 +73,16 @@ OLD_KEYS: dict[str, str] = {
         ("tasks.subset", "tasks.source.*.subset", "evaluate.subset"),
         "it is now part of the path; write path = 'hub:NAME:SUBSET'",
     ),
+    **dict.fromkeys(
+        ("tasks.prompt", "tasks.source.*.prompt", "evaluate.prompt"),
+        "it is now part of columns; write columns = {prompt = 'question', answer = 'answer'} with"
+        " all columns to keep",
+    ),
+    **dict.fromkeys(
+        ("tasks.split", "tasks.source.*.split", "evaluate.split"),
+        "it is now part of the path; write path = 'hub:NAME:SUBSET:SPLIT', or the split's folder",
+    ),
+    "tasks.source.*.name": "it is now the name of the table; write [tasks.source.NAME]",
     "buffer.max_stale_share": (
         "it is now part of 'buffer.staleness'; write staleness = {type = 'share', max_share = ...}"
     ),

@@ -3,8 +3,9 @@
 Torch-free.
 """
 
-from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BeforeValidator, Field, field_validator
 
 from millrace.config.section import (
     Float,
@@ -19,55 +20,59 @@ from millrace.config.section import (
 HUB = "hub:"
 
 
+def _columns(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        names = cast(list[Any], value)
+        value = {name: name for name in names if isinstance(name, str)}
+        if len(value) < len(names):
+            raise ValueError(f"{names!r} must be different texts")
+    return {"prompt": "prompt", **cast(dict[Any, Any], value)} if isinstance(value, dict) else value
+
+
 class TaskPlace(Section):
     """Where tasks come from: keys of every table that names tasks."""
 
     path: str | None = None
     """Path of the tasks: a JSONL file (one task per line: "prompt", a text or chat messages, and
     further columns), a Parquet file or a folder of them, a folder of a Hugging Face dataset, or
-    "hub:NAME" or "hub:NAME:SUBSET"; see docs/how-to/tasks.md."""
+    "hub:NAME:SUBSET:SPLIT" with a dataset on the hub, such as "hub:openai/gsm8k:main:train"; see
+    docs/how-to/tasks.md."""
     generator: Plugin | None = None
     """Source of tasks instead of a path: a function that returns a list of tasks, as "module:name"
     or "file.py:name", or a table such as {type = "reasoning_gym", dataset = "leg_counting"}; see
     docs/how-to/tasks.md."""
-    prompt: str = "prompt"
-    """Name of the column of a path that holds the prompt."""
-    columns: tuple[str, ...] | None = None
-    """Names of the further columns of a path that tasks keep. By default all of them."""
-    split: str | None = None
-    """Split of a Hugging Face dataset that has several; on the hub also a slice, such as
-    "train[:1000]"."""
+    columns: Annotated[dict[str, str] | None, BeforeValidator(_columns)] = None
+    """Columns of a task, and the columns of the path that hold them, such as {prompt = "question",
+    answer = "answer"}; others are not read. A list names columns besides "prompt" that keep their
+    names. By default all columns are kept."""
 
     @property
     def is_named(self) -> bool:
         return self.path is not None or self.generator is not None
-
-    @property
-    def own_name(self) -> str:
-        """Default name in metrics."""
-        if self.path is None:
-            return str((self.generator or {}).get("type", "")).rpartition(":")[2]
-        if self.path.startswith(HUB):
-            name, _, subset = self.path.removeprefix(HUB).partition(":")
-            return subset or Path(name).name
-        return Path(self.path).stem
 
 
 class TaskSourceConfig(TaskPlace):
     weight: PositiveFloat = 1.0
     """Weight of the source, above 0. Its share of all groups is its weight over the sum of all
     weights."""
-    name: str | None = None
-    """Name in metrics. By default that of the file, dataset or generator."""
 
 
 class TasksConfig(TaskPlace):
-    source: tuple[TaskSourceConfig, ...] = ()
-    """Several sources that are mixed by their weights, instead of one path or generator; see
-    docs/how-to/shape-training-data.md."""
+    source: dict[str, TaskSourceConfig] = Field(default={})
+    """Several sources, by their names in metrics, that are mixed by their weights, instead of one
+    path or generator; see docs/how-to/shape-training-data.md."""
     order: Literal["shuffle", "sequential", "curriculum"] = "shuffle"
     """Order of tasks: "shuffle" = a new order each epoch, fixed by the seed; "sequential" = as
     given; "curriculum" = tasks whose recent solve rate is near a half more often."""
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _sources_have_names(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            raise ValueError(
+                "sources are tables by name; write [tasks.source.NAME] instead of [[tasks.source]]"
+            )
+        return value
 
 
 class EvaluateConfig(TaskPlace):

@@ -26,7 +26,7 @@ class Task:
 
     prompt: Prompt
     columns: dict[str, Any] = field(default_factory=dict[str, Any])  # for reward functions
-    source: str = ""  # name of the [[tasks.source]] it comes from, where there are several
+    source: str = ""  # name of the [tasks.source.NAME] it comes from, where there are several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,26 +36,26 @@ def check_settings(config: RunConfig) -> None:
 def _tasks(config: RunConfig) -> None:
     _task_place("tasks", config.tasks)
     _task_place("evaluate", config.evaluate)
-    for row in config.tasks.source:
-        _task_place("tasks.source", row)
+    for name, row in config.tasks.source.items():
+        _task_place(f"tasks.source.{name}", row)
+        if not row.is_named:
+            raise ConfigError(
+                f"[tasks.source.{name}] has neither a path nor a generator; set one of them."
+            )
     if config.tasks.source and config.tasks.is_named:
         raise ConfigError(
             "tasks.source is set beside tasks.path or tasks.generator; make that one a"
-            " [[tasks.source]], too."
+            " [tasks.source.NAME], too."
         )
-    if not all(row.is_named for row in config.tasks.source):
-        raise ConfigError("A [[tasks.source]] has neither a path nor a generator; set one of them.")
 
 
 def _task_place(section: str, place: TaskPlace) -> None:
     if place.path is not None and place.generator is not None:
         raise ConfigError(f"{section}.path and {section}.generator are both set; keep one.")
-    for key in ("prompt", "columns", "split"):
-        value = getattr(place, key)
-        if place.path is None and value != type(place).model_fields[key].default:
-            raise ConfigError(
-                f"{section}.{key} = {value!r} needs a path, and there is none; remove it."
-            )
+    if place.path is None and place.columns is not None:
+        raise ConfigError(
+            f"{section}.columns = {place.columns!r} needs a path, and there is none; remove it."
+        )
 
 
 def _evaluation(config: RunConfig) -> None:

@@ -7,7 +7,6 @@ before any worker starts.
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,6 @@ RESERVED = ("prompts", "completions", "completion_ids")  # arguments of reward f
 INT_RANGE = range(-(2**63), 2**64)  # integers that msgpack can carry
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fields:
-    """Selects the columns of a row that make a task."""
-
-    prompt: str = "prompt"
-    kept: tuple[str, ...] | None = None  # further columns; None keeps all
-
-    @property
-    def read(self) -> tuple[str, ...] | None:
-        """Columns to read; None reads all."""
-        return None if self.kept is None else tuple(dict.fromkeys((self.prompt, *self.kept)))
-
-
 def load_tasks(source: TaskSource) -> list[Task]:
     """Tasks from a path, a "module:function" reference, a function, or dicts and Tasks."""
     if isinstance(source, Path):
@@ -51,25 +37,26 @@ def load_tasks(source: TaskSource) -> list[Task]:
     return _from_rows(source, where="The list of tasks")
 
 
-def load_path(path: str, *, fields: Fields | None = None, split: str | None = None) -> list[Task]:
-    """Tasks from a JSONL or Parquet file, a folder, "hub:NAME" or "hub:NAME:SUBSET"."""
-    fields = fields or Fields()
-    rows = _rows(path, columns=fields.read, split=split)
-    tasks = [_task(row, where=where, fields=fields) for where, row in rows]
+def load_path(path: str, *, columns: Mapping[str, str] | None = None) -> list[Task]:
+    """Tasks from a JSONL or Parquet file, a folder, or "hub:NAME:SUBSET:SPLIT".
+
+    `columns`: columns of the tasks and where the path has them; None keeps all.
+    """
+    read = None if columns is None else tuple(dict.fromkeys(columns.values()))
+    tasks = [_task(row, where=where, columns=columns) for where, row in _rows(path, columns=read)]
     if not tasks:
         raise ConfigError(f"{path!r} is empty; at least one task is needed.")
     return tasks
 
 
-def _rows(path: str, *, columns: tuple[str, ...] | None, split: str | None) -> Rows:
+def _rows(path: str, *, columns: tuple[str, ...] | None) -> Rows:
     file = Path(path)
     if path.startswith(HUB) and not file.exists():
-        name, _, subset = path.removeprefix(HUB).partition(":")
-        return hub_rows(name, columns=columns, subset=subset or None, split=split)
+        name, _, rest = path.removeprefix(HUB).partition(":")
+        subset, _, split = rest.partition(":")  # a slice, such as train[:1000], has a colon, too
+        return hub_rows(name, columns=columns, subset=subset or None, split=split or None)
     if file.is_dir():
-        return folder_rows(file, columns=columns, split=split)
-    if split is not None:
-        raise ConfigError(f"split = {split!r} is for datasets, not for {path!r}; leave it out.")
+        return folder_rows(file, columns=columns)
     if file.suffix == ".parquet":
         return parquet_rows(file, columns=columns)
     return _jsonl_rows(file)
@@ -122,26 +109,26 @@ def _from_rows(rows: Any, *, where: str) -> list[Task]:
     return tasks
 
 
-def _task(row: Any, *, where: str, fields: Fields = Fields()) -> Task:  # noqa: B008 - frozen
+def _task(row: Any, *, where: str, columns: Mapping[str, str] | None = None) -> Task:
     if isinstance(row, Task):
-        prompt, columns = row.prompt, row.columns
+        prompt, further = row.prompt, dict(row.columns)
     elif isinstance(row, Mapping):
-        for name in fields.read or (fields.prompt,):
-            if name not in row:
+        columns = columns or {name: name for name in ("prompt", *row)}
+        for name, source in columns.items():
+            if source not in row:
                 raise ConfigError(
-                    f"{where} has no {name!r}, only {_shown(list(row))}; every task needs one"
-                    f"{': a text, or a list of messages' if name == fields.prompt else ''}."
+                    f"{where} has no {source!r}, only {_shown(list(row))}; every task needs one"
+                    f"{': a text, or a list of messages' if name == 'prompt' else ''}."
                 )
-        kept = [key for key in row if key != fields.prompt] if fields.kept is None else fields.kept
-        columns = {key: row[key] for key in kept}
-        prompt = row[fields.prompt]
+        further = {name: row[source] for name, source in columns.items()}
+        prompt = further.pop("prompt")
     else:
         raise ConfigError(
             f"{where} is {_shown(row)}; a task is an object with a 'prompt' and any columns."
         )
     _check_prompt(prompt, where=where)
-    _check_columns(columns, where=where)
-    return Task(prompt=prompt, columns=dict(columns))
+    _check_columns(further, where=where)
+    return Task(prompt=prompt, columns=further)
 
 
 def _check_prompt(prompt: Prompt, *, where: str) -> None:

@@ -9,7 +9,7 @@ from millrace.core.errors import ConfigError
 from millrace.core.records import Task
 from millrace.tasks.curriculum import Curriculum
 from millrace.tasks.generators import build_generator
-from millrace.tasks.loading import Fields, load_path, load_tasks
+from millrace.tasks.loading import load_path, load_tasks
 from millrace.tasks.streams import Epochs, Mixture, Source, TaskStream
 
 
@@ -27,13 +27,10 @@ def load_sources(settings: TasksConfig, given: Sequence[Any] | None) -> list[Tas
             raise ConfigError("There are no tasks; set tasks.path, or pass tasks=[...] to train().")
         return [TaskList(name="", weight=1.0, tasks=tasks)]
     if given is not None:
-        raise ConfigError("Tasks come both from Python and from [[tasks.source]]; keep one.")
+        raise ConfigError("Tasks come both from Python and from [tasks.source]; keep one.")
     sources: list[TaskList] = []
-    for row in settings.source:
-        name = row.name or row.own_name
-        if name in {source.name for source in sources}:
-            raise ConfigError(f"Two of [[tasks.source]] are named {name!r}; give one another name.")
-        tasks = [replace(task, source=name) for task in _load(row, section="tasks.source")]
+    for name, row in settings.source.items():
+        tasks = [replace(task, source=name) for task in _load(row, section=f"tasks.source.{name}")]
         sources.append(TaskList(name=name, weight=row.weight, tasks=tasks))
     return sources
 
@@ -68,7 +65,6 @@ def load_section(place: TaskPlace, given: Sequence[Any] | None, *, section: str)
 
 def _load(place: TaskPlace, *, section: str) -> list[Task]:
     if place.path is not None:
-        fields = Fields(prompt=place.prompt, kept=place.columns)
-        return load_path(place.path, fields=fields, split=place.split)
+        return load_path(place.path, columns=place.columns)
     assert place.generator is not None, "checked with the config"
     return load_tasks(build_generator(place.generator, section=f"{section}.generator"))

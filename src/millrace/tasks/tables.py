@@ -15,10 +15,10 @@ SAVED = ("dataset_info.json", "dataset_dict.json")  # files that save_to_disk wr
 _EXTRA = "which is not installed; install millrace[datasets]"
 
 
-def folder_rows(folder: Path, *, columns: Sequence[str] | None, split: str | None) -> Rows:
+def folder_rows(folder: Path, *, columns: Sequence[str] | None) -> Rows:
     """Read a folder written by `save_to_disk`, or all Parquet files in it in name order."""
     if any((folder / name).is_file() for name in SAVED):
-        return _saved_rows(folder, columns=columns, split=split)
+        return _saved_rows(folder, columns=columns)
     files = sorted(folder.glob("*.parquet"))
     if not files:
         raise ConfigError(
@@ -62,16 +62,17 @@ def hub_rows(
             " check its name, subset and split, and the network, or save it to disk where there is"
             " one."
         ) from error
-    return _dataset_rows(_one_split(loaded, split=None, where=name), columns=columns, where=name)
+    chosen = _one_split(loaded, where=name, example=f"hub:{name}:{subset or 'default'}:SPLIT")
+    return _dataset_rows(chosen, columns=columns, where=name)
 
 
-def _saved_rows(folder: Path, *, columns: Sequence[str] | None, split: str | None) -> Rows:
+def _saved_rows(folder: Path, *, columns: Sequence[str] | None) -> Rows:
     datasets = _datasets(f"Task folder {str(folder)!r}")
     try:
         loaded = datasets.load_from_disk(str(folder))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"Task folder {str(folder)!r} cannot be read: {error}.") from error
-    chosen = _one_split(loaded, split=split, where=str(folder))
+    chosen = _one_split(loaded, where=str(folder), example=f"{folder}/SPLIT")
     return _dataset_rows(chosen, columns=columns, where=str(folder))
 
 
@@ -83,28 +84,23 @@ def _dataset_rows(dataset: Any, *, columns: Sequence[str] | None, where: str) ->
         yield f"{where}, row {number}", row
 
 
-def _one_split(loaded: Any, *, split: str | None, where: str) -> Any:
-    """Return the requested split, or a dataset without splits as it is."""
+def _one_split(loaded: Any, *, where: str, example: str) -> Any:
+    """Return the only split, or a dataset without splits as it is."""
     if not isinstance(loaded, dict):
-        if split is not None:
-            raise ConfigError(f"{where!r} has no splits, but split = {split!r}; leave it out.")
         return loaded
-    if split is None and len(loaded) == 1:
-        return next(iter(loaded.values()))
-    if split not in loaded:
+    if len(loaded) > 1:
         raise ConfigError(
-            f"{where!r} has the splits {', '.join(loaded)}, and split = {split!r}; set it to one of"
-            " them."
+            f"{where!r} has the splits {', '.join(loaded)}; add one to the path: {example!r}."
         )
-    return loaded[split]
+    return next(iter(loaded.values()))
 
 
 def _check_columns(wanted: Sequence[str] | None, found: Sequence[str], *, where: str) -> None:
     for name in wanted or ():
         if name not in found:
             raise ConfigError(
-                f"{where} has no column {name!r}, only {', '.join(found)}; set prompt and columns"
-                " to some of these."
+                f"{where} has no column {name!r}, only {', '.join(found)}; set columns to some of"
+                " these."
             )
 
 

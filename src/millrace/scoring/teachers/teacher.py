@@ -60,7 +60,7 @@ class TeacherSettings(LogprobModelSettings):
     temperature: PositiveFloat = 1.0
     """Temperature of the teacher's distribution, independent of sampling.temperature."""
     tasks: list[str] = field(default_factory=list[str])
-    """Names of the [[tasks.source]] that the teacher scores; empty means all tasks."""
+    """Names of the [tasks.source] tables that the teacher scores; empty means all tasks."""
     column: str | None = None
     """If set, `tasks` lists values of this task column instead."""
     hint: str | None = None
@@ -106,7 +106,7 @@ class TeacherSettings(LogprobModelSettings):
         """Raise ConfigError unless the teacher covers some task, and each of these has a hint."""
         covered = [task for task in tasks if self.covers(task)]
         if tasks and not covered:
-            problem = "no [[tasks.source]] has such a name"
+            problem = "no [tasks.source.NAME] has such a name"
             if self.column is not None:
                 problem = f"no task has such a value in its column {self.column!r}"
             raise ConfigError(
