@@ -17,12 +17,12 @@ def test_run_trains_and_saves_policy_and_critic(tmp_path):
     settings = {
         "model": str(make_tiny_model(tmp_path / "model")),
         "run_dir": str(tmp_path / "run"),
-        "critic": {"learning_rate": 1e-2, "gae_lambda": 0.95, "warmup_steps": 1},
+        "critic": {"learning_rate": 1e-2, "warmup_steps": 1},
         "sampling": {"max_new_tokens": 12},
         "rollout": {"group_size": 4},
         "trainer": {"steps": 3, "groups_per_step": 4, "minibatches": 2, "threads": 1},
         "engine": {"threads": 1},
-        "scoring": {"workers": 1},
+        "scoring": {"workers": 1, "advantages": {"type": "gae", "gae_lambda": 0.95}},
         "monitoring": {"progress": "off"},
     }
     result = mr.train(settings, tasks=TASKS, scorers=[share_of_digits])

@@ -12,7 +12,7 @@ from millrace.run.prepare import PreparedRun, prepare
 from millrace.scoring.advantages.estimators import (
     BatchAdvantages,
     BestWorstAdvantages,
-    CriticAdvantages,
+    GaeAdvantages,
     GroupAdvantages,
     LeaveOneOutAdvantages,
 )
@@ -93,7 +93,14 @@ def test_explicit_advantages_override_those_of_the_recipe(model):
             " which a critic learns; remove the filter or [critic]",
         ),
         ({"critic": {"path": "/nowhere/at/all"}}, "does not exist; check critic.path"),
-        ({"critic": {"gamma": 0.0}}, "critic.gamma"),
+        (
+            {"critic": {}, "scoring": {"advantages": {"type": "gae", "gamma": 0.0}}},
+            "'scoring.advantages.gamma' = 0.0: input should be greater than 0",
+        ),
+        (
+            {"critic": {}, "scoring": {"advantages": {"type": "gae", "gae_lambda": 1.1}}},
+            "'scoring.advantages.gae_lambda' = 1.1: input should be less than or equal to 1",
+        ),
         (
             {"buffer": {"order": "freshest", "max_staleness": 0}},
             "buffer.order = 'freshest' chooses among 16 waiting groups, which would become staler",
@@ -111,8 +118,8 @@ def test_impossible_combination_is_refused_before_the_start(model, settings, mes
 
 
 def test_critic_implies_ppo_and_gae(model):
-    result = prepared(model, critic={"gae_lambda": 0.95})
-    assert result.advantages == CriticAdvantages()
+    result = prepared(model, critic={})
+    assert result.advantages == GaeAdvantages()
     assert result.config.scoring.advantages == {"type": "gae"}
     assert result.config.loss == {"type": "ppo"}
     assert prepared(model, critic={}, loss={"low": 0.1}).config.loss == {"type": "ppo", "low": 0.1}

@@ -49,7 +49,7 @@ def critic_of(
     """A critic with random head weights."""
     model = tiny_model(architecture, seed=seed).to(device)
     model.set_attn_implementation(PACKED_ATTENTION)
-    estimator = settings.pop("estimator", GaeEstimator(discount=0.9, decay=0.8))
+    estimator = settings.pop("estimator", GaeEstimator(gamma=0.9, gae_lambda=0.8))
     critic = Critic(
         model,
         estimator=estimator,

@@ -77,7 +77,7 @@ def expected_estimates(rollouts, *, architecture="qwen3"):
 def test_a_step_uses_the_advantages_of_a_plain_loop(kind, normalize):
     rollouts = rollouts_of(kind)
     batch = critic_batch(rollouts, scores=SCORES)
-    estimator = GaeEstimator(discount=DISCOUNT, decay=DECAY, normalize=normalize)
+    estimator = GaeEstimator(gamma=DISCOUNT, gae_lambda=DECAY, normalize=normalize)
     spy = Spy()
     trainer = trainer_of(tiny_model("qwen3"), loss=spy, critic=critic_of(estimator=estimator))
     metrics = trainer.step(batch)
@@ -188,7 +188,7 @@ def test_the_critic_uses_the_train_settings(settings, tolerance):
 def test_a_truncated_rollout_bootstraps_from_the_value_of_its_last_state():
     rollout = random_rollout(rng(), sampled=3)
     twin = dataclasses.replace(rollout, engine_logprobs=rollout.engine_logprobs + np.float32(0.1))
-    critic = critic_of(estimator=GaeEstimator(discount=0.5, decay=0.5, normalize=False))
+    critic = critic_of(estimator=GaeEstimator(gamma=0.5, gae_lambda=0.5, normalize=False))
     batch = critic_batch([rollout, twin], scores=[1.0, 1.0], cut=[True, False])
     (estimated,) = critic.estimate_advantages([batch])
     (micro,) = estimated.microbatches
@@ -327,7 +327,7 @@ def test_an_update_that_is_not_finite_in_the_critic_is_skipped_for_both():
 
 def test_the_critic_learns_to_predict_returns_from_the_prompt():
     generator = rng()
-    critic = critic_of(learning_rate=3e-3, estimator=GaeEstimator(decay=0.95))
+    critic = critic_of(learning_rate=3e-3, estimator=GaeEstimator(gae_lambda=0.95))
     trainer = trainer_of(tiny_model("qwen3"), critic=critic, learning_rate=1e-4)
     explained = []
     for _ in range(20):

@@ -17,8 +17,6 @@ _RENAMED = {
     "environment.models.*.device": "placement.models.NAME",
     "scorers.*.device": "placement.models.NAME",
     "placement.scorers": "placement.models",
-    "critic.discount": "critic.gamma",
-    "critic.decay": "critic.gae_lambda",
     "engine.block_tokens": "engine.options.block_tokens",
     "engine.round_steps": "engine.options.decode_steps",
     "engine.prefill_tokens": "engine.options.prefill_tokens",
@@ -36,7 +34,6 @@ _RENAMED = {
 _CONSTANTS = (
     "trainer.logprob_chunk",
     "critic.loss_weight",
-    "critic.normalize",
     "environment.tool_result_chars",
     "weights.bucket_bytes",
     "rollout.max_failure_share",
@@ -89,6 +86,19 @@ OLD_KEYS: dict[str, str] = {
     "buffer.replay.capacity": (
         "all trained groups within buffer.replay.max_staleness can be replayed; remove it"
     ),
+    **{
+        f"critic.{old}": (
+            f"it is now a key of scoring.advantages; write advantages = {{type = 'gae', {key} ="
+            " ...} in [scoring]"
+        )
+        for old, key in {
+            "discount": "gamma",
+            "gamma": "gamma",
+            "decay": "gae_lambda",
+            "gae_lambda": "gae_lambda",
+            "normalize": "normalize",
+        }.items()
+    },
     "environment.models.*.tool_format": "it follows from the model's chat template; remove it",
     "journal.enabled": "journal.max_bytes = 0 turns the journal off; remove it",
     "weights.address": (

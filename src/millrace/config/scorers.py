@@ -94,8 +94,9 @@ class ScoringConfig(Section):
     advantages: Plugin = Field(default={"type": "auto"})
     """Estimator that turns scores into advantages: "group" (minus the group's mean, over its
     standard deviation), "leave_one_out", "batch", "returns", "best_worst", "tree" (for
-    environment.recipe), "gae" (with [critic]), or "module:Name". "auto" is the one that belongs
-    to the loss, mostly "group"; see docs/reference/losses.md."""
+    environment.recipe), "gae" (with [critic], such as {type = "gae", gae_lambda = 0.95}), or
+    "module:Name". "auto" is the one that belongs to the loss, mostly "group"; see
+    docs/reference/losses.md."""
     penalty: tuple[Plugin, ...] = ()
     """Length penalties, each a part of the score: "soft_overlong", "linear", "cosine", or
     "module:Name"; see docs/how-to/shape-training-data.md."""

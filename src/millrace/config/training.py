@@ -176,11 +176,6 @@ class CriticConfig(Section):
     """Learning rate of the critic, above 0 and constant."""
     warmup_steps: NonNegativeInt = 0
     """Number of first steps in which only the critic is trained."""
-    gamma: Annotated[Float, Field(gt=0, le=1)] = 1.0
-    """Discount of rewards per token, above 0 and up to 1."""
-    gae_lambda: Share = 1.0
-    """Lambda of generalized advantage estimation, per token, from 0 to 1: 1 trusts the observed
-    rewards, 0 trusts the critic's value of the next token."""
     value_clip: PositiveFloat | None = None
     """PPO value clip: maximum change of a value within a step, above 0. By default values are not
     clipped."""

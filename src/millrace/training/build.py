@@ -66,9 +66,10 @@ def build_critic(
     config: RunConfig, settings: CriticConfig, *, on_forward: Callable[[], None]
 ) -> Critic:
     """The critic as it is before its first update."""
+    options = {key: value for key, value in config.scoring.advantages.items() if key != "type"}
     return Critic(
         _load(config, path=settings.path or config.model.path),
-        estimator=GaeEstimator(discount=settings.gamma, decay=settings.gae_lambda),
+        estimator=GaeEstimator(**options),
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
         value_clip=settings.value_clip,

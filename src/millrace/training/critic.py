@@ -10,7 +10,7 @@ N = trained tokens of a microbatch, R = its rollouts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.core.microbatch import Batch, Microbatch
+from millrace.core.plugins import plugin
 from millrace.core.returns import gae
+from millrace.scoring.advantages.estimators import GaeAdvantages
 from millrace.training.checkpoints.snapshot import Write, host_copy
 from millrace.training.optimizer import TrainSettings
 from millrace.training.policy_model import TrainableModel
@@ -31,15 +33,9 @@ WEIGHTS_FILE = "critic.safetensors"  # not model.safetensors: transformers could
 _EPSILON = 1e-4  # keeps normalization from amplifying noise where all advantages are equal
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GaeEstimator:
-    """Generalized advantage estimation (arXiv 1506.02438)."""
-
-    discount: float = 1.0  # gamma
-    decay: float = 1.0  # lambda
-    # To mean 0 and deviation 1 over all trained tokens of a step, as TRL's and verl's PPO do: the
-    # learning rate then does not depend on the scale of the rewards.
-    normalize: bool = True
+@plugin
+class GaeEstimator(GaeAdvantages):
+    """Generalized advantage estimation (arXiv 1506.02438) with the values of a critic."""
 
     def estimate(
         self, part: Microbatch, *, values: np.ndarray, last_values: np.ndarray
@@ -54,7 +50,7 @@ class GaeEstimator:
             last_values.tolist(),
             strict=True,
         )
-        options = {"discount": self.discount, "decay": self.decay}
+        options = {"discount": self.gamma, "decay": self.gae_lambda}
         advantages = np.concatenate(
             [gae(earned, before, **options, last_value=last) for earned, before, last in rollouts]
         )

@@ -121,8 +121,16 @@ class ReturnAdvantages:
 
 
 @plugin
-class CriticAdvantages:
-    """Placeholder for GAE, which the trainer computes with its critic. Returns the totals."""
+class GaeAdvantages:
+    """Generalized advantage estimation. The trainer computes it with its critic; until then the
+    advantages are the totals."""
+
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount of rewards per token, above 0 and up to 1."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """From 0 to 1: 1 trusts the observed rewards, 0 the critic's value of the next token."""
+    normalize: bool = True
+    """Normalize advantages to mean 0 and deviation 1 over all trained tokens of a step."""
 
     def __call__(self, group: Group) -> np.ndarray:  # [episodes]
         return _totals(group)
@@ -137,7 +145,7 @@ ADVANTAGES: dict[str, type] = {
     PAIRS: BestWorstAdvantages,
     "batch": BatchAdvantages,
     "returns": ReturnAdvantages,
-    CRITIC: CriticAdvantages,
+    CRITIC: GaeAdvantages,
     TREE: TreeAdvantages,
 }
 
