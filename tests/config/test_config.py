@@ -281,7 +281,7 @@ def test_every_replacement_of_an_old_key_exists():
     known = set(all_keys(RunConfig))
     for old, replacement in OLD_KEYS.items():
         assert old.replace("*", "NAME") not in known
-        named = re.match(r"it is now '(.+)'; rename it", replacement)
+        named = re.match(r"it is now (?:part of )?'([^']+)'", replacement)
         assert named is None or named[1] in known, f"{old} is replaced by an unknown {named[1]}"
 
 
