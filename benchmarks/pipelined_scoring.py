@@ -109,10 +109,10 @@ def measure(
             "trainer": {
                 "steps": args.steps + WARM_STEPS,
                 "groups_per_step": args.groups,
-                "threads": 2,
             },
             "optimizer": {"learning_rate": 1e-6},
-            "engine": {"threads": 1, "max_sequences": 8 * args.groups},
+            "engine": {"max_sequences": 8 * args.groups},
+            "cluster": {"threads": 1},
             "scoring": {"workers": 1, "advantages": {"type": "returns"}},
             "checkpoint": {"every_steps": 0},
             "monitoring": {"progress": "off"},

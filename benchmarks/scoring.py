@@ -76,9 +76,10 @@ def run(name: str, folder: Path, args: argparse.Namespace) -> None:
         sampling={"max_new_tokens": args.max_new_tokens},
         rollout={"group_size": GROUP_SIZE, "max_running_groups": 128},
         buffer={"max_staleness": args.staleness},
-        trainer={"steps": args.steps, "groups_per_step": GROUPS, "threads": 1},
+        trainer={"steps": args.steps, "groups_per_step": GROUPS},
         optimizer={"learning_rate": 1e-7},  # keeps the lengths constant
-        engine={"threads": 1, "max_sequences": GROUPS * GROUP_SIZE},
+        engine={"max_sequences": GROUPS * GROUP_SIZE},
+        cluster={"threads": 1},
         scoring={"workers": 1},
         checkpoint={"every_steps": 0},
         monitoring={"progress": "off", "samples_per_step": 0},

@@ -22,8 +22,8 @@ SETTINGS: dict[str, Any] = {
     "sampling": {"max_new_tokens": 16},
     "scoring": {"workers": 1},
     "rollout": {"group_size": 4},
-    "trainer": {"groups_per_step": 4, "threads": 1},
-    "engine": {"threads": 1},
+    "trainer": {"groups_per_step": 4},
+    "cluster": {"threads": 1},
     "monitoring": {"progress": "lines"},
 }
 REWARDS = """

@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
 
 class KillableRun:
     def __init__(self, folder: Path, *, steps: int, **sections: dict[str, Any]) -> None:
-        trainer = {"steps": steps, "groups_per_step": GROUPS_PER_STEP, "threads": 1}
+        trainer = {"steps": steps, "groups_per_step": GROUPS_PER_STEP}
         self.project = make_project(folder, **{**SETTINGS, "trainer": trainer, **sections})
         self.path = folder / "run"
         self.steps = steps

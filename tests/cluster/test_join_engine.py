@@ -18,7 +18,7 @@ from millrace.core.records import Request, Sampling
 @pytest.mark.slow  # tests/e2e/test_remote_engine.py has one that joins a run
 async def test_engine_of_another_host_serves_or_reports_that_its_model_is_missing(tmp_path: Path):
     model = str(make_tiny_model(tmp_path / "model"))
-    config = load_config({"model": model, "engine": {"threads": 1}}).model_dump(mode="json")
+    config = load_config({"model": model, "cluster": {"threads": 1}}).model_dump(mode="json")
     address = f"tcp://{outside_address()}:0"
     async with Hub(log_dir=tmp_path, on_event=lambda *_: None, address=address) as hub:
         expected = asyncio.create_task(hub.await_joined("engine-0", timeout_s=60))

@@ -20,8 +20,8 @@ def test_run_trains_and_saves_policy_and_critic(tmp_path):
         "critic": {"learning_rate": 1e-2, "warmup_steps": 1},
         "sampling": {"max_new_tokens": 12},
         "rollout": {"group_size": 4},
-        "trainer": {"steps": 3, "groups_per_step": 4, "minibatches": 2, "threads": 1},
-        "engine": {"threads": 1},
+        "trainer": {"steps": 3, "groups_per_step": 4, "minibatches": 2},
+        "cluster": {"threads": 1},
         "scoring": {"workers": 1, "advantages": {"type": "gae", "gae_lambda": 0.95}},
         "monitoring": {"progress": "off"},
     }

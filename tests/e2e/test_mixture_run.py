@@ -17,9 +17,10 @@ def test_mixture_of_experts_trains_with_replayed_routes_and_resumes(tmp_path):
         "sampling": {"max_new_tokens": 12},
         "rollout": {"group_size": 4},
         "buffer": {"max_staleness": 0},
-        "trainer": {"steps": 3, "groups_per_step": 4, "threads": 1},
+        "trainer": {"steps": 3, "groups_per_step": 4},
         "optimizer": {"learning_rate": 1e-3},
-        "engine": {"threads": 1, "count": 2},
+        "engine": {"count": 2},
+        "cluster": {"threads": 1},
         "scoring": {"workers": 1},
         "monitoring": {"progress": "off"},
     }

@@ -18,7 +18,8 @@ def test_run_trains_on_a_program_that_uses_the_openai_package(tmp_path):
         tmp_path,
         environment={"command": ["python", str(agent)], "score": "score.py:prints_digits"},
         rollout={"group_size": 2, "max_running_groups": 2},
-        trainer={"groups_per_step": 2, "steps": 2, "threads": 1},
+        trainer={"groups_per_step": 2, "steps": 2},
+        cluster={"threads": 1},
         sampling={"max_new_tokens": 6},
     )
     (tmp_path / "score.py").write_text(SCORE)

@@ -38,10 +38,11 @@ def settings_of(model: Path, run_dir: Path) -> dict:
         "rollout": {"group_size": 4},
         "buffer": {"max_staleness": 0},
         "weights": {"interrupt": "barrier"},
-        "trainer": {"steps": STEPS, "groups_per_step": GROUPS, "threads": 1},
+        "trainer": {"steps": STEPS, "groups_per_step": GROUPS},
         "optimizer": {"learning_rate": 3e-3},
         # Fewer slots than sequences, so the order of waiting sequences must be reproducible too.
-        "engine": {"threads": 1, "max_sequences": 16},
+        "engine": {"max_sequences": 16},
+        "cluster": {"threads": 1},
         "placement": {"engines": "cpu"},
         "scoring": {"workers": 2},
         "monitoring": {"progress": "off"},

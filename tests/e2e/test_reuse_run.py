@@ -24,9 +24,10 @@ def test_run_combines_order_epochs_and_replay(tmp_path):
             "staleness": {"type": "share", "max_share": 0.5},
             "replay": {"share": 0.25, "max_staleness": 8},
         },
-        trainer={"steps": 8, "groups_per_step": 4, "threads": 1, "epochs": 2, "minibatches": 2},
+        trainer={"steps": 8, "groups_per_step": 4, "epochs": 2, "minibatches": 2},
         loss={"type": "decoupled_ppo"},
-        engine={"threads": 1, "max_sequences": 32},
+        engine={"max_sequences": 32},
+        cluster={"threads": 1},
         scoring={"workers": 1},
         monitoring={"progress": "off"},
     )

@@ -80,8 +80,8 @@ def test_judge_that_fails_every_other_time_costs_no_group(judge_url, tmp_path, m
         sampling={"max_new_tokens": 8},
         scoring={"workers": 1},
         rollout={"group_size": 4},
-        trainer={"steps": STEPS, "groups_per_step": 4, "threads": 1},
-        engine={"threads": 1},
+        trainer={"steps": STEPS, "groups_per_step": 4},
+        cluster={"threads": 1},
         monitoring={"progress": "off"},
     )
     assert result.steps == STEPS
@@ -114,8 +114,8 @@ def test_run_reports_that_it_waits_for_a_scorer(tmp_path, capsys):
         sampling={"max_new_tokens": 8},
         scoring={"workers": 1},
         rollout={"group_size": 4},
-        trainer={"steps": 6, "groups_per_step": 4, "threads": 1},
-        engine={"threads": 1},
+        trainer={"steps": 6, "groups_per_step": 4},
+        cluster={"threads": 1},
         monitoring={"progress": "lines"},
     )
     last = read_metrics(result.run_dir / "metrics.jsonl")[-1]

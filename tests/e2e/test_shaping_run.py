@@ -51,8 +51,8 @@ def shaped(tmp_path_factory) -> mr.RunResult:
             "filter": [{"type": "zero_variance"}, {"type": "overlong"}],
         },
         evaluate={"every_steps": 2, "samples": 4, "engines": 1},
-        trainer={"steps": STEPS, "groups_per_step": 4, "threads": 1},
-        engine={"threads": 1},
+        trainer={"steps": STEPS, "groups_per_step": 4},
+        cluster={"threads": 1},
         checkpoint={"every_steps": 4},
         monitoring={"progress": "off"},
     )

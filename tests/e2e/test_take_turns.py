@@ -24,12 +24,12 @@ def train(folder: Path, *, take_turns: bool) -> mr.RunResult:
         scorers=[share_of_digits],
         sampling={"max_new_tokens": 48},
         rollout={"group_size": 8},
-        trainer={"steps": 6, "groups_per_step": 8, "threads": 1},
-        engine={"count": 2, "threads": 1},
+        trainer={"steps": 6, "groups_per_step": 8},
+        engine={"count": 2},
         scoring={"workers": 1},
         evaluate={"every_steps": 1},
         monitoring={"progress": "off"},
-        cluster={"share_gpu": "take_turns" if take_turns else "auto"},
+        cluster={"threads": 1, "share_gpu": "take_turns" if take_turns else "auto"},
     )
 
 

@@ -20,9 +20,9 @@ def settings_of(tmp_path, **sections: Any) -> dict[str, Any]:
         "run_dir": str(tmp_path / "run"),
         "sampling": {"max_new_tokens": 12},
         "rollout": {"group_size": 4},
-        "trainer": {"steps": 3, "groups_per_step": 4, "threads": 1},
+        "trainer": {"steps": 3, "groups_per_step": 4},
         "optimizer": {"learning_rate": 1e-3},
-        "engine": {"threads": 1},
+        "cluster": {"threads": 1},
         "scoring": {"workers": 1},
         "monitoring": {"progress": "off"},
         **sections,
@@ -63,7 +63,7 @@ def test_run_trains_on_a_self_teacher_and_reports_its_version(tmp_path, follows,
     sections = {
         "scorers": [{"type": "self_teacher", **follows}],
         "lora": lora,
-        "trainer": {"steps": 8, "groups_per_step": 4, "threads": 1},
+        "trainer": {"steps": 8, "groups_per_step": 4},
         "optimizer": {"learning_rate": 1e-3},
         "loss": {"distil_weight": 0.1},
     }
@@ -88,7 +88,7 @@ def test_killed_self_teacher_is_replaced(tmp_path):
 
     sections = {
         "scorers": [{"type": "self_teacher", "ema": 0.5}],
-        "trainer": {"steps": 8, "groups_per_step": 4, "threads": 1},
+        "trainer": {"steps": 8, "groups_per_step": 4},
         "optimizer": {"learning_rate": 1e-3},
         "loss": {"distil_weight": 0.1},
     }

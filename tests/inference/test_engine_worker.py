@@ -68,7 +68,8 @@ def sender() -> Iterator[PackingSender]:
 def start(link: FakeLink, model_path: Path, **engine: Any) -> None:
     config = {
         "model": {"path": str(model_path)},
-        "engine": {"threads": 1, "options": {"block_tokens": 4}, **engine},
+        "engine": {"options": {"block_tokens": 4}, **engine},
+        "cluster": {"threads": 1},
         "placement": {"engines": "cpu"},
     }
     link.call(StartEngine(config=config, model_path=str(model_path), version=3)).result()

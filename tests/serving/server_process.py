@@ -37,7 +37,7 @@ class ServerProcess:
 def server_process(model: Path, *options: str, logs: Path) -> Iterator[ServerProcess]:
     """A server named "tiny" that ends cleanly with all its processes."""
     general = ["--port", "0", "--name", "tiny", "--log-dir", str(logs)]
-    engine = ["--placement.engines", "cpu", "--engine.threads=1"]
+    engine = ["--placement.engines", "cpu", "--cluster.threads=1"]
     process = subprocess.Popen(
         [*_COMMAND, str(model), *general, *engine, *options],
         stdout=subprocess.PIPE,

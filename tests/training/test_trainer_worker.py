@@ -97,7 +97,7 @@ def config(tmp_path: Path) -> dict:
         {
             "model": str(make_tiny_model(tmp_path / "model")),
             "run_dir": str(tmp_path / "run"),
-            "trainer": {"threads": 1},
+            "cluster": {"threads": 1},
             "optimizer": {"learning_rate": 1e-3},
             "placement": {"trainer": "cpu"},
             "checkpoint": {"keep": 2},

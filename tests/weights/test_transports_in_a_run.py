@@ -50,8 +50,9 @@ def run_over(model: Path, tmp_path: Path, *, weights: dict[str, Any]) -> mr.RunR
         rollout={"group_size": 2},
         # Staleness 0: a step is only possible once the version before it is in both engines.
         buffer={"max_staleness": 0},
-        trainer={"steps": 4, "groups_per_step": 2, "threads": 1},
-        engine={"count": 2, "threads": 1, "max_sequences": 8},
+        trainer={"steps": 4, "groups_per_step": 2},
+        engine={"count": 2, "max_sequences": 8},
+        cluster={"threads": 1},
         placement={"trainer": "cpu", "engines": "cpu"},
         scoring={"workers": 1},
         weights=weights,

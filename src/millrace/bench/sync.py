@@ -123,11 +123,10 @@ def settings(args: argparse.Namespace, case: Case, *, scratch: Path) -> RunConfi
             "engine": {
                 "count": case.engines,
                 "dtype": args.dtype,
-                "threads": args.threads,
                 "max_sequences": args.sequences,
                 "max_context": 2 * NEW_TOKENS,
             },
-            "trainer": {"threads": args.threads},
+            "cluster": {"threads": args.threads},
             "placement": {"trainer": args.device, "engines": args.device},
             "lora": None if apply is None else {"rank": args.rank, "apply": apply},
             "weights": {

@@ -40,13 +40,12 @@ def main(link: Link, name: str) -> None:
     assert call is not None
     assert isinstance(call.message, StartEngine | StartTrainer)
     config = RunConfig.model_validate(call.message.config)
+    torch.set_num_threads(config.cluster.threads or 1)
     if isinstance(call.message, StartEngine):
-        torch.set_num_threads(config.engine.threads or 1)
         worker = build_engine_worker(config, link=link, name=name)
         call.reply()
         worker.serve()
         return
-    torch.set_num_threads(config.trainer.threads or 1)
     weights = make_weights(config)
     publisher = Publisher(
         build_sender(config), emit=lambda update: link.emit(Published(update=update))

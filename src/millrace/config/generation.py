@@ -94,8 +94,7 @@ class EngineConfig(Section):
     kv: Literal["keep", "recompute"] = "keep"
     """Treatment of the KV cache when new weights arrive: "keep" continues with it, "recompute"
     prefills running sequences again under the new weights."""
-    threads: PositiveInt | None = None
-    """Number of CPU threads per engine. By default all workers share the cores evenly."""
+
     adapters: dict[str, str] = Field(default={})
     """Additional LoRA adapters by name: PEFT folders that requests can select and that are never
     trained; see docs/how-to/lora.md."""

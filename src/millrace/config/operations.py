@@ -9,6 +9,7 @@ from millrace.config.section import (
     Devices,
     NonNegativeInt,
     PositiveFloat,
+    PositiveInt,
     Section,
 )
 
@@ -83,6 +84,9 @@ class ClusterConfig(Section):
     start_timeout_s: PositiveFloat = 180.0
     """Time limit in seconds for a worker to start and load its model. Other hosts have at least
     600 seconds to join."""
+    threads: PositiveInt | None = None
+    """Number of CPU threads of the trainer and of each engine. By default they share the cores of
+    their host evenly."""
     share_gpu: ShareGpu = "auto"
     """Sharing of a GPU by engines and trainer: "mps" = concurrent kernels through NVIDIA MPS, whose
     daemon the run starts and stops; "time_slices" = without MPS; "auto" = MPS where it is installed

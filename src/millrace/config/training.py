@@ -126,8 +126,6 @@ class TrainerConfig(Section):
     replay_routes: bool = True
     """Replay of expert routes in a mixture of experts: the trainer sends each token to the experts
     that the engine chose; see docs/explanation/expert-routing.md."""
-    threads: PositiveInt | None = None
-    """Number of CPU threads. By default all workers share the cores evenly."""
 
 
 class OptimizerConfig(Section):

@@ -49,8 +49,8 @@ def main(link: Link, name: str) -> None:
 
 def _start(message: messages.StartEngine, link: Link, timeline: Timeline) -> "EngineWorker":
     config = load_config(message.config)
-    if config.engine.threads is not None:
-        torch.set_num_threads(config.engine.threads)
+    if config.cluster.threads is not None:
+        torch.set_num_threads(config.cluster.threads)
     device = resolve_device(config.placement.engine(0))
     if device.index:  # streams, events and Triton kernels use the current device
         torch.cuda.set_device(device)

@@ -291,28 +291,16 @@ def _resolve_auto(config: RunConfig) -> RunConfig:
         return str(resolve_dtype(wanted, resolve_device(device))).removeprefix("torch.")
 
     engine, trainer, placement = config.engine, config.trainer, config.placement
-    models = config.environment.models
     num_engines = engine.count + config.evaluate.engines
-    num_engines += sum(model.engine.count for model in models.values())
+    num_engines += sum(model.engine.count for model in config.environment.models.values())
     threads = max(1, available_cores() // (num_engines + 1))
     engine_device = placement.engine(0) if engine.count > 0 else placement.trainer[0]
     return _with(
         config,
         optimizer={"learning_rate": config.learning_rate},
-        environment={
-            "models": {
-                name: model.model_copy(update={"threads": model.engine.threads or threads})
-                for name, model in models.items()
-            }
-        },
-        engine={
-            "threads": engine.threads or threads,
-            "dtype": dtype(engine.dtype, engine_device),
-        },
-        trainer={
-            "threads": trainer.threads or threads,
-            "dtype": dtype(trainer.dtype, placement.trainer[0]),
-        },
+        engine={"dtype": dtype(engine.dtype, engine_device)},
+        trainer={"dtype": dtype(trainer.dtype, placement.trainer[0])},
+        cluster={"threads": config.cluster.threads or threads},
     )
 
 

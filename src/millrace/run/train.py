@@ -102,7 +102,7 @@ def train(
                 environment=play,
                 resume=resume,
             )
-            threads = settled.engine.threads
+            threads = settled.cluster.threads
             return _train(prepared, threads=threads, resume=resume, progress=progress)
     finally:
         progress.stop()
@@ -163,7 +163,7 @@ class _Run:
         resume: bool,
         progress: ProgressDisplay,
     ) -> None:
-        """`threads`: engine.threads as the user set it; other hosts have other core counts."""
+        """`threads`: cluster.threads as the user set it; other hosts have other core counts."""
         self._prepared = prepared
         self._config = prepared.config
         self._threads = threads

@@ -53,7 +53,7 @@ class RunWorkers:
         on_phase: Callable[[str, str | None], None],
         on_restored: Callable[[WeightUpdate], None],
     ) -> None:
-        """`remote_threads`: engine.threads as the user set it; another host may have other cores.
+        """`remote_threads`: cluster.threads as the user set it; another host may have other cores.
 
         `gpu_env`: environment of engines and the trainer. Scorers do not get it: they may be killed
         at any time, and with MPS such a death disturbs every process on that GPU. `on_phase` is
@@ -68,8 +68,12 @@ class RunWorkers:
         self._gpu_env = gpu_env
         self._on_phase = on_phase
         adapters = {name: _absolute(path) for name, path in config.engine.adapters.items()}
-        remote = config.engine.model_copy(update={"threads": remote_threads, "adapters": adapters})
-        self._remote_config = config.model_copy(update={"engine": remote})
+        self._remote_config = config.model_copy(
+            update={
+                "engine": config.engine.model_copy(update={"adapters": adapters}),
+                "cluster": config.cluster.model_copy(update={"threads": remote_threads}),
+            }
+        )
         self.engines = EnginePool(replaces=True)
         self.evaluators = EnginePool(replaces=True) if config.evaluate.engines else None
         self.models = {name: EnginePool(replaces=True) for name in config.environment.models}

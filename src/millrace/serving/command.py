@@ -139,7 +139,7 @@ async def _score_pool(
 
     engine, num_tokens = settings.config.engine, max(tokenizer.get_vocab().values()) + 1
     reader = LogprobModelSettings(
-        dtype=engine.dtype, threads=engine.threads or 1
+        dtype=engine.dtype, threads=settings.config.cluster.threads or 1
     ).process_settings()
     start = StartTeacher(
         config=settings.config.model_dump(mode="json"),

@@ -15,7 +15,7 @@ from millrace.core.errors import ConfigError
 from millrace.serving.options import LIMIT_OPTIONS, ServerLimits
 
 KEY_VARIABLE = "MILLRACE_API_KEY"
-_SECTIONS = ("engine.", "model.", "supervision.", "placement.engines")
+_SECTIONS = ("engine.", "model.", "supervision.", "placement.engines", "cluster.threads")
 _NOT_ALLOWED = ("engine.count", "engine.remote", "model.path")
 
 
@@ -38,7 +38,7 @@ def read_options(args: argparse.Namespace, settings: Mapping[str, object]) -> Se
         if not key.startswith(_SECTIONS) or key in _NOT_ALLOWED:
             raise ConfigError(
                 f"--{key} is not a setting of a server; use --engine.KEY, --supervision.KEY,"
-                " --placement.engines and --engines."
+                " --placement.engines, --cluster.threads and --engines."
             )
     if min(args.engines, args.scorers) < 0 or args.engines + args.scorers == 0:
         raise ConfigError(
@@ -107,5 +107,5 @@ def _is_loopback(host: str) -> bool:
 
 def _with_threads(config: RunConfig, *, processes: int) -> RunConfig:
     share = max(1, available_cores() // processes)
-    engine = config.engine.model_copy(update={"threads": config.engine.threads or share})
-    return config.model_copy(update={"engine": engine})
+    cluster = config.cluster.model_copy(update={"threads": config.cluster.threads or share})
+    return config.model_copy(update={"cluster": cluster})

@@ -54,8 +54,8 @@ class TrainerWorker:
         make_writer: type[CheckpointWriter] = CheckpointWriter,
     ) -> None:
         config = RunConfig.model_validate(message.config)
-        if config.trainer.threads is not None:
-            torch.set_num_threads(config.trainer.threads)
+        if config.cluster.threads is not None:
+            torch.set_num_threads(config.cluster.threads)
         seed_everything(config.seed)
         # The checkpoint of an adapter holds no model, so the base model comes from the config.
         path = config.model.path if config.lora else message.checkpoint or config.model.path

@@ -59,15 +59,15 @@ def settings_of(folder: Path, *, model: Path, steps: int, seed: int) -> dict[str
         "sampling": {"max_new_tokens": 5},
         "rollout": {"group_size": 8, "max_running_groups": 32},
         "buffer": {"max_staleness": MAX_STALENESS, "capacity": 4 * GROUPS_PER_STEP},
-        "engine": {"count": 2, "threads": 1, "max_sequences": 64},
-        "trainer": {"steps": steps, "groups_per_step": GROUPS_PER_STEP, "threads": 1},
+        "engine": {"count": 2, "max_sequences": 64},
+        "trainer": {"steps": steps, "groups_per_step": GROUPS_PER_STEP},
         # Small last steps end near the best accuracy.
         "optimizer": {"learning_rate": 3e-4, "schedule": "linear", "warmup_steps": 5},
         "scoring": {"workers": 1},
         "checkpoint": {"every_steps": 5, "keep": 2},
         "journal": {"max_bytes": 2**24, "partial_every_s": 0.25},
         "supervision": {"max_restarts": 1000, "hang_timeout_s": 10.0},
-        "cluster": {"start_timeout_s": 60.0},
+        "cluster": {"start_timeout_s": 60.0, "threads": 1},
         # One sample of each group.
         "monitoring": {"progress": "lines", "samples_per_step": GROUPS_PER_STEP},
     }
