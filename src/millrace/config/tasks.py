@@ -25,7 +25,7 @@ def _columns(value: Any) -> Any:
         names = cast(list[Any], value)
         value = {name: name for name in names if isinstance(name, str)}
         if len(value) < len(names):
-            raise ValueError(f"{names!r} must be different texts")
+            raise ValueError("a list of columns holds different texts")
     return {"prompt": "prompt", **cast(dict[Any, Any], value)} if isinstance(value, dict) else value
 
 
