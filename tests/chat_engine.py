@@ -12,7 +12,7 @@ from millrace.core.records import Completion, Request, Sampling
 from millrace.environments.function_environment import FunctionEnvironment
 from millrace.environments.limits import EpisodeRules
 from millrace.environments.loop_thread import LoopThread
-from millrace.environments.other_models import OtherModel
+from millrace.environments.role_models import RoleModel
 from millrace.environments.rollouts.player import Player
 from millrace.environments.rollouts.renderer import Renderer
 
@@ -62,7 +62,7 @@ def player_of(
     thread: LoopThread,
     family: str = "chatml",
     max_context: int = 2000,
-    others: Mapping[str, tuple[OtherModel, ChatEngine]] | None = None,
+    others: Mapping[str, tuple[RoleModel, ChatEngine]] | None = None,
     **rules,
 ) -> Player:
     """`others`: models that roles may be, each with its engine."""

@@ -22,9 +22,10 @@ from millrace.core.records import Sampling
 from millrace.environments.agent import Agent
 from millrace.environments.episode_state import EpisodeState
 from millrace.environments.limits import EpisodeLimits
+from millrace.environments.replay.schema import EpisodeSettings
+from millrace.environments.role_models import role_model
 from millrace.environments.rollouts.player import GroupPolicy
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.environments.tools.calls import FORMATS
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
 from millrace.inference.embedded.parts import EngineSizes
@@ -101,18 +102,16 @@ async def agent_on(
         seed=seed,
         wants_routes=True,
     )
-    state = EpisodeState(
+    model = role_model(renderer, max_context=policy.max_context, tool_format="hermes")
+    settings = EpisodeSettings(
         name=policy.name,
         index=0,
-        sample=policy.sample,
-        renderer=renderer,
-        tool_format=FORMATS["hermes"],
-        sampling=policy.sampling,
-        max_context=policy.max_context,
-        limits=EpisodeLimits(max_turns=10_000),
-        root=0,
         random_index=0,
+        limits=EpisodeLimits(max_turns=10_000),
+        policy=model.row,
+        sampling=policy.sampling,
     )
+    state = EpisodeState(settings, policy=model, sample=policy.sample, root=0)
     try:
         yield state.agent(), state
     finally:

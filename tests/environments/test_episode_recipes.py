@@ -16,11 +16,10 @@ from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Completion, Group, Sampling, Task, TokenLogprobs
 from millrace.environments.branching.recipes import Pivot, Tree, build_recipe
 from millrace.environments.function_environment import FunctionEnvironment, answer
-from millrace.environments.other_models import OtherModel
+from millrace.environments.role_models import role_model
 from millrace.environments.rollouts.attempt import Attempt
 from millrace.environments.rollouts.player import Player
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.environments.tools.calls import FORMATS
 from millrace.run.environment import resolve_recipe
 from millrace.scoring.advantages.estimators import with_advantages
 from millrace.scoring.advantages.tree import TreeAdvantages
@@ -169,12 +168,8 @@ async def test_turns_of_other_models_before_a_pivot_are_shared_and_never_branche
 
     hints = itertools.count()
     guide = ChatEngine(lambda _: f"hint {next(hints)}", family="llama3")
-    model = OtherModel(
-        path="llama",
-        renderer=Renderer(TOKENIZERS["llama3"]),
-        tool_format=FORMATS["llama3"],
-        max_context=2000,
-    )
+    renderer = Renderer(TOKENIZERS["llama3"])
+    model = role_model(renderer, path="llama", tool_format="llama3", max_context=2000)
     engine = BranchingEngine()
     others = {"llama": (model, guide)}
     recipe = Pivot(branches=3)

@@ -4,7 +4,6 @@ import asyncio
 import json
 import textwrap
 
-import msgspec
 import pytest
 from chat_engine import TOKENIZERS, ChatEngine, player_of
 from transformers import Qwen3Config
@@ -14,7 +13,7 @@ from millrace.core.plugins import load_reference
 from millrace.core.records import Task
 from millrace.environments.loop_thread import LoopThread
 from millrace.environments.replay.files import Line, read_recordings, write_recordings
-from millrace.environments.replay.schema import Recording
+from millrace.environments.replay.schema import Recording, decode
 from millrace.environments.rollouts.attempt import Attempt
 
 ENVIRONMENT = """
@@ -58,7 +57,7 @@ def recorded(tmp_path):
             group=4,
             score=1.0,
             model=str(tmp_path / "model"),
-            episode=msgspec.json.decode(episode.recording or b"", type=Recording),
+            episode=decode(episode.recording or b"", Recording),
         )
         for episode in group.episodes
     ]

@@ -25,7 +25,7 @@ from millrace.environments.replay.files import (
 )
 from millrace.environments.replay.recorder import episode_of
 from millrace.environments.replay.rerun import rerun
-from millrace.environments.replay.schema import Recording
+from millrace.environments.replay.schema import Recording, decode, encode
 from millrace.environments.rollouts.attempt import Attempt
 from millrace.environments.tools.calls import ToolCall
 from millrace.environments.tools.functions import tool_of
@@ -102,7 +102,7 @@ async def recorded(function, engine, *, thread, **rules) -> Episode:
 
 def read(episode: Episode) -> Recording:
     assert episode.recording is not None
-    return msgspec.json.decode(episode.recording, type=Recording)
+    return decode(episode.recording, Recording)
 
 
 def assert_same(left: Episode, right: Episode) -> None:
@@ -235,7 +235,7 @@ async def test_turns_after_an_edited_tool_result_are_not_trained(thread):
     assert [turn.completion for turn in again.turns] == [t.completion for t in episode.turns]
     assert "13" in str(again.turns[1].prompt)
     (before,), (after,) = episode.rollouts, again.rollouts
-    first = len(read(episode).turns[0].tokens)
+    first = len(read(episode).turns[0].completion.tokens)
     assert after.num_sampled == first < before.num_sampled
     assert [row.is_recorded for row in read(again).turns] == [True, False]
     assert episode_of(with_reward(edited, 0.25)).reward == 0.25
@@ -275,14 +275,18 @@ async def test_invalid_recording_files_raise_config_error(tmp_path, thread):
     line = Line(group=3, score=1.0, model="here", episode=read(episode))
     path = tmp_path / "episodes.jsonl"
     write_recordings(path, [line, line])
-    assert list(read_recordings(path)) == [line, line]
+    assert [encode(each) for each in read_recordings(path)] == [encode(line)] * 2
     text = path.read_text()
     for wrong, sentence in [
         (
-            text.replace('"schema":1', '"schema":2', 1),
+            text.replace('"schema":2', '"schema":1', 1),
             r"jsonl:1 is not a recorded episode",
         ),
         (text.replace('"ending"', '"end"'), r"unknown field `end` - at `\$.episode"),
+        (
+            text.replace('"shape":[', '"shape":[7,', 1),
+            r"an array of shape \(7, \d+\) has \d+ bytes - at `\$.episode.entries",
+        ),
         (text[:-9], r"episodes.jsonl:2 is not a recorded episode: Input data was truncated"),
     ]:
         path.write_text(wrong)

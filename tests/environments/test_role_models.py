@@ -1,19 +1,17 @@
 """Roles of other models: their requests, their rendering, and what is trained."""
 
-import msgspec
 import pytest
 from chat_engine import TOKENIZERS, ChatEngine, player_of, user
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Task
-from millrace.environments.other_models import OtherModel
 from millrace.environments.replay.answers import ReplayError
 from millrace.environments.replay.recorder import episode_of
 from millrace.environments.replay.rerun import rerun
-from millrace.environments.replay.schema import Recording
+from millrace.environments.replay.schema import Recording, decode
+from millrace.environments.role_models import role_model
 from millrace.environments.rollouts.attempt import Attempt
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.environments.tools.calls import FORMATS
 
 TASK = Task(prompt="a")
 POLICY, JUDGE = TOKENIZERS["chatml"], TOKENIZERS["llama3"]
@@ -42,12 +40,7 @@ async def judged(task, agent):
 async def play(function, *, thread, max_context=2000, group_size=2, **rules):
     """Return the group, and the prompts of the policy and the judge."""
     engine, other = ChatEngine(lambda _: "12"), ChatEngine(looks_up, family="llama3")
-    llama = OtherModel(
-        path="llama",
-        renderer=Renderer(JUDGE),
-        tool_format=FORMATS["llama3"],
-        max_context=max_context,
-    )
+    llama = role_model(Renderer(JUDGE), path="llama", tool_format="llama3", max_context=max_context)
     player = player_of(function, engine, thread=thread, others={"llama": (llama, other)}, **rules)
     group = await player.try_group(TASK, attempt=Attempt(3), group_size=group_size)
     return group, engine, other
@@ -115,7 +108,7 @@ async def test_episode_with_another_model_is_recorded_and_replayed(thread):
     group, _engine, _other = await play(judged, thread=thread, group_size=1, records=True)
     (episode,) = group.episodes
     assert episode.recording is not None
-    recording = msgspec.json.decode(episode.recording, type=Recording)
+    recording = decode(episode.recording, Recording)
     assert recording.models["llama"].tool_format == "llama3"
     assert len(episode_of(recording).rollouts) == 1
     again = await rerun(recording, judged, tokenizer=POLICY, tokenizers={"llama": JUDGE})
@@ -130,6 +123,6 @@ async def test_replay_error_is_decoded_with_the_tokenizer_of_the_other_model(thr
         await agent.role("judge", model="llama").run([user("Is 13 right?")], [lookup])
 
     group, _engine, _other = await play(judged, thread=thread, group_size=1, records=True)
-    recording = msgspec.json.decode(group.episodes[0].recording or b"", type=Recording)
+    recording = decode(group.episodes[0].recording or b"", Recording)
     with pytest.raises(ReplayError, match=r"it is '.*13 right.*in the recording '.*12 right"):
         await rerun(recording, otherwise, tokenizer=POLICY, tokenizers={"llama": JUDGE})

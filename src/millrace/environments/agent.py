@@ -16,6 +16,7 @@ from millrace.core.errors import TaskError
 from millrace.core.records import Ending, Finish, Message, Prompt, Rollout, Sampling
 from millrace.environments.conversation import Conversation
 from millrace.environments.limits import EpisodeOver
+from millrace.environments.replay.schema import AgentRow
 from millrace.environments.token_record import Exchange, TokenRecord
 from millrace.environments.tools.calls import Parsed, ToolCall
 from millrace.environments.tools.functions import Tool, tools_of
@@ -66,32 +67,20 @@ class Reply:
 
 
 class Agent:
-    def __init__(
-        self,
-        state: "EpisodeState",
-        *,
-        name: str,
-        adapter: str | None,
-        model: str | None,
-        is_trained: bool,
-    ) -> None:
-        """`model` is a name in environment.models; None = the policy."""
-        if model is not None and model not in state.others:
+    def __init__(self, state: "EpisodeState", row: AgentRow) -> None:
+        if row.model not in state.models:
             raise TaskError(
-                f"The role {name!r} names the model {model!r}, which is not in environment.models;"
-                f" defined models: {', '.join(state.others) or 'none'}."
+                f"The role {row.name!r} names the model {row.model!r}, which is not in"
+                f" environment.models; defined models: {', '.join(state.others) or 'none'}."
             )
-        self.name = name
-        self.adapter = adapter
-        self.model = model
-        self.is_trained = is_trained
-        self.sampling = state.sampling  # default settings of chat() and complete()
+        self.row = row
+        self.sampling = state.settings.sampling  # default settings of chat() and complete()
         self.record = TokenRecord()
         self.tools: tuple[Tool, ...] = ()  # tools of the run's MCP servers
-        used = state if model is None else state.others[model]
-        self.tool_format = used.tool_format
-        self.max_context = used.max_context
-        self._conversation = Conversation(used.renderer, history=state.history, counts=state.counts)
+        model = state.models[row.model]
+        self.tool_format = model.tool_format
+        history = state.settings.history
+        self._conversation = Conversation(model.renderer, history=history, counts=state.counts)
         self._state = state
         self._num_forks = 0  # unpinned forks, each in a session of its own
 
@@ -124,7 +113,8 @@ class Agent:
                 f" trained=True, or the {other.partition(' ')[0]}."
             )
         is_trained = is_policy if trained is None else trained
-        return self._state.agent(name, adapter=adapter, model=model, is_trained=is_trained)
+        row = AgentRow(name=name, adapter=adapter, model=model, is_trained=is_trained)
+        return self._state.agent(row)
 
     @property
     def rng(self) -> np.random.Generator:
@@ -200,7 +190,7 @@ class Agent:
             )
         beginning, kept = self._conversation.within(reply.exchange, at)
         self._num_forks += 0 if pinned else 1
-        session = self.name if pinned else f"{self.name}/unpinned {self._num_forks}"
+        session = self.row.name if pinned else f"{self.row.name}/unpinned {self._num_forks}"
         exchange = await self._state.turn(
             beginning,
             agent=self,
@@ -245,10 +235,10 @@ class Agent:
 
     def rollouts(self, places: Mapping[Exchange, int] | None = None) -> tuple[Rollout, ...]:
         """Return the trained tokens sampled so far; `places` as in TokenRecord."""
-        if not self.is_trained:
+        if not self.row.is_trained:
             return ()
         rollouts = self.record.rollouts(places)
-        return tuple(replace(rollout, agent=self.name) for rollout in rollouts)
+        return tuple(replace(rollout, agent=self.row.name) for rollout in rollouts)
 
     def _reply(
         self,
@@ -301,12 +291,12 @@ class Agent:
                 f"agent.chat got {unknown}, which is not a [sampling] setting; valid settings are"
                 f" {', '.join(Sampling.__dataclass_fields__)}."
             ) from None
-        if self.is_trained and changed.temperature == 0 != self.sampling.temperature:
+        if self.row.is_trained and changed.temperature == 0 != self.sampling.temperature:
             raise TaskError(
                 "agent.chat got temperature = 0, but greedy tokens cannot be trained; raise the"
                 " temperature, or take a role with trained=False."
             )
-        if self.is_trained and changed.grammar is not None and not changed.truncates:
+        if self.row.is_trained and changed.grammar is not None and not changed.truncates:
             raise TaskError(
                 "A reply that is constrained by a response_format or tool_choice keeps too many"
                 " candidate ids per token to train on; set sampling.top_k, or take a role with"

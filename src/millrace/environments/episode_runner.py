@@ -32,10 +32,10 @@ from millrace.environments.episode_state import EpisodeState, Sample
 from millrace.environments.limits import EpisodeOver
 from millrace.environments.loop_thread import on_loop
 from millrace.environments.replay.answers import RecordedAnswers, is_answered
-from millrace.environments.replay.recorder import completion_of, recording_of
-from millrace.environments.replay.schema import Recording, TurnRow, encode
+from millrace.environments.replay.recorder import recording_of
+from millrace.environments.replay.schema import EpisodeSettings, Recording, TurnRow, encode
+from millrace.environments.role_models import role_model
 from millrace.environments.rollouts.attempt import Expired
-from millrace.environments.tools.calls import format_of
 from millrace.environments.tools.functions import run_tool
 
 if TYPE_CHECKING:
@@ -49,16 +49,11 @@ async def run_episode(
     task: Task,
     *,
     state: EpisodeState,
-    ended_reward: float,
     branching: Branching | None = None,
 ) -> Episode:
-    """Run one episode to its end.
-
-    `ended_reward` is the reward of an episode that reached a limit. `branching` is the position of
-    a leaf in its tree.
-    """
+    """Run one episode to its end. `branching` is the position of a leaf in its tree."""
     try:
-        reward = await _reward_of(function, task, state=state, ended_reward=ended_reward)
+        reward = await _reward_of(function, task, state=state)
     finally:
         state.close()  # tasks that the environment left running sample nothing more
     return Episode(
@@ -76,25 +71,27 @@ def name_of(function: Any) -> str:
 
 
 async def _reward_of(
-    function: EnvironmentFunction, task: Task, *, state: EpisodeState, ended_reward: float
+    function: EnvironmentFunction, task: Task, *, state: EpisodeState
 ) -> float | dict[str, float] | None:
     """Run the user's coroutine and check what it returns."""
+    settings = state.settings
     limit: asyncio.Timeout | None = None
     try:
         async with state.timed() as limit:
             returned = await function(task, state.agent())
     except EpisodeOver:
-        return ended_reward
+        return settings.ended_reward
     except (MillraceError, Expired):
         raise
     except Exception as error:
         if limit is not None and limit.expired():
             state.end("timeout")
-            return ended_reward
+            return settings.ended_reward
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise TaskError(
-            f"{state.name}: environment {name_of(function)!r} raised {type(error).__name__}:"
-            f" {error} (episode {state.index}, {last.filename}:{last.lineno}); fix the environment."
+            f"{settings.name}: environment {name_of(function)!r} raised {type(error).__name__}:"
+            f" {error} (episode {settings.index}, {last.filename}:{last.lineno}); fix the"
+            " environment."
         ) from error
     trained = {rollout.agent for rollout in state.rollouts()}
     if isinstance(returned, Mapping) and returned and trained <= set(returned):
@@ -108,7 +105,7 @@ def _checked(function: EnvironmentFunction, returned: Any, state: EpisodeState) 
     if returned is None or (isinstance(returned, Real) and math.isfinite(returned)):
         return None if returned is None else float(returned)
     raise TaskError(
-        f"{state.name}: environment {name_of(function)!r} returned {returned!r:.60};"
+        f"{state.settings.name}: environment {name_of(function)!r} returned {returned!r:.60};"
         " return a finite number as the reward, None to leave the reward to the scorers, or a dict"
         " with a number for each trained role."
     )
@@ -160,24 +157,28 @@ class EpisodeRunner:
 
         source = None
         if branch is not None:
-            answers = RecordedAnswers(
-                branch.shared(), renderer=env.renderer, others=env.others, is_prefix=True
-            )
+            answers = RecordedAnswers(branch.shared(), is_prefix=True)
             source = _BranchSource(branch=branch, answers=answers, sample_new=sample)
-        state = EpisodeState(
+        model = role_model(
+            env.renderer, max_context=policy.max_context, tool_format=env.rules.tool_format
+        )
+        settings = EpisodeSettings(
             name=policy.name,
             index=index,
-            sample=sample if source is None else source.sample,
-            renderer=env.renderer,
-            tool_format=format_of(env.rules.tool_format, template=env.renderer.chat_template),
-            sampling=policy.sampling,
-            max_context=policy.max_context,
-            history=env.rules.history,
-            limits=env.rules.limits,
-            others=env.others,
             seed=policy.seed,
-            root=index if branch is None else branch.root,
             random_index=index if branch is None else branch.recording.random_index,
+            limits=env.rules.limits,
+            ended_reward=env.rules.ended_reward,
+            history=env.rules.history,
+            policy=model.row,
+            sampling=policy.sampling,
+        )
+        state = EpisodeState(
+            settings,
+            policy=model,
+            others=env.others,
+            sample=sample if source is None else source.sample,
+            root=index if branch is None else branch.root,
             run_tool=run_tool if source is None else source.answers.run_tool,
         )
         if source is not None:
@@ -186,21 +187,19 @@ class EpisodeRunner:
 
     async def _run(self, state: EpisodeState, *, branching: Branching | None) -> PlayedEpisode:
         """Runs on the loop of the environments."""
-        function, rules = self.environment.function, self.environment.rules
-        ended_reward = rules.ended_reward
-        episode = await run_episode(
-            function, self.task, state=state, ended_reward=ended_reward, branching=branching
-        )
+        function, records = self.environment.function, self.environment.rules.records
+        episode = await run_episode(function, self.task, state=state, branching=branching)
         if not episode.rollouts and self.policy.is_trained:
+            settings = state.settings
             raise TaskError(
-                f"{state.name}: episode {state.index} of environment {name_of(function)!r}"
+                f"{settings.name}: episode {settings.index} of environment {name_of(function)!r}"
                 f" ended ({state.ending}) before the model sampled any trained token; call"
                 " agent.chat or agent.complete."
             )
-        if branching is None and not rules.records:
+        if branching is None and not records:
             return PlayedEpisode(episode=episode, recording=None)
-        recording = recording_of(episode, self.task, state=state, ended_reward=ended_reward)
-        if rules.records:
+        recording = recording_of(episode, self.task, state=state)
+        if records:
             episode = replace(episode, recording=encode(recording))
         return PlayedEpisode(episode=episode, recording=recording)
 
@@ -221,7 +220,7 @@ class _BranchSource:
         if call != branch.turn.number:
             return await self.sample_new(prompt, call=call, **settings)
         self.answers.check_prompt(branch.turn, prompt, recording=branch.recording)
-        partial = cut(completion_of(branch.turn), 0, branch.at) if branch.at else None
+        partial = cut(branch.turn.completion, 0, branch.at) if branch.at else None
         settings |= {"partial": partial, "pinned": True}
         completion = await self.sample_new(prompt, call=call, **settings)
         return replace(completion, num_shared=branch.at)

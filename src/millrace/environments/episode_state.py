@@ -9,7 +9,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -18,13 +18,13 @@ import numpy as np
 from millrace.core.errors import TaskError
 from millrace.core.records import Completion, Ending, Prompt, Rollout, Sampling, Turn
 from millrace.environments.agent import Agent
-from millrace.environments.conversation import Beginning, History
-from millrace.environments.event_log import EventLog, FinishedTurn
-from millrace.environments.limits import EpisodeLimits, EpisodeOver
-from millrace.environments.other_models import OtherModel
-from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.conversation import Beginning
+from millrace.environments.event_log import EventLog
+from millrace.environments.limits import EpisodeOver
+from millrace.environments.replay.schema import AgentRow, EpisodeSettings
+from millrace.environments.role_models import RoleModel
 from millrace.environments.token_record import Exchange, first_routed
-from millrace.environments.tools.calls import ToolCall, ToolFormat
+from millrace.environments.tools.calls import ToolCall
 from millrace.environments.tools.functions import Tool, ToolResult, run_tool
 
 Sample = Callable[..., Awaitable[Completion]]  # with the signature of Policy.sample
@@ -34,24 +34,19 @@ RunTool = Callable[..., Awaitable[ToolResult]]  # with the signature of run_tool
 TOOL_RESULT_CHARS = 16384
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class EpisodeState:
-    name: str  # of the group, for error messages
-    index: int  # within the group
+    settings: EpisodeSettings
+    _: KW_ONLY
+    policy: RoleModel
+    others: Mapping[str, RoleModel] = field(default_factory=dict[str, RoleModel])
     sample: Sample
-    renderer: Renderer  # of the policy, as are the next three
-    tool_format: ToolFormat
-    sampling: Sampling
-    max_context: int
-    history: History = "template"
-    limits: EpisodeLimits
-    others: Mapping[str, OtherModel] = field(default_factory=dict[str, OtherModel])
-    seed: int = 0  # of the group
     root: int  # episode whose KV it reuses: itself, or the root of its tree
-    random_index: int  # episode whose random draws it repeats: itself, or its parent
     run_tool: RunTool = run_tool
 
     def __post_init__(self) -> None:
+        self.limits = self.settings.limits
+        self.models: dict[str | None, RoleModel] = {None: self.policy, **self.others}
         self.turns: list[Turn] = []
         self.counts: Counter[str] = Counter()
         self.ending: Ending = "done"
@@ -75,25 +70,19 @@ class EpisodeState:
     @cached_property
     def rng(self) -> np.random.Generator:
         """Random generator of the environment; a replay repeats its draws."""
-        return np.random.default_rng((self.seed, self.random_index))
+        return np.random.default_rng((self.settings.seed, self.settings.random_index))
 
-    def agent(
-        self,
-        name: str = "",
-        *,
-        adapter: str | None = None,
-        model: str | None = None,
-        is_trained: bool = True,
-    ) -> Agent:
-        """Return the agent with this name, created on first use."""
-        found = self.agents.get(name)
+    def agent(self, row: AgentRow | None = None) -> Agent:
+        """Return the agent with this name, created on first use. None = the unnamed one."""
+        row = row or AgentRow()
+        found = self.agents.get(row.name)
         if found is None:
-            found = Agent(self, name=name, adapter=adapter, model=model, is_trained=is_trained)
-            self.agents[name] = found
-        if (found.adapter, found.model, found.is_trained) != (adapter, model, is_trained):
+            found = self.agents[row.name] = Agent(self, row)
+        known = found.row
+        if known != row:
             raise TaskError(
-                f"The role {name!r} exists with adapter = {found.adapter!r}, model ="
-                f" {found.model!r} and trained = {found.is_trained}; pass the same arguments every"
+                f"The role {row.name!r} exists with adapter = {known.adapter!r}, model ="
+                f" {known.model!r} and trained = {known.is_trained}; pass the same arguments every"
                 " time."
             )
         return found
@@ -120,19 +109,19 @@ class EpisodeState:
         number = next(self._calls)
         if number >= self.limits.max_turns:
             raise self.end("turns")
-        tokens = beginning.tokens
-        if len(tokens) >= agent.max_context:
-            raise self._too_long(len(tokens), agent)
-        with self.log.turn(number, agent=agent.name) as finish:
+        tokens, row = beginning.tokens, agent.row
+        if len(tokens) >= self.models[row.model].row.max_context:
+            raise self._too_long(len(tokens), row)
+        with self.log.turn(number, agent=row.name) as finish:
             completion = await self._sample_in_time(
                 tokens,
-                episode=self.index,
+                episode=self.settings.index,
                 call=number,
                 sampling=sampling,
-                session=f"{self.root}/{agent.name if session is None else session}",
-                adapter=agent.adapter,
-                model=agent.model,
-                is_trained=agent.is_trained,
+                session=f"{self.root}/{row.name if session is None else session}",
+                adapter=row.adapter,
+                model=row.model,
+                is_trained=row.is_trained,
                 pinned=pinned,
                 routes_from=first_routed(beginning.start),
             )
@@ -143,11 +132,9 @@ class EpisodeState:
                 parent=beginning.parent,
                 at=beginning.at,
             )
-            finish(FinishedTurn(number=number, agent=agent.name, prompt=prompt, exchange=exchange))
-        turn = Turn(
-            prompt=prompt, completion=completion.text, finish=completion.finish, agent=agent.name
-        )
-        self.turns.append(turn)
+            finish(prompt, exchange)
+        text, ending = completion.text, completion.finish
+        self.turns.append(Turn(prompt=prompt, completion=text, finish=ending, agent=row.name))
         return exchange
 
     async def _sample_in_time(self, tokens: np.ndarray, **settings: Any) -> Completion:
@@ -191,12 +178,13 @@ class EpisodeState:
         self.close()
         return EpisodeOver(ending)
 
-    def _too_long(self, num_tokens: int, agent: Agent) -> Exception:
+    def _too_long(self, num_tokens: int, agent: AgentRow) -> Exception:
         """Return TaskError for a first prompt that does not fit; a later one ends the episode."""
         if self.turns:
             return self.end("length")
         section = "engine" if agent.model is None else f"environment.models.{agent.model}"
         return TaskError(
-            f"{self.name}: the prompt has {num_tokens} tokens, but the context holds"
-            f" {agent.max_context}; shorten the prompt or raise {section}.max_context."
+            f"{self.settings.name}: the prompt has {num_tokens} tokens, but the context holds"
+            f" {self.models[agent.model].row.max_context}; shorten the prompt or raise"
+            f" {section}.max_context."
         )

@@ -1,6 +1,6 @@
 """The event log of one episode: the turns of the model and the tool results, in order.
 
-Together with the episode's seed, these events determine what a deterministic environment does.
+Together with the episode's seed, these entries determine what a deterministic environment does.
 
 Promise: entries are in the order in which they ended, and numbered in the order in which they
 began. An environment that gets the same answers in the same order therefore makes the same
@@ -12,27 +12,15 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from millrace.core.records import Prompt
 from millrace.environments.limits import EpisodeOver
-from millrace.environments.replay.schema import CutRow, ToolRow
+from millrace.environments.replay.schema import CutRow, Entry, ToolRow, TurnRow
 from millrace.environments.token_record import Exchange
 from millrace.environments.tools.functions import ToolResult
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class FinishedTurn:
-    number: int  # of turns, in the order in which they began
-    agent: str
-    prompt: Prompt
-    exchange: Exchange
-
-
-Event = FinishedTurn | CutRow | ToolRow
 
 # Numbers of the tool calls that the running code is part of.
 _ENCLOSING_TOOLS: ContextVar[tuple[int, ...]] = ContextVar("_ENCLOSING_TOOLS", default=())
@@ -40,30 +28,46 @@ _ENCLOSING_TOOLS: ContextVar[tuple[int, ...]] = ContextVar("_ENCLOSING_TOOLS", d
 
 class EventLog:
     def __init__(self) -> None:
-        self._ended: list[Event] = []
+        self._ended: list[Entry] = []
+        self._numbers: dict[Exchange, int] = {}  # of turns, in the order in which they ended
         self._open: dict[int, CutRow | ToolRow] = {}  # as they are logged if they never end
         self._keys = itertools.count()
         self._tool_numbers = itertools.count()
         self._tools_with_turns: set[int] = set()
 
     @property
-    def events(self) -> list[Event]:
-        """All events; those that have not ended come last."""
+    def entries(self) -> list[Entry]:
+        """All entries; those that have not ended come last."""
         return [*self._ended, *self._open.values()]
 
     def places(self) -> dict[Exchange, int]:
         """Return the number of tokens that the episode sampled before each exchange."""
-        turns = [event.exchange for event in self._ended if isinstance(event, FinishedTurn)]
-        sizes = [len(exchange.completion.tokens) for exchange in turns]
-        return dict(zip(turns, itertools.accumulate(sizes, initial=0), strict=False))
+        sizes = [len(exchange.completion.tokens) for exchange in self._numbers]
+        return dict(zip(self._numbers, itertools.accumulate(sizes, initial=0), strict=False))
 
     @contextlib.contextmanager
-    def turn(self, number: int, *, agent: str) -> Iterator[Callable[[FinishedTurn], None]]:
+    def turn(self, number: int, *, agent: str) -> Iterator[Callable[[Prompt, Exchange], None]]:
         """Enclose a turn; the yielded function logs that it finished."""
+
+        def finish(prompt: Prompt, exchange: Exchange) -> None:
+            self._numbers[exchange] = number
+            log(
+                TurnRow(
+                    number=number,
+                    agent=agent,
+                    prompt=prompt,
+                    parent=None if exchange.parent is None else self._numbers[exchange.parent],
+                    start=exchange.start,
+                    given=exchange.given,
+                    completion=exchange.completion,
+                    sampling=exchange.sampling,
+                )
+            )
+
         self._tools_with_turns.update(_ENCLOSING_TOOLS.get())
         with self._begun(CutRow(number=number, agent=agent, ending=None)) as log:
             try:
-                yield log
+                yield finish
             except EpisodeOver as over:
                 log(CutRow(number=number, agent=agent, ending=over.ending))
                 raise
@@ -89,11 +93,11 @@ class EventLog:
             _ENCLOSING_TOOLS.reset(outer)
 
     @contextlib.contextmanager
-    def _begun(self, unfinished: CutRow | ToolRow) -> Iterator[Callable[[Event], None]]:
+    def _begun(self, unfinished: CutRow | ToolRow) -> Iterator[Callable[[Entry], None]]:
         """Log what the yielded function receives, or `unfinished` if it is never called."""
         key = next(self._keys)
         self._open[key] = unfinished
-        logged: list[Event] = []
+        logged: list[Entry] = []
         try:
             yield logged.append
         finally:

@@ -25,7 +25,7 @@ from millrace.environments.branching.scheduler import Recipe
 from millrace.environments.episode_runner import EnvironmentFunction, EpisodeRunner, name_of
 from millrace.environments.limits import EpisodeRules
 from millrace.environments.loop_thread import LoopThread
-from millrace.environments.other_models import OtherModel
+from millrace.environments.role_models import RoleModel
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.tools.functions import is_async
 
@@ -74,7 +74,7 @@ class FunctionEnvironment:
     rules: EpisodeRules
     thread: LoopThread
     recipe: Recipe | None = None  # replaces n independent episodes per training group
-    others: Mapping[str, OtherModel] = field(default_factory=dict[str, OtherModel])
+    others: Mapping[str, RoleModel] = field(default_factory=dict[str, RoleModel])
 
     async def play(self, task: Task, policy: Policy, n: int) -> list[Episode]:
         runner = EpisodeRunner(environment=self, task=task, policy=policy)

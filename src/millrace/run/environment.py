@@ -25,7 +25,7 @@ from millrace.environments.function_environment import (
 )
 from millrace.environments.limits import rules_of
 from millrace.environments.loop_thread import LoopThread
-from millrace.environments.other_models import OtherModel, load_other_models
+from millrace.environments.role_models import RoleModel, load_role_models
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.tools.mcp_server import McpServer, WithServers
 from millrace.scoring.functions.shipping import resolve_function
@@ -96,7 +96,7 @@ def resolve_recipe(config: RunConfig, specs: Sequence[ScorerSpec]) -> Recipe | N
     return recipe
 
 
-def load_models(config: RunConfig, *, has_roles: bool) -> dict[str, OtherModel]:
+def load_models(config: RunConfig, *, has_roles: bool) -> dict[str, RoleModel]:
     """Load the tokenizers of environment.models. `has_roles`: there is an environment function."""
     models = config.environment.models
     if models and (config.environment.command or not has_roles):
@@ -104,7 +104,7 @@ def load_models(config: RunConfig, *, has_roles: bool) -> dict[str, OtherModel]:
             f"environment.models ({', '.join(models)}) are for roles of an environment.function,"
             " and there is none; remove them."
         )
-    return load_other_models(models)
+    return load_role_models(models)
 
 
 @contextlib.asynccontextmanager
@@ -114,7 +114,7 @@ async def open_environment(
     *,
     renderer: Renderer,
     recipe: Recipe | None,
-    models: Mapping[str, OtherModel],
+    models: Mapping[str, RoleModel],
 ) -> AsyncIterator[Environment]:
     """The environment of a run; an environment function runs in its own thread."""
     if function is None:

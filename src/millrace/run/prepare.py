@@ -19,7 +19,7 @@ from millrace.core.records import Task
 from millrace.environments.adapters.environment_factory import split_rewards
 from millrace.environments.branching.scheduler import Recipe
 from millrace.environments.episode_runner import EnvironmentFunction
-from millrace.environments.other_models import OtherModel
+from millrace.environments.role_models import RoleModel
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.inference.backend import check_capabilities, load_backend, seed_warnings
 from millrace.journal import JournalHistory
@@ -65,7 +65,7 @@ class PreparedRun:
     renderer: Renderer
     environment: EnvironmentFunction | None  # None = one prompt, one completion
     recipe: Recipe | None
-    models: Mapping[str, OtherModel]  # besides the policy, by name
+    models: Mapping[str, RoleModel]  # besides the policy, by name
     max_context: int
     checkpoint: Path | None  # to resume from
     cursor: Cursor

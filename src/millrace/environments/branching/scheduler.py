@@ -129,7 +129,8 @@ def by_place(episode: Episode, columns: Sequence[np.ndarray | None]) -> np.ndarr
 def _turn_at(recording: Recording, place: int) -> tuple[Any, int]:
     """Return the turn that sampled a token, and how many tokens the turn sampled before it."""
     for turn in recording.turns:
-        if place < len(turn.tokens):
+        num_sampled = len(turn.completion.tokens)
+        if place < num_sampled:
             return turn, place
-        place -= len(turn.tokens)
+        place -= num_sampled
     raise AssertionError("a place lies within its episode")

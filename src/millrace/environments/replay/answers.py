@@ -16,10 +16,7 @@ import numpy as np
 
 from millrace.core.errors import MillraceError
 from millrace.core.records import Completion
-from millrace.environments.other_models import OtherModel
-from millrace.environments.replay.recorder import completion_of
 from millrace.environments.replay.schema import CutRow, Entry, Recording, ToolRow, TurnRow, encode
-from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.tools.functions import Tool, ToolResult, run_tool
 
 if TYPE_CHECKING:
@@ -37,21 +34,9 @@ class RecordedAnswers:
 
     state: "EpisodeState"  # of the replayed episode; set by the caller
 
-    def __init__(
-        self,
-        recording: Recording,
-        *,
-        renderer: Renderer,
-        others: Mapping[str, OtherModel],
-        is_prefix: bool = False,
-    ) -> None:
-        """`renderer` and `others` render for the run's model and for other models by name.
-        `is_prefix`: the episode continues after the recording, and further tools are run."""
+    def __init__(self, recording: Recording, *, is_prefix: bool = False) -> None:
+        """`is_prefix`: the episode continues after the recording, and further tools are run."""
         self._recording = recording
-        self._renderers = {
-            agent.name: renderer if agent.model is None else others[agent.model].renderer
-            for agent in recording.agents
-        }
         self._is_prefix = is_prefix
         turns = [e for e in recording.entries if not isinstance(e, ToolRow)]
         self._turns = {entry.number: entry for entry in turns}
@@ -75,7 +60,7 @@ class RecordedAnswers:
         if entry.is_recorded:
             self.check_prompt(entry, prompt, recording=self._recording)
         await self._in_order(entry, what=f"turn {call}")
-        return completion_of(entry)
+        return entry.completion
 
     async def run_tool(self, tool: Tool, arguments: Mapping[str, Any], **limits: Any) -> ToolResult:
         """Return the recorded result. A tool in which an agent took turns runs again."""
@@ -136,7 +121,8 @@ class RecordedAnswers:
         shorter = min(len(known), len(prompt))
         apart = np.flatnonzero(known[:shorter] != prompt[:shorter])
         at = int(apart[0]) if len(apart) else shorter
-        renderer = self._renderers[entry.agent]
+        model = next(row.model for row in recording.agents if row.name == entry.agent)
+        renderer = self.state.models[model].renderer
         new, recorded = (renderer.decode(t[at:])[:80] for t in (prompt, known))
         raise self._differs(
             f"turn {entry.number}",
@@ -165,9 +151,9 @@ def _named(entry: Entry) -> str:
 
 def _prompt(entry: TurnRow, recording: Recording) -> np.ndarray:
     rows = {row.number: row for row in recording.turns}
-    given, end = list(entry.given), entry.start
+    parts, end = [entry.given], entry.start
     while entry.parent is not None:
         entry = rows[entry.parent]
-        given = [*entry.given, *entry.tokens][: end - entry.start] + given
+        parts.append(np.concatenate([entry.given, entry.completion.tokens])[: end - entry.start])
         end = entry.start
-    return np.array(given, np.int32)
+    return np.concatenate(parts[::-1])

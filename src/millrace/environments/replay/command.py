@@ -28,9 +28,9 @@ from millrace.environments.replay.files import (
     with_tool_results,
     write_recordings,
 )
-from millrace.environments.replay.recorder import episode_of, task_of
+from millrace.environments.replay.recorder import episode_of
 from millrace.environments.replay.rerun import rerun
-from millrace.environments.replay.schema import Recording
+from millrace.environments.replay.schema import Recording, decode
 from millrace.models.directory import load_tokenizer
 from millrace.scoring.advantages.estimators import GroupAdvantages
 from millrace.scoring.functions.shipping import resolve_function
@@ -108,7 +108,7 @@ async def _rerun(
         tokenizers={name: tokenizers[path] for name, path in others.items()},
     )
     assert episode.recording is not None
-    recording = msgspec.json.decode(episode.recording, type=Recording)
+    recording = decode(episode.recording, Recording)
     if options.reward is not None:
         recording = with_reward(recording, options.reward)
     return msgspec.structs.replace(line, episode=recording)
@@ -167,7 +167,7 @@ def _group(number: int, lines: Sequence[Line]) -> Group:
                 " remove its line."
             )
     episodes = tuple(episode_of(recording) for recording in recordings)
-    return Group(number=number, task=task_of(recordings[0]), episodes=episodes)
+    return Group(number=number, task=recordings[0].task, episodes=episodes)
 
 
 def _summary(line: Line) -> str:

@@ -5,16 +5,25 @@ read and scored, but they are marked: their tokens are context and never trained
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
+import numpy as np
 
 from millrace.core.errors import ConfigError
-from millrace.environments.replay.schema import CutRow, Entry, Recording, Row, ToolRow, encode
+from millrace.environments.replay.schema import (
+    Entry,
+    Recording,
+    Row,
+    ToolRow,
+    TurnRow,
+    decode,
+    encode,
+)
 
 
-class Line(Row, frozen=True, kw_only=True):
+class Line(Row, frozen=True):
     group: int | None = None  # number of the group in its run
     score: float | None = None  # in the run, as the next two
     parts: dict[str, float | None] = msgspec.field(default_factory=dict)
@@ -31,7 +40,7 @@ def read_recordings(path: str | Path) -> Iterator[Line]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     for number, line in enumerate(lines, start=1):
         try:
-            yield msgspec.json.decode(line, type=Line)
+            yield decode(line, Line)
         except msgspec.DecodeError as error:
             raise ConfigError(
                 f"{path}:{number} is not a recorded episode: {error}; use a file that this version"
@@ -64,12 +73,16 @@ def with_tool_results(recording: Recording, texts: Mapping[int, str | None]) -> 
     entries: list[Entry] = []
     is_recorded = True
     for entry in recording.entries:
-        if isinstance(entry, CutRow):
-            entries.append(entry)
-            continue
-        changes: dict[str, Any] = {"is_recorded": entry.is_recorded and is_recorded}
-        if isinstance(entry, ToolRow) and entry.number in texts:
-            changes |= {"text": texts[entry.number] or "", "fault": None}
-            is_recorded = False
-        entries.append(msgspec.structs.replace(entry, **changes))
+        if isinstance(entry, ToolRow):
+            entry = msgspec.structs.replace(entry, is_recorded=entry.is_recorded and is_recorded)
+            if entry.number in texts:
+                text = texts[entry.number] or ""
+                entry = msgspec.structs.replace(entry, text=text, fault=None)
+                is_recorded = False
+        elif isinstance(entry, TurnRow) and not is_recorded:
+            # Its tokens are context and have no version; its routes belong to other tokens.
+            versions = np.full_like(entry.completion.versions, -1)
+            completion = replace(entry.completion, versions=versions, routes=None)
+            entry = msgspec.structs.replace(entry, completion=completion)
+        entries.append(entry)
     return msgspec.structs.replace(recording, entries=entries)

@@ -1,61 +1,43 @@
 """The contents of a recorded episode, written as one JSON object.
 
-Promise: a recording is read exactly as it was written, float32 values included, or refused with one
-ConfigError sentence: unknown keys, wrong types and other schema versions are errors.
-
-N = sampled tokens of a turn, G = new prompt tokens before them.
+Promise: a recording is read exactly as it was written, arrays bit for bit, or refused with one
+ConfigError sentence: unknown keys, wrong types and other schema versions are errors. An array is
+{"dtype": ..., "shape": [...], "data": base64 of its little-endian values in row-major order}.
 """
 
-from typing import Any, Literal
+import math
+from typing import Any, Literal, TypeVar
 
 import msgspec
+import numpy as np
 
-from millrace.core.records import Branching, Ending, Finish, KVOrigin, Message, Sampling
+from millrace.core.records import Branching, Completion, Ending, Message, Sampling, Task
 from millrace.environments.limits import EpisodeLimits
 from millrace.environments.tools.functions import Fault
 
-SCHEMA = 1
+SCHEMA = 2
+T = TypeVar("T")
 
 
-class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An object in the file; unknown keys are an error."""
 
 
-class TaskRow(Row, frozen=True, kw_only=True):
-    prompt: str | list[Message]
-    columns: dict[str, Any]
-    left_out: list[str] = msgspec.field(default_factory=list)  # columns that JSON cannot hold
-    source: str = ""
-
-
-class AgentRow(Row, frozen=True, kw_only=True):
-    name: str
-    adapter: str | None
+class AgentRow(Row, frozen=True):
+    name: str = ""
+    adapter: str | None = None
     model: str | None = None  # one of Recording.models; None = the policy
-    is_trained: bool
+    is_trained: bool = True
 
 
-class ModelRow(Row, frozen=True, kw_only=True):
-    """A model besides the policy."""
-
-    path: str
+class ModelRow(Row, frozen=True):
+    path: str  # empty for the policy
     max_context: int
     tool_format: str
-    template: dict[str, Any]
+    template: dict[str, Any]  # settings of the chat template
 
 
-class KeptRow(Row, frozen=True):
-    ids: list[int]
-    offsets: list[int]
-
-
-class RoutesRow(Row, frozen=True, kw_only=True):
-    shape: tuple[int, int, int]
-    dtype: Literal["uint8", "uint16"]
-    data: bytes  # base64 in the file; row-major, little-endian
-
-
-class TurnRow(Row, frozen=True, kw_only=True, tag="turn"):
+class TurnRow(Row, frozen=True, tag="turn"):
     """A reply of the model."""
 
     number: int  # of turns, in the order in which they began
@@ -63,21 +45,18 @@ class TurnRow(Row, frozen=True, kw_only=True, tag="turn"):
     prompt: str | list[Message]
     parent: int | None  # number of the turn that it continues
     start: int  # tokens of the branch before this turn
-    given: list[int]  # [G]
-    tokens: list[int]  # [N], as the next two
-    logprobs: list[float]
-    versions: list[int]
-    kept: KeptRow | None = None
-    routes: RoutesRow | None = None
-    finish: Finish
-    text: str
-    kv: KVOrigin | None = None
-    num_shared: int = 0
+    given: np.ndarray  # [G] int32; new prompt tokens
+    completion: Completion
     sampling: Sampling
-    is_recorded: bool = True  # False = after an edit: the model never saw this prompt
+
+    @property
+    def is_recorded(self) -> bool:
+        """False after an edit: the model never saw this prompt, and its tokens have no version."""
+        versions = self.completion.versions
+        return bool((versions >= 0).any()) or not len(versions)
 
 
-class CutRow(Row, frozen=True, kw_only=True, tag="cut"):
+class CutRow(Row, frozen=True, tag="cut"):
     """A turn that began and got no reply: the environment stopped waiting, or time was up."""
 
     number: int
@@ -85,7 +64,7 @@ class CutRow(Row, frozen=True, kw_only=True, tag="cut"):
     ending: Ending | None  # that this turn caused; None = it did not end the episode
 
 
-class ToolRow(Row, frozen=True, kw_only=True, tag="tool"):
+class ToolRow(Row, frozen=True, tag="tool"):
     number: int  # of tool calls, in the order in which they began
     name: str
     arguments: dict[str, Any]
@@ -98,22 +77,26 @@ class ToolRow(Row, frozen=True, kw_only=True, tag="tool"):
 Entry = TurnRow | CutRow | ToolRow
 
 
-class Recording(Row, frozen=True, kw_only=True):
-    schema: Literal[1] = SCHEMA
+class EpisodeSettings(Row, frozen=True):
+    """What an episode depends on, besides its environment, task and replies."""
+
     name: str  # of the group
     index: int  # within the group
-    seed: int  # of the group
+    seed: int = 0  # of the group
     random_index: int  # episode whose draws of agent.rng it has: itself, or its parent
-    task: TaskRow
     limits: EpisodeLimits
-    max_context: int
-    ended_reward: float
-    tool_format: str
-    history: Literal["template", "sampled"]
-    template: dict[str, Any]  # settings of the chat template
+    ended_reward: float = 0.0  # reward of an episode that reached a limit
+    history: Literal["template", "sampled"] = "template"
+    policy: ModelRow
     sampling: Sampling
+
+
+class Recording(EpisodeSettings, frozen=True):
+    schema: Literal[2] = SCHEMA
+    task: Task
+    left_out: list[str]  # columns of the task that JSON cannot hold
     agents: list[AgentRow]
-    models: dict[str, ModelRow] = msgspec.field(default_factory=dict)  # by name
+    models: dict[str, ModelRow]  # besides the policy, by name
     entries: list[Entry]  # in the order in which they ended
     reward: float | dict[str, float] | None
     ending: Ending
@@ -129,6 +112,31 @@ class Recording(Row, frozen=True, kw_only=True):
         return [entry for entry in self.entries if isinstance(entry, ToolRow)]
 
 
+class ArrayRow(Row, frozen=True):
+    dtype: Literal["int32", "int64", "float32", "uint8", "uint16"]
+    shape: tuple[int, ...]
+    data: bytes
+
+
 def encode(value: Any) -> bytes:
     """Encode as JSON; a value that JSON cannot hold is written as its repr."""
-    return msgspec.json.encode(value, enc_hook=repr)
+    return msgspec.json.encode(value, enc_hook=_array_row)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    return msgspec.json.decode(data, type=kind, dec_hook=_array)
+
+
+def _array_row(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        return repr(value)
+    data = value.astype(value.dtype.newbyteorder("<")).tobytes()
+    return {"dtype": value.dtype.name, "shape": value.shape, "data": data}
+
+
+def _array(_kind: type, value: Any) -> np.ndarray:
+    row = msgspec.convert(value, ArrayRow)
+    dtype = np.dtype(row.dtype)
+    if min(row.shape, default=0) < 0 or math.prod(row.shape) * dtype.itemsize != len(row.data):
+        raise ValueError(f"an array of shape {row.shape} has {len(row.data)} bytes")
+    return np.frombuffer(row.data, dtype.newbyteorder("<")).astype(dtype).reshape(row.shape)
