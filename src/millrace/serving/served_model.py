@@ -85,10 +85,8 @@ class ServedModel:
         """`index` numbers the first completion among all that the client requested. `grammar`
         constrains the completions."""
         if self._engine is None:
-            raise ApiError(
-                "This server only scores tokens: it has no engines to generate.",
-                status=404,
-            )
+            message = "This server only scores tokens: it has no engines to generate."
+            raise ApiError(message, status=404)
         if body.model not in self.names:
             raise ApiError(
                 f"Model {body.model!r} does not exist; this server has {', '.join(self.names)}.",

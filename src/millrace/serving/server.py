@@ -44,8 +44,7 @@ def make_app(
     health: Callable[[], Health],
     score_pool: ScorePool | None = None,
 ) -> web.Application:
-    """`key`: the API key of clients; None admits everyone who can reach the server. `score_pool`
-    answers /score; None disables the route."""
+    """`key`: API key of clients; None admits everyone. `score_pool`: None disables /score."""
     openapi = describe(needs_key=key is not None, scores=score_pool is not None)
 
     async def get_health(_request: web.Request) -> web.Response:
@@ -67,6 +66,12 @@ def make_app(
     async def metrics(_request: web.Request) -> web.Response:
         return web.Response(text=served.metrics.text(), content_type="text/plain")
 
+    async def score(request: web.Request) -> web.Response:
+        assert score_pool is not None
+        body = await read_request(request, ScoreBody, patience_s=limits.patience_s)
+        with _request_slot(served.metrics, limit=limits.requests):
+            return json_response(await score_pool.answer(body))
+
     app = web.Application(
         middlewares=[
             _metrics_middleware(served.metrics),
@@ -84,7 +89,7 @@ def make_app(
     post("/v1/chat/completions", _endpoint(served, limits, ChatBody, ChatAnswer))
     post("/v1/completions", _endpoint(served, limits, CompletionBody, TextAnswer))
     if score_pool is not None:
-        post("/score", _score_endpoint(score_pool, served.metrics, limits))
+        post("/score", score)
     return app
 
 
@@ -92,11 +97,8 @@ def make_app(
 def _request_slot(metrics: ServerMetrics, *, limit: int) -> Iterator[None]:
     """Bound the number of concurrent requests."""
     if metrics.running >= limit:
-        raise ApiError(
-            f"The server is busy with {limit} requests; try again later.",
-            status=429,
-            retry_after_s=1,
-        )
+        message = f"The server is busy with {limit} requests; try again later."
+        raise ApiError(message, status=429, retry_after_s=1)
     metrics.running += 1
     try:
         yield
@@ -120,15 +122,6 @@ def _endpoint(
             if body.stream:
                 return await send_events(request, answer.stream(), patience_s=limits.patience_s)
             return json_response(await answer.whole())
-
-    return handle
-
-
-def _score_endpoint(pool: ScorePool, metrics: ServerMetrics, limits: ServerLimits) -> Handler:
-    async def handle(request: web.Request) -> web.StreamResponse:
-        body = await read_request(request, ScoreBody)
-        with _request_slot(metrics, limit=limits.requests):
-            return json_response(await pool.answer(body))
 
     return handle
 
@@ -192,11 +185,8 @@ def _auth_middleware(key: str | None, rate: RateLimit) -> Any:
         # Counted separately: clients without the key must not use up the rate of those with it.
         wait_s = rate.wait_s("the key" if is_known else f"from {request.remote}")
         if wait_s > 0:
-            raise ApiError(
-                "Too many requests in a short time; try again later.",
-                status=429,
-                retry_after_s=math.ceil(wait_s),
-            )
+            message = "Too many requests in a short time; try again later."
+            raise ApiError(message, status=429, retry_after_s=math.ceil(wait_s))
         if key is not None:
             check_key(request, key)
         return await handler(request)
@@ -213,11 +203,8 @@ def shows_key(request: web.Request, key: str) -> bool:
 
 def check_key(request: web.Request, key: str) -> None:
     if not shows_key(request, key):
-        raise ApiError(
-            "The API key is missing or wrong; send it as Authorization: Bearer KEY.",
-            status=401,
-            code="invalid_api_key",
-        )
+        message = "The API key is missing or wrong; send it as Authorization: Bearer KEY."
+        raise ApiError(message, status=401, code="invalid_api_key")
 
 
 def _model(served: ServedModel, name: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from millrace.environments.replay.schema import (
 )
 
 
-class Line(Row, frozen=True):
+class Line(Row, frozen=True, kw_only=True):
     group: int | None = None  # number of the group in its run
     score: float | None = None  # in the run, as the next two
     parts: dict[str, float | None] = msgspec.field(default_factory=dict)

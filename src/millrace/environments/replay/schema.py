@@ -19,25 +19,25 @@ SCHEMA = 2
 T = TypeVar("T")
 
 
-class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An object in the file; unknown keys are an error."""
 
 
-class AgentRow(Row, frozen=True):
+class AgentRow(Row, frozen=True, kw_only=True):
     name: str = ""
     adapter: str | None = None
     model: str | None = None  # one of Recording.models; None = the policy
     is_trained: bool = True
 
 
-class ModelRow(Row, frozen=True):
+class ModelRow(Row, frozen=True, kw_only=True):
     path: str  # empty for the policy
     max_context: int
     tool_format: str
     template: dict[str, Any]  # settings of the chat template
 
 
-class TurnRow(Row, frozen=True, tag="turn"):
+class TurnRow(Row, frozen=True, kw_only=True, tag="turn"):
     """A reply of the model."""
 
     number: int  # of turns, in the order in which they began
@@ -56,7 +56,7 @@ class TurnRow(Row, frozen=True, tag="turn"):
         return bool((versions >= 0).any()) or not len(versions)
 
 
-class CutRow(Row, frozen=True, tag="cut"):
+class CutRow(Row, frozen=True, kw_only=True, tag="cut"):
     """A turn that began and got no reply: the environment stopped waiting, or time was up."""
 
     number: int
@@ -64,7 +64,7 @@ class CutRow(Row, frozen=True, tag="cut"):
     ending: Ending | None  # that this turn caused; None = it did not end the episode
 
 
-class ToolRow(Row, frozen=True, tag="tool"):
+class ToolRow(Row, frozen=True, kw_only=True, tag="tool"):
     number: int  # of tool calls, in the order in which they began
     name: str
     arguments: dict[str, Any]
@@ -77,7 +77,7 @@ class ToolRow(Row, frozen=True, tag="tool"):
 Entry = TurnRow | CutRow | ToolRow
 
 
-class EpisodeSettings(Row, frozen=True):
+class EpisodeSettings(Row, frozen=True, kw_only=True):
     """What an episode depends on, besides its environment, task and replies."""
 
     name: str  # of the group
@@ -91,7 +91,7 @@ class EpisodeSettings(Row, frozen=True):
     sampling: Sampling
 
 
-class Recording(EpisodeSettings, frozen=True):
+class Recording(EpisodeSettings, frozen=True, kw_only=True):
     schema: Literal[2] = SCHEMA
     task: Task
     left_out: list[str]  # columns of the task that JSON cannot hold
@@ -112,7 +112,7 @@ class Recording(EpisodeSettings, frozen=True):
         return [entry for entry in self.entries if isinstance(entry, ToolRow)]
 
 
-class ArrayRow(Row, frozen=True):
+class ArrayRow(Row, frozen=True, kw_only=True):
     dtype: Literal["int32", "int64", "float32", "uint8", "uint16"]
     shape: tuple[int, ...]
     data: bytes

@@ -31,10 +31,8 @@ class ApiError(MillraceError):
 
     def body(self) -> dict[str, Any]:
         default = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = _KINDS.get(self.status, default)
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
+        error = {"message": str(self), "type": _KINDS.get(self.status, default)}
+        return {"error": {**error, "param": self.param, "code": self.code}}
 
     def response(self) -> web.Response:
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
@@ -50,12 +48,7 @@ def as_api_error(error: MillraceError) -> ApiError:
     if isinstance(error, TaskError):  # a mistake in this request
         return ApiError(str(error))
     if isinstance(error, EnginesDown):
-        return ApiError(
-            str(error),
-            status=503,
-            code="no_engine",
-            retry_after_s=RETRY_AFTER_S,
-        )
+        return ApiError(str(error), status=503, code="no_engine", retry_after_s=RETRY_AFTER_S)
     # Clients do not see the worker's traceback and log; the operator of the server does.
     message = "The engine failed." if isinstance(error, WorkerError | EngineLost) else str(error)
     return ApiError(message, status=503, code="engine_failed")

@@ -21,6 +21,7 @@ _POSTS: tuple[Post, ...] = (
 _SCORE: Post = ("/score", ScoreBody, replies.ScoreReply, "Logprobs of given tokens.")
 _REFUSALS = {
     "400": "The request is invalid; the message says why.",
+    "401": "The key is missing or wrong.",
     "404": "The model does not exist.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
@@ -36,7 +37,7 @@ def describe(*, needs_key: bool, scores: bool = False) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Millrace", "version": "1"},
-        "paths": {**_gets(needs_key), **_posts(posts)},
+        "paths": {**_gets(needs_key), **{path: _post(*row) for path, *row in posts}},
         "security": [{"key": []}] if needs_key else [],
         "components": {
             "schemas": _schemas(posts),
@@ -56,9 +57,7 @@ def _gets(needs_key: bool) -> dict[str, Any]:
         "/health": {"get": {"security": [], "responses": health}},
         "/openapi.json": {"get": {"responses": {**described, **refusals}}},
         "/metrics": {"get": {"responses": {**metrics, **refusals}}},
-        "/v1/models": {
-            "get": {"responses": {"200": _content(replies.ModelList), **refusals}},
-        },
+        "/v1/models": {"get": {"responses": {"200": _content(replies.ModelList), **refusals}}},
         "/v1/models/{name}": {
             "get": {
                 "parameters": [name],
@@ -66,10 +65,6 @@ def _gets(needs_key: bool) -> dict[str, Any]:
             }
         },
     }
-
-
-def _posts(posts: Sequence[Post]) -> dict[str, Any]:
-    return {path: _post(body, reply, summary) for path, body, reply, summary in posts}
 
 
 def _post(body: type[Body], reply: type[replies.ApiReply], summary: str) -> dict[str, Any]:
@@ -80,16 +75,14 @@ def _post(body: type[Body], reply: type[replies.ApiReply], summary: str) -> dict
         "post": {
             "summary": summary,
             "requestBody": {"required": True, "content": {JSON: {"schema": _reference(body)}}},
-            "responses": {"200": answered, **_refusals("401", *_REFUSALS)},
+            "responses": {"200": answered, **_refusals(*_REFUSALS)},
         }
     }
 
 
 def _refusals(*statuses: str) -> dict[str, Any]:
-    said = {**_REFUSALS, "401": "The key is missing or wrong."}
-    return {
-        status: {**_content(replies.ErrorReply), "description": said[status]} for status in statuses
-    }
+    error = _content(replies.ErrorReply)
+    return {status: {**error, "description": _REFUSALS[status]} for status in statuses}
 
 
 def _content(reply: type[replies.ApiReply]) -> dict[str, Any]:
@@ -101,9 +94,8 @@ def _reference(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _schemas(posts: Sequence[Post]) -> dict[str, Any]:
-    bodies: Sequence[type[BaseModel]] = [body for _, body, _, _ in posts]
-    answers = [reply for _, _, reply, _ in posts]
-    others = [replies.Health, replies.ModelEntry, replies.ModelList, replies.ErrorReply]
-    models = [(model, "validation") for model in (*bodies, *answers, *others)]
+    described = [model for _, body, reply, _ in posts for model in (body, reply)]
+    described += [replies.Health, replies.ModelEntry, replies.ModelList, replies.ErrorReply]
+    models = [(model, "validation") for model in described]
     _, schema = models_json_schema(models, ref_template=_SCHEMA)  # pyright: ignore
     return schema["$defs"]

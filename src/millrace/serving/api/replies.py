@@ -73,13 +73,16 @@ class ChatChoice(ApiReply):
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-class ChatCompletion(ApiReply):
+class CompletionReply(ApiReply):
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
-    choices: list[ChatChoice]
     usage: UsageReply
+
+
+class ChatCompletion(CompletionReply):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
 
 
 class TextLogprobs(ApiReply):
@@ -98,13 +101,9 @@ class TextChoice(ApiReply):
     finish_reason: Literal["stop", "length"]
 
 
-class TextCompletion(ApiReply):
-    id: str
+class TextCompletion(CompletionReply):
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[TextChoice]
-    usage: UsageReply
 
 
 class SequenceScores(ApiReply):

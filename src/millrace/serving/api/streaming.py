@@ -80,9 +80,8 @@ class TextStream:
         self._stop = tuple(stop)
         self._openers = tuple(openers)
         self._ids: list[int] = []
-        self._context = (
-            0  # ids from here are decoded again: a token's text depends on the one before
-        )
+        # Ids from here are decoded again: a token's text depends on the one before.
+        self._context = 0
         self._read = 0  # ids before this are part of `text`
         self.text = ""  # so far
         self._num_returned = 0

@@ -21,7 +21,6 @@ session until its event loop ends. It belongs to the event loop of the environme
 
 import asyncio
 import contextlib
-import copy
 import hmac
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
@@ -54,21 +53,8 @@ class GatewaySession:
         self.agent = agent
         self.base_url = base_url
         self.key = key
-        self._answered: list[Agent] = []  # the agent of each answered call
+        self.num_calls = 0  # answered, including those to other agents of the episode
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def num_calls(self) -> int:
-        """Answered calls, including those to other agents of the episode."""
-        return len(self._answered)
-
-    def for_agent(self, agent: Agent) -> "GatewaySession":
-        other = copy.copy(self)
-        other.agent = agent
-        return other
-
-    def count_call(self) -> None:
-        self._answered.append(self.agent)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -101,52 +87,47 @@ class GatewaySession:
 class Gateway:
     def __init__(self) -> None:
         self._sessions: dict[str, GatewaySession] = {}
-        self._admitted: dict[str, GatewaySession] = {}  # by the id in SESSION_HEADER
+        # By the id in SESSION_HEADER.
+        self._admitted: dict[str, tuple[GatewaySession, Agent]] = {}
         self._secret = secrets.token_bytes(32)  # the keys of all sessions are derived from it
-        self._opening: asyncio.Lock | None = None
-        self._listening: asyncio.Task[None] | None = None
-        self._root = ""
+        self._port: asyncio.Future[int] | None = None
+        self._listening: asyncio.Task[None] | None = None  # keeps the task alive
 
     @contextlib.asynccontextmanager
     async def open(self, agent: Agent) -> AsyncIterator[GatewaySession]:
-        await self._start()
         id = secrets.token_hex(8)
-        base_url = f"{self._root}/episodes/{id}/v1"
+        base_url = f"{await self._address()}/episodes/{id}/v1"
         session = GatewaySession(agent, base_url=base_url, key=self._key(id))
         self._sessions[id] = session
         try:
             yield session
         finally:
             del self._sessions[id]
-            for admitted in [i for i, other in self._admitted.items() if other.key == session.key]:
+            for admitted in [i for i, (other, _) in self._admitted.items() if other is session]:
                 del self._admitted[admitted]
 
     async def shared(self) -> tuple[str, str]:
         """Return the base URL and key that all sessions share."""
-        await self._start()
-        return f"{self._root}/sessions/v1", self._key("")
+        return f"{await self._address()}/sessions/v1", self._key("")
 
     def _key(self, id: str) -> str:
         """Return the key of a session, open or not; "" = the key of the shared address."""
         return hmac.digest(self._secret, id.encode(), "sha256").hex()
 
-    def admit(self, id: str, session: GatewaySession) -> None:
-        """Map requests to the shared address with this id to a session, while it is open."""
-        self._admitted[id] = session
+    def admit(self, id: str, session: GatewaySession, agent: Agent) -> None:
+        """Send requests to the shared address with this id to an agent of an open session."""
+        self._admitted[id] = session, agent
 
-    async def _start(self) -> None:
-        """Start to listen, unless the gateway already listens on this event loop."""
+    async def _address(self) -> str:
+        """Listen, unless the gateway already listens on this event loop."""
         loop = asyncio.get_running_loop()
-        if self._listening is not None and self._listening.get_loop() is not loop:
-            self._opening = self._listening = None
-        self._opening = self._opening or asyncio.Lock()
-        async with self._opening:
-            if self._listening is None:
-                ready: asyncio.Future[int] = loop.create_future()
-                self._listening = loop.create_task(self._listen(ready), name="gateway")
-                self._root = f"http://127.0.0.1:{await ready}"
+        if self._port is None or self._port.get_loop() is not loop:
+            self._port = loop.create_future()
+            self._listening = loop.create_task(self._listen(self._port), name="gateway")
+        # Shielded: several episodes wait for it, and one of them may be cancelled.
+        return f"http://127.0.0.1:{await asyncio.shield(self._port)}"
 
-    async def _listen(self, ready: asyncio.Future[int]) -> None:
+    async def _listen(self, port_known: asyncio.Future[int]) -> None:
         """Serve until cancelled, at the end of the event loop."""
         app = web.Application(middlewares=[error_middleware], client_max_size=64 * 2**20)
         for root in ("/episodes/{id}/v1", "/sessions/v1"):
@@ -155,23 +136,24 @@ class Gateway:
             app.router.add_post(f"{root}/completions", self._complete)
         try:
             async with http_listener(app, host="127.0.0.1", port=0) as port:
-                ready.set_result(port)
+                port_known.set_result(port)
                 await asyncio.Event().wait()
         except ConfigError as error:
-            ready.set_exception(error)
+            port_known.set_exception(error)
 
-    def _session(self, request: web.Request) -> GatewaySession:
+    def _session(self, request: web.Request) -> tuple[GatewaySession, Agent]:
         # Checked first: the answer to a wrong key must not reveal which episodes exist.
         id = request.match_info.get("id", "")
         check_key(request, self._key(id))
-        if id:
-            session, reason = self._sessions.get(id), "its environment has returned"
-        else:
-            admitted = request.headers.get(SESSION_HEADER, "")
-            session, reason = self._admitted.get(admitted), "no open session has this id"
+        if not id:
+            admitted = self._admitted.get(request.headers.get(SESSION_HEADER, ""))
+            if admitted is None:
+                raise _over("no open session has this id")
+            return admitted
+        session = self._sessions.get(id)
         if session is None:
-            raise _over(reason)
-        return session
+            raise _over("its environment has returned")
+        return session, session.agent
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
@@ -179,7 +161,7 @@ class Gateway:
         return json_response({"object": "list", "data": [model]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
+        session, agent = self._session(request)
         body = await read_request(request, ChatBody)
         if body.chat_template_kwargs:
             raise ApiError(
@@ -187,14 +169,12 @@ class Gateway:
                 " chat_template_kwargs, and set environment.template.",
                 param="chat_template_kwargs",
             )
-        messages = read_messages(body.messages, form=session.agent.tool_format)
+        messages = read_messages(body.messages, form=agent.tool_format)
         tools = [_tool(schema["function"]) for schema in body.offered_tools]
-        settings = _settings(body, session.agent, max_tokens=body.token_limit)
-        settings["grammar"] = body.grammar(session.agent.tool_format)
-        replies = await _replies(
-            session, body, lambda: session.agent.chat(messages, tools, **settings)
-        )
-        choices = [_chat_choice(i, reply, session, body) for i, reply in enumerate(replies)]
+        settings = _settings(body, agent, max_tokens=body.token_limit)
+        settings["grammar"] = body.grammar(agent.tool_format)
+        replies = await _replies(session, body, lambda: agent.chat(messages, tools, **settings))
+        choices = [_chat_choice(i, reply, agent, body) for i, reply in enumerate(replies)]
         head = reply_head("chatcmpl", body)
         whole = {**head, "object": "chat.completion", "choices": choices, "usage": _usage(replies)}
         if body.stream:
@@ -202,7 +182,7 @@ class Gateway:
         return json_response(whole)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
+        session, agent = self._session(request)
         body = await read_request(request, CompletionBody)
         wants_tokens = body.logprobs is not None or body.return_token_ids
         if not isinstance(body.prompt, str) or body.stream or wants_tokens:
@@ -212,8 +192,8 @@ class Gateway:
                 param="prompt",
             )
         prompt = body.prompt
-        settings = _settings(body, session.agent, max_tokens=body.max_tokens)
-        replies = await _replies(session, body, lambda: session.agent.complete(prompt, **settings))
+        settings = _settings(body, agent, max_tokens=body.max_tokens)
+        replies = await _replies(session, body, lambda: agent.complete(prompt, **settings))
         choices = [
             {"index": i, "text": reply.text, "logprobs": None, "finish_reason": reply.finish}
             for i, reply in enumerate(replies)
@@ -236,7 +216,7 @@ async def _replies(
     except Exception as error:
         session.fail(error)  # guard() raises it in the environment
         raise ApiError("The episode has failed.", status=503, code="episode_failed") from error
-    session.count_call()
+    session.num_calls += 1
     return replies
 
 
@@ -257,12 +237,12 @@ def _settings(body: OpenAIBody, agent: Agent, *, max_tokens: int | None) -> dict
     return {"max_new_tokens": limit, "stop": stop}
 
 
-def _chat_choice(index: int, reply: Reply, session: GatewaySession, body: ChatBody) -> Json:
+def _chat_choice(index: int, reply: Reply, agent: Agent, body: ChatBody) -> Json:
     done = reply.exchange.completion
     logprobs = None
     if body.logprobs:
         logprobs = logprob_rows(
-            done.tokens, done.logprobs, decode=lambda ids: session.agent.decode(np.array(ids))
+            done.tokens, done.logprobs, decode=lambda ids: agent.decode(np.array(ids))
         )
     return chat_choice(
         index,

@@ -104,7 +104,7 @@ class VerifiersEnvironment:
         def admit(trace: Any) -> None:
             role = trace.agent
             own = agent if self._is_single else agent.role(role.name, trained=role.trainable)
-            self._gateway.admit(trace.id, session.for_agent(own))
+            self._gateway.admit(trace.id, session, own)
 
         return admit
 
