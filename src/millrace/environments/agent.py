@@ -25,8 +25,6 @@ from millrace.models.grammars import grammar_of
 if TYPE_CHECKING:
     from millrace.environments.episode_state import EpisodeState
 
-MALFORMED = "malformed_calls"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Reply:
@@ -213,7 +211,7 @@ class Agent:
         for call in reply.tool_calls:
             result = await self._state.call_tool(call, reply.tools)
             messages.append(self.tool_format.result(call, result))
-        self._state.counts[MALFORMED] += len(reply.problems)
+        self._state.counts["malformed_calls"] += len(reply.problems)
         if reply.problems:
             messages.append({"role": "user", "content": "\n".join(reply.problems)})
         return messages
@@ -315,15 +313,13 @@ def _checked(messages: Sequence[Message | Reply]) -> list[Message]:
         raise TaskError(f"agent.chat needs a list of messages, not {messages!r:.80}.")
     rows = [row.message if isinstance(row, Reply) else row for row in messages]
     for index, row in enumerate(rows):
-        # Some templates silently skip missing keys.
-        if not (isinstance(row, dict) and isinstance(row.get("role"), str) and _has_content(row)):
-            raise TaskError(
-                f"Message {index} is {row!r:.80}; a message is a dict with a 'role' and a text as"
-                " its 'content'."
-            )
+        match row:  # some templates silently skip missing keys
+            case {"role": str(), "content": str() | list()}:
+                continue
+            case {"role": str(), "tool_calls": calls} if calls and row.get("content") is None:
+                continue
+        raise TaskError(
+            f"Message {index} is {row!r:.80}; a message is a dict with a 'role' and a text as its"
+            " 'content'."
+        )
     return rows
-
-
-def _has_content(message: Message) -> bool:
-    content = message.get("content")
-    return isinstance(content, str | list) or bool(content is None and message.get("tool_calls"))

@@ -20,20 +20,18 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
-from millrace.core.completions import cut
 from millrace.core.errors import MillraceError, TaskError
 from millrace.core.protocols import Policy
 from millrace.core.records import Branching, Completion, Episode, Task
 from millrace.environments.agent import Agent
-from millrace.environments.episode_state import EpisodeState, Sample
+from millrace.environments.episode_state import EpisodeState
 from millrace.environments.limits import EpisodeOver
 from millrace.environments.loop_thread import on_loop
-from millrace.environments.replay.answers import RecordedAnswers, is_answered
+from millrace.environments.replay.answers import Branch, BranchAnswers
 from millrace.environments.replay.recorder import recording_of
-from millrace.environments.replay.schema import EpisodeSettings, Recording, TurnRow, encode
+from millrace.environments.replay.schema import EpisodeSettings, Recording, encode
 from millrace.environments.role_models import role_model
 from millrace.environments.rollouts.attempt import Expired
 from millrace.environments.tools.functions import run_tool
@@ -112,31 +110,6 @@ def _checked(function: EnvironmentFunction, returned: Any, state: EpisodeState) 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Branch:
-    """The point of a parent episode at which another episode branches off."""
-
-    recording: Recording  # of the parent
-    turn: TurnRow  # turn of the branching point
-    at: int  # sampled tokens of that turn that are shared
-    root: int  # number of the root episode, whose engine session holds the KV
-
-    def shared(self) -> Recording:
-        """Return the parent's recording up to the branching turn."""
-        entries = self.recording.entries
-        end = next(index for index, entry in enumerate(entries) if entry is self.turn)
-        answered = [entry for entry in entries[:end] if is_answered(entry)]
-        return msgspec.structs.replace(self.recording, entries=answered)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PlayedEpisode:
-    """A finished episode, with the recording that branches of it need."""
-
-    episode: Episode
-    recording: Recording | None  # None unless branches or recordings are enabled
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EpisodeRunner:
     environment: "FunctionEnvironment"
     task: Task
@@ -144,8 +117,8 @@ class EpisodeRunner:
 
     async def play(
         self, index: int, *, branching: Branching | None = None, branch: Branch | None = None
-    ) -> PlayedEpisode:
-        """Play episode `index` of the group.
+    ) -> tuple[Episode, Recording | None]:
+        """Play episode `index` of the group; recorded if it is in a tree, or if all are.
 
         `branching` is its position in a tree; `branch` is its branching point unless it is a root.
         """
@@ -155,10 +128,7 @@ class EpisodeRunner:
             """Sample on the controller's event loop, called from the environments' loop."""
             return on_loop(home, policy.sample(prompt, **settings))
 
-        source = None
-        if branch is not None:
-            answers = RecordedAnswers(branch.shared(), is_prefix=True)
-            source = _BranchSource(branch=branch, answers=answers, sample_new=sample)
+        answers = None if branch is None else BranchAnswers(branch, sample)
         model = role_model(
             env.renderer, max_context=policy.max_context, tool_format=env.rules.tool_format
         )
@@ -177,15 +147,17 @@ class EpisodeRunner:
             settings,
             policy=model,
             others=env.others,
-            sample=sample if source is None else source.sample,
+            sample=sample if answers is None else answers.sample,
             root=index if branch is None else branch.root,
-            run_tool=run_tool if source is None else source.answers.run_tool,
+            run_tool=run_tool if answers is None else answers.run_tool,
         )
-        if source is not None:
-            source.answers.state = state
+        if answers is not None:
+            answers.state = state
         return await env.thread.run(self._run(state, branching=branching))
 
-    async def _run(self, state: EpisodeState, *, branching: Branching | None) -> PlayedEpisode:
+    async def _run(
+        self, state: EpisodeState, *, branching: Branching | None
+    ) -> tuple[Episode, Recording | None]:
         """Runs on the loop of the environments."""
         function, records = self.environment.function, self.environment.rules.records
         episode = await run_episode(function, self.task, state=state, branching=branching)
@@ -197,30 +169,8 @@ class EpisodeRunner:
                 " agent.chat or agent.complete."
             )
         if branching is None and not records:
-            return PlayedEpisode(episode=episode, recording=None)
+            return episode, None
         recording = recording_of(episode, self.task, state=state)
         if records:
             episode = replace(episode, recording=encode(recording))
-        return PlayedEpisode(episode=episode, recording=recording)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _BranchSource:
-    """Returns the shared replies, then samples. Runs on the environments' loop."""
-
-    branch: Branch
-    answers: RecordedAnswers
-    sample_new: Sample
-
-    async def sample(self, prompt: np.ndarray, *, call: int, **settings: Any) -> Completion:
-        if self.answers.has_turn(call):
-            known = await self.answers.sample(prompt, call=call)
-            return replace(known, num_shared=len(known.tokens))
-        branch = self.branch
-        if call != branch.turn.number:
-            return await self.sample_new(prompt, call=call, **settings)
-        self.answers.check_prompt(branch.turn, prompt, recording=branch.recording)
-        partial = cut(branch.turn.completion, 0, branch.at) if branch.at else None
-        settings |= {"partial": partial, "pinned": True}
-        completion = await self.sample_new(prompt, call=call, **settings)
-        return replace(completion, num_shared=branch.at)
+        return episode, recording

@@ -89,7 +89,7 @@ class FunctionEnvironment:
                 failures: list[TaskError] = []
                 for index, ended in sorted((running.pop(ended), ended) for ended in done):
                     try:
-                        finished[index] = ended.result().episode
+                        finished[index], _recording = ended.result()
                     except TaskError as error:
                         failures.append(error)
                     else:

@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from millrace.core.records import Branching, Episode
-from millrace.environments.episode_runner import Branch, EpisodeRunner
-from millrace.environments.replay.answers import ReplayError
+from millrace.environments.episode_runner import EpisodeRunner
+from millrace.environments.replay.answers import Branch, ReplayError
 from millrace.environments.replay.schema import Recording
 
 T = TypeVar("T")
@@ -86,20 +86,18 @@ class BranchScheduler:
         counts: dict[str, int] | None = None,
     ) -> BranchLeaf:
         number = branching.number
-        played = await self._runner.play(number, branching=branching, branch=branch)
-        episode = replace(played.episode, counts={**played.episode.counts, **(counts or {})})
+        episode, recording = await self._runner.play(number, branching=branching, branch=branch)
+        assert recording is not None
+        episode = replace(episode, counts={**episode.counts, **(counts or {})})
         self._episodes[number] = episode
         self.policy.finished(number, episode)
-        assert played.recording is not None
         return BranchLeaf(
             episode=episode,
-            recording=played.recording,
+            recording=recording,
             branching=branching,
             root=root,
-            places=by_place(episode, [rollout.places for rollout in episode.rollouts]),
-            surprisals=by_place(
-                episode, [-rollout.engine_logprobs for rollout in episode.rollouts]
-            ),
+            places=by_place(episode, [r.places for r in episode.rollouts]),
+            surprisals=by_place(episode, [-r.engine_logprobs for r in episode.rollouts]),
         )
 
 

@@ -1,4 +1,4 @@
-"""Answers an environment from a recording of one of its episodes.
+"""Answers an environment from a recording of one of its episodes, whole or up to a branch.
 
 Promise: each request is compared with the recorded one. Where they differ, a ReplayError names the
 turn and the first difference. Answers arrive in the recorded order.
@@ -9,11 +9,14 @@ answers whole turns and tool calls by their number, and a difference is an error
 
 import asyncio
 import itertools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import msgspec
 import numpy as np
 
+from millrace.core.completions import cut
 from millrace.core.errors import MillraceError
 from millrace.core.records import Completion
 from millrace.environments.replay.schema import CutRow, Entry, Recording, ToolRow, TurnRow, encode
@@ -33,22 +36,18 @@ class RecordedAnswers:
     """The answers of one recording. Used from one event loop."""
 
     state: "EpisodeState"  # of the replayed episode; set by the caller
+    runs_new_tools: ClassVar[bool] = False  # tool calls after the recording are run
 
-    def __init__(self, recording: Recording, *, is_prefix: bool = False) -> None:
-        """`is_prefix`: the episode continues after the recording, and further tools are run."""
+    def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self._is_prefix = is_prefix
         turns = [e for e in recording.entries if not isinstance(e, ToolRow)]
         self._turns = {entry.number: entry for entry in turns}
         self._tools = {entry.number: entry for entry in recording.tool_runs}
         self._tool_numbers = itertools.count()
         # Entries that other answers wait for; the rest were never answered.
-        self._awaited = [entry for entry in recording.entries if is_answered(entry)]
+        self._awaited = [entry for entry in recording.entries if _is_answered(entry)]
         self._num_answered = 0
         self._advanced = asyncio.Condition()
-
-    def has_turn(self, number: int) -> bool:
-        return number in self._turns
 
     async def sample(self, prompt: np.ndarray, *, call: int, **_settings: Any) -> Completion:
         """Answer as Policy.sample does."""
@@ -58,7 +57,7 @@ class RecordedAnswers:
         if isinstance(entry, CutRow):
             return await self._cut(entry)
         if entry.is_recorded:
-            self.check_prompt(entry, prompt, recording=self._recording)
+            self._check_prompt(entry, prompt, recording=self._recording)
         await self._in_order(entry, what=f"turn {call}")
         return entry.completion
 
@@ -66,8 +65,7 @@ class RecordedAnswers:
         """Return the recorded result. A tool in which an agent took turns runs again."""
         number = next(self._tool_numbers)
         entry, what = self._tools.get(number), f"tool call {number}"
-        runs = self._is_prefix if entry is None else entry.has_turns
-        if runs:
+        if self.runs_new_tools if entry is None else entry.has_turns:
             return await run_tool(tool, arguments, **limits)
         if entry is None:
             raise self._differs(what, f"of {tool.name!r}, which is not in the recording")
@@ -113,7 +111,7 @@ class RecordedAnswers:
             self._num_answered += 1
             self._advanced.notify_all()
 
-    def check_prompt(self, entry: TurnRow, prompt: np.ndarray, *, recording: Recording) -> None:
+    def _check_prompt(self, entry: TurnRow, prompt: np.ndarray, *, recording: Recording) -> None:
         """Raise ReplayError if the recorded turn had another prompt."""
         known = _prompt(entry, recording)
         if np.array_equal(known, prompt):
@@ -137,7 +135,48 @@ class RecordedAnswers:
         )
 
 
-def is_answered(entry: Entry) -> bool:
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Branch:
+    """The point of a parent episode at which another episode branches off."""
+
+    recording: Recording  # of the parent
+    turn: TurnRow  # turn of the branching point
+    at: int  # sampled tokens of that turn that are shared
+    root: int  # number of the root episode, whose engine session holds the KV
+
+    def shared(self) -> Recording:
+        """Return the parent's recording up to the branching turn."""
+        entries = self.recording.entries
+        end = next(index for index, entry in enumerate(entries) if entry is self.turn)
+        answered = [entry for entry in entries[:end] if _is_answered(entry)]
+        return msgspec.structs.replace(self.recording, entries=answered)
+
+
+class BranchAnswers(RecordedAnswers):
+    """Returns the shared replies of a branch, then samples."""
+
+    runs_new_tools = True
+
+    def __init__(self, branch: Branch, sample_new: Callable[..., Awaitable[Completion]]) -> None:
+        super().__init__(branch.shared())
+        self._branch = branch
+        self._sample_new = sample_new
+
+    async def sample(self, prompt: np.ndarray, *, call: int, **settings: Any) -> Completion:
+        if call in self._turns:
+            known = await super().sample(prompt, call=call)
+            return replace(known, num_shared=len(known.tokens))
+        branch = self._branch
+        if call != branch.turn.number:
+            return await self._sample_new(prompt, call=call, **settings)
+        self._check_prompt(branch.turn, prompt, recording=branch.recording)
+        partial = cut(branch.turn.completion, 0, branch.at) if branch.at else None
+        settings |= {"partial": partial, "pinned": True}
+        completion = await self._sample_new(prompt, call=call, **settings)
+        return replace(completion, num_shared=branch.at)
+
+
+def _is_answered(entry: Entry) -> bool:
     if isinstance(entry, ToolRow):
         return entry.text is not None and not entry.has_turns
     return isinstance(entry, TurnRow) or entry.ending is not None
