@@ -107,32 +107,30 @@ class FunctionEnvironment:
 
 def check_function(function: Any) -> EnvironmentFunction:
     """Raise ConfigError unless the function can be called as an environment."""
-    if not is_async(function):
-        raise ConfigError(
-            f"Environment {name_of(function)!r} is not a coroutine; define it with `async def"
-            " play(task, agent)`."
-        )
+    problem = "" if is_async(function) else "is not a coroutine"
     try:
         inspect.signature(function).bind(None, None)
-    except TypeError:
+    except (TypeError, ValueError):
+        problem = problem or "cannot be called with a task and an agent"
+    if problem:
         raise ConfigError(
-            f"Environment {name_of(function)!r} cannot be called with a task and an agent; define"
-            " it with `async def play(task, agent)`."
-        ) from None
+            f"Environment {name_of(function)!r} {problem}; define it with `async def play(task,"
+            " agent)`."
+        )
     return function
 
 
 @contextlib.asynccontextmanager
 async def lifetime(function: Any, *, thread: LoopThread) -> AsyncGenerator[None]:
     """Await the environment's open() and, at the end, close(), if it defines them."""
+
+    async def call(name: str) -> None:
+        method = getattr(function, name, None)
+        if inspect.iscoroutinefunction(method):
+            await thread.run(method())
+
     try:
-        await _call(function, "open", thread=thread)
+        await call("open")
         yield
     finally:
-        await _call(function, "close", thread=thread)
-
-
-async def _call(function: Any, name: str, *, thread: LoopThread) -> None:
-    method = getattr(function, name, None)
-    if inspect.iscoroutinefunction(method):
-        await thread.run(method())
+        await call("close")

@@ -7,6 +7,8 @@ from millrace.core.records import Ending
 from millrace.environments.conversation import History
 from millrace.environments.tools.calls import ToolFormatName
 
+SCORED_ENDINGS = ("turns", "length")  # limits at which adapters still score an episode
+
 
 class EpisodeOver(Exception):
     """The episode reached a limit. An environment may catch this to return a reward."""
@@ -40,11 +42,7 @@ def rules_of(
     settings: EnvironmentConfig, *, redundancy: int, records: bool = False
 ) -> EpisodeRules:
     limits = settings.model_dump(include={row.name for row in fields(EpisodeLimits)})
+    rules = settings.model_dump(include={"ended_reward", "tool_format", "history"})
     return EpisodeRules(
-        limits=EpisodeLimits(**limits),
-        redundancy=redundancy,
-        ended_reward=settings.ended_reward,
-        tool_format=settings.tool_format,
-        history=settings.history,
-        records=records,
+        limits=EpisodeLimits(**limits), redundancy=redundancy, records=records, **rules
     )

@@ -48,10 +48,16 @@ def read_options(args: argparse.Namespace, settings: Mapping[str, object]) -> Se
     # A RunConfig requires at least one engine.
     count = max(args.engines, 1)
     config = load_config(overrides={"engine.count": count, **settings, "model.path": args.model})
+    threads = config.cluster.threads or max(1, available_cores() // (args.engines + args.scorers))
+    cluster = config.cluster.model_copy(update={"threads": threads})
     key = _key(args.api_key_file, os.environ)
-    _check_reach(args.host, key=key)
+    if key is None and not _is_loopback(args.host):
+        raise ConfigError(
+            f"--host {args.host} can be reached from other machines, but there is no API key; set"
+            f" {KEY_VARIABLE} or --api-key-file, or use --host 127.0.0.1."
+        )
     return ServeSettings(
-        config=_with_threads(config, processes=args.engines + args.scorers),
+        config=config.model_copy(update={"cluster": cluster}),
         engines=args.engines,
         scorers=args.scorers,
         name=args.name or Path(args.model).name,
@@ -88,14 +94,6 @@ def _key(file: Path | None, environment: Mapping[str, str]) -> str | None:
     return key
 
 
-def _check_reach(host: str, *, key: str | None) -> None:
-    if key is None and not _is_loopback(host):
-        raise ConfigError(
-            f"--host {host} can be reached from other machines, but there is no API key; set"
-            f" {KEY_VARIABLE} or --api-key-file, or use --host 127.0.0.1."
-        )
-
-
 def _is_loopback(host: str) -> bool:
     """True if all addresses of the host are loopback addresses."""
     try:
@@ -103,9 +101,3 @@ def _is_loopback(host: str) -> bool:
     except OSError as error:
         raise ConfigError(f"--host {host!r} is not an address of this machine: {error}.") from None
     return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
-
-
-def _with_threads(config: RunConfig, *, processes: int) -> RunConfig:
-    share = max(1, available_cores() // processes)
-    cluster = config.cluster.model_copy(update={"threads": config.cluster.threads or share})
-    return config.model_copy(update={"cluster": cluster})

@@ -18,7 +18,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from millrace.core.errors import ConfigError, ScoreError, TaskError
@@ -27,7 +27,7 @@ from millrace.environments.adapters.object_threads import ObjectPool, ObjectThre
 from millrace.environments.agent import Agent
 from millrace.environments.episode_runner import EnvironmentFunction
 from millrace.environments.function_environment import messages_of
-from millrace.environments.limits import EpisodeOver
+from millrace.environments.limits import SCORED_ENDINGS, EpisodeOver
 from millrace.environments.tools.functions import Tool, tool_of
 from millrace.scoring.functions.function_scorer import Function
 from millrace.scoring.functions.shipping import resolve_function
@@ -39,15 +39,9 @@ from millrace.scoring.functions.signature import (
 )
 from millrace.scoring.registry import ScorerSpec
 
-SCORED_ENDINGS = ("turns", "length")  # limits after which an episode is still scored
 NOT_TOOLS = ("reset", "get_reward")
+WeightedReward = tuple[RewardFunction, float]
 COLUMN = "environment"  # task column that selects one of several factories
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reward:
-    function: RewardFunction  # takes `environments`
-    weight: float
 
 
 class EnvironmentFactory:
@@ -70,11 +64,11 @@ class EnvironmentFactory:
                 raise ConfigError(f"Class {make.__name__!r} has no reset(); define it.")
         self._objects = {name: ObjectPool(make) for name, make in factories.items()}
         self._tools = [tool_of(tool) for tool in tools]
-        self._rewards: tuple[Reward, ...] = ()
+        self._rewards: Sequence[WeightedReward] = ()
         names = [getattr(make, "__name__", "factory") for make in factories.values()]
         self.__name__ = ", ".join(names)
 
-    def with_rewards(self, rewards: Sequence[Reward]) -> "EnvironmentFactory":
+    def with_rewards(self, rewards: Sequence[WeightedReward]) -> "EnvironmentFactory":
         """Return a copy with functions that reward its episodes."""
         other = copy.copy(self)
         other._rewards = tuple(rewards)
@@ -128,19 +122,19 @@ class EnvironmentFactory:
         rewards: list[float] = []
         if await env.run(lambda thing: callable(getattr(thing, "get_reward", None))):
             rewards.append(float(await _call(env, "get_reward")))
-        for reward in self._rewards:
+        for function, weight in self._rewards:
 
-            def call(thing: Any, function: RewardFunction = reward.function) -> Any:
+            def call(thing: Any, function: RewardFunction = function) -> Any:
                 return function(columns={**columns, ENVIRONMENTS: [thing]}, **episode)
 
             result = await env.run(call)
             result = await result if inspect.isawaitable(result) else result
             try:
-                (value,) = check_rewards(result, name=reward.function.name, num_completions=1)
+                (value,) = check_rewards(result, name=function.name, num_completions=1)
             except ScoreError as error:
                 raise TaskError(str(error)) from error
             if value is not None:
-                rewards.append(reward.weight * value)
+                rewards.append(weight * value)
         return sum(rewards) if rewards else None
 
 
@@ -153,7 +147,7 @@ def split_rewards(
     """Move the reward functions that take `environments` from the scorers to the environment."""
     if not isinstance(environment, EnvironmentFactory):
         return tuple(specs), environment
-    rewards: list[Reward] = []
+    rewards: list[WeightedReward] = []
     others: list[ScorerSpec] = []
     for spec in specs:
         function = None
@@ -168,7 +162,7 @@ def split_rewards(
                 " episode, before all other scorers; remove its `when`."
             )
         function.check_columns(tasks, has_environments=True)
-        rewards.append(Reward(function=function, weight=spec.weight))
+        rewards.append((function, spec.weight))
     return tuple(others), environment.with_rewards(rewards)
 
 

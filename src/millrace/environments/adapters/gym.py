@@ -18,9 +18,7 @@ from millrace.core.records import Message, Task
 from millrace.environments.adapters.object_threads import ObjectPool, ObjectThread
 from millrace.environments.agent import Agent
 from millrace.environments.function_environment import messages_of
-from millrace.environments.limits import EpisodeOver
-
-SCORED_ENDINGS = ("turns", "length")  # limits at which the rewards so far count
+from millrace.environments.limits import SCORED_ENDINGS, EpisodeOver
 
 
 class GymEnvironment:

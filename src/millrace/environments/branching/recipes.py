@@ -169,11 +169,9 @@ def _negated_steps(rollout: Rollout, rewards: np.ndarray) -> np.ndarray:  # [L]
     """
     weights = np.full(len(rewards), -np.inf)
     sampled = np.flatnonzero(rollout.mask)
-    begin = 0
-    for i, token in enumerate(sampled):
-        if rewards[token] != 0:
-            weights[sampled[begin]] = -rewards[token]
-            begin = i + 1
+    ends = np.flatnonzero(rewards[sampled])
+    begins = np.concatenate([[0], ends + 1])[: len(ends)]
+    weights[sampled[begins]] = -rewards[sampled[ends]]
     return weights
 
 

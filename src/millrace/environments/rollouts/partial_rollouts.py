@@ -64,12 +64,11 @@ class PartialRollout:
         `model` names the model that answers; None = the policy."""
         digest = request_digest(request, model=model)
         known = [self._take_saved(request, member, digest) for member in range(request.n)]
-        return TokenLog(request, known=known, digest=digest, save=self._new.append)
+        return TokenLog(request, known=known, digest=digest, save=lambda new: self._new.append(new))
 
     def take_new(self) -> list[StreamedTokens]:
         """Return the tokens since the last call."""
-        new = list(self._new)
-        self._new.clear()
+        new, self._new = self._new, []
         return new
 
     def _take_saved(self, request: Request, member: int, digest: str) -> Completion | None:
@@ -95,13 +94,13 @@ class PartialRollouts:
         """`every_s` = 0 disables saving and resuming."""
         self._journal = journal
         self._every_s = every_s
-        self._open: dict[int, tuple[Attempt, PartialRollout]] = {}  # by number
+        self._open: list[tuple[Attempt, PartialRollout]] = []
         self._num_resumed = 0  # tokens, in attempts that are over
 
     @property
     def num_resumed(self) -> int:
         """Tokens so far that were not sampled again after a crash."""
-        return self._num_resumed + sum(partial.num_resumed for _, partial in self._open.values())
+        return self._num_resumed + sum(partial.num_resumed for _, partial in self._open)
 
     @contextlib.asynccontextmanager
     async def open(self, attempt: Attempt, *, is_trainable: IsTrainable) -> AsyncIterator[None]:
@@ -111,11 +110,11 @@ class PartialRollouts:
             return
         saved = await self._journal.read_tokens(attempt.number)
         partial = attempt.partial = PartialRollout(saved, is_trainable=is_trainable)
-        self._open[attempt.number] = attempt, partial
+        self._open.append((attempt, partial))
         try:
             yield
         finally:
-            del self._open[attempt.number]
+            self._open.remove((attempt, partial))
             self._num_resumed += partial.num_resumed
 
     async def run(self) -> None:
@@ -126,12 +125,14 @@ class PartialRollouts:
 
     async def save(self) -> None:
         """Return when all tokens so far are durable."""
-        saving = [self._save(attempt, partial) for attempt, partial in self._open.values()]
-        await asyncio.gather(*saving)
-
-    async def _save(self, attempt: Attempt, partial: PartialRollout) -> None:
-        if tokens := partial.take_new():
-            await self._journal.append_tokens(attempt.number, tries=attempt.tries, tokens=tokens)
+        append = self._journal.append_tokens
+        await asyncio.gather(
+            *(
+                append(attempt.number, tries=attempt.tries, tokens=tokens)
+                for attempt, partial in self._open
+                if (tokens := partial.take_new())
+            )
+        )
 
 
 class ReplayingEngine:

@@ -15,14 +15,16 @@ Nothing raises, and no code of the model is run.
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from millrace.core.records import Message
 
 ToolFormatName = Literal["auto", "hermes", "llama3", "mistral", "gemma"]
 Schemas = Sequence[Mapping[str, Any]]
+NamedArguments = tuple[str, dict[str, Any]]  # of a call
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,46 +82,19 @@ class ToolFormat:
     def result(self, call: ToolCall, text: str) -> Message:
         return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
 
-    def _parse_json(self, content: str, bodies: Sequence[str], *, key: str) -> Parsed:
-        calls: list[ToolCall] = []
-        problems: list[str] = []
-        for body in bodies:
-            found = self._json_call(body, key=key)
-            if isinstance(found, str):
-                problems.append(found)
-            else:
-                name, arguments = found
-                calls.append(ToolCall(id=_call_id(len(calls)), name=name, arguments=arguments))
-        return Parsed(content=content, calls=tuple(calls), problems=tuple(problems))
-
-    def _json_call(self, body: str, *, key: str) -> tuple[str, dict[str, Any]] | str:
-        """Return the name and arguments, or a problem."""
-        try:
-            row = json.loads(body)
-            if not isinstance(row, dict) or not isinstance(row.get("name"), str):
-                return f'A tool call needs a "name"; write {self.example}.'
-            arguments = row.get(key, row.get("arguments", row.get("parameters", {})))
-            if isinstance(arguments, str):  # JSON within JSON, as in the OpenAI API
-                arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            return self._unreadable(error)
-        if not isinstance(arguments, dict):
-            return f'The "{key}" of a tool call must be an object; write {self.example}.'
-        return row["name"], arguments
-
-    def _parse_python(self, content: str, bodies: Sequence[str], schemas: Schemas) -> Parsed:
+    def _parse_bodies(
+        self, content: str, bodies: Sequence[str], read: Callable[[str], Iterable[NamedArguments]]
+    ) -> Parsed:
         calls: list[ToolCall] = []
         problems: list[str] = []
         for body in bodies:
             try:
-                for name, arguments in _python_calls(body, schemas):
-                    calls.append(ToolCall(id=_call_id(len(calls)), name=name, arguments=arguments))
+                for name, arguments in read(body):
+                    id = f"call{len(calls):05d}"  # nine characters, which some templates require
+                    calls.append(ToolCall(id=id, name=name, arguments=arguments))
             except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
-                problems.append(self._unreadable(error))
+                problems.append(f"A tool call cannot be read ({error}); write {self.example}.")
         return Parsed(content=content, calls=tuple(calls), problems=tuple(problems))
-
-    def _unreadable(self, error: BaseException) -> str:
-        return f"A tool call cannot be read ({error}); write {self.example}."
 
 
 class Hermes(ToolFormat):
@@ -135,7 +110,7 @@ class Hermes(ToolFormat):
         if begin < 0:
             return Parsed(content=text)
         bodies = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text[begin:], re.DOTALL)
-        return self._parse_json(text[:begin].strip(), bodies, key="arguments")
+        return self._parse_bodies(text[:begin].strip(), bodies, _json_calls)
 
 
 class Llama3(ToolFormat):
@@ -151,10 +126,9 @@ class Llama3(ToolFormat):
             before, body = "", text
             if not re.match(r'\s*\{.*"name"', text, re.DOTALL):
                 return Parsed(content=text)
-        if re.match(r"\s*[A-Za-z_][\w.]*\(", body):
-            parsed = self._parse_python(before.strip(), [body], schemas)
-        else:
-            parsed = self._parse_json(before.strip(), [body], key="parameters")
+        is_python = re.match(r"\s*[A-Za-z_][\w.]*\(", body)
+        read = partial(_python_calls, schemas=schemas) if is_python else _json_calls
+        parsed = self._parse_bodies(before.strip(), [body], read)
         if len(parsed.calls) < 2:
             return parsed
         # The template renders only one call per message.
@@ -172,12 +146,7 @@ class Mistral(ToolFormat):
         before, tag, body = text.partition("[TOOL_CALLS]")
         if not tag:
             return Parsed(content=text)
-        try:
-            rows = json.loads(body)
-        except ValueError as error:
-            return Parsed(content=before.strip(), problems=(self._unreadable(error),))
-        rows = rows if isinstance(rows, list) else [rows]
-        return self._parse_json(before.strip(), list(map(json.dumps, rows)), key="arguments")
+        return self._parse_bodies(before.strip(), [body], _json_calls)
 
 
 class Gemma(ToolFormat):
@@ -193,7 +162,8 @@ class Gemma(ToolFormat):
         if begin < 0:
             return Parsed(content=text)
         bodies = re.findall(r"```tool_code\s*?\n(.*?)(?:```|\Z)", text[begin:], re.DOTALL)
-        return self._parse_python(text[:begin].strip(), bodies, schemas)
+        read = partial(_python_calls, schemas=schemas)
+        return self._parse_bodies(text[:begin].strip(), bodies, read)
 
     def shown(
         self, messages: Sequence[Message], schemas: Schemas
@@ -227,7 +197,21 @@ def format_of(name: ToolFormatName, *, template: str) -> ToolFormat:
     return next((f for f in FORMATS.values() if f.marker in template), FORMATS["hermes"])
 
 
-def _python_calls(body: str, schemas: Schemas) -> Iterator[tuple[str, dict[str, Any]]]:
+def _json_calls(body: str) -> Iterator[NamedArguments]:
+    """Yield the calls of a JSON object, or of a list of them."""
+    rows = json.loads(body)
+    for row in rows if isinstance(rows, list) else [rows]:
+        if not isinstance(row, dict) or not isinstance(row.get("name"), str):
+            raise ValueError('it needs a "name"')
+        arguments = row.get("arguments", row.get("parameters", {}))
+        if isinstance(arguments, str):  # JSON within JSON, as in the OpenAI API
+            arguments = json.loads(arguments)
+        if not isinstance(arguments, dict):
+            raise ValueError("its arguments must be an object")
+        yield row["name"], arguments
+
+
+def _python_calls(body: str, *, schemas: Schemas) -> Iterator[NamedArguments]:
     functions = [schema.get("function", {}) for schema in schemas]
     named = {f.get("name"): list(f.get("parameters", {}).get("properties", {})) for f in functions}
     for statement in ast.parse(body.strip()).body:
@@ -243,7 +227,3 @@ def _python_calls(body: str, schemas: Schemas) -> Iterator[tuple[str, dict[str, 
             raise ValueError(f"{name} takes fewer arguments")
         keywords = {row.arg: ast.literal_eval(row.value) for row in call.keywords if row.arg}
         yield name, {**positional, **keywords}
-
-
-def _call_id(number: int) -> str:
-    return f"call{number:05d}"  # nine characters, which some templates require

@@ -41,12 +41,8 @@ class Tool:
     @property
     def schema(self) -> dict[str, Any]:
         """The schema in the format of chat templates and the OpenAI API."""
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters,
-        }
-        return {"type": "function", "function": function}
+        function = {"name": self.name, "description": self.description}
+        return {"type": "function", "function": {**function, "parameters": self.parameters}}
 
 
 class ToolError(Exception):
@@ -61,12 +57,12 @@ class ToolResult:
 
 def tools_of(given: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
     """Return tools by name, and convert functions to tools."""
-    tools = [tool if isinstance(tool, Tool) else tool_of(tool) for tool in given]
-    names = [tool.name for tool in tools]
-    for name in names:
-        if names.count(name) > 1:
-            raise TaskError(f"Two tools are named {name!r}; give each a name of its own.")
-    return dict(zip(names, tools, strict=True))
+    tools: dict[str, Tool] = {}
+    for each in given:
+        tool = each if isinstance(each, Tool) else tool_of(each)
+        if tools.setdefault(tool.name, tool) is not tool:
+            raise TaskError(f"Two tools are named {tool.name!r}; give each a name of its own.")
+    return tools
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:

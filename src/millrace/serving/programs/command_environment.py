@@ -124,8 +124,8 @@ class CommandEnvironment:
         self._timeout_s = timeout_s
         self._log = log
         self._max_running = max_running
-        self._slots: asyncio.Semaphore | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the semaphore
+        # Of the event loop that used the environment last.
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._gateway = Gateway()
         self.__name__ = " ".join(self._command)
 
@@ -137,14 +137,18 @@ class CommandEnvironment:
         if result.exit_code != 0:
             self._log_crash(result)
             raise agent.end("crash")
-        return await self._scored(task, result)
+        if self._score is None:
+            return None
+        if inspect.iscoroutinefunction(self._score):
+            return await self._score(task, result)
+        return await asyncio.to_thread(self._score, task, result)
 
     def _slot(self) -> asyncio.Semaphore:
         """Return the semaphore of the current event loop."""
         loop = asyncio.get_running_loop()
-        if self._slots is None or self._loop is not loop:
-            self._slots, self._loop = asyncio.Semaphore(self._max_running), loop
-        return self._slots
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = loop, asyncio.Semaphore(self._max_running)
+        return self._slots[1]
 
     async def _run(self, task: Task, agent: Agent, session: GatewaySession) -> ProgramResult:
         payload = {"prompt": task.prompt, **{name: task.columns[name] for name in self._columns}}
@@ -159,13 +163,6 @@ class CommandEnvironment:
             if not limit.expired():
                 raise
             raise agent.end("timeout") from None
-
-    async def _scored(self, task: Task, result: ProgramResult) -> float | None:
-        if self._score is None:
-            return None
-        if inspect.iscoroutinefunction(self._score):
-            return await self._score(task, result)
-        return await asyncio.to_thread(self._score, task, result)
 
     def _never_called(self, result: ProgramResult) -> TaskError:
         last = (result.stderr.strip() or "no output on stderr").splitlines()[-1]
