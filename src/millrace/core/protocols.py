@@ -19,14 +19,12 @@ from millrace.core.records import (
     ScorerResult,
     Task,
     TokenLogprobs,
-    Turn,
     WeightUpdate,
 )
 from millrace.core.staleness import Waiting
 
 OnTokens = Callable[[CompletionChunk], None]
 OnCompletion = Callable[[int, Completion], None]  # index among the n completions, completion
-OnReply = Callable[[int, Turn, Rollout], None]  # index among the n episodes, turn, rollout
 
 
 class Capability(StrEnum):
@@ -277,9 +275,10 @@ class Policy(Protocol):
         """True if the sampled tokens are for training."""
         ...
 
-    async def complete(self, prompt: Prompt, n: int, *, on_reply: OnReply) -> None:
-        """Sample n episodes of one turn, which share the prompt's prefill. `on_reply` receives each
-        of them once before this returns: as soon as it has ended if a scorer takes it then."""
+    async def complete(self, prompt: Prompt, n: int) -> list[Episode]:
+        """Sample n episodes of one turn, which share the prompt's prefill, and report each as
+        finished: as soon as it has ended if a scorer takes it then."""
+        ...
 
     async def sample(
         self,

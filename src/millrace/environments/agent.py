@@ -79,6 +79,7 @@ class Agent:
         self.tool_format = model.tool_format
         history = state.settings.history
         self._conversation = Conversation(model.renderer, history=history, counts=state.counts)
+        self.decode = model.renderer.decode
         self._state = state
         self._num_forks = 0  # unpinned forks, each in a session of its own
 
@@ -121,10 +122,6 @@ class Agent:
         Its seed comes from the run, the group and the episode number; a replay repeats its draws.
         """
         return self._state.rng
-
-    @property
-    def decode(self) -> Callable[[np.ndarray], str]:
-        return self._conversation.decode
 
     def end(self, ending: Ending) -> EpisodeOver:
         """Mark the episode as ended and stop sampling; raise the returned exception to leave the

@@ -75,9 +75,6 @@ class Conversation:
         self._texts: dict[str, tuple[Exchange, int]] = {}  # with the end of the text in tokens
         self.counts: Counter[str] = Counter() if counts is None else counts
 
-    def decode(self, tokens: np.ndarray) -> str:
-        return self._renderer.decode(tokens)
-
     def of_messages(self, messages: Sequence[Message], *, tools: Schemas = ()) -> Beginning:
         digests = list(_digests(messages, tools))
         for count in range(len(messages), 0, -1):

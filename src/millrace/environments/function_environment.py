@@ -19,7 +19,7 @@ from typing import Any
 
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.protocols import Policy
-from millrace.core.records import Episode, Message, Prompt, Rollout, Task, Turn
+from millrace.core.records import Episode, Message, Prompt, Task
 from millrace.environments.agent import Agent
 from millrace.environments.branching.scheduler import Recipe
 from millrace.environments.episode_runner import EnvironmentFunction, EpisodeRunner, name_of
@@ -35,15 +35,7 @@ class SingleTurn:
     """The default environment: one prompt, one completion, scored by the scorers."""
 
     async def play(self, task: Task, policy: Policy, n: int) -> list[Episode]:
-        """Play n episodes, which share the prompt's prefill."""
-        episodes: dict[int, Episode] = {}
-
-        def end(index: int, turn: Turn, rollout: Rollout) -> None:
-            episodes[index] = Episode(turns=(turn,), rollouts=(rollout,))
-            policy.finished(index, episodes[index])
-
-        await policy.complete(task.prompt, n, on_reply=end)
-        return [episodes[index] for index in range(n)]
+        return await policy.complete(task.prompt, n)
 
 
 async def answer(task: Task, agent: Agent) -> None:

@@ -6,7 +6,6 @@ Runs on the controller's event loop.
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,6 @@ from millrace.core.errors import TaskError
 from millrace.core.protocols import (
     Engine,
     Environment,
-    OnReply,
     OnTokens,
     ScoringSession,
     SupportsGenerate,
@@ -70,7 +68,7 @@ class GroupPolicy:
     def is_trained(self) -> bool:
         return self.attempt is not None
 
-    async def complete(self, prompt: Prompt, n: int, *, on_reply: OnReply) -> None:
+    async def complete(self, prompt: Prompt, n: int) -> list[Episode]:
         tokens = self.renderer.render(prompt)
         if len(tokens) >= self.max_context:
             raise TaskError(
@@ -88,26 +86,28 @@ class GroupPolicy:
             expires=self.is_trained,
             routes_from=0 if self.wants_routes else None,
         )
-        replied: set[int] = set()
+        episodes: dict[int, Episode] = {}
 
-        def reply(member: int, completion: Completion) -> None:
-            replied.add(member)
-            turn = Turn(prompt=prompt, completion=completion.text, finish=completion.finish)
-            on_reply(member, turn, rollout_of(tokens, completion, self.sampling))
+        def finish(member: int, completion: Completion) -> None:
+            if member not in episodes:
+                turn = Turn(prompt=prompt, completion=completion.text, finish=completion.finish)
+                rollout = rollout_of(tokens, completion, self.sampling)
+                episodes[member] = Episode(turns=(turn,), rollouts=(rollout,))
+                self.finished(member, episodes[member])
 
-        def reply_early(member: int, completion: Completion) -> None:
+        def finish_early(member: int, completion: Completion) -> None:
             if is_complete(completion):  # others may be discarded with their group
-                reply(member, completion)
+                finish(member, completion)
 
         request, on_tokens = self._streamed(request)
         completions = await self.engine.generate(
-            request, on_tokens, reply_early if self._takes_episodes else None
+            request, on_tokens, finish_early if self._takes_episodes else None
         )
         if self.attempt is not None:
             self.attempt.record(completions)
         for member, completion in enumerate(completions):
-            if member not in replied:
-                reply(member, completion)
+            finish(member, completion)
+        return [episodes[member] for member in range(n)]
 
     async def sample(
         self,
@@ -222,24 +222,22 @@ class Player:
         `scoring` receives tokens while they are sampled and episodes when they finish. Raises
         Expired when the group's tokens have become too stale.
         """
-        number, tries = attempt.number, attempt.tries
-        engines: dict[str, Any] = {}
-        if (partial := attempt.partial) is not None:
-            engines["engine"] = ReplayingEngine(self.engine, partial=partial)
-            engines["others"] = {
-                model: ReplayingEngine(other, partial=partial, model=model)
-                for model, other in self.others.items()
-            }
+        policy = self._policy(attempt.number, name="group", tries=attempt.tries)
         policy = replace(
-            self._policy(number, name="group", tries=tries),
+            policy,
             attempt=attempt,
             scoring=scoring,
             priority=self.lengths.priority(task),
             wants_routes=self.wants_routes,
-            **engines,
         )
+        if (partial := attempt.partial) is not None:
+            policy.engine = ReplayingEngine(self.engine, partial=partial)
+            policy.others = {
+                model: ReplayingEngine(other, partial=partial, model=model)
+                for model, other in self.others.items()
+            }
         episodes = await self.environment.play(task, policy, group_size)
-        group = Group(number=number, task=task, episodes=tuple(episodes))
+        group = Group(number=attempt.number, task=task, episodes=tuple(episodes))
         self.lengths.learn(group)
         return group
 
