@@ -23,7 +23,7 @@ from millrace.models.directory import vocabulary_checksum
 from millrace.scoring.services.endpoint import Endpoint
 from millrace.scoring.teachers import remote
 from millrace.scoring.teachers.remote import RemoteTeacher
-from millrace.serving.api.replies import Health
+from millrace.serving.api.openapi import Health
 from millrace.serving.api.score import ScoreModelInfo, ScorePool
 from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics

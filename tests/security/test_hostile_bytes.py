@@ -17,8 +17,8 @@ from millrace.cluster.wire import ARRAY_CODE, DTYPES, WireError, decode
 from millrace.core.errors import ConfigError
 from millrace.environments.tools.calls import FORMATS
 from millrace.serving.api.bodies import ChatBody, CompletionBody, read_body
+from millrace.serving.api.chat import read_messages
 from millrace.serving.api.errors import ApiError
-from millrace.serving.api.messages import read_messages
 from millrace.training.checkpoints.directory import damage_to
 
 MOST_BYTES = 4 * 2**20  # allowed allocation for a few hundred hostile bytes

@@ -21,8 +21,7 @@ from millrace.config import EngineConfig
 from millrace.environments.tools.calls import FORMATS
 from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.build import build_engine
-from millrace.serving.api.openapi import describe
-from millrace.serving.api.replies import Health
+from millrace.serving.api.openapi import Health, describe
 from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits

@@ -10,7 +10,7 @@ from chat_model import IM_END, chat_tokenizer
 from writing_engine import WritingEngine, served, until
 
 from millrace.core.errors import TaskError, WorkerError
-from millrace.serving.api.replies import Health
+from millrace.serving.api.openapi import Health
 from millrace.serving.options import ServerLimits
 
 ASK = [{"role": "user", "content": "What is 2 + 3?"}]

@@ -26,7 +26,7 @@ from millrace.core.records import Completion, Episode, Group, Request, Sampling,
 from millrace.environments.tools.calls import FORMATS
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.models.grammars import GrammarCompiler, grammar_of
-from millrace.serving.api.replies import Health
+from millrace.serving.api.openapi import Health
 from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits

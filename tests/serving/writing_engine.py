@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from millrace.core.protocols import OnTokens, SupportsGenerate
 from millrace.core.records import Completion, Request
 from millrace.environments.tools.calls import FORMATS
-from millrace.serving.api.replies import Health
+from millrace.serving.api.openapi import Health
 from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits

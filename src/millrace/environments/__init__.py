@@ -7,8 +7,8 @@
 | `agent.py` | what an environment talks to, one agent per role |
 | `conversation.py` | messages and texts as incremental prompt tokens |
 | `token_record.py` | the tokens of an agent, as a tree; a branch becomes a Rollout |
-| `episode_state.py`, `role_models.py`, `limits.py` | the agents, models and limits of an episode |
-| `event_log.py` | the turns and tool results of an episode, in order |
+| `episode_state.py` | the agents, limits and event log of a running episode |
+| `role_models.py`, `limits.py` | the models of an episode; its limits |
 | `tools/` | Python functions and MCP servers as tools; tool calls by model family |
 | `rollouts/` | groups: the player, prompt rendering, partial rollouts |
 | `branching/` | groups whose episodes form trees |

@@ -24,7 +24,7 @@ from millrace.inference.backend import load_backend
 from millrace.inference.pool import EnginePool
 from millrace.inference.remote import EngineReplica
 from millrace.scoring.teachers.process import LogprobModelSettings, TeacherProcess
-from millrace.serving.api.replies import Health
+from millrace.serving.api.openapi import Health
 from millrace.serving.api.score import ScoreModelInfo, ScorePool
 from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics

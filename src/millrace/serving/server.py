@@ -19,8 +19,7 @@ from millrace.serving.api.bodies import Body, ChatBody, CompletionBody, OpenAIBo
 from millrace.serving.api.chat import ChatAnswer
 from millrace.serving.api.completions import ApiAnswer, TextAnswer
 from millrace.serving.api.errors import ApiError, as_api_error, json_response
-from millrace.serving.api.openapi import describe
-from millrace.serving.api.replies import Health
+from millrace.serving.api.openapi import Health, describe
 from millrace.serving.api.score import ScoreBody, ScorePool
 from millrace.serving.api.streaming import send_events
 from millrace.serving.listener import RateLimit

@@ -1,24 +1,147 @@
-"""The OpenAPI 3.1 description of the server, made of its request bodies and replies."""
+"""The OpenAPI 3.1 description of the server, made of its request bodies and"""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 
-from millrace.serving.api import replies
 from millrace.serving.api.bodies import Body, ChatBody, CompletionBody
 from millrace.serving.api.score import ScoreBody
+
+
+class ApiReply(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Health(ApiReply):
+    status: Literal["ok", "degraded", "down"]
+    engines: int  # configured
+    serving: int  # ready
+
+
+class ModelEntry(ApiReply):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(ApiReply):
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
+class UsageReply(ApiReply):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CalledFunction(ApiReply):
+    name: str
+    arguments: str  # JSON
+
+
+class ToolCallEntry(ApiReply):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(ApiReply):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCallEntry] = []
+
+
+class TokenLogprob(ApiReply):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[Any]
+
+
+class ChatLogprobs(ApiReply):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChatChoice(ApiReply):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class CompletionReply(ApiReply):
+    id: str
+    created: int
+    model: str
+    usage: UsageReply
+
+
+class ChatCompletion(CompletionReply):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class TextLogprobs(ApiReply):
+    tokens: list[str]
+    token_logprobs: list[float]
+    text_offset: list[int]
+    top_logprobs: None
+
+
+class TextChoice(ApiReply):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    token_ids: list[int] = []  # as the next, with return_token_ids
+    versions: list[int] = []  # that sampled each token
+    finish_reason: Literal["stop", "length"]
+
+
+class TextCompletion(CompletionReply):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class SequenceScores(ApiReply):
+    logprobs: str  # base64 like the next two, see score.py
+    top_ids: str
+    top_logprobs: str
+    version: int | None
+
+
+class ScoreReply(ApiReply):
+    vocabulary: str
+    num_tokens: int
+    max_context: int
+    sequences: list[SequenceScores]
+
+
+class ErrorDetail(ApiReply):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(ApiReply):
+    error: ErrorDetail
+
 
 JSON = "application/json"
 STREAM = "text/event-stream"
 _SCHEMA = "#/components/schemas/{model}"
-Post = tuple[str, type[Body], type[replies.ApiReply], str]
+Post = tuple[str, type[Body], type[ApiReply], str]
 _POSTS: tuple[Post, ...] = (
-    ("/v1/chat/completions", ChatBody, replies.ChatCompletion, "Messages in, a message out."),
-    ("/v1/completions", CompletionBody, replies.TextCompletion, "Text in, the following text out."),
+    ("/v1/chat/completions", ChatBody, ChatCompletion, "Messages in, a message out."),
+    ("/v1/completions", CompletionBody, TextCompletion, "Text in, the following text out."),
 )
-_SCORE: Post = ("/score", ScoreBody, replies.ScoreReply, "Logprobs of given tokens.")
+_SCORE: Post = ("/score", ScoreBody, ScoreReply, "Logprobs of given tokens.")
 _REFUSALS = {
     "400": "The request is invalid; the message says why.",
     "401": "The key is missing or wrong.",
@@ -37,7 +160,7 @@ def describe(*, needs_key: bool, scores: bool = False) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Millrace", "version": "1"},
-        "paths": {**_gets(needs_key), **{path: _post(*row) for path, *row in posts}},
+        "paths": {**_gets(needs_key), **{row[0]: _post(*row[1:]) for row in posts}},
         "security": [{"key": []}] if needs_key else [],
         "components": {
             "schemas": _schemas(posts),
@@ -50,24 +173,24 @@ def _gets(needs_key: bool) -> dict[str, Any]:
     """Describe the GET routes. /health needs no key."""
     refusals = _refusals("401", "429") if needs_key else _refusals("429")
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    health = {"200": _content(replies.Health), "503": _content(replies.Health)}
+    health = {"200": _content(Health), "503": _content(Health)}
     described = {"200": {"description": "This description.", "content": {JSON: {"schema": {}}}}}
     metrics = {"200": {"description": "For Prometheus.", "content": {"text/plain": {}}}}
     return {
         "/health": {"get": {"security": [], "responses": health}},
         "/openapi.json": {"get": {"responses": {**described, **refusals}}},
         "/metrics": {"get": {"responses": {**metrics, **refusals}}},
-        "/v1/models": {"get": {"responses": {"200": _content(replies.ModelList), **refusals}}},
+        "/v1/models": {"get": {"responses": {"200": _content(ModelList), **refusals}}},
         "/v1/models/{name}": {
             "get": {
                 "parameters": [name],
-                "responses": {"200": _content(replies.ModelEntry), **refusals, **_refusals("404")},
+                "responses": {"200": _content(ModelEntry), **refusals, **_refusals("404")},
             }
         },
     }
 
 
-def _post(body: type[Body], reply: type[replies.ApiReply], summary: str) -> dict[str, Any]:
+def _post(body: type[Body], reply: type[ApiReply], summary: str) -> dict[str, Any]:
     answered = _content(reply)
     if "stream" in body.model_fields:
         answered["content"][STREAM] = {"schema": {}}  # one object per event, then [DONE]
@@ -81,11 +204,11 @@ def _post(body: type[Body], reply: type[replies.ApiReply], summary: str) -> dict
 
 
 def _refusals(*statuses: str) -> dict[str, Any]:
-    error = _content(replies.ErrorReply)
+    error = _content(ErrorReply)
     return {status: {**error, "description": _REFUSALS[status]} for status in statuses}
 
 
-def _content(reply: type[replies.ApiReply]) -> dict[str, Any]:
+def _content(reply: type[ApiReply]) -> dict[str, Any]:
     return {"description": reply.__name__, "content": {JSON: {"schema": _reference(reply)}}}
 
 
@@ -95,7 +218,7 @@ def _reference(model: type[BaseModel]) -> dict[str, str]:
 
 def _schemas(posts: Sequence[Post]) -> dict[str, Any]:
     described = [model for _, body, reply, _ in posts for model in (body, reply)]
-    described += [replies.Health, replies.ModelEntry, replies.ModelList, replies.ErrorReply]
+    described += [Health, ModelEntry, ModelList, ErrorReply]
     models = [(model, "validation") for model in described]
     _, schema = models_json_schema(models, ref_template=_SCHEMA)  # pyright: ignore
     return schema["$defs"]

@@ -34,10 +34,15 @@ from millrace.environments.agent import Agent, Reply
 from millrace.environments.limits import EpisodeOver
 from millrace.environments.tools.functions import Tool
 from millrace.serving.api.bodies import ChatBody, CompletionBody, OpenAIBody
-from millrace.serving.api.chat import CHUNK_KIND, chat_choice, chunk_choice, logprob_rows
+from millrace.serving.api.chat import (
+    CHUNK_KIND,
+    chat_choice,
+    chunk_choice,
+    logprob_rows,
+    read_messages,
+)
 from millrace.serving.api.completions import Json, reply_head, usage_of
 from millrace.serving.api.errors import ApiError, json_response
-from millrace.serving.api.messages import read_messages
 from millrace.serving.api.streaming import send_events
 from millrace.serving.listener import http_listener
 from millrace.serving.server import check_key, error_middleware, read_request
