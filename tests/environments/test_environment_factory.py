@@ -13,7 +13,7 @@ from millrace.environments.adapters.environment_factory import (
     EnvironmentFactory,
     split_rewards,
 )
-from millrace.environments.episode_state import EpisodeLimits
+from millrace.environments.limits import EpisodeLimits
 from millrace.environments.loop_thread import LoopThread
 from millrace.environments.rollouts.attempt import Attempt
 from millrace.scoring.registry import function_scorer

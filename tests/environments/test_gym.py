@@ -10,7 +10,7 @@ from chat_engine import ChatEngine, player_of
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Task
 from millrace.environments.adapters.gym import GymEnvironment
-from millrace.environments.episode_state import EpisodeLimits
+from millrace.environments.limits import EpisodeLimits
 from millrace.environments.loop_thread import LoopThread
 from millrace.environments.rollouts.attempt import Attempt
 

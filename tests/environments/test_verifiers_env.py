@@ -10,8 +10,8 @@ from chat_engine import ChatEngine, player_of
 
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Task
-from millrace.environments.episode_state import EpisodeLimits
 from millrace.environments.function_environment import lifetime
+from millrace.environments.limits import EpisodeLimits
 from millrace.environments.loop_thread import LoopThread
 from millrace.environments.rollouts.attempt import Attempt
 from millrace.serving.programs.verifiers_env import VerifiersEnvironment
