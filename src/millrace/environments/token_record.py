@@ -34,13 +34,10 @@ class Exchange:
         return self.start + len(self.given) + len(self.completion.tokens)
 
     def path(self) -> "Path":
-        steps: list[tuple[Exchange, int]] = []
-        exchange, end = self, self.end
-        while True:
-            steps.append((exchange, end))
-            if exchange.parent is None:
-                return steps[::-1]
-            exchange, end = exchange.parent, exchange.start
+        steps = [(self, self.end)]
+        while (exchange := steps[-1][0]).parent is not None:
+            steps.append((exchange.parent, exchange.start))
+        return steps[::-1]
 
     def tokens(self, end: int | None = None) -> np.ndarray:  # [end] int32
         """Return the tokens of the branch up to `end`; None = up to the end of this exchange."""
@@ -72,12 +69,9 @@ class TokenRecord:
         while parent is not None and start <= parent.start:  # a fork before this exchange
             parent = parent.parent
         assert parent is None or start <= parent.end, "a fork lies within its branch"
+        given = np.asarray(given, np.int32)
         exchange = Exchange(
-            parent=parent,
-            start=start,
-            given=np.asarray(given, np.int32),
-            completion=completion,
-            sampling=sampling,
+            parent=parent, start=start, given=given, completion=completion, sampling=sampling
         )
         self.exchanges.append(exchange)
         return exchange

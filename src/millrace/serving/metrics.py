@@ -46,7 +46,6 @@ class ServerMetrics:
         self._engines[engine] = counters
 
     def forget(self, engine: str) -> None:
-        """Remove the counters of a dead engine."""
         self._engines.pop(engine, None)
 
     def text(self) -> str:

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -113,18 +114,15 @@ class McpServer:
         return [self._tool(t) for t in found if self._offered is None or t.name in self._offered]
 
     def _tool(self, described: Any) -> Tool:
-        async def call(**arguments: Any) -> str:
-            return await self._call(described.name, arguments)
-
         return Tool(
             name=described.name,
             description=described.description or "",
             parameters=described.input_schema,
-            call=call,
+            call=partial(self._call, described.name),
             check=dict,  # the server checks the arguments
         )
 
-    async def _call(self, tool: str, arguments: dict[str, Any]) -> str:
+    async def _call(self, tool: str, /, **arguments: Any) -> str:
         try:
             session = await self._connected()
             result = await session.call_tool(tool, arguments)
@@ -156,11 +154,11 @@ class McpServer:
         server = StdioServerParameters(
             command=program, args=arguments, env={"PATH": path, **self._env}
         )
-        with contextlib.ExitStack() as stack:
-            errors = sys.stderr
-            if self._log is not None:
-                self._log.parent.mkdir(parents=True, exist_ok=True)
-                errors = stack.enter_context(self._log.open("a", encoding="utf-8"))
+        log = contextlib.nullcontext(sys.stderr)
+        if self._log is not None:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            log = self._log.open("a", encoding="utf-8")
+        with log as errors:
             async with stdio_client(server, errlog=errors) as streams:
                 yield streams
 
@@ -197,13 +195,12 @@ class _Session:
         return self._closing.is_set() or self._over.done()
 
     async def list_tools(self) -> list[Any]:
-        tools, cursor = [], None
-        while True:
-            page = await self._request(self._client.list_tools(cursor=cursor))
+        page = await self._request(self._client.list_tools())
+        tools = page.tools
+        while page.next_cursor:
+            page = await self._request(self._client.list_tools(cursor=page.next_cursor))
             tools += page.tools
-            cursor = page.next_cursor
-            if not cursor:
-                return tools
+        return tools
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
         from mcp import MCPError
@@ -254,10 +251,7 @@ class _Session:
 
 
 class WithServers:
-    """Wraps an environment function and gives its agents the tools of MCP servers as `agent.tools`.
-
-    Runs on the loop of the environments.
-    """
+    """Wraps an environment function; its agents get the tools of MCP servers as `agent.tools`."""
 
     def __init__(self, function: EnvironmentFunction, servers: Sequence[McpServer]) -> None:
         self._function = function

@@ -66,8 +66,6 @@ class ScoreBody(Body):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreModelInfo:
-    """Facts about the served model."""
-
     vocabulary: str  # checksum, see vocabulary_checksum()
     num_tokens: int  # valid ids are below this
     max_context: int
@@ -86,31 +84,30 @@ class ScorePool:
 
     async def answer(self, body: ScoreBody) -> dict[str, Any]:
         self._check(body)
-        scored = await self._score([each.request() for each in body.sequences])
+        requests = [each.request() for each in body.sequences]
+        scored = await self._score(requests) if requests else []
         return {**asdict(self._model), "sequences": [_answer(logprobs) for logprobs in scored]}
 
     async def _score(self, requests: list[ScoreRequest]) -> list[TokenLogprobs]:
-        if not requests:
-            return []
         index = min(range(len(self._processes)), key=self._num_sequences.__getitem__)
         self._num_sequences[index] += len(requests)
         try:
-            process = self._processes[index]
-            return await process.score(requests, timeout_s=self._timeout_s)
+            return await self._processes[index].score(requests, timeout_s=self._timeout_s)
         finally:
             self._num_sequences[index] -= len(requests)
 
     def _check(self, body: ScoreBody) -> None:
         for number, sequence in enumerate(body.sequences):
-            if sequence.ranges[-1][1] > self._model.max_context:
+            end, highest = sequence.ranges[-1][1], max(sequence.tokens)
+            if end > self._model.max_context:
                 raise ApiError(
-                    f"Sequence {number} is scored up to token {sequence.ranges[-1][1]}, but the"
-                    f" context is limited to {self._model.max_context}; shorten it.",
+                    f"Sequence {number} is scored up to token {end}, but the context is limited to"
+                    f" {self._model.max_context}; shorten it.",
                     code="context_length_exceeded",
                 )
-            if max(sequence.tokens) >= self._model.num_tokens:
+            if highest >= self._model.num_tokens:
                 raise ApiError(
-                    f"Sequence {number} has token {max(sequence.tokens)}, but the model knows"
+                    f"Sequence {number} has token {highest}, but the model knows"
                     f" {self._model.num_tokens}; use its own tokenizer."
                 )
 

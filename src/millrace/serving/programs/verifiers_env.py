@@ -14,7 +14,7 @@ import asyncio
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 from millrace.core.errors import ConfigError, TaskError
@@ -41,7 +41,6 @@ class VerifiersEnvironment:
         self._is_single = len(env.config.agent_harnesses()) == 1
         self._gateway = Gateway()
         self._serving: asyncio.Task[None] | None = None
-        self._ending = asyncio.Event()
         self.__name__ = env.config.env_id
 
     def tasks(self) -> list[Task]:
@@ -61,8 +60,8 @@ class VerifiersEnvironment:
             await self._serving
 
     async def close(self) -> None:
-        self._ending.set()
         if self._serving is not None:
+            self._ending.set()
             await self._serving
             self._serving = None
 
@@ -76,9 +75,14 @@ class VerifiersEnvironment:
                 " taskset; use the tasks of VerifiersEnvironment.tasks()."
             )
         async with self._gateway.open(agent) as session:
-            playing = self._env.run_episode(
-                chosen, await self._context(), on_trace=self._admit_traces(agent, session)
-            )
+
+            def admit(trace: Any) -> None:
+                """Its id is the session id of its requests."""
+                role = trace.agent
+                own = agent if self._is_single else agent.role(role.name, trained=role.trainable)
+                self._gateway.admit(trace.id, session, own)
+
+            playing = self._env.run_episode(chosen, await self._context(), on_trace=admit)
             episode = await session.guard(playing)
         if not episode.ok:
             raise self._failed(episode, agent, session)
@@ -98,21 +102,11 @@ class VerifiersEnvironment:
         client = vf.EvalClientConfig(base_url=base_url, api_key_var=KEY_VARIABLE)
         return vf.ModelContext(model="policy", client=client)
 
-    def _admit_traces(self, agent: Agent, session: GatewaySession) -> Callable[[Any], None]:
-        """Return a callback that admits each trace; its id is the session id of its requests."""
-
-        def admit(trace: Any) -> None:
-            role = trace.agent
-            own = agent if self._is_single else agent.role(role.name, trained=role.trainable)
-            self._gateway.admit(trace.id, session, own)
-
-        return admit
-
     def _rewards(self, episode: Any) -> float | dict[str, float]:
         if self._is_single:
-            return sum(trace.reward for trace in episode.traces) / len(episode.traces)
+            return fmean(trace.reward for trace in episode.traces)
         return {
-            name: sum(trace.reward for trace in traces) / len(traces)
+            name: fmean(trace.reward for trace in traces)
             for name, traces in episode.by_agent.items()
         }
 
