@@ -10,7 +10,6 @@ from families import FAMILIES, tokenizer_of
 from millrace.core.protocols import OnCompletion, OnTokens
 from millrace.core.records import Completion, Request, Sampling
 from millrace.environments.function_environment import FunctionEnvironment
-from millrace.environments.limits import EpisodeRules
 from millrace.environments.loop_thread import LoopThread
 from millrace.environments.role_models import RoleModel
 from millrace.environments.rollouts.player import Player
@@ -71,7 +70,7 @@ def player_of(
     environment = FunctionEnvironment(
         function,
         renderer=renderer,
-        rules=EpisodeRules(**rules),
+        **rules,
         thread=thread,
         others={name: model for name, (model, _engine) in others.items()},
     )

@@ -148,13 +148,14 @@ async def test_tool_calls_are_parsed_and_their_results_reach_the_model():
     assert "<|im_start|>tool\n5<|im_end|>" in after
 
 
-async def test_stream_holds_a_tool_call_until_it_is_complete():
-    async with served(WritingEngine(f"I add < them.{CALL}{CALL}")) as client:
+@pytest.mark.parametrize("text", ["I add < them.", "I add < them.\n"])
+async def test_stream_holds_a_tool_call_until_it_is_complete(text):
+    async with served(WritingEngine(f"{text}{CALL}{CALL}")) as client:
         stream = await client.chat.completions.create(
             model="tiny", messages=ASK, tools=[ADD], stream=True
         )
         deltas = [chunk.choices[0] async for chunk in stream]
-    assert "".join(d.delta.content or "" for d in deltas) == "I add < them."
+    assert "".join(d.delta.content or "" for d in deltas) == text
     calls = [call for d in deltas for call in d.delta.tool_calls or []]
     assert [(call.index, call.function.name) for call in calls] == [(0, "add"), (1, "add")]
     assert json.loads(calls[0].function.arguments) == {"a": 2, "b": 3}

@@ -130,16 +130,16 @@ class EpisodeRunner:
 
         answers = None if branch is None else BranchAnswers(branch, sample)
         model = role_model(
-            env.renderer, max_context=policy.max_context, tool_format=env.rules.tool_format
+            env.renderer, max_context=policy.max_context, tool_format=env.tool_format
         )
         settings = EpisodeSettings(
             name=policy.name,
             index=index,
             seed=policy.seed,
             random_index=index if branch is None else branch.recording.random_index,
-            limits=env.rules.limits,
-            ended_reward=env.rules.ended_reward,
-            history=env.rules.history,
+            limits=env.limits,
+            ended_reward=env.ended_reward,
+            history=env.history,
             policy=model.row,
             sampling=policy.sampling,
         )
@@ -159,7 +159,7 @@ class EpisodeRunner:
         self, state: EpisodeState, *, branching: Branching | None
     ) -> tuple[Episode, Recording | None]:
         """Runs on the loop of the environments."""
-        function, records = self.environment.function, self.environment.rules.records
+        function, records = self.environment.function, self.environment.records
         episode = await run_episode(function, self.task, state=state, branching=branching)
         if not episode.rollouts and self.policy.is_trained:
             settings = state.settings

@@ -22,11 +22,13 @@ from millrace.core.protocols import Policy
 from millrace.core.records import Episode, Message, Prompt, Task
 from millrace.environments.agent import Agent
 from millrace.environments.branching.scheduler import Recipe
+from millrace.environments.conversation import History
 from millrace.environments.episode_runner import EnvironmentFunction, EpisodeRunner, name_of
-from millrace.environments.limits import EpisodeRules
+from millrace.environments.limits import EpisodeLimits
 from millrace.environments.loop_thread import LoopThread
 from millrace.environments.role_models import RoleModel
 from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.tools.calls import ToolFormatName
 from millrace.environments.tools.functions import is_async
 
 
@@ -63,8 +65,13 @@ class FunctionEnvironment:
     function: EnvironmentFunction
     _: KW_ONLY
     renderer: Renderer
-    rules: EpisodeRules
     thread: LoopThread
+    limits: EpisodeLimits = field(default_factory=EpisodeLimits)
+    redundancy: int = 0  # extra episodes per training group; the slowest are cancelled
+    ended_reward: float = 0.0  # reward of an episode that reached a limit
+    tool_format: ToolFormatName = "auto"
+    history: History = "template"
+    records: bool = False  # keep recordings, so that episodes can be replayed
     recipe: Recipe | None = None  # replaces n independent episodes per training group
     others: Mapping[str, RoleModel] = field(default_factory=dict[str, RoleModel])
 
@@ -72,7 +79,7 @@ class FunctionEnvironment:
         runner = EpisodeRunner(environment=self, task=task, policy=policy)
         if self.recipe is not None and policy.is_trained:
             return await self.recipe.play(runner, n)
-        num_begun = n + (self.rules.redundancy if policy.is_trained else 0)
+        num_begun = n + (self.redundancy if policy.is_trained else 0)
         running = {asyncio.create_task(runner.play(index)): index for index in range(num_begun)}
         finished: dict[int, Episode] = {}
         try:

@@ -23,7 +23,7 @@ from millrace.environments.function_environment import (
     lifetime,
     use_tools,
 )
-from millrace.environments.limits import rules_of
+from millrace.environments.limits import limits_of
 from millrace.environments.loop_thread import LoopThread
 from millrace.environments.role_models import RoleModel, load_role_models
 from millrace.environments.rollouts.renderer import Renderer
@@ -120,14 +120,20 @@ async def open_environment(
     if function is None:
         yield SingleTurn()
         return
-    rules = rules_of(
-        config.environment,
-        redundancy=config.rollout.redundancy,
-        records=config.monitoring.record_episodes > 0,
-    )
+    settings = config.environment
     with LoopThread("environments") as thread:
         environment = FunctionEnvironment(
-            function, renderer=renderer, rules=rules, thread=thread, recipe=recipe, others=models
+            function,
+            renderer=renderer,
+            thread=thread,
+            limits=limits_of(settings),
+            redundancy=config.rollout.redundancy,
+            ended_reward=settings.ended_reward,
+            tool_format=settings.tool_format,
+            history=settings.history,
+            records=config.monitoring.record_episodes > 0,
+            recipe=recipe,
+            others=models,
         )
         async with lifetime(function, thread=thread):
             yield environment

@@ -15,7 +15,7 @@ from millrace.environments.branching.scheduler import (
     BranchScheduler,
     Recipe,
     by_place,
-    gather_or_cancel,
+    run_all,
 )
 from millrace.environments.episode_runner import EpisodeRunner
 
@@ -86,7 +86,7 @@ class Pivot(TreeRecipe):
         best = root.places[np.argsort(-weights, kind="stable")]
         # With fewer tokens than pivots, some tokens are used more than once.
         chosen = np.resize(best, self.pivots).tolist()
-        await gather_or_cancel(
+        await run_all(
             scheduler.play_branch(root, place=place)
             for place in chosen
             for _ in range(self.branches)
@@ -146,7 +146,7 @@ class Tree(TreeRecipe):
             sibling = await scheduler.play_branch(leaf, place=place)
             await self._branch(scheduler, sibling, first=0, levels=levels - 1)
 
-        await gather_or_cancel(
+        await run_all(
             [
                 self._branch(scheduler, leaf, first=cut, levels=levels - 1),
                 *(play_sibling() for _ in range(self.branches - 1)),

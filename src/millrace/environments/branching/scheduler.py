@@ -9,16 +9,16 @@ import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
+from millrace.core.errors import first_cause
 from millrace.core.records import Branching, Episode
 from millrace.environments.episode_runner import EpisodeRunner
 from millrace.environments.replay.answers import Branch, ReplayError
 from millrace.environments.replay.schema import Recording
 
-T = TypeVar("T")
 DIVERGED = "branches_diverged"
 
 
@@ -59,7 +59,7 @@ class BranchScheduler:
         """Play n episodes: as many trees of `size` episodes as fit, and single roots."""
         num_trees, num_single = divmod(n, size)
         trees = [play_tree() for _ in range(num_trees)]
-        await gather_or_cancel([*trees, *(self.play_root() for _ in range(num_single))])
+        await run_all([*trees, *(self.play_root() for _ in range(num_single))])
         return [self._episodes[number] for number in sorted(self._episodes)]
 
     async def play_root(self) -> BranchLeaf:
@@ -101,15 +101,12 @@ class BranchScheduler:
         )
 
 
-async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results; if one raises, the others are cancelled first."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+async def run_all(coroutines: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Run coroutines to their end; if one raises, the others are cancelled first."""
+    with first_cause():
+        async with asyncio.TaskGroup() as group:
+            for coroutine in coroutines:
+                group.create_task(coroutine)
 
 
 def by_place(episode: Episode, columns: Sequence[np.ndarray | None]) -> np.ndarray:

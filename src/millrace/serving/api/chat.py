@@ -69,8 +69,10 @@ class ChatAnswer(ApiAnswer[ChatBody]):
         if chunk.finish is None:
             return
         message, calls = self._parsed(stream.text)
-        if stream.held and (rest := message["content"].removeprefix(stream.returned)):
-            yield chunk_choice(index, {"content": rest})
+        sent = stream.text.removesuffix(stream.held)
+        # Content before a call is stripped: it may end before what was sent.
+        if message["content"].startswith(sent) and message["content"] != sent:
+            yield chunk_choice(index, {"content": message["content"].removeprefix(sent)})
         for number, call in enumerate(calls):
             yield chunk_choice(index, {"tool_calls": [{"index": number, **write_call(call)}]})
         yield chunk_choice(index, {}, finish_reason="tool_calls" if calls else chunk.finish)

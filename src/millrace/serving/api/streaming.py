@@ -87,11 +87,6 @@ class TextStream:
         self._num_returned = 0
 
     @property
-    def returned(self) -> str:
-        """The text that add() has returned."""
-        return self.text[: self._num_returned]
-
-    @property
     def held(self) -> str:
         """The text that add() has not returned."""
         return self.text[self._num_returned :]
