@@ -91,12 +91,10 @@ class Agent:
         model: str | None = None,
         trained: bool | None = None,
     ) -> "Agent":
-        """Return the agent of this episode with that name; it keeps conversations of its own.
-
-        The policy plays the role, unless the role names an adapter of engine.adapters, "base", or a
+        """Return the agent of this episode with that name; it keeps conversations of its own. The
+        policy plays the role, unless the role names an adapter of engine.adapters, "base", or a
         model of environment.models. Tokens of the policy are trained unless `trained` is False;
-        tokens of other models never are.
-        """
+        tokens of other models never are."""
         if not name:
             raise TaskError("agent.role needs a name; give the role one.")
         if adapter is not None and model is not None:
@@ -117,10 +115,8 @@ class Agent:
 
     @property
     def rng(self) -> np.random.Generator:
-        """Random generator for the environment, shared by all agents of the episode.
-
-        Its seed comes from the run, the group and the episode number; a replay repeats its draws.
-        """
+        """Random generator for the environment, shared by all agents of the episode. Its seed comes
+        from the run, the group and the episode number; a replay repeats its draws."""
         return self._state.rng
 
     def end(self, ending: Ending) -> EpisodeOver:
@@ -134,10 +130,8 @@ class Agent:
         tools: Sequence[Tool | Callable[..., Any]] | None = None,
         **sampling: Any,
     ) -> Reply:
-        """Sample the model's next message; `sampling` overrides [sampling] settings for it.
-
-        Raises EpisodeOver when the episode reaches a limit; environments need not catch it.
-        """
+        """Sample the model's next message; `sampling` overrides [sampling] settings for it. Raises
+        EpisodeOver when the episode reaches a limit; environments need not catch it."""
         rows = _checked(messages)
         by_name = tools_of(tools or ())
         shown, in_template = self.tool_format.shown(rows, _schemas(by_name))
@@ -147,10 +141,8 @@ class Agent:
         return self._reply(rows, exchange, tools=by_name)
 
     async def complete(self, prompt: str, **sampling: Any) -> Reply:
-        """Sample a continuation of a text; otherwise like chat().
-
-        A prompt that begins with an earlier prompt and its reply continues from their tokens.
-        """
+        """Sample a continuation of a text; otherwise like chat(). A prompt that begins with an
+        earlier prompt and its reply continues from their tokens."""
         if not isinstance(prompt, str):
             raise TaskError(
                 f"agent.complete needs a text, not {prompt!r:.80}; use agent.chat for messages."
@@ -163,15 +155,13 @@ class Agent:
     async def fork(
         self, reply: Reply, *, at: int = 0, pinned: bool = True, **sampling: Any
     ) -> Reply:
-        """Sample another reply that shares the first `at` sampled tokens of this one.
-
-        A fork of a fork also shares what its parent inherited. A pinned fork goes to the engine
-        that sampled the shared tokens and reuses their KV there without prefill; with kv = "keep"
-        it does so even if the weights have changed since. If the engine has evicted that KV, it
-        recomputes it with its current weights and sets `recomputed`. An unpinned fork goes to any
-        engine and reuses only KV of the current weights. New tokens are always sampled with the
-        current weights.
-        """
+        """Sample another reply that shares the first `at` sampled tokens of this one. A fork of a
+        fork also shares what its parent inherited. A pinned fork goes to the engine that sampled
+        the shared tokens and reuses their KV there without prefill; with kv = "keep" it does so
+        even if the weights have changed since. If the engine has evicted that KV, it recomputes it
+        with its current weights and sets `recomputed`. An unpinned fork goes to any engine and
+        reuses only KV of the current weights. New tokens are always sampled with the current
+        weights."""
         if "response_format" in sampling:
             raise TaskError(
                 "agent.fork cannot take a response_format, which applies to a whole reply; pass it"

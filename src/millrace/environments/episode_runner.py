@@ -71,7 +71,6 @@ def name_of(function: Any) -> str:
 async def _reward_of(
     function: EnvironmentFunction, task: Task, *, state: EpisodeState
 ) -> float | dict[str, float] | None:
-    """Run the user's coroutine and check what it returns."""
     settings = state.settings
     limit: asyncio.Timeout | None = None
     try:
@@ -119,9 +118,8 @@ class EpisodeRunner:
         self, index: int, *, branching: Branching | None = None, branch: Branch | None = None
     ) -> tuple[Episode, Recording | None]:
         """Play episode `index` of the group; recorded if it is in a tree, or if all are.
-
-        `branching` is its position in a tree; `branch` is its branching point unless it is a root.
-        """
+        `branching` is its position in a tree; `branch` is its branching point unless it is a
+        root."""
         policy, env, home = self.policy, self.environment, asyncio.get_running_loop()
 
         def sample(prompt: np.ndarray, **settings: Any) -> Coroutine[Any, Any, Completion]:

@@ -194,9 +194,7 @@ class EpisodeState:
         pinned: bool = False,
     ) -> Exchange:
         """Sample a reply to `prompt` with the tokens `beginning`; raise EpisodeOver at a limit.
-
-        `session`: by default that of the agent.
-        """
+        `session`: by default that of the agent."""
         self.check()
         number = next(self._calls)
         if number >= self.limits.max_turns:

@@ -77,11 +77,9 @@ class TokenRecord:
         return exchange
 
     def rollouts(self, places: Mapping[Exchange, int] | None = None) -> tuple[Rollout, ...]:
-        """Return the rollouts of all branches, in the order in which the branches ended.
-
-        A branch whose tokens were sampled at several temperatures has one rollout per temperature.
-        `places` sets Rollout.places: the place of the first sampled token of each exchange.
-        """
+        """Return the rollouts of all branches, in the order in which the branches ended. A branch
+        whose tokens were sampled at several temperatures has one rollout per temperature. `places`
+        sets Rollout.places: the place of the first sampled token of each exchange."""
         is_trained = {e: np.zeros(len(e.completion.tokens), bool) for e in self.exchanges}
         extended = {e.parent for e in self.exchanges if e.parent and e.start == e.parent.end}
         paths = [exchange.path() for exchange in self.exchanges if exchange not in extended]
@@ -99,16 +97,13 @@ def rollout_of(prompt: np.ndarray, completion: Completion, sampling: Sampling) -
 
 
 def first_routed(start: int) -> int:
-    """Return the position of the first token whose routes an exchange at `start` brings.
-
-    Earlier exchanges have recorded the routes before it, except those of their last token, which no
-    forward pass has read yet.
-    """
+    """Return the position of the first token whose routes an exchange at `start` brings. Earlier
+    exchanges have recorded the routes before it, except those of their last token, which no forward
+    pass has read yet."""
     return max(0, start - 1)
 
 
 def _branch_rollouts(path: Path, is_trained: dict[Exchange, np.ndarray]) -> Iterator[Rollout]:
-    """Yield the rollouts of a branch, and mark their tokens in `is_trained`."""
     new: dict[Exchange, np.ndarray] = {}  # [N] bool; trained in this branch
     for exchange, end in path:
         completion = exchange.completion
@@ -181,11 +176,8 @@ def _kept(path: Path, masks: Sequence[np.ndarray], *, num_rows: int) -> Kept | N
 
 
 def _routes(path: Path, *, num_rows: int) -> np.ndarray | None:  # [num_rows, layers, top_k]
-    """Join the expert routes of a branch.
-
-    Where two exchanges have routes of one token, the later ones count: the tokens that follow in
-    this branch were predicted with them.
-    """
+    """Join the expert routes of a branch. Where two exchanges have routes of one token, the later
+    ones count: the tokens that follow in this branch were predicted with them."""
     known = [(e, routes) for e, _ in path if (routes := e.completion.routes) is not None]
     if not known:
         return None
@@ -197,5 +189,4 @@ def _routes(path: Path, *, num_rows: int) -> np.ndarray | None:  # [num_rows, la
 
 
 def _num_sampled(exchange: Exchange, end: int) -> int:
-    """Return the number of sampled tokens before position `end`."""
     return max(0, end - exchange.start - len(exchange.given))

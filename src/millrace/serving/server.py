@@ -94,7 +94,6 @@ def make_app(
 
 @contextlib.contextmanager
 def _request_slot(metrics: ServerMetrics, *, limit: int) -> Iterator[None]:
-    """Bound the number of concurrent requests."""
     if metrics.running >= limit:
         message = f"The server is busy with {limit} requests; try again later."
         raise ApiError(message, status=429, retry_after_s=1)

@@ -95,7 +95,6 @@ def _key(file: Path | None, environment: Mapping[str, str]) -> str | None:
 
 
 def _is_loopback(host: str) -> bool:
-    """True if all addresses of the host are loopback addresses."""
     try:
         found = socket.getaddrinfo(host or "0.0.0.0", None, type=socket.SOCK_STREAM)
     except OSError as error:

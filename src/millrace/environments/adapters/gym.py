@@ -33,12 +33,10 @@ class GymEnvironment:
         **settings: Any,
     ) -> None:
         """`make`: an id for gymnasium.make, with its settings, or a function that makes one.
-
         `render` converts an observation to text. `read` converts a reply to an action; by default
         it takes the last integer for Discrete actions and the whole text for Text actions. If it
         raises ValueError, or the action is not in the action space, the model gets an error message
-        and `invalid_reward` for this turn. `total` combines the rewards of all turns.
-        """
+        and `invalid_reward` for this turn. `total` combines the rewards of all turns."""
         self._objects = ObjectPool(_maker(make, settings), last=lambda env: env.close())
         self._render = render
         self._read = read
@@ -118,7 +116,6 @@ def _maker(make: str | Callable[[], Any], settings: dict[str, Any]) -> Callable[
 
 
 def _action(space: Any, text: str) -> Any:
-    """Read an action of a space whose text form is known."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Text):

@@ -93,7 +93,6 @@ class Pivot(TreeRecipe):
         )
 
     async def _weights(self, leaf: BranchLeaf, policy: Policy) -> np.ndarray:  # [M]
-        """Return how much each of the leaf's places matters."""
         episode, number = leaf.episode, leaf.branching.number
         match self.by:
             case "surprisal":
@@ -163,10 +162,8 @@ def build_recipe(table: Mapping[str, Any]) -> Recipe:
 
 
 def _negated_steps(rollout: Rollout, rewards: np.ndarray) -> np.ndarray:  # [L]
-    """Return minus the reward of each step, at the step's first token; -inf elsewhere.
-
-    Rewards lie at the last token of a step. Branching at the first resamples the whole step.
-    """
+    """Return minus the reward of each step, at the step's first token; -inf elsewhere. Rewards lie
+    at the last token of a step. Branching at the first resamples the whole step."""
     weights = np.full(len(rewards), -np.inf)
     sampled = np.flatnonzero(rollout.mask)
     ends = np.flatnonzero(rewards[sampled])

@@ -99,7 +99,6 @@ class RecordedAnswers:
         return await asyncio.Event().wait()  # type: ignore[return-value]  # until cancelled
 
     async def _in_order(self, entry: Entry, *, what: str) -> None:
-        """Wait until all entries recorded before this one are answered."""
         position = next(i for i, other in enumerate(self._awaited) if other is entry)
         try:
             async with asyncio.timeout(ORDER_TIMEOUT_S), self._advanced:
@@ -112,7 +111,6 @@ class RecordedAnswers:
             self._advanced.notify_all()
 
     def _check_prompt(self, entry: TurnRow, prompt: np.ndarray, *, recording: Recording) -> None:
-        """Raise ReplayError if the recorded turn had another prompt."""
         known = _prompt(entry, recording)
         if np.array_equal(known, prompt):
             return

@@ -127,7 +127,6 @@ def _specs(options: ReplayOptions) -> list[ScorerSpec]:
 
 
 async def _scored(lines: Sequence[Line], specs: Sequence[ScorerSpec]) -> list[Line]:
-    """Score the episodes of each group together."""
     groups: dict[int | str, list[Line]] = {}
     for line in lines:
         key = line.episode.name if line.group is None else line.group

@@ -58,10 +58,8 @@ def with_reward(recording: Recording, reward: float | dict[str, float] | None) -
 
 
 def with_tool_results(recording: Recording, texts: Mapping[int, str | None]) -> Recording:
-    """Replace the results of tool calls by their number; None makes a result empty.
-
-    Rewards stay as they were; rerun() the result to update them.
-    """
+    """Replace the results of tool calls by their number; None makes a result empty. Rewards stay as
+    they were; rerun() the result to update them."""
     known = {row.number for row in recording.tool_runs if not row.has_turns}
     for number in texts:
         if number not in known:

@@ -29,11 +29,8 @@ async def rerun(
     tokenizers: Mapping[str, Any] | None = None,
     task: Task | None = None,
 ) -> Episode:
-    """Return the replayed episode, with a recording of its own.
-
-    `tokenizers` belong to the recording's other models, by name. `task` replaces the recorded task,
-    which may lack columns.
-    """
+    """Return the replayed episode, with a recording of its own. `tokenizers` belong to the
+    recording's other models, by name. `task` replaces the recorded task, which may lack columns."""
     if task is None and recording.left_out:
         names = ", ".join(recording.left_out)
         raise ReplayError(f"The columns {names} of the task could not be recorded; pass the task.")

@@ -36,10 +36,8 @@ IsTrainable = Callable[[np.ndarray], bool]  # whether tokens of these versions [
 
 class PartialRollout:
     """The tokens of one attempt at a group: saved before a crash, and new ones to be saved.
-
     Promise: saved tokens answer only the request that they were sampled for. Those that would break
-    the staleness rule, or that no request asks for, are counted.
-    """
+    the staleness rule, or that no request asks for, are counted."""
 
     def __init__(
         self,
@@ -162,8 +160,6 @@ class ReplayingEngine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ReplayedCall:
-    """A call of generate(), with the callbacks of its caller."""
-
     engine: SupportsGenerate
     request: Request
     log: TokenLog

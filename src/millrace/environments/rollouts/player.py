@@ -217,11 +217,9 @@ class Player:
         group_size: int,
         scoring: ScoringSession | None = None,
     ) -> Group:
-        """Play a group for training; each attempt samples with its own seed.
-
-        `scoring` receives tokens while they are sampled and episodes when they finish. Raises
-        Expired when the group's tokens have become too stale.
-        """
+        """Play a group for training; each attempt samples with its own seed. `scoring` receives
+        tokens while they are sampled and episodes when they finish. Raises Expired when the group's
+        tokens have become too stale."""
         policy = self._policy(attempt.number, name="group", tries=attempt.tries)
         policy = replace(
             policy,

@@ -48,12 +48,9 @@ class McpServer:
         log: Path | None = None,
     ) -> None:
         """Either `command` starts a program that speaks MCP over stdin and stdout, or `url` speaks
-        streamable HTTP.
-
-        `env` is the program's environment, besides PATH; `headers` are sent with requests. Their
-        values may contain "env:NAME". `tools` selects tools by name; None = all. `log` is a file
-        for the program's stderr; None = that of this process.
-        """
+        streamable HTTP. `env` is the program's environment, besides PATH; `headers` are sent with
+        requests. Their values may contain "env:NAME". `tools` selects tools by name; None = all.
+        `log` is a file for the program's stderr; None = that of this process."""
         if bool(command) == (url is not None):
             raise ConfigError("An MCP server has either a command or a url; set one of the two.")
         require_mcp()
@@ -91,7 +88,6 @@ class McpServer:
             await self._session.close()
 
     async def _connected(self) -> "_Session":
-        """Return the session; connects at most once at a time."""
         self._use_this_loop()
         async with self._opening:
             if self._session is None or self._session.is_over:

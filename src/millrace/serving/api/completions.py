@@ -112,7 +112,6 @@ class TextAnswer(ApiAnswer[CompletionBody]):
         return {**choice, "finish_reason": sampled.finish}
 
     def _logprobs(self, index: int, sampled: Completion | CompletionChunk) -> Json:
-        """Return the logprobs of all sampled tokens, including the end token."""
         texts = [self.served.decode([token]) for token in sampled.tokens.tolist()]
         *offsets, self._offsets[index] = itertools.accumulate(
             map(len, texts), initial=self._offsets[index]

@@ -144,7 +144,6 @@ class CommandEnvironment:
         return await asyncio.to_thread(self._score, task, result)
 
     def _slot(self) -> asyncio.Semaphore:
-        """Return the semaphore of the current event loop."""
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self._max_running)

@@ -234,7 +234,6 @@ def _over(reason: str) -> ApiError:
 
 
 def _settings(body: OpenAIBody, agent: Agent, *, max_tokens: int | None) -> dict[str, Any]:
-    """Return the sampling settings that a program may change."""
     ours = agent.sampling
     limit = min(max_tokens or ours.max_new_tokens, ours.max_new_tokens)
     asked = body.sampling(max_new_tokens=limit)
@@ -259,7 +258,6 @@ def _chat_choice(index: int, reply: Reply, agent: Agent, body: ChatBody) -> Json
 
 
 def _tool(function: dict[str, Any]) -> Tool:
-    """Return a tool that the program itself runs."""
 
     def never(*_arguments: Any, **_named: Any) -> Any:
         raise AssertionError("the program runs its own tools")
