@@ -5,9 +5,10 @@ with its new score.
 """
 
 import contextlib
+import functools
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,17 @@ class ReplayOptions:
 
 async def replay(options: ReplayOptions) -> list[Line]:
     """Return the lines of the file after all edits."""
-    lines = [_edited(line, options) for line in read_recordings(options.path)]
+    if options.tool_results and options.environment is None:
+        raise ConfigError(
+            "--tool-result changes what the environment sees; name it with --environment."
+        )
+    lines = list(read_recordings(options.path))
     if options.environment is not None:
         function = check_function(resolve_function(options.environment))
-        tokenizers: dict[str, Any] = {}
-        lines = [await _rerun(line, function, options, tokenizers) for line in lines]
+        load = functools.cache(load_tokenizer)
+        lines = [await _rerun(line, function, options, load) for line in lines]
+    if options.reward is not None:
+        lines = [_with_episode(line, with_reward(line.episode, options.reward)) for line in lines]
     if specs := _specs(options):
         lines = await _scored(lines, specs)
     for line in lines:
@@ -66,16 +73,7 @@ async def replay(options: ReplayOptions) -> list[Line]:
     return lines
 
 
-def _edited(line: Line, options: ReplayOptions) -> Line:
-    recording = line.episode
-    if options.tool_results:
-        if options.environment is None:
-            raise ConfigError(
-                "--tool-result changes what the environment sees; name it with --environment."
-            )
-        recording = with_tool_results(recording, dict(map(_tool_result, options.tool_results)))
-    if options.reward is not None:
-        recording = with_reward(recording, options.reward)
+def _with_episode(line: Line, recording: Recording) -> Line:
     return msgspec.structs.replace(line, episode=recording)
 
 
@@ -93,25 +91,16 @@ async def _rerun(
     line: Line,
     function: EnvironmentFunction,
     options: ReplayOptions,
-    tokenizers: dict[str, Any],
+    load: Callable[[str], Any],
 ) -> Line:
     model = options.model or line.model
     if model is None:
         raise ConfigError(f"{options.path} does not name the model; pass --model.")
-    others = {name: row.path for name, row in line.episode.models.items()}
-    for path in {model, *others.values()} - tokenizers.keys():
-        tokenizers[path] = load_tokenizer(path)
-    episode = await rerun(
-        line.episode,
-        function,
-        tokenizer=tokenizers[model],
-        tokenizers={name: tokenizers[path] for name, path in others.items()},
-    )
+    edited = with_tool_results(line.episode, dict(map(_tool_result, options.tool_results)))
+    tokenizers = {name: load(row.path) for name, row in edited.models.items()}
+    episode = await rerun(edited, function, tokenizer=load(model), tokenizers=tokenizers)
     assert episode.recording is not None
-    recording = decode(episode.recording, Recording)
-    if options.reward is not None:
-        recording = with_reward(recording, options.reward)
-    return msgspec.structs.replace(line, episode=recording)
+    return _with_episode(line, decode(episode.recording, Recording))
 
 
 def _specs(options: ReplayOptions) -> list[ScorerSpec]:
