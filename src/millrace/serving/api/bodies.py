@@ -36,23 +36,11 @@ Prompts = Annotated[list[T], Field(min_length=1, max_length=MAX_PROMPTS)]
 B = TypeVar("B", bound="Body")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # a surrogate, which may lack its other half
 # Arguments of apply_chat_template that would replace the template or change the type of result.
-FORBIDDEN_TEMPLATE_ARGUMENTS = {
-    "conversation",
-    "messages",
-    "tools",
-    "documents",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-}
+_FORBIDDEN = """
+conversation messages tools documents chat_template add_generation_prompt continue_final_message
+tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask
+tokenizer_kwargs
+"""
 
 
 class Body(BaseModel):
@@ -216,7 +204,7 @@ class ChatBody(OpenAIBody):
 
     @model_validator(mode="after")
     def _check_template_arguments(self) -> Self:
-        if names := FORBIDDEN_TEMPLATE_ARGUMENTS.intersection(self.chat_template_kwargs or ()):
+        if names := set(_FORBIDDEN.split()).intersection(self.chat_template_kwargs or ()):
             raise ValueError(f"chat_template_kwargs cannot set {min(names)!r}; remove it")
         return self
 
