@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny_model import make_tiny_model
 
 from millrace.cluster.fork_server import shared_fork_server
-from millrace.environments.loop_thread import LoopThread
+from millrace.environments.threads import LoopThread
 
 
 @pytest.fixture(scope="session")

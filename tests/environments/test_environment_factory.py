@@ -14,8 +14,8 @@ from millrace.environments.adapters.environment_factory import (
     split_rewards,
 )
 from millrace.environments.limits import EpisodeLimits
-from millrace.environments.loop_thread import LoopThread
 from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.threads import LoopThread
 from millrace.scoring.registry import function_scorer
 
 TASK = Task(prompt="Count to 2.", columns={"goal": 2})

@@ -11,8 +11,8 @@ from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Task
 from millrace.environments.adapters.gym import GymEnvironment
 from millrace.environments.limits import EpisodeLimits
-from millrace.environments.loop_thread import LoopThread
 from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.threads import LoopThread
 
 gymnasium = pytest.importorskip("gymnasium")
 

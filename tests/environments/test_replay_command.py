@@ -11,10 +11,10 @@ from transformers import Qwen3Config
 from millrace.cli.main import main
 from millrace.core.plugins import load_reference
 from millrace.core.records import Task
-from millrace.environments.loop_thread import LoopThread
 from millrace.environments.replay.files import Line, read_recordings, write_recordings
 from millrace.environments.replay.schema import Recording, decode
 from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.threads import LoopThread
 
 ENVIRONMENT = """
     def lookup(key: str) -> str:

@@ -12,8 +12,8 @@ from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Task
 from millrace.environments.function_environment import lifetime
 from millrace.environments.limits import EpisodeLimits
-from millrace.environments.loop_thread import LoopThread
 from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.threads import LoopThread
 from millrace.serving.programs.verifiers_env import VerifiersEnvironment
 
 

@@ -15,8 +15,8 @@ from chat_engine import ChatEngine, player_of
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Task
-from millrace.environments.loop_thread import LoopThread
 from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.threads import LoopThread
 from millrace.serving.programs.command_environment import CommandEnvironment
 
 TASK = Task(prompt="2+3=", columns={"answer": "5", "hint": "small"})

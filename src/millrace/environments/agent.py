@@ -14,7 +14,7 @@ import numpy as np
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Ending, Finish, Message, Prompt, Rollout, Sampling
-from millrace.environments.conversation import Conversation
+from millrace.environments.conversation import Beginning, Conversation
 from millrace.environments.limits import EpisodeOver
 from millrace.environments.replay.schema import AgentRow
 from millrace.environments.token_record import Exchange, TokenRecord
@@ -136,9 +136,7 @@ class Agent:
         by_name = tools_of(tools or ())
         shown, in_template = self.tool_format.shown(rows, _schemas(by_name))
         beginning = self._conversation.of_messages(shown, tools=in_template)
-        settings = self._settings(sampling)
-        exchange = await self._state.turn(beginning, agent=self, prompt=rows, sampling=settings)
-        return self._reply(rows, exchange, tools=by_name)
+        return await self._turn(rows, beginning, sampling, tools=by_name)
 
     async def complete(self, prompt: str, **sampling: Any) -> Reply:
         """Sample a continuation of a text; otherwise like chat(). A prompt that begins with an
@@ -147,10 +145,7 @@ class Agent:
             raise TaskError(
                 f"agent.complete needs a text, not {prompt!r:.80}; use agent.chat for messages."
             )
-        beginning = self._conversation.of_text(prompt)
-        settings = self._settings(sampling)
-        exchange = await self._state.turn(beginning, agent=self, prompt=prompt, sampling=settings)
-        return self._reply(prompt, exchange)
+        return await self._turn(prompt, self._conversation.of_text(prompt), sampling)
 
     async def fork(
         self, reply: Reply, *, at: int = 0, pinned: bool = True, **sampling: Any
@@ -176,17 +171,15 @@ class Agent:
         beginning, kept = self._conversation.within(reply.exchange, at)
         self._num_forks += 0 if pinned else 1
         session = self.row.name if pinned else f"{self.row.name}/unpinned {self._num_forks}"
-        exchange = await self._state.turn(
+        fork = await self._turn(
+            reply.prompt,
             beginning,
-            agent=self,
-            prompt=reply.prompt,
-            sampling=self._settings(sampling),
+            sampling,
+            inherited=reply.inherited + kept,
+            tools=reply.tools,
+            forked=reply.exchange,
             session=session,
             pinned=pinned,
-        )
-        inherited = reply.inherited + kept
-        fork = self._reply(
-            reply.prompt, exchange, inherited=inherited, tools=reply.tools, forked=reply.exchange
         )
         self._state.counts["forks"] += 1
         self._state.counts["forks_recomputed"] += pinned and fork.recomputed
@@ -225,16 +218,21 @@ class Agent:
         rollouts = self.record.rollouts(places)
         return tuple(replace(rollout, agent=self.row.name) for rollout in rollouts)
 
-    def _reply(
+    async def _turn(
         self,
         prompt: Prompt,
-        exchange: Exchange,
+        beginning: Beginning,
+        changes: dict[str, Any],
         *,
         inherited: str = "",
         tools: Mapping[str, Tool] | None = None,
         forked: Exchange | None = None,
+        **routing: Any,
     ) -> Reply:
-        """Parse the reply of an exchange, and register it so that later prompts can extend it."""
+        """Sample and parse a reply, and register it so that later prompts can extend it."""
+        exchange = await self._state.turn(
+            beginning, agent=self, prompt=prompt, sampling=self._settings(changes), **routing
+        )
         tools = tools or {}
         text = inherited + exchange.completion.text
         schemas = _schemas(tools)
@@ -258,16 +256,13 @@ class Agent:
             forked=forked,
         )
 
-    def _settings(self, changes: Mapping[str, Any]) -> Sampling:
+    def _settings(self, changes: dict[str, Any]) -> Sampling:
         if not changes:
             return self.sampling
-        if isinstance(changes.get("stop"), str | list):
-            stop = changes["stop"]
-            changes = {**changes, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
+        if isinstance(stop := changes.get("stop"), str | list):
+            changes["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         if "response_format" in changes:
-            grammar = grammar_of(changes["response_format"])
-            others = {k: v for k, v in changes.items() if k != "response_format"}
-            changes = {**others, "grammar": grammar}
+            changes["grammar"] = grammar_of(changes.pop("response_format"))
         try:
             changed = replace(self.sampling, **changes)
         except TypeError:

@@ -5,9 +5,9 @@ exchange: only the new part is rendered and tokenised. If the environment droppe
 the prompt continues from the longest known prefix, or from nothing, and the record branches.
 
 The new part is the difference between two renderings of the chat template, with and without the new
-messages. This is valid only if the template renders the earlier messages as it did before, which is
-checked every time. Some templates break this on purpose, for example by dropping the thinking of
-earlier turns. Then the whole conversation is rendered again as a separate branch, and counted.
+messages. This requires that the template renders the earlier messages as before, which is checked
+every time. Some templates drop the thinking of earlier turns, for example. Then the whole
+conversation is rendered again as a separate branch, and counted.
 
 Promise: if the template renders earlier turns unchanged, and the model writes tokens as the
 tokenizer would, then the tokens of a branch equal the rendering of the whole conversation. The

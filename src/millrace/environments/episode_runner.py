@@ -28,12 +28,12 @@ from millrace.core.records import Branching, Completion, Episode, Task
 from millrace.environments.agent import Agent
 from millrace.environments.episode_state import EpisodeState
 from millrace.environments.limits import EpisodeOver
-from millrace.environments.loop_thread import on_loop
 from millrace.environments.replay.answers import Branch, BranchAnswers
 from millrace.environments.replay.recorder import recording_of
 from millrace.environments.replay.schema import EpisodeSettings, Recording, encode
 from millrace.environments.role_models import role_model
 from millrace.environments.rollouts.attempt import Expired
+from millrace.environments.threads import on_loop
 from millrace.environments.tools.functions import run_tool
 
 if TYPE_CHECKING:

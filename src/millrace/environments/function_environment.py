@@ -25,9 +25,9 @@ from millrace.environments.branching.scheduler import Recipe
 from millrace.environments.conversation import History
 from millrace.environments.episode_runner import EnvironmentFunction, EpisodeRunner, name_of
 from millrace.environments.limits import EpisodeLimits
-from millrace.environments.loop_thread import LoopThread
 from millrace.environments.role_models import RoleModel
 from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.threads import LoopThread
 from millrace.environments.tools.calls import ToolFormatName
 from millrace.environments.tools.functions import is_async
 

@@ -24,9 +24,9 @@ from millrace.environments.function_environment import (
     use_tools,
 )
 from millrace.environments.limits import limits_of
-from millrace.environments.loop_thread import LoopThread
 from millrace.environments.role_models import RoleModel, load_role_models
 from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.threads import LoopThread
 from millrace.environments.tools.mcp_server import McpServer, WithServers
 from millrace.scoring.functions.shipping import resolve_function
 from millrace.scoring.registry import ScorerSpec

@@ -23,11 +23,11 @@ from typing import Any
 
 from millrace.core.errors import ConfigError, ScoreError, TaskError
 from millrace.core.records import Message, Task
-from millrace.environments.adapters.object_threads import ObjectPool, ObjectThread
 from millrace.environments.agent import Agent
 from millrace.environments.episode_runner import EnvironmentFunction
 from millrace.environments.function_environment import messages_of
 from millrace.environments.limits import SCORED_ENDINGS, EpisodeOver
+from millrace.environments.threads import ObjectPool, ObjectThread
 from millrace.environments.tools.functions import Tool, tool_of
 from millrace.scoring.functions.function_scorer import Function
 from millrace.scoring.functions.shipping import resolve_function

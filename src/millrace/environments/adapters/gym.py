@@ -15,10 +15,10 @@ from typing import Any
 
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Message, Task
-from millrace.environments.adapters.object_threads import ObjectPool, ObjectThread
 from millrace.environments.agent import Agent
 from millrace.environments.function_environment import messages_of
 from millrace.environments.limits import SCORED_ENDINGS, EpisodeOver
+from millrace.environments.threads import ObjectPool, ObjectThread
 
 
 class GymEnvironment:

@@ -82,7 +82,7 @@ class Renderer:
         add_generation_prompt: bool = True,
     ) -> str:
         if not self._tokenizer.chat_template:
-            raise TaskError(f"Messages {_shown(messages)}: {_NO_TEMPLATE}")
+            raise TaskError(f"Messages {list(messages)!r:.200}: {_NO_TEMPLATE}")
         try:
             return self._tokenizer.apply_chat_template(
                 list(messages),
@@ -94,11 +94,6 @@ class Renderer:
         except Exception as error:
             # The template is a program of the model's authors; it can raise anything.
             raise TaskError(
-                f"The chat template refused the messages {_shown(messages)}:"
+                f"The chat template refused the messages {list(messages)!r:.200}:"
                 f" {type(error).__name__}: {error}; check their roles and order."
             ) from error
-
-
-def _shown(messages: Sequence[Message]) -> str:
-    text = repr(list(messages))
-    return text if len(text) <= 200 else f"{text[:197]}..."

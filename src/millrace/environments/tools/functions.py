@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from millrace.core.errors import TaskError
-from millrace.environments.loop_thread import complete_future
+from millrace.environments.threads import complete_future
 
 Fault = Literal["tool_errors", "tool_timeouts"]
 

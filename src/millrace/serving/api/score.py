@@ -1,9 +1,4 @@
-"""/score: the logprobs of given tokens, computed by teacher processes.
-
-    POST  {"sequences": [{"tokens": [9, 4, 7, 1], "ranges": [[2, 4]], "temperature": 1.0,
-           "top_k": 2}]}
-    200   {"vocabulary": "...", "num_tokens": 151669, "max_context": 40960, "sequences":
-           [{"logprobs": "...", "top_ids": "...", "top_logprobs": "...", "version": null}]}
+"""/score: the logprobs of given tokens, computed by teacher processes; see docs/how-to/serve.md.
 
 `ranges` select the scored tokens. Arrays are base64 of little-endian float32 and int32 in row-major
 order: with a large top_k, JSON numbers would be slow to parse. A request without sequences returns
