@@ -32,7 +32,6 @@ from millrace.environments.tools.calls import ToolFormatName
 from millrace.environments.tools.functions import is_async
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SingleTurn:
     """The default environment: one prompt, one completion, scored by the scorers."""
 

@@ -4,7 +4,6 @@ Promise: each model is rendered with its own tokenizer, chat template and tool-c
 settings are checked before any engine starts.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from millrace.config import RoleModelConfig
@@ -37,12 +36,8 @@ def role_model(
     return RoleModel(row, renderer)
 
 
-def load_role_models(settings: Mapping[str, RoleModelConfig]) -> dict[str, RoleModel]:
-    """Load tokenizers and configurations, without weights; raise ConfigError if one is wrong."""
-    return {name: _load(name, row) for name, row in settings.items()}
-
-
-def _load(name: str, settings: RoleModelConfig) -> RoleModel:
+def load_role_model(name: str, settings: RoleModelConfig) -> RoleModel:
+    """Load tokenizer and configuration, without weights; raise ConfigError if one is wrong."""
     section, path = f"environment.models.{name}", settings.path
     trust_remote_code = settings.trust_remote_code
     check_file_name(name, of="One of environment.models")

@@ -24,7 +24,7 @@ from millrace.environments.function_environment import (
     use_tools,
 )
 from millrace.environments.limits import limits_of
-from millrace.environments.role_models import RoleModel, load_role_models
+from millrace.environments.role_models import RoleModel, load_role_model
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.threads import LoopThread
 from millrace.environments.tools.mcp_server import McpServer, WithServers
@@ -104,7 +104,7 @@ def load_models(config: RunConfig, *, has_roles: bool) -> dict[str, RoleModel]:
             f"environment.models ({', '.join(models)}) are for roles of an environment.function,"
             " and there is none; remove them."
         )
-    return load_role_models(models)
+    return {name: load_role_model(name, settings) for name, settings in models.items()}
 
 
 @contextlib.asynccontextmanager

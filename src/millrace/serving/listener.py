@@ -49,10 +49,8 @@ async def http_listener(
             raise ConfigError(
                 f"Cannot listen at host {host}, port {port}: {error}; choose others."
             ) from None
-        try:
+        with contextlib.closing(server):
             yield server.sockets[0].getsockname()[1]
-        finally:
-            server.close()
     finally:
         await runner.cleanup()
 

@@ -64,15 +64,9 @@ class EnvironmentFactory:
                 raise ConfigError(f"Class {make.__name__!r} has no reset(); define it.")
         self._objects = {name: ObjectPool(make) for name, make in factories.items()}
         self._tools = [tool_of(tool) for tool in tools]
-        self._rewards: Sequence[WeightedReward] = ()
+        self.rewards: Sequence[WeightedReward] = ()
         names = [getattr(make, "__name__", "factory") for make in factories.values()]
         self.__name__ = ", ".join(names)
-
-    def with_rewards(self, rewards: Sequence[WeightedReward]) -> "EnvironmentFactory":
-        """Return a copy with functions that reward its episodes."""
-        other = copy.copy(self)
-        other._rewards = tuple(rewards)
-        return other
 
     async def __call__(self, task: Task, agent: Agent) -> float | None:
         async with self._objects[self._name_for(task)].lend() as env:
@@ -122,7 +116,7 @@ class EnvironmentFactory:
         rewards: list[float] = []
         if await env.run(lambda thing: callable(getattr(thing, "get_reward", None))):
             rewards.append(float(await _call(env, "get_reward")))
-        for function, weight in self._rewards:
+        for function, weight in self.rewards:
 
             def call(thing: Any, function: RewardFunction = function) -> Any:
                 return function(columns={**columns, ENVIRONMENTS: [thing]}, **episode)
@@ -163,7 +157,9 @@ def split_rewards(
             )
         function.check_columns(tasks, has_environments=True)
         rewards.append((function, spec.weight))
-    return tuple(others), environment.with_rewards(rewards)
+    rewarding = copy.copy(environment)
+    rewarding.rewards = rewards
+    return tuple(others), rewarding
 
 
 async def _converse(

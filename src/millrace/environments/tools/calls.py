@@ -45,15 +45,6 @@ class Parsed:
     problems: tuple[str, ...] = ()  # malformed calls, described for the model
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Frame:
-    """The text around a JSON call."""
-
-    before: str
-    after: str
-    arguments: str  # key of the function's arguments
-
-
 class ToolFormat:
     """The format of one model family; the defaults are for chat templates that render tools."""
 
@@ -61,8 +52,9 @@ class ToolFormat:
     marker: ClassVar[str]  # text by which the chat templates of the family are recognised
     example: ClassVar[str]  # of a call
     openers: ClassVar[tuple[str, ...]] = ()  # texts that begin a call
-    # None if a grammar over text cannot write a call: calls are not JSON, or need a special token.
-    frame: ClassVar[Frame | None] = None
+    # Text before and after a JSON call, and the key of its arguments. None if a grammar over text
+    # cannot write a call: calls are not JSON, or need a special token.
+    frame: ClassVar[tuple[str, str, str] | None] = None
 
     def parse(self, text: str, schemas: Schemas) -> Parsed:
         raise NotImplementedError
@@ -101,7 +93,7 @@ class Hermes(ToolFormat):
     name = "hermes"
     marker = "<tool_call>"
     openers = (marker,)
-    frame = Frame(before="<tool_call>\n", after="\n</tool_call>", arguments="arguments")
+    frame = ("<tool_call>\n", "\n</tool_call>", "arguments")
     example = '<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'
 
     def parse(self, text: str, schemas: Schemas) -> Parsed:
@@ -117,7 +109,7 @@ class Llama3(ToolFormat):
     name = "llama3"
     marker = "<|start_header_id|>"
     openers = ("<|python_tag|>", "{")
-    frame = Frame(before="", after="", arguments="parameters")
+    frame = ("", "", "parameters")
     example = '{"name": "...", "parameters": {...}}'
 
     def parse(self, text: str, schemas: Schemas) -> Parsed:

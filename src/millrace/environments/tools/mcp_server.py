@@ -53,7 +53,12 @@ class McpServer:
         `log` is a file for the program's stderr; None = that of this process."""
         if bool(command) == (url is not None):
             raise ConfigError("An MCP server has either a command or a url; set one of the two.")
-        require_mcp()
+        try:
+            import mcp  # noqa: F401 - one of its own dependencies may also be missing
+        except ImportError:
+            raise ConfigError(
+                "MCP servers need the package mcp, which is not installed; install millrace[mcp]."
+            ) from None
         self.name = name or url or Path(command[-1]).name
         owner = f"MCP server {self.name!r}"
         check_headers(headers or {}, owner=owner)
@@ -268,15 +273,6 @@ class WithServers:
 
     async def _tools(self) -> list[Tool]:
         return [tool for server in self._servers for tool in await server.tools()]
-
-
-def require_mcp() -> None:
-    try:
-        import mcp  # noqa: F401 - one of its own dependencies may also be missing
-    except ImportError:
-        raise ConfigError(
-            "MCP servers need the package mcp, which is not installed; install millrace[mcp]."
-        ) from None
 
 
 def _text_of(result: Any) -> str:

@@ -5,7 +5,6 @@ supported: nothing that a client requests is silently ignored. Fields that conce
 service (billing, logging) are accepted and ignored.
 """
 
-import dataclasses
 import json
 import re
 import secrets
@@ -197,8 +196,9 @@ class ChatBody(OpenAIBody):
                 " 'auto' or 'none'.",
                 param="tool_choice",
             )
+        before, after, key = form.frame
         try:
-            return call_grammar(functions, **dataclasses.asdict(form.frame))
+            return call_grammar(functions, before=before, after=after, arguments=key)
         except TaskError as error:
             raise ApiError(str(error), param="tool_choice") from None
 

@@ -30,11 +30,8 @@ class ChatAnswer(ApiAnswer[ChatBody]):
 
     def __init__(self, served: ServedModel, body: ChatBody) -> None:
         super().__init__(served, body)
+        self.openers = served.tool_format.openers if body.offered_tools else ()
         self._started: set[int] = set()
-
-    @property
-    def openers(self) -> Sequence[str]:
-        return self.served.tool_format.openers if self.body.offered_tools else ()
 
     async def requests(self) -> list[Request]:
         body, form = self.body, self.served.tool_format

@@ -24,6 +24,7 @@ class ApiAnswer(Generic[B]):
     prefix: ClassVar[str]  # of ids
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
+    openers: Sequence[str] = ()  # of tool calls
 
     def __init__(self, served: ServedModel, body: B) -> None:
         self.served = served
@@ -41,10 +42,6 @@ class ApiAnswer(Generic[B]):
     ) -> Iterator[Json]:
         """Yield the choices of a chunk, each an event. `new` is the text that became certain."""
         raise NotImplementedError
-
-    @property
-    def openers(self) -> Sequence[str]:
-        return ()
 
     async def whole(self) -> Json:
         requests = await self.requests()

@@ -174,19 +174,14 @@ def _gets(needs_key: bool) -> dict[str, Any]:
     refusals = _refusals("401", "429") if needs_key else _refusals("429")
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     health = {"200": _content(Health), "503": _content(Health)}
-    described = {"200": {"description": "This description.", "content": {JSON: {"schema": {}}}}}
-    metrics = {"200": {"description": "For Prometheus.", "content": {"text/plain": {}}}}
+    described = {"description": "This description.", "content": {JSON: {"schema": {}}}}
+    metrics = {"description": "For Prometheus.", "content": {"text/plain": {}}}
+    answers = {"/openapi.json": described, "/metrics": metrics, "/v1/models": _content(ModelList)}
+    model = {"200": _content(ModelEntry), **refusals, **_refusals("404")}
     return {
         "/health": {"get": {"security": [], "responses": health}},
-        "/openapi.json": {"get": {"responses": {**described, **refusals}}},
-        "/metrics": {"get": {"responses": {**metrics, **refusals}}},
-        "/v1/models": {"get": {"responses": {"200": _content(ModelList), **refusals}}},
-        "/v1/models/{name}": {
-            "get": {
-                "parameters": [name],
-                "responses": {"200": _content(ModelEntry), **refusals, **_refusals("404")},
-            }
-        },
+        **{path: {"get": {"responses": {"200": row, **refusals}}} for path, row in answers.items()},
+        "/v1/models/{name}": {"get": {"parameters": [name], "responses": model}},
     }
 
 

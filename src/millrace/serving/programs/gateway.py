@@ -1,11 +1,5 @@
-"""The OpenAI API for programs that play episodes: each has its own address and key.
-
-    gateway = Gateway()
-
-    async def play(task, agent):
-        async with gateway.open(agent) as session:
-            result = await session.guard(my_program(session.base_url, session.key, task.prompt))
-        return reward_of(result)
+"""The OpenAI API for programs that play episodes: each has its own address and key. An example is
+in docs/how-to/serve.md.
 
 Each call through a session is a turn of that session's agent, recorded like a turn of a built-in
 environment. The run decides how tokens are sampled: temperature, top_p and seed of a program are
