@@ -19,8 +19,6 @@ from millrace.environments.episode_runner import EpisodeRunner
 from millrace.environments.replay.answers import Branch, ReplayError
 from millrace.environments.replay.schema import Recording
 
-DIVERGED = "branches_diverged"
-
 
 class Recipe(Protocol):
     """A plug-in whose fields are the keys of [environment.recipe]."""
@@ -75,7 +73,9 @@ class BranchScheduler:
         try:
             return await self._play(branching, root=leaf.root, branch=branch)
         except ReplayError:
-            return await self._play(Branching(number=number), root=number, counts={DIVERGED: 1})
+            return await self._play(
+                Branching(number=number), root=number, counts={"branches_diverged": 1}
+            )
 
     async def _play(
         self,

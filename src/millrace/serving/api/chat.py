@@ -167,20 +167,20 @@ def _content(message: Mapping[str, Any], *, where: str) -> str:
 
 
 def _calls(message: Mapping[str, Any], *, where: str) -> tuple[ToolCall, ...]:
+    calls: list[ToolCall] = []
     try:
-        return tuple(_call(call) for call in message.get("tool_calls") or ())
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            arguments = function.get("arguments") or "{}"
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            if not isinstance(arguments, dict):
+                raise TypeError(f"arguments = {arguments!r}")
+            name = str(function["name"])
+            calls.append(ToolCall(id=str(call["id"]), name=name, arguments=arguments))
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ApiError(
             f"Field '{where}.tool_calls' contains an invalid call ({error!r}); a call needs an id"
             " and a function with a name and arguments, which are a JSON object as text.",
             param=where,
         ) from None
-
-
-def _call(call: Mapping[str, Any]) -> ToolCall:
-    function = call["function"]
-    arguments = function.get("arguments") or "{}"
-    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    if not isinstance(arguments, dict):
-        raise TypeError(f"arguments = {arguments!r}")
-    return ToolCall(id=str(call["id"]), name=str(function["name"]), arguments=arguments)
+    return tuple(calls)

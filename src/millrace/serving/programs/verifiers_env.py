@@ -1,9 +1,4 @@
-"""Environments of the verifiers package (0.4, its v1 API).
-
-    import verifiers.v1 as vf
-
-    play = VerifiersEnvironment(vf.load_environment(config))
-    mr.train(..., tasks=play.tasks(), environment=play)
+"""Environments of the verifiers package (0.4, its v1 API); see docs/how-to/other-environments.md.
 
 The package plays and scores the episodes. Its agents call the model through a gateway, which
 records their calls as turns of the episode. Runs on the event loop of the environments; open() and
@@ -27,8 +22,6 @@ KEY_VARIABLE = "MILLRACE_GATEWAY_KEY"  # the package reads keys only from the en
 
 
 class VerifiersEnvironment:
-    """An environment function; see docs/how-to/other-environments.md."""
-
     def __init__(self, env: Any, *, max_tasks: int | None = None) -> None:
         """`env`: the result of vf.load_environment(). `max_tasks` limits the tasks; an infinite
         taskset requires it."""
