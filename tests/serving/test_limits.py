@@ -80,7 +80,7 @@ async def closed(reader: asyncio.StreamReader) -> None:
 
 @pytest.mark.parametrize("head", [b"", b"GET /hea", HEAD], ids=["silent", "half a line", "headers"])
 async def test_slow_headers_are_cut_off(head: bytes):
-    async with served(WritingEngine("x"), limits=ServerLimits(patience_s=SOON_S)) as client:
+    async with served(WritingEngine("x"), limits=ServerLimits(timeout_s=SOON_S)) as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(client))
 
         async def trickle() -> None:
@@ -96,7 +96,7 @@ async def test_slow_headers_are_cut_off(head: bytes):
 
 
 async def test_slow_body_is_refused():
-    async with served(WritingEngine("x"), limits=ServerLimits(patience_s=SOON_S)) as client:
+    async with served(WritingEngine("x"), limits=ServerLimits(timeout_s=SOON_S)) as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(client))
         writer.write(HEAD + b"Content-Length: 1000\r\n\r\n{")
         async with asyncio.timeout(LATE_S):
@@ -106,7 +106,7 @@ async def test_slow_body_is_refused():
 
 async def test_client_that_does_not_read_loses_its_slots():
     engine = WritingEngine("a story that is longer than all buffers between us " * 4_000)
-    async with served(engine, limits=ServerLimits(patience_s=SOON_S)) as client:
+    async with served(engine, limits=ServerLimits(timeout_s=SOON_S)) as client:
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.setblocking(False)

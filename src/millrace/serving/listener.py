@@ -1,6 +1,6 @@
 """The listening socket of an HTTP server, and the limits on its clients.
 
-Promise: a connection that does not deliver a complete request within `patience_s` is closed. At
+Promise: a connection that does not deliver a complete request within `timeout_s` is closed. At
 most `connections` are open at a time; further ones are closed at once. RateLimit bounds the
 requests per second of one client.
 
@@ -30,8 +30,8 @@ async def http_listener(
         handler_cancellation=True,  # a disconnected client cancels its request
         access_log=None,
         shutdown_timeout=1.0,
-        keepalive_timeout=limits.patience_s,  # also limits the headers of the first request
-        lingering_time=limits.patience_s,  # for the rest of a refused body
+        keepalive_timeout=limits.timeout_s,  # also limits the headers of the first request
+        lingering_time=limits.timeout_s,  # for the rest of a refused body
     )
     await runner.setup()
     handlers = runner.server

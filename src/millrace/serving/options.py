@@ -30,7 +30,7 @@ class ServerLimits:
     rate: float = 1000.0  # requests per second and client
     wait_s: float = 60.0  # of a request, for an engine while none is ready
     connections: int = 4096  # concurrent
-    patience_s: float = 60.0  # for a request to arrive, and for a client to read its reply
+    timeout_s: float = 60.0  # for a request to arrive, and for a client to read its reply
 
 
 LIMIT_OPTIONS = {  # field of ServerLimits, and help

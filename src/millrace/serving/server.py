@@ -67,7 +67,7 @@ def make_app(
 
     async def score(request: web.Request) -> web.Response:
         assert score_pool is not None
-        body = await read_request(request, ScoreBody, patience_s=limits.patience_s)
+        body = await read_request(request, ScoreBody, timeout_s=limits.timeout_s)
         with _request_slot(served.metrics, limit=limits.requests):
             return json_response(await score_pool.answer(body))
 
@@ -114,18 +114,18 @@ def _endpoint(
     answer_kind: Callable[[ServedModel, B], ApiAnswer[B]],
 ) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        body = await read_request(request, kind, patience_s=limits.patience_s)
+        body = await read_request(request, kind, timeout_s=limits.timeout_s)
         with _request_slot(served.metrics, limit=limits.requests):
             answer = answer_kind(served, body)
             if body.stream:
-                return await send_events(request, answer.stream(), patience_s=limits.patience_s)
+                return await send_events(request, answer.stream(), timeout_s=limits.timeout_s)
             return json_response(await answer.whole())
 
     return handle
 
 
 async def read_request(
-    request: web.Request, kind: type[Checked], *, patience_s: float = ServerLimits().patience_s
+    request: web.Request, kind: type[Checked], *, timeout_s: float = ServerLimits().timeout_s
 ) -> Checked:
     # Browsers send other content types across origins without a preflight request.
     if request.content_type != "application/json":
@@ -134,10 +134,10 @@ async def read_request(
             status=415,
         )
     try:
-        async with asyncio.timeout(patience_s):
+        async with asyncio.timeout(timeout_s):
             data = await request.read()
     except TimeoutError:
-        raise ApiError(f"The body did not arrive within {patience_s:g} s.", status=408) from None
+        raise ApiError(f"The body did not arrive within {timeout_s:g} s.", status=408) from None
     return read_body(kind, data)
 
 

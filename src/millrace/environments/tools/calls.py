@@ -166,7 +166,7 @@ class Gemma(ToolFormat):
         rows = "\n".join(json.dumps(schema.get("function", schema)) for schema in schemas)
         introduction = (
             "You can call these functions, each described by a line of JSON:\n"
-            f"{rows}\nTo call one, write\n{self.example}\nand you are told what it returned."
+            f"{rows}\nTo call one, write\n{self.example}\nand you get its result."
         )
         content = f"{introduction}\n\n{messages[first].get('content', '')}"
         changed = {**messages[first], "content": content}

@@ -2,7 +2,7 @@
 
 `ranges` select the scored tokens. Arrays are base64 of little-endian float32 and int32 in row-major
 order: with a large top_k, JSON numbers would be slow to parse. A request without sequences returns
-the facts about the model, so that a client can check that token ids mean the same.
+the properties of the model, so that a client can check that token ids mean the same.
 
 Promise: each sequence is read in one forward pass, so by one version. Runs on the server's event
 loop.

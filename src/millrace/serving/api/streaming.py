@@ -26,7 +26,7 @@ async def send_events(
     request: web.Request,
     events: AsyncGenerator[dict[str, Any]],
     *,
-    patience_s: float = ServerLimits().patience_s,
+    timeout_s: float = ServerLimits().timeout_s,
 ) -> web.StreamResponse:
     """Send events until they end. They are closed if the client disconnects or stops reading."""
     response = web.StreamResponse(
@@ -41,7 +41,7 @@ async def send_events(
             async for event in events:
                 if not response.prepared:
                     await response.prepare(request)
-                await _write(request, response, _event(event), patience_s=patience_s)
+                await _write(request, response, _event(event), timeout_s=timeout_s)
             await response.write(b"data: [DONE]\n\n")
         except MillraceError as error:
             if not response.prepared:
@@ -52,15 +52,15 @@ async def send_events(
 
 
 async def _write(
-    request: web.Request, response: web.StreamResponse, data: bytes, *, patience_s: float
+    request: web.Request, response: web.StreamResponse, data: bytes, *, timeout_s: float
 ) -> None:
     try:
-        async with asyncio.timeout(patience_s):
+        async with asyncio.timeout(timeout_s):
             await response.write(data)
     except TimeoutError:
         if request.transport is not None:
             request.transport.abort()
-        raise ConnectionResetError(f"a client read nothing for {patience_s:g} s") from None
+        raise ConnectionResetError(f"a client read nothing for {timeout_s:g} s") from None
 
 
 def _event(body: dict[str, Any]) -> bytes:
