@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from millrace.config import EnvironmentConfig
 from millrace.core.records import Ending
 
 SCORED_ENDINGS = ("turns", "length")  # limits at which adapters still score an episode
@@ -22,7 +21,3 @@ class EpisodeLimits:
     episode_timeout_s: float | None = None
     turn_timeout_s: float | None = None
     tool_timeout_s: float = 30.0
-
-
-def limits_of(settings: EnvironmentConfig) -> EpisodeLimits:
-    return EpisodeLimits(**settings.model_dump(include=set(EpisodeLimits.__dataclass_fields__)))

@@ -23,7 +23,7 @@ from millrace.environments.function_environment import (
     lifetime,
     use_tools,
 )
-from millrace.environments.limits import limits_of
+from millrace.environments.limits import EpisodeLimits
 from millrace.environments.role_models import RoleModel, load_role_model
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.threads import LoopThread
@@ -121,12 +121,13 @@ async def open_environment(
         yield SingleTurn()
         return
     settings = config.environment
+    limits = settings.model_dump(include=set(EpisodeLimits.__dataclass_fields__))
     with LoopThread("environments") as thread:
         environment = FunctionEnvironment(
             function,
             renderer=renderer,
             thread=thread,
-            limits=limits_of(settings),
+            limits=EpisodeLimits(**limits),
             redundancy=config.rollout.redundancy,
             ended_reward=settings.ended_reward,
             tool_format=settings.tool_format,

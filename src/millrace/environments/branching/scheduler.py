@@ -61,8 +61,7 @@ class BranchScheduler:
         return [self._episodes[number] for number in sorted(self._episodes)]
 
     async def play_root(self) -> BranchLeaf:
-        number = next(self._numbers)
-        return await self._play(Branching(number=number), root=number)
+        return await self._play(Branching(number=next(self._numbers)))
 
     async def play_branch(self, leaf: BranchLeaf, *, place: int) -> BranchLeaf:
         """Play an episode that equals `leaf` before the token at `place`, and then differs."""
@@ -71,31 +70,24 @@ class BranchScheduler:
         turn, at = _turn_at(leaf.recording, place)
         branch = Branch(recording=leaf.recording, turn=turn, at=at, root=leaf.root)
         try:
-            return await self._play(branching, root=leaf.root, branch=branch)
+            return await self._play(branching, branch)
         except ReplayError:
-            return await self._play(
-                Branching(number=number), root=number, counts={"branches_diverged": 1}
-            )
+            return await self._play(Branching(number=number), branches_diverged=1)
 
     async def _play(
-        self,
-        branching: Branching,
-        *,
-        root: int,
-        branch: Branch | None = None,
-        counts: dict[str, int] | None = None,
+        self, branching: Branching, branch: Branch | None = None, **counts: int
     ) -> BranchLeaf:
         number = branching.number
         episode, recording = await self._runner.play(number, branching=branching, branch=branch)
         assert recording is not None
-        episode = replace(episode, counts={**episode.counts, **(counts or {})})
+        episode = replace(episode, counts={**episode.counts, **counts})
         self._episodes[number] = episode
         self.policy.finished(number, episode)
         return BranchLeaf(
             episode=episode,
             recording=recording,
             branching=branching,
-            root=root,
+            root=number if branch is None else branch.root,
             places=by_place(episode, [r.places for r in episode.rollouts]),
             surprisals=by_place(episode, [-r.engine_logprobs for r in episode.rollouts]),
         )
