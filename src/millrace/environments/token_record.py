@@ -34,7 +34,7 @@ class Exchange:
         return self.start + len(self.given) + len(self.completion.tokens)
 
     def path(self) -> "Path":
-        steps = [(self, self.end)]
+        steps: list[tuple[Exchange, int]] = [(self, self.end)]
         while (exchange := steps[-1][0]).parent is not None:
             steps.append((exchange.parent, exchange.start))
         return steps[::-1]
