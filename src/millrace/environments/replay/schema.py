@@ -113,7 +113,7 @@ class Recording(EpisodeSettings, frozen=True, kw_only=True):
 
 
 class ArrayRow(Row, frozen=True, kw_only=True):
-    dtype: Literal["int32", "int64", "float32", "uint8", "uint16"]
+    dtype: Literal["int32", "int64", "float32", "float64", "uint8", "uint16"]
     shape: tuple[int, ...]
     data: bytes
 
