@@ -197,7 +197,7 @@ class _Session:
 
     async def list_tools(self) -> list[Any]:
         page = await self._request(self._client.list_tools())
-        tools = page.tools
+        tools = list(page.tools)
         while page.next_cursor:
             page = await self._request(self._client.list_tools(cursor=page.next_cursor))
             tools += page.tools
