@@ -70,7 +70,7 @@ class VerifiersEnvironment:
         async with self._gateway.open(agent) as session:
 
             def admit(trace: Any) -> None:
-                """Its id is the session id of its requests."""
+                """Route the requests of a trace, which carry its id, to its agent."""
                 role = trace.agent
                 own = agent if self._is_single else agent.role(role.name, trained=role.trainable)
                 self._gateway.admit(trace.id, session, own)
