@@ -24,10 +24,10 @@ from torch import Tensor
 from millrace.bench.workloads import make_model
 from millrace.config import EngineConfig, LoraConfig
 from millrace.core.records import Request, Sampling
+from millrace.inference.embedded.adapters import AdapterMerger
 from millrace.inference.embedded.build import engine_of
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
-from millrace.inference.embedded.lora.bank import AdapterMerger
 from millrace.models.loading import resolve_device
 from millrace.models.lora.factors import Adapter, adapter_of
 

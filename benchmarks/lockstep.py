@@ -143,9 +143,11 @@ class _LockstepSampler:
             self.engine.add_request(
                 Request(id=str(number), prompt=prompt, sampling=sampling, n=n, seed=seed)
             )
-        done: dict[str, list[Completion]] = {}
+        ended: dict[str, dict[int, Completion]] = {}
         while self.engine.has_work:
-            done |= {finished.id: finished.completions for finished in self.engine.step()}
+            for one in self.engine.step():
+                ended.setdefault(one.id, {}).update(one.completions)
+        done = {id: [own[i] for i in sorted(own)] for id, own in ended.items()}
         return [
             _scored(
                 task,

@@ -68,9 +68,11 @@ def sample(model: str, prompts: list[np.ndarray], *, dtype: str) -> Microbatch:
         engine.add_request(
             Request(id=str(index), prompt=prompt, sampling=SAMPLING, n=4, seed=index)
         )
-    answers: dict[str, list[Completion]] = {}
+    ended: dict[str, dict[int, Completion]] = {}
     while engine.has_work:
-        answers |= {finished.id: finished.completions for finished in engine.step()}
+        for one in engine.step():
+            ended.setdefault(one.id, {}).update(one.completions)
+    answers = {id: [own[i] for i in sorted(own)] for id, own in ended.items()}
     groups = []
     for index, prompt in enumerate(prompts):
         rollouts = [rollout_of(prompt, answer) for answer in answers[str(index)]]

@@ -96,9 +96,11 @@ def sample(folder: str, *, num_prompts: int, device: str) -> Microbatch:
         engine.add_request(
             Request(id=str(index), prompt=prompt, sampling=SAMPLING, n=4, seed=index, routes_from=0)
         )
-    answers: dict[str, list[Completion]] = {}
+    ended: dict[str, dict[int, Completion]] = {}
     while engine.has_work:
-        answers |= {finished.id: finished.completions for finished in engine.step()}
+        for one in engine.step():
+            ended.setdefault(one.id, {}).update(one.completions)
+    answers = {id: [own[i] for i in sorted(own)] for id, own in ended.items()}
     (part,) = pack(
         [_group(index, prompt, answers[str(index)]) for index, prompt in enumerate(prompts)],
         microbatch_tokens=10**6,

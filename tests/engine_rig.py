@@ -19,9 +19,10 @@ from transformers import (
 
 from millrace.config import LoraConfig
 from millrace.core.records import Completion, Request, Sampling
+from millrace.inference.backend import FinishedCompletions
+from millrace.inference.embedded.adapters import AdapterMerger
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
-from millrace.inference.embedded.lora.bank import AdapterMerger
 from millrace.inference.embedded.parts import EngineSizes
 from millrace.models.lora.factors import Adapter, adapter_of
 from millrace.models.routing import find_routing
@@ -117,17 +118,35 @@ def make_request(
     return Request(id=id, prompt=tokens, n=n, seed=seed, sampling=settings, routes_from=routes_from)
 
 
+class Collected:
+    """The completions that an engine has returned."""
+
+    def __init__(self) -> None:
+        self._completions: dict[str, dict[int, Completion]] = {}
+
+    def add(self, finished: Sequence[FinishedCompletions]) -> None:
+        for one in finished:
+            self._completions.setdefault(one.id, {}).update(one.completions)
+
+    def by_request(self) -> dict[str, list[Completion]]:
+        return {id: [own[i] for i in sorted(own)] for id, own in self._completions.items()}
+
+
 def finish_all(
-    engine: EmbeddedEngine, requests: Sequence[Request] = (), *, max_steps: int = 2000
+    engine: EmbeddedEngine,
+    requests: Sequence[Request] = (),
+    *,
+    collected: Collected | None = None,
+    max_steps: int = 2000,
 ) -> dict[str, list[Completion]]:
-    """Submit, and step until nothing is left; completions by request."""
+    """Submit, and step until nothing is left; completions by request, with those `collected`."""
     for request in requests:
         engine.add_request(request)
-    done = {}
+    collected = collected or Collected()
     for _ in range(max_steps):
         if not engine.has_work:
-            return done
-        done |= {finished.id: finished.completions for finished in engine.step()}
+            return collected.by_request()
+        collected.add(engine.step())
     raise AssertionError(f"no end after {max_steps} steps: {engine.stats()}")
 
 
@@ -141,7 +160,7 @@ def plain_logits(
         return model(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1].float()
 
 
-class _Noted:
+class _RecordedChoice:
     """A router's own choice, to be looked at."""
 
     def choose(self, own: torch.Tensor) -> torch.Tensor:
@@ -153,18 +172,18 @@ def plain_routes(
     tokens: np.ndarray, *, architecture: str = MIXTURE, seed: int = 0
 ) -> np.ndarray:  # [L, layers, top_k]
     """Where one plain forward pass of transformers sends these tokens."""
-    model, rules = _noting_model(architecture, seed)
+    model, rules = _recording_model(architecture, seed)
     with torch.no_grad():
         model(input_ids=torch.from_numpy(tokens).long()[None])
     return torch.stack([rule.chosen for rule in rules], 1).numpy().astype(np.uint8)
 
 
 @functools.cache
-def _noting_model(architecture: str, seed: int) -> tuple[PreTrainedModel, list[_Noted]]:
+def _recording_model(architecture: str, seed: int) -> tuple[PreTrainedModel, list[_RecordedChoice]]:
     model = tiny_model(architecture, seed=seed)
     routing = find_routing(model)
     assert routing is not None
-    rules = [_Noted() for _ in routing.routers]
+    rules = [_RecordedChoice() for _ in routing.routers]
     routing.install(rules)
     return model, rules
 

@@ -14,10 +14,10 @@ from millrace.inference.backend import (
     EngineBackend,
     EngineCore,
     EngineSpec,
-    FinishedRequest,
+    FinishedCompletions,
     check_request,
 )
-from millrace.inference.interrupt import INTERRUPTS
+from millrace.inference.interrupt import WeightInterrupt
 from millrace.weights.transport import make_receiver
 
 
@@ -34,9 +34,10 @@ class InProcessEngine:
     ) -> None:
         self.capabilities = capabilities
         self._engine = engine
-        self._interrupt = INTERRUPTS[interrupt](engine)
+        self._interrupt = WeightInterrupt(interrupt, engine)
         self._receiver = receiver
         self._waiting: dict[str, asyncio.Future[list[Completion]]] = {}
+        self._ended: dict[str, dict[int, Completion]] = {}  # by request and member
         self._listeners: dict[str, OnTokens] = {}
         self._completed: dict[str, OnCompletion] = {}
         self._arrived = asyncio.Event()
@@ -50,9 +51,8 @@ class InProcessEngine:
         on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
         check_request(request, self.capabilities)
-        self._engine.add_request(
-            request, stream=on_tokens is not None, per_completion=on_completion is not None
-        )
+        self._engine.add_request(request, stream=on_tokens is not None)
+        self._ended[request.id] = {}
         if on_completion is not None:
             self._completed[request.id] = on_completion
         if on_tokens is not None:
@@ -98,25 +98,25 @@ class InProcessEngine:
             self._arrived.clear()
             await self._arrived.wait()
 
-    def _deliver(self, finished: list[FinishedRequest]) -> None:
+    def _deliver(self, finished: list[FinishedCompletions]) -> None:
         for id, pieces in {
             **self._engine.take_chunks(),
             **self._engine.take_chunks(coalesced=True),
         }.items():
             for piece in pieces:
                 self._listeners[id](piece)
-        for id, completions in self._engine.take_completions().items():
-            for member, completion in completions.items():
-                self._completed[id](member, completion)
         for request in finished:
-            if (on_completion := self._completed.pop(request.id, None)) is not None:
-                for member, completion in enumerate(request.completions):
-                    if member not in request.delivered:
-                        on_completion(member, completion)
+            self._ended[request.id] |= request.completions
+            if (on_completion := self._completed.get(request.id)) is not None:
+                for member, completion in request.completions.items():
+                    on_completion(member, completion)
+            if not request.is_last:
+                continue
+            self._completed.pop(request.id, None)
             self._listeners.pop(request.id, None)
-            waiting = self._waiting.pop(request.id)
+            waiting, ended = self._waiting.pop(request.id), self._ended.pop(request.id)
             if not waiting.cancelled():
-                waiting.set_result(request.completions)
+                waiting.set_result([ended[member] for member in range(len(ended))])
 
 
 @asynccontextmanager

@@ -30,7 +30,7 @@ from millrace.core.records import (
     ScoreRequest,
     TokenLogprobs,
 )
-from millrace.inference.backend import EngineSpec, EngineStats, FinishedRequest
+from millrace.inference.backend import EngineSpec, EngineStats, FinishedCompletions
 from millrace.models.loading import stop_token_ids
 
 
@@ -56,7 +56,6 @@ class _Running:
     request: Request
     version: int
     streams: bool
-    per_completion: bool
     sequences: list[_Sequence]
     delivered: set[int] = field(default_factory=set)
 
@@ -100,9 +99,7 @@ class MinimalEngine:
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.shape) for name, p in self._model.named_parameters()}
 
-    def add_request(
-        self, request: Request, *, stream: bool = False, per_completion: bool = False
-    ) -> None:
+    def add_request(self, request: Request, *, stream: bool = False) -> None:
         if len(request.prompt) >= self._max_context:
             raise TaskError(
                 f"The prompt has {len(request.prompt)} tokens, and the context holds"
@@ -114,17 +111,16 @@ class MinimalEngine:
             request=request,
             version=self.version,
             streams=stream,
-            per_completion=per_completion,
             sequences=[_Sequence() for _ in range(request.n)],
         )
 
     @torch.inference_mode()
-    def step(self, *, should_stop: Callable[[], bool] = lambda: False) -> list[FinishedRequest]:
+    def step(self, *, should_stop: Callable[[], bool] = lambda: False) -> list[FinishedCompletions]:
         for running in self._running.values():
             self._sample(running)
             self._collect_chunks(running)
-        done = [r.request.id for r in self._running.values() if all(s.finish for s in r.sequences)]
-        return [self._finish(id) for id in done]
+        ended = [self._ended(id) for id in list(self._running)]
+        return [one for one in ended if one.completions]
 
     def take_chunks(self, *, coalesced: bool = False) -> dict[str, list[CompletionChunk]]:
         if not coalesced:
@@ -133,23 +129,10 @@ class MinimalEngine:
         taken, self._coalesced = self._coalesced, {}
         return {id: chunks for id, chunks in taken.items() if id in self._running}
 
-    def take_completions(self) -> dict[str, dict[int, Completion]]:
-        ended = {}
-        for id, running in self._running.items():
-            new = [
-                member
-                for member, sequence in enumerate(running.sequences)
-                if running.per_completion and sequence.finish and member not in running.delivered
-            ]
-            running.delivered.update(new)
-            if new:
-                ended[id] = {member: self._completion(running, member) for member in new}
-        return ended
-
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
         raise TaskError("This backend cannot score tokens.")
 
-    def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[FinishedRequest]:
+    def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[FinishedCompletions]:
         aborted = []
         for id in ids:
             running = self._running.get(id) or self._held.get(id)
@@ -157,10 +140,11 @@ class MinimalEngine:
                 continue
             for sequence in running.sequences:
                 sequence.finish = sequence.finish or finish
-            aborted.append(self._finish(id))
+            self._collect_chunks(running)
+            aborted.append(self._ended(id))
         return aborted
 
-    def expire(self, before: int) -> list[FinishedRequest]:
+    def expire(self, before: int) -> list[FinishedCompletions]:
         old = [
             id
             for id, running in self._running.items()
@@ -170,10 +154,10 @@ class MinimalEngine:
         ]
         return self.abort(old, finish="expire")
 
-    def interrupt(self) -> list[FinishedRequest]:
+    def interrupt(self) -> list[FinishedCompletions]:
         raise NotImplementedError("needs Capability.PARTIALS")
 
-    def preempt_all(self) -> list[FinishedRequest]:
+    def preempt_all(self) -> list[FinishedCompletions]:
         raise NotImplementedError("needs Capability.TOKEN_VERSIONS")
 
     def hold_new(self) -> None:
@@ -245,16 +229,17 @@ class MinimalEngine:
                 )
             )
 
-    def _finish(self, id: str) -> FinishedRequest:
+    def _ended(self, id: str) -> FinishedCompletions:
         running = self._running.get(id) or self._held[id]
-        self._collect_chunks(running)
-        self._running.pop(id, None)
-        self._held.pop(id, None)
-        return FinishedRequest(
-            id=id,
-            completions=[self._completion(running, i) for i in range(running.request.n)],
-            delivered=frozenset(running.delivered),
-        )
+        sequences = dict(enumerate(running.sequences))
+        new = [i for i, one in sequences.items() if one.finish and i not in running.delivered]
+        running.delivered.update(new)
+        is_last = len(running.delivered) == running.request.n
+        if is_last:
+            self._running.pop(id, None)
+            self._held.pop(id, None)
+        completions = {member: self._completion(running, member) for member in new}
+        return FinishedCompletions(id=id, completions=completions, is_last=is_last)
 
     def _completion(self, running: _Running, member: int) -> Completion:
         sequence = running.sequences[member]

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from millrace.cluster.messages import Done, Message
+from millrace.cluster.messages import Completed, Done, Message
+from millrace.core.records import Completion
 
 
 class FakeCall:
@@ -26,6 +27,12 @@ class FakeCall:
 
     def fail(self, error: BaseException) -> None:
         self._answers.put(error)
+
+    def completions(self) -> list[Completion]:
+        """Of a Generate call, from its parts and its reply."""
+        last = self.result().completions
+        ended = [part.completions for part in self.parts if isinstance(part, Completed)]
+        return [c for one in (*ended, last) for c in one.values()]
 
     def result(self, timeout_s: float = 20) -> Any:
         answer = self._answers.get(timeout=timeout_s)

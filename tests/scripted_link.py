@@ -7,6 +7,8 @@ from typing import Any
 from fakes import Listener
 
 from millrace.cluster.messages import (
+    Completed,
+    GenerateDone,
     Message,
     Part,
     Stop,
@@ -14,6 +16,7 @@ from millrace.cluster.messages import (
     TokensSampled,
     WorkerProgress,
 )
+from millrace.core.records import Completion
 from millrace.inference.embedded.engine import EmbeddedEngine
 
 POLL_S = 0.001  # of an engine that waits
@@ -24,15 +27,26 @@ class RecordedCall:
     def __init__(self, message: Message, engine: EmbeddedEngine) -> None:
         self.message = message
         self.listener = Listener()
+        self._completions: dict[int, Completion] = {}
         self.replies: list[Message | BaseException | None] = []
         self.tokens_at_reply: int | None = None
         self._engine = engine
 
     def send_part(self, part: Part) -> None:
-        assert isinstance(part, TokensSampled)
         assert not self.replies, "a part comes before the reply"
+        if isinstance(part, Completed):
+            self._completions |= part.completions
+            return
+        assert isinstance(part, TokensSampled)
         for piece in part.pieces:
             self.listener(piece)
+
+    def completions(self) -> list[Completion]:
+        """Of a Generate call, in order."""
+        (reply,) = self.replies
+        assert isinstance(reply, GenerateDone)
+        ended = self._completions | reply.completions
+        return [ended[member] for member in sorted(ended)]
 
     def reply(self, message: Message | None = None) -> None:
         self._answer(message)

@@ -22,7 +22,7 @@ def ask(what: str, tokens: np.ndarray | None = None) -> Generate:
 def answer(tokens: np.ndarray) -> GenerateDone:
     none = np.zeros(0, dtype=np.int32)
     completion = Completion(tokens=tokens, logprobs=none, versions=none, finish="stop", text="")
-    return GenerateDone(completions=[completion])
+    return GenerateDone(completions={0: completion})
 
 
 def piece(number: int) -> CompletionChunk:

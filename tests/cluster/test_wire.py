@@ -60,7 +60,9 @@ anything = st.none() | st.booleans() | st.floats(allow_nan=False) | st.text() | 
 messages = st.one_of(
     st.builds(Done),
     st.builds(Generate, request=requests),
-    st.builds(GenerateDone, completions=st.lists(completions, max_size=3)),
+    st.builds(
+        GenerateDone, completions=st.dictionaries(st.integers(0, 9), completions, max_size=3)
+    ),
     st.builds(TrainStep, batch=batches, version=st.integers(0, 2**31)),
     st.builds(
         WorkerProgress,
@@ -149,7 +151,7 @@ def completion(**fields: object) -> Completion:
 
 
 def sent(array: np.ndarray) -> np.ndarray:
-    message = decode(encode(GenerateDone(completions=[completion(tokens=array)])))
+    message = decode(encode(GenerateDone(completions={0: completion(tokens=array)})))
     assert isinstance(message, GenerateDone)
     return message.completions[0].tokens
 
@@ -176,7 +178,7 @@ def test_arrays_keep_their_values_shape_and_kind(array: np.ndarray):
 
 def test_array_bytes_are_not_copied():
     array = np.arange(1000, dtype=np.int32)
-    frames = encode(GenerateDone(completions=[completion(tokens=array)]))
+    frames = encode(GenerateDone(completions={0: completion(tokens=array)}))
     assert any(np.shares_memory(np.frombuffer(frame, np.uint8), array) for frame in frames[1:])
     message = decode(frames)
     assert isinstance(message, GenerateDone)
@@ -184,7 +186,9 @@ def test_array_bytes_are_not_copied():
 
 
 def test_an_unaligned_frame_is_copied_to_an_aligned_array():
-    header, *frames = as_bytes(encode(GenerateDone(completions=[completion(tokens=np.arange(4))])))
+    header, *frames = as_bytes(
+        encode(GenerateDone(completions={0: completion(tokens=np.arange(4))}))
+    )
     shifted = [memoryview(b"x" + frame)[1:] for frame in frames]
     message = decode([header, *shifted])
     assert isinstance(message, GenerateDone)
@@ -214,7 +218,7 @@ def with_array_header(header: object, *frames: bytes) -> list[bytes]:
         for data in (msgspec.msgpack.encode(header), *empty)
     ]
     fields = dict(zip(("tokens", "logprobs", "versions"), extension, strict=True))
-    raw = {"type": "GenerateDone", "completions": [{**fields, "finish": "stop", "text": ""}]}
+    raw = {"type": "GenerateDone", "completions": {0: {**fields, "finish": "stop", "text": ""}}}
     return [msgspec.msgpack.encode(raw), *frames, b"", b""]
 
 

@@ -35,7 +35,7 @@ class StackWorker:
                 if frame.f_code.co_name == "_run_group":
                     break
                 frame = frame.f_back
-        return GenerateDone(completions=[make_completion("1") for _ in range(message.request.n)])
+        return GenerateDone(completions={i: make_completion("1") for i in range(message.request.n)})
 
     def kill(self) -> None:
         """Never called."""

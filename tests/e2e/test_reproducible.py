@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from digits import TASKS, share_of_digits
+from engine_rig import Collected
 from safetensors.torch import load_file
 
 import millrace as mr
 from millrace.config import load_config
-from millrace.core.records import Completion, Episode, Group, Request, Sampling, Score
+from millrace.core.records import Episode, Group, Request, Sampling, Score
 from millrace.environments.rollouts.player import group_seed
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.token_record import rollout_of
@@ -136,9 +137,10 @@ def plain_loop(settings: dict) -> tuple[list[dict], dict[str, torch.Tensor]]:
                     seed=group_seed(config.seed, number),
                 )
             )
-        done: dict[str, list[Completion]] = {}
+        collected = Collected()
         while engine.has_work:
-            done |= {finished.id: finished.completions for finished in engine.step()}
+            collected.add(engine.step())
+        done = collected.by_request()
         groups, rewards = [], []
         for number, prompt in prompts.items():
             completions = done[str(number)]

@@ -37,7 +37,7 @@ RESIDENTS = {
     "wide": LoraConfig(rank=6, alpha=5.0, rslora=True, target_modules=("v_proj", "up_proj")),
     "dora": LoraConfig(rank=2, alpha=8.0, dora=True, target_modules=("q_proj", "k_proj", "o_proj")),
 }
-EVERYONE = (None, "base", *RESIDENTS)
+ADAPTERS = (None, "base", *RESIDENTS)
 ROUNDS = pytest.mark.parametrize("decode_steps", [1, 4])
 
 
@@ -74,7 +74,7 @@ def residents(folders: Mapping[str | None, Path], architecture: str = "qwen3"):
 
 
 def bank_engine(folders: Mapping[str | None, Path], **settings) -> EmbeddedEngine:
-    """Of everyone; the policy's adapter is version 1."""
+    """With all adapters; the policy's adapter is version 1."""
     engine = make_engine(lora=POLICY, residents=residents(folders), eos_ids=(), **settings)
     engine.swap(read_checkpoint(folders[None]), version=1)
     return engine
@@ -127,21 +127,21 @@ def test_swapped_adapter_matches_peft(architecture, apply, dora, decode_steps, t
 @ROUNDS
 def test_adapters_in_one_batch_match_single_requests_and_peft(folders, decode_steps):
     engine = bank_engine(folders, decode_steps=decode_steps)
-    requests = [request_for(name, top_p=0.9) for name in EVERYONE]
+    requests = [request_for(name, top_p=0.9) for name in ADAPTERS]
     together = finish_all(engine, requests)
-    for name, request in zip(EVERYONE, requests, strict=True):
+    for name, request in zip(ADAPTERS, requests, strict=True):
         alone = finish_all(engine, [request])[request.id]
         for left, right in zip(together[request.id], alone, strict=True):
             assert_same(left, right)
         model = tiny_model("qwen3") if name == "base" else peft_model(folders[name])
         assert_computed_by(model, together, request)
     texts = {tuple(completions[0].tokens) for completions in together.values()}
-    assert len(texts) == len(EVERYONE)
+    assert len(texts) == len(ADAPTERS)
 
 
 @ROUNDS
 def test_policy_swap_changes_only_rows_of_the_policy(folders, decode_steps):
-    requests = [request_for(name) for name in EVERYONE]
+    requests = [request_for(name) for name in ADAPTERS]
     still = finish_all(bank_engine(folders, decode_steps=decode_steps), requests)
     engine = bank_engine(folders, decode_steps=decode_steps)
     for request in requests:
@@ -152,7 +152,7 @@ def test_policy_swap_changes_only_rows_of_the_policy(folders, decode_steps):
     tensors |= {name: t * 2 for name, t in tensors.items() if "lora_A" in name}
     engine.swap(tensors, version=2)
     swapped = finish_all(engine)
-    for name, request in zip(EVERYONE, requests, strict=True):
+    for name, request in zip(ADAPTERS, requests, strict=True):
         for left, right in zip(still[request.id], swapped[request.id], strict=True):
             assert set(right.versions) == {1, 2}
             if name is None:
@@ -246,9 +246,9 @@ def test_engine_serves_resident_adapters_beside_a_saved_policy(folders, apply, t
             adapter_path=folders[None],
         )
     )
-    requests = [request_for(name) for name in EVERYONE]
+    requests = [request_for(name) for name in ADAPTERS]
     done = finish_all(engine, requests)
-    for name, request in zip(EVERYONE, requests, strict=True):
+    for name, request in zip(ADAPTERS, requests, strict=True):
         model = tiny_model("qwen3") if name == "base" else peft_model(folders[name])
         assert_computed_by(model, done, request)
 
@@ -275,7 +275,7 @@ def test_single_adapter_is_merged_by_default(lora, merges, tmp_path):
     assert (engine._bank is None) == merges
 
 
-@pytest.mark.parametrize("adapter", EVERYONE)
+@pytest.mark.parametrize("adapter", ADAPTERS)
 def test_preempted_and_resumed_sequences_keep_their_adapter(folders, adapter):
     requests = [request_for(adapter)] + [
         make_request(str(i), prompt=prompt_of(12, seed=i), n=2) for i in range(3)
@@ -294,19 +294,19 @@ def test_captured_graphs_serve_all_adapters_and_survive_swaps(folders, compile_l
     engine = bank_engine(
         folders, decode_steps=8, device="cuda", dtype=dtype, compile_layers=compile_layers
     )
-    requests = [request_for(name) for name in EVERYONE]
+    requests = [request_for(name) for name in ADAPTERS]
     finish_all(engine, requests)
     assert engine._decode_loop is not None
-    graphs = dict(engine._decode_loop._graphs._graphs)
+    graphs = dict(engine._decode_loop._graphs)
     programs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     tensors = {name: tensor.cuda() for name, tensor in read_checkpoint(folders[None]).items()}
     engine.swap({n: -t if "lora_B" in n else t for n, t in tensors.items()}, version=2)
     finish_all(engine, requests)
     engine.swap(tensors, version=3)
     done = finish_all(engine, requests)
-    assert engine._decode_loop._graphs._graphs == graphs
+    assert engine._decode_loop._graphs == graphs
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == programs
     tolerance = 1e-3 if dtype is torch.float32 else 0.3
-    for name, request in zip(EVERYONE, requests, strict=True):
+    for name, request in zip(ADAPTERS, requests, strict=True):
         model = tiny_model("qwen3") if name == "base" else peft_model(folders[name])
         assert_computed_by(model, done, request, tolerance=tolerance)

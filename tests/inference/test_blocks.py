@@ -14,7 +14,7 @@ NUM_BLOCKS, NUM_SLOTS, BLOCK_TOKENS, MAX_CONTEXT = 12, 4, 3, 18
 
 
 class TablesMachine(RuleBasedStateMachine):
-    """Lanes grow, fork, write and die; what is read back through a table must be what it wrote."""
+    """Slots grow, fork, write and are freed; a table reads back exactly what its slot wrote."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ def test_resumed_completion_equals_uninterrupted_one(name: str):
     for _ in range(7):
         assert not engine.step()
     (aborted,) = engine.abort(["r"])
-    (partial,) = aborted.completions
+    (partial,) = aborted.completions.values()
     assert partial.finish == "abort"
     np.testing.assert_array_equal(partial.tokens, whole.tokens[:7])
     resumed = Request(

@@ -62,7 +62,7 @@ def test_completion_paused_after_every_token_equals_uninterrupted_one(sampling):
     request = make_request(n=2, max_new_tokens=12, **sampling)
     expected = finish_all(make_engine(), [request])[request.id]
     link = serve([Generate(request=request)], *[[Pause()], [], [Resume()]] * 16)
-    for completion, same in zip(link.reply_to(Generate).completions, expected, strict=True):
+    for completion, same in zip(link.calls_of(Generate)[0].completions(), expected, strict=True):
         assert_same(completion, same)
 
 
@@ -80,7 +80,7 @@ def test_paused_engine_answers_every_call():
     )
     early, last = [call for call in link.calls if isinstance(call.message, Generate)]
     assert isinstance(early.replies[0], GenerateDone)
-    assert [completion.finish for completion in early.replies[0].completions] == ["abort"]
+    assert [one.finish for one in early.replies[0].completions.values()] == ["abort"]
     assert len(last.replies) == 1
     assert all(len(call.replies) == 1 for call in link.calls)
     assert link.tokens[:6] == [0, 1, 1, 1, 1, 1]

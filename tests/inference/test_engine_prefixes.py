@@ -245,7 +245,7 @@ def test_resubmitted_completion_finds_its_kv():
     engine.add_request(request)
     for _ in range(8):
         engine.step()
-    ((partial,),) = (aborted.completions for aborted in engine.abort(["r"]))
+    ((partial,),) = (aborted.completions.values() for aborted in engine.abort(["r"]))
     assert len(partial.tokens) == 8
     resumed = dataclasses.replace(request, partial=partial)
     done, num_prefilled, num_found = computed(engine, resumed)

@@ -8,6 +8,7 @@ import torch
 from engine_rig import (
     EOS,
     LETTERS,
+    Collected,
     assert_same,
     finish_all,
     make_engine,
@@ -118,7 +119,9 @@ def test_abort_returns_running_waiting_and_unstarted_members():
     engine.add_request(make_request("waiting", prompt=9, n=2))
     for _ in range(4):
         engine.step()
-    aborted = {f.id: f.completions for f in engine.abort(["waiting", "running", "unknown"])}
+    aborted = {
+        f.id: f.completions.values() for f in engine.abort(["waiting", "running", "unknown"])
+    }
     assert [len(c.tokens) for c in aborted["running"]] == [4, 4, 4, 0, 0]
     assert [len(c.tokens) for c in aborted["waiting"]] == [0, 0]
     assert {c.finish for completions in aborted.values() for c in completions} == {"abort"}
@@ -129,9 +132,11 @@ def test_abort_returns_running_waiting_and_unstarted_members():
 def test_abort_keeps_finished_members():
     engine = make_engine(max_sequences=1, eos_ids=())
     engine.add_request(make_request(n=2, max_new_tokens=3))
+    collected = Collected()
     for _ in range(4):
-        engine.step()
-    ((first, second),) = (aborted.completions for aborted in engine.abort(["r"]))
+        collected.add(engine.step())
+    collected.add(engine.abort(["r"]))
+    first, second = collected.by_request()["r"]
     assert (first.finish, len(first.tokens)) == ("length", 3)
     assert (second.finish, len(second.tokens)) == ("abort", 1)
 
@@ -180,7 +185,7 @@ def test_completion_cannot_be_resumed_with_other_truncation():
 def test_completion_aborted_before_its_first_token_resumes_from_prompt():
     engine = make_engine(eos_ids=())
     engine.add_request(make_request(top_k=3))
-    ((partial,),) = (aborted.completions for aborted in engine.abort(["r"]))
+    ((partial,),) = (aborted.completions.values() for aborted in engine.abort(["r"]))
     assert len(partial.tokens) == 0
     (completion,) = finish_all(engine, [resume(partial, top_k=3)])["again"]
     assert completion.kept is not None

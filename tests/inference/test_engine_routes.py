@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from architectures import MIXTURE, MIXTURES
 from engine_rig import (
+    Collected,
     assert_same,
     finish_all,
     make_engine,
@@ -89,7 +90,7 @@ def test_completion_resumed_on_another_engine_has_all_routes(is_lost: bool):
     engine.add_request(request)
     for _ in range(7):
         engine.step()
-    ((partial,),) = (aborted.completions for aborted in engine.abort(["r"]))
+    ((partial,),) = (aborted.completions.values() for aborted in engine.abort(["r"]))
     assert partial.routes is not None
     assert len(partial.routes) == len(request.prompt) + 7 - 1 - 2
     if is_lost:  # then its routes were never sent
@@ -106,12 +107,12 @@ def test_preempt_all_keeps_routes():
     requests = mixed_requests()
     for request in requests:
         engine.add_request(request)
-    done = {}
+    collected = Collected()
     while engine.has_work:
         for _ in range(3):
-            done |= {finished.id: finished.completions for finished in engine.step()}
-        done |= {finished.id: finished.completions for finished in engine.preempt_all()}
-    assert_routed(done, requests)
+            collected.add(engine.step())
+        collected.add(engine.preempt_all())
+    assert_routed(collected.by_request(), requests)
 
 
 def test_recomputed_kv_keeps_routes_of_sampled_tokens():
@@ -121,12 +122,12 @@ def test_recomputed_kv_keeps_routes_of_sampled_tokens():
     requests = mixed_requests()
     for request in requests:
         engine.add_request(request)
-    done = {}
+    collected = Collected()
     for version in range(1, 4):
         for _ in range(5):
-            done |= {finished.id: finished.completions for finished in engine.step()}
+            collected.add(engine.step())
         engine.swap(weights(MIXTURE, seed=version), version=version)
-    done |= finish_all(engine)
+    done = finish_all(engine, collected=collected)
     for request in requests:
         num_prompt = len(request.prompt)
         for completion in done[request.id]:
@@ -169,8 +170,8 @@ def test_scoring_records_no_routes(decode_steps: int):
     to_score = ScoreRequest(tokens=prompt_of(9, seed=9), positions=np.array([4, 8], np.int32))
     for request in requests:
         engine.add_request(request)
-    finished = []
+    collected = Collected()
     while engine.has_work:
-        finished += engine.step()
+        collected.add(engine.step())
         engine.score([to_score])
-    assert_routed({one.id: one.completions for one in finished}, requests)
+    assert_routed(collected.by_request(), requests)

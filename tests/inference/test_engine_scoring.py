@@ -5,6 +5,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, tiny_model
 from engine_rig import (
+    Collected,
     assert_same,
     distribution,
     finish_all,
@@ -84,11 +85,11 @@ def test_scoring_does_not_change_running_sequences(decode_steps):
         tokens=prompt_of(30), positions=np.arange(1, 30, dtype=np.int32)
     )
     engine.add_request(request)
-    done = {}
+    collected = Collected()
     while engine.has_work:
-        done |= {finished.id: finished.completions for finished in engine.step()}
+        collected.add(engine.step())
         engine.score([request_to_score])
-    for own, expected in zip(done["long"], alone, strict=True):
+    for own, expected in zip(collected.by_request()["long"], alone, strict=True):
         assert_same(own, expected)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from architectures import tiny_model
 from engine_rig import (
+    Collected,
     assert_sampled_from,
     finish_all,
     make_engine,
@@ -31,12 +32,12 @@ def swap_while_generating(
     """Version v = the model of seed v; a new one after every fifth step."""
     for request in requests:
         engine.add_request(request)
-    done = {}
+    collected = Collected()
     for version in range(1, 4):
         for _ in range(5):
-            done |= {finished.id: finished.completions for finished in engine.step()}
+            collected.add(engine.step())
         engine.swap(weights(architecture, seed=version), version=version)
-    return done | finish_all(engine)
+    return finish_all(engine, collected=collected)
 
 
 def mixed_requests() -> list[Request]:
@@ -95,7 +96,7 @@ def test_resumed_completion_keeps_versions_of_its_older_tokens():
     engine.add_request(make_request())
     for _ in range(6):
         engine.step()
-    ((partial,),) = (aborted.completions for aborted in engine.abort(["r"]))
+    ((partial,),) = (aborted.completions.values() for aborted in engine.abort(["r"]))
     engine.swap(weights(seed=1), version=1)
     request = make_request("again")
     resumed = Request(id="again", prompt=request.prompt, sampling=request.sampling, partial=partial)

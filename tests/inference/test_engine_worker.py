@@ -136,7 +136,7 @@ def test_worker_answers_requests_and_reports_spans_and_counters(link: FakeLink, 
         link.call(Generate(request=make_request(str(i), n=2, seed=i, max_new_tokens=30)))
         for i in range(3)
     ]
-    completions = [c for call in calls for c in call.result().completions]
+    completions = [c for call in calls for c in call.completions()]
     assert len(completions) == 6
     assert {version for c in completions for version in c.versions} == {3}
     assert link.call(Stop()).result() == Done()
@@ -159,7 +159,7 @@ def test_published_weights_become_visible(link: FakeLink, model_path: Path, send
     assert swapped.version == 4
     assert swapped.stage_ms > 0
     assert swapped.gap_ms > 0
-    (completion,) = link.call(Generate(request=make_request())).result().completions
+    (completion,) = link.call(Generate(request=make_request())).result().completions.values()
     assert set(completion.versions) == {4}
 
 
@@ -170,7 +170,7 @@ def test_damaged_update_is_refused_and_old_version_still_serves(
     update = sender.publish(4, weights(seed=1))
     with pytest.raises(WeightError, match="checksum"):
         link.call(SwapWeights(update=damaged(update))).result()
-    (completion,) = link.call(Generate(request=make_request())).result().completions
+    (completion,) = link.call(Generate(request=make_request())).result().completions.values()
     assert set(completion.versions) == {3}
     assert link.call(SwapWeights(update=update)).result().version == 4
 
@@ -179,11 +179,11 @@ def test_decoding_continues_while_weights_are_staged():
     link, receiver = FakeLink(), GatedReceiver()
     with serving(link, receiver):
         swap = link.call(SwapWeights(update=update_of(1)))
-        first = link.call(Generate(request=make_request("first"))).result().completions
+        first = link.call(Generate(request=make_request("first"))).result().completions.values()
         generating = link.call(long_request())
         receiver.open()
         assert swap.result() == Swapped(version=1, stage_ms=ANY, gap_ms=ANY)
-        (spanning,) = generating.result().completions
+        (spanning,) = generating.result().completions.values()
     assert {version for completion in first for version in completion.versions} == {0}
     assert spanning.versions[-1] == 1
     assert (np.diff(spanning.versions) >= 0).all()
@@ -197,7 +197,7 @@ def test_newer_update_supersedes_one_that_is_staging():
         receiver.open()
         assert [call.result().version for call in calls] == [3, 3, 3]
         assert link.call(SwapWeights(update=update_of(2))).result().version == 3
-        (completion,) = link.call(Generate(request=make_request())).result().completions
+        (completion,) = link.call(Generate(request=make_request())).result().completions.values()
     assert set(completion.versions) == {3}
     assert receiver.staged == [1, 3]  # 1 had begun, 2 never did
     assert receiver.is_closed
@@ -210,7 +210,7 @@ def test_update_that_cannot_be_staged_is_refused_and_old_version_still_serves():
     with serving(link, receiver):
         with pytest.raises(WeightError, match="Version 1 cannot be prepared"):
             link.call(SwapWeights(update=update_of(1))).result()
-        (completion,) = link.call(Generate(request=make_request())).result().completions
+        (completion,) = link.call(Generate(request=make_request())).result().completions.values()
     assert set(completion.versions) == {0}
 
 
@@ -223,7 +223,7 @@ def test_requests_wait_for_complete_version_after_half_applied_swap():
             link.call(SwapWeights(update=update_of(1))).result()
         generating = link.call(Generate(request=make_request()))
         assert link.call(SwapWeights(update=update_of(2))).result().version == 2
-        (completion,) = generating.result().completions
+        (completion,) = generating.result().completions.values()
     assert set(completion.versions) == {2}
 
 
@@ -234,22 +234,17 @@ def test_abort_answers_request_with_its_tokens(link: FakeLink, model_path: Path)
     for call in (running, waiting):
         reply = call.result()
         assert isinstance(reply, GenerateDone)
-        assert [completion.finish for completion in reply.completions] == ["abort"]
+        assert [completion.finish for completion in reply.completions.values()] == ["abort"]
 
 
-def test_early_completions_are_sent_once_and_only_if_requested(link: FakeLink, model_path: Path):
+def test_completions_are_sent_once_as_they_end(link: FakeLink, model_path: Path):
     start(link, model_path)
     request = make_request("r", n=2, seed=1, max_new_tokens=200)  # the second has 4 tokens
-    silent = link.call(Generate(request=dataclasses.replace(request, id="silent")))
-    per_completion = link.call(Generate(request=request, per_completion=True))
-    first, second = silent.result().completions
-    assert silent.parts == []
-    rest, told_before = per_completion.result().completions
-    (part,) = per_completion.parts
+    call = link.call(Generate(request=request))
+    reply = call.result()
+    (part,) = call.parts
     assert isinstance(part, Completed)
-    assert told_before is None
-    assert {1: second.text} == {n: done.text for n, done in part.completions.items()}
-    assert rest.text == first.text
+    assert (list(part.completions), list(reply.completions)) == ([1], [0])
 
 
 def test_refused_request_does_not_fail_others(link: FakeLink, model_path: Path):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import threading
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -22,7 +22,6 @@ from millrace.config import Interrupt
 from millrace.core.errors import WeightError
 from millrace.core.records import Completion, WeightUpdate
 from millrace.core.spans import Timeline
-from millrace.inference.interrupt import INTERRUPTS
 from millrace.inference.worker import EngineWorker
 
 TWO = {"max_sequences": 2}  # the third sequence waits
@@ -77,9 +76,7 @@ def serve(model: Interrupt, mailbox: Mailbox, *script: Batch, **settings: Any) -
 
 
 def completions_of(link: ScriptedLink) -> dict[str, list[Completion]]:
-    return {
-        call.message.request.id: call.replies[0].completions for call in link.calls_of(Generate)
-    }
+    return {call.message.request.id: call.completions() for call in link.calls_of(Generate)}
 
 
 def assert_undisturbed(link: ScriptedLink) -> None:
@@ -101,7 +98,7 @@ PATHS = pytest.mark.parametrize("decode_steps", [1, 4], ids=["steps", "loop"])
 
 
 @PATHS
-@pytest.mark.parametrize("model", INTERRUPTS)
+@pytest.mark.parametrize("model", get_args(Interrupt))
 def test_newer_update_replaces_one_that_has_not_landed(model, decode_steps):
     mailbox = Mailbox()
     link = serve(
@@ -123,7 +120,7 @@ def test_newer_update_replaces_one_that_has_not_landed(model, decode_steps):
 
 
 @PATHS
-@pytest.mark.parametrize("model", INTERRUPTS)
+@pytest.mark.parametrize("model", get_args(Interrupt))
 def test_all_chunks_arrive_before_the_reply(model, decode_steps):
     mailbox = Mailbox()
     link = serve(
@@ -137,11 +134,11 @@ def test_all_chunks_arrive_before_the_reply(model, decode_steps):
         **TWO,
     )
     for call in link.calls_of(Generate):
-        call.listener.assert_received(call.replies[0].completions)
+        call.listener.assert_received(call.completions())
 
 
 @PATHS
-@pytest.mark.parametrize("model", INTERRUPTS)
+@pytest.mark.parametrize("model", get_args(Interrupt))
 def test_refused_update_does_not_affect_requests(model, decode_steps):
     mailbox = Mailbox(refused=1)
     link = serve(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_rig import make_engine, make_request, prompt_of
+from engine_rig import Collected, make_engine, make_request, prompt_of
 from fakes import Listener
 
 from millrace.core.records import Completion
@@ -14,19 +14,21 @@ PATHS = pytest.mark.parametrize("decode_steps", [1, 4], ids=["steps", "loop"])
 
 
 def stream_all(engine: EmbeddedEngine, requests) -> dict[str, tuple[Listener, list[Completion]]]:
-    """Step until all are finished; as the worker, hear the news before the end."""
+    """Step until all are finished; as in the worker, chunks come before completions."""
     listeners = {request.id: Listener() for request in requests}
-    done = {}
+    collected, ended = Collected(), set()
     for request in requests:
         engine.add_request(request, stream=True)
     while engine.has_work:
         finished = engine.step()
         for id, pieces in engine.take_chunks().items():
-            assert id not in done
+            assert id not in ended
             for chunk in pieces:
                 listeners[id](chunk)
-        done |= {request.id: request.completions for request in finished}
+        collected.add(finished)
+        ended |= {one.id for one in finished if one.is_last}
     assert not engine.take_chunks()
+    done = collected.by_request()
     return {id: (listeners[id], done[id]) for id in done}
 
 
@@ -52,7 +54,7 @@ def test_chunk_with_last_token_has_finish(decode_steps):
     while engine.has_work:
         finished = engine.step()
         ended.append({p.member for p in engine.take_chunks().get("r", []) if p.finish is not None})
-        if finished:
+        if any(one.is_last for one in finished):
             break
     assert set.union(*ended) == {0, 1, 2, 3}
     assert sum(bool(members) for members in ended) > 1
@@ -92,20 +94,14 @@ def test_chunks_do_not_change_while_decoding_continues():
 
 
 @PATHS
-def test_per_completion_requests_return_each_completion_as_it_ends(decode_steps):
+def test_each_completion_is_returned_once_as_it_ends(decode_steps):
     engine = make_engine(decode_steps=decode_steps)
-    # The second of these ends after 4 tokens, the first continues.
-    wanted = make_request("wanted", n=2, seed=1, max_new_tokens=60)
-    engine.add_request(wanted, per_completion=True)
-    engine.add_request(make_request("other", n=2, seed=1, max_new_tokens=60))
-    finished, singles = {}, []
+    # The second completion ends after 4 tokens, the first continues.
+    engine.add_request(make_request("r", n=2, seed=1, max_new_tokens=60))
+    returned = []
     while engine.has_work:
-        finished |= {request.id: request for request in engine.step()}
-        singles += [(id, ended, id in finished) for id, ended in engine.take_completions().items()]
-    ((id, ended, was_finished),) = singles
-    assert (id, list(ended), was_finished) == ("wanted", [1], False)
-    assert finished["wanted"].completions[1] is ended[1]
-    assert (finished["wanted"].delivered, finished["other"].delivered) == ({1}, frozenset())
+        returned += engine.step()
+    assert [(list(one.completions), one.is_last) for one in returned] == [([1], False), ([0], True)]
 
 
 @PATHS
@@ -127,7 +123,7 @@ def test_coalesced_chunks_come_on_demand_and_not_after_the_end(
     assert not engine.take_chunks()
     assert not engine.take_chunks(coalesced=True)
     (done,) = finished
-    for member, completion in enumerate(done.completions):
+    for member, completion in done.completions.items():
         chunks = [chunk for chunk in listener.chunks if chunk.member == member]
         tokens = np.concatenate([chunk.tokens for chunk in chunks])
         assert 0 < len(tokens) < len(completion.tokens)

@@ -15,7 +15,7 @@ TOKENS = torch.arange(3, 23)
 CPU = torch.device("cpu")
 
 
-class Noted:
+class RecordedChoice:
     def __init__(self) -> None:
         self.chosen: list[Tensor] = []
 
@@ -24,8 +24,8 @@ class Noted:
         return own
 
 
-def noted_routes(model, routing: Routing) -> np.ndarray:  # [T, layers, top_k]
-    rules = [Noted() for _ in routing.routers]
+def recorded_routes(model, routing: Routing) -> np.ndarray:  # [T, layers, top_k]
+    rules = [RecordedChoice() for _ in routing.routers]
     routing.install(rules)
     with torch.no_grad():
         model(TOKENS[None])
@@ -57,7 +57,7 @@ def test_recorded_routes_are_the_experts_that_are_called(architecture):
     routing = routing_of(model)
     assert routing.shape == (len(calls), TOP_K)
     assert routing.dtype == np.uint8
-    routes = noted_routes(model, routing)
+    routes = recorded_routes(model, routing)
     np.testing.assert_array_equal(routes, torch.stack([c[0] for c in calls], 1).numpy())
 
 
@@ -66,7 +66,7 @@ def test_recording_routes_does_not_change_the_output(architecture):
     model = tiny_model(architecture)
     with torch.no_grad():
         before = model(TOKENS[None]).logits
-        routing_of(model).install([Noted() for _ in routing_of(model).routers])
+        routing_of(model).install([RecordedChoice() for _ in routing_of(model).routers])
         torch.testing.assert_close(model(TOKENS[None]).logits, before, rtol=0, atol=0)
 
 
@@ -95,7 +95,7 @@ def test_tokens_follow_the_rule_with_the_weights_of_the_router(architecture):
 def test_unknown_routes_use_the_routers_choice():
     model = tiny_model("qwen3_moe")
     routing = routing_of(model)
-    own = noted_routes(model, routing)
+    own = recorded_routes(model, routing)
     replayed = (own + 1) % NUM_EXPERTS
     replayed[::2] = unknown_routes(len(replayed[::2]), like=replayed)
     replay = RouteReplay(routing)
@@ -137,7 +137,7 @@ def test_more_than_255_experts_take_two_bytes():
     nn.init.normal_(model.model.layers[0].mlp.gate.weight)
     routing = routing_of(model)
     assert routing.dtype == np.uint16
-    own = noted_routes(model, routing)
+    own = recorded_routes(model, routing)
     assert own.max() > 255
     replay = RouteReplay(routing)
     replay.begin((own + 7) % 300, device=CPU)

@@ -10,6 +10,7 @@ import openai
 import pytest
 import torch
 from chat_engine import user
+from engine_rig import Collected
 from in_process_engine import InProcessEngine
 from talking_model import (
     END,
@@ -61,10 +62,10 @@ def request(id: str, *, guided: bool = True, n: int = 1, partial=None, **samplin
 def finish(engine: EmbeddedEngine, *requests: Request) -> dict[str, list[Completion]]:
     for one in requests:
         engine.add_request(one)
-    done: dict[str, list[Completion]] = {}
+    collected = Collected()
     while engine.has_work:
-        done |= {finished.id: finished.completions for finished in engine.step()}
-    return done
+        collected.add(engine.step())
+    return collected.by_request()
 
 
 def assert_valid(text: str) -> None:

@@ -139,11 +139,10 @@ class StartEngine(Message, frozen=True):
 class Generate(Message, frozen=True):
     """Sample n completions. -> GenerateDone, when all of them are finished or aborted
 
-    Parts: TokensSampled if `stream`; Completed for each ended completion if `per_completion`."""
+    Parts: Completed for completions that end before the last one; TokensSampled if `stream`."""
 
     request: Request
     stream: bool = False
-    per_completion: bool = False
 
 
 class TokensSampled(Part, frozen=True):
@@ -159,7 +158,7 @@ class Completed(Part, frozen=True):
 
 
 class GenerateDone(Message, frozen=True):
-    completions: list[Completion | None]  # None = sent before, in a Completed
+    completions: dict[int, Completion]  # as in Completed; those that were not sent before
 
 
 class SwapWeights(Message, frozen=True):

@@ -37,12 +37,12 @@ class EngineSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class FinishedRequest:
-    """All n completions of a request, in order."""
+class FinishedCompletions:
+    """The completions of one request that ended since the last call."""
 
-    id: str
-    completions: list[Completion]
-    delivered: frozenset[int] = frozenset()  # indices that take_completions() returned before
+    id: str  # of the request
+    completions: dict[int, Completion]  # by member
+    is_last: bool  # all n completions of the request have ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,48 +84,39 @@ class EngineCore(Protocol):
         """Names and shapes of the tensors that an update must bring."""
         ...
 
-    def add_request(
-        self, request: Request, *, stream: bool = False, per_completion: bool = False
-    ) -> None:
+    def add_request(self, request: Request, *, stream: bool = False) -> None:
         """Queue a request, or raise TaskError if it can never be served. `stream`: take_chunks()
-        returns its tokens. `per_completion`: take_completions() returns its completions."""
+        returns its tokens."""
 
-    def step(self, *, should_stop: Callable[[], bool] = ...) -> list[FinishedRequest]:
-        """Run one forward pass, or several until should_stop() returns True; returns requests that
-        are finished."""
+    def step(self, *, should_stop: Callable[[], bool] = ...) -> list[FinishedCompletions]:
+        """Run one forward pass, or several until should_stop() returns True."""
         ...
 
     def take_chunks(self, *, coalesced: bool = False) -> dict[str, list[CompletionChunk]]:
         """New tokens of streaming requests, by request id: of those without `coalesce` set, after
-        every call that returns finished requests; or of those with it that have not finished."""
-        ...
-
-    def take_completions(self) -> dict[str, dict[int, Completion]]:
-        """Completions that ended since the last call, by id of their unfinished request and
-        index."""
+        every call that returns completions; or of those with it that have not finished."""
         ...
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
         """Score given tokens between two steps. Needs Capability.SCORING."""
         ...
 
-    def abort(self, ids: Iterable[str]) -> list[FinishedRequest]:
+    def abort(self, ids: Iterable[str]) -> list[FinishedCompletions]:
         """End these requests with the tokens they have; unknown ids are ignored."""
         ...
 
-    def expire(self, before: int) -> list[FinishedRequest]:
+    def expire(self, before: int) -> list[FinishedCompletions]:
         """End requests with `expires` set that hold a token older than version `before`, now and
         when they arrive later."""
         ...
 
-    def interrupt(self) -> list[FinishedRequest]:
+    def interrupt(self) -> list[FinishedCompletions]:
         """End all running requests as "interrupt", to be resumed here or elsewhere. Needs
         Capability.PARTIALS."""
         ...
 
-    def preempt_all(self) -> list[FinishedRequest]:
-        """Move all running sequences to the wait queue; returns requests that are finished. Needs
-        Capability.TOKEN_VERSIONS."""
+    def preempt_all(self) -> list[FinishedCompletions]:
+        """Move all running sequences to the wait queue. Needs Capability.TOKEN_VERSIONS."""
         ...
 
     def hold_new(self) -> None:

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 
 from millrace.cluster import messages
-from millrace.cluster.messages import Message, Part
+from millrace.cluster.messages import Message
 from millrace.cluster.supervision.replica import WorkerReplica
 from millrace.cluster.worker import Worker
 from millrace.core.errors import EngineLost, MillraceError, WorkerError
@@ -47,30 +47,22 @@ class RemoteEngine:
     ) -> list[Completion]:
         received: dict[int, Completion] = {}  # by member
 
-        def receive(member: int, completion: Completion) -> None:
-            received[member] = completion
-            if on_completion is not None:
-                on_completion(member, completion)
-
-        def on_part(part: Part) -> None:
+        def receive(part: Message) -> None:
             if isinstance(part, messages.TokensSampled):
                 assert on_tokens is not None
                 for chunk in part.pieces:
                     on_tokens(chunk)
-            else:
-                assert isinstance(part, messages.Completed), f"{type(part).__name__} was sent"
+                return
+            assert isinstance(part, messages.Completed | messages.GenerateDone), type(part)
+            received.update(part.completions)
+            if on_completion is not None:
                 for member, completion in part.completions.items():
-                    receive(member, completion)
+                    on_completion(member, completion)
 
-        streams, per_completion = on_tokens is not None, on_completion is not None
-        message = messages.Generate(request=request, stream=streams, per_completion=per_completion)
+        message = messages.Generate(request=request, stream=on_tokens is not None)
         try:
-            reply = await self._worker.call(message, expect_progress=True, on_part=on_part)
-            assert isinstance(reply, messages.GenerateDone)
-            for member, completion in enumerate(reply.completions):
-                if completion is not None:  # it was not sent before
-                    receive(member, completion)
-            return [received[member] for member in range(len(reply.completions))]
+            receive(await self._worker.call(message, expect_progress=True, on_part=receive))
+            return [received[member] for member in range(request.n)]
         except WorkerError as error:
             raise self._lost(error) from error
         except MillraceError:  # the engine refused the request

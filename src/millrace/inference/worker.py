@@ -29,11 +29,11 @@ from millrace.core.spans import Timeline
 from millrace.inference.backend import (
     EngineCore,
     EngineSpec,
-    FinishedRequest,
+    FinishedCompletions,
     check_request,
     load_backend,
 )
-from millrace.inference.interrupt import INTERRUPTS
+from millrace.inference.interrupt import WeightInterrupt
 from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWorker
 from millrace.models.loading import resolve_device, resolve_dtype
 from millrace.weights.transport import make_receiver
@@ -126,7 +126,7 @@ class EngineWorker(ModelWorker):
         self._arrived: deque[WorkerCall] = deque()  # during a step, not yet handled
         self._engine = engine
         self._capabilities = capabilities
-        self._interrupt = INTERRUPTS[interrupt](engine)
+        self._interrupt = WeightInterrupt(interrupt, engine)
         self._receiver = receiver
         self._calls: dict[str, WorkerCall] = {}  # Generate calls by request id
         self._score_calls: deque[WorkerCall] = deque()
@@ -207,10 +207,10 @@ class EngineWorker(ModelWorker):
 
     def _handle(self, call: WorkerCall) -> None:
         match call.message:
-            case messages.Generate(request=request, stream=stream, per_completion=per_completion):
+            case messages.Generate(request=request, stream=stream):
                 try:
                     check_request(request, self._capabilities)
-                    self._engine.add_request(request, stream=stream, per_completion=per_completion)
+                    self._engine.add_request(request, stream=stream)
                 except TaskError as error:
                     call.fail(error)
                 else:
@@ -249,16 +249,15 @@ class EngineWorker(ModelWorker):
                 )
             )
 
-    def _answer(self, finished: list[FinishedRequest]) -> None:
+    def _answer(self, finished: list[FinishedCompletions]) -> None:
         self._send_chunks(self._engine.take_chunks())
-        for id, completions in self._engine.take_completions().items():
-            self._calls[id].send_part(messages.Completed(completions=completions))
-        for request in finished:
-            unsent = [
-                None if member in request.delivered else completion
-                for member, completion in enumerate(request.completions)
-            ]
-            self._calls.pop(request.id).reply(messages.GenerateDone(completions=unsent))
+        for ended in finished:
+            if ended.is_last:
+                reply = messages.GenerateDone(completions=ended.completions)
+                self._calls.pop(ended.id).reply(reply)
+            else:
+                part = messages.Completed(completions=ended.completions)
+                self._calls[ended.id].send_part(part)
 
     def _send_chunks(self, chunks: Mapping[str, list[CompletionChunk]]) -> None:
         for id, pieces in chunks.items():

@@ -88,12 +88,6 @@ class GrammarMatcher:
         self._eos_ids = list(eos_ids)
         self._num_read = 0
 
-    def copy(self) -> "GrammarMatcher":
-        """A matcher for another completion of the same request."""
-        assert self._num_read == 0
-        matcher = self._matcher.deep_copy()
-        return GrammarMatcher(matcher, vocab_size=self._vocab_size, eos_ids=self._eos_ids)
-
     def allowed(self, sampled: np.ndarray) -> np.ndarray:  # [V] bool
         """The tokens that may follow the completion so far, `sampled` [N]."""
         for token in sampled[self._num_read :].tolist():
@@ -122,7 +116,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[str, Any] = OrderedDict()  # matchers at the start
 
     def matcher(self, grammar: str | None) -> GrammarMatcher | None:
-        """A new matcher; None without a grammar."""
+        """A new matcher for one completion; None without a grammar."""
         if grammar is None:
             return None
         matcher = self._compiled.pop(grammar, None) or self._compile(grammar)

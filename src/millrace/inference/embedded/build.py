@@ -12,10 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millrace.config import EngineConfig, LoraConfig
 from millrace.core.errors import ConfigError
 from millrace.inference.backend import EmbeddedBackend, EngineSpec
+from millrace.inference.embedded.adapters import AdapterMerger
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.cache import block_bytes
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION, measure_kv
-from millrace.inference.embedded.lora.bank import AdapterMerger
 from millrace.inference.embedded.parts import EngineSizes
 from millrace.models.directory import context_limit, load_tokenizer
 from millrace.models.loading import (

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace.core.errors import RunFailed, TaskError
 from millrace.core.records import (
-    Completion,
     CompletionChunk,
     Finish,
     Request,
@@ -23,12 +22,12 @@ from millrace.core.records import (
     ScoreRequest,
     TokenLogprobs,
 )
-from millrace.inference.backend import EngineStats, FinishedRequest
+from millrace.inference.backend import EngineStats, FinishedCompletions
+from millrace.inference.embedded.adapters import AdapterMerger
 from millrace.inference.embedded.decode.attention import can_flash
 from millrace.inference.embedded.decode.loop import NO_TOKEN, DecodeLoop, DecodeResult
 from millrace.inference.embedded.kv.prefix_cache import PrefixCache
 from millrace.inference.embedded.live_weights import LiveWeights, PreparedWeights
-from millrace.inference.embedded.lora.bank import AdapterMerger
 from millrace.inference.embedded.parts import EngineParts, EngineSizes
 from millrace.inference.embedded.runner import ModelRunner
 from millrace.inference.embedded.sampler import sample, sample_batch
@@ -128,9 +127,7 @@ class EmbeddedEngine:
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return self._weights.shapes
 
-    def add_request(
-        self, request: Request, *, stream: bool = False, per_completion: bool = False
-    ) -> None:
+    def add_request(self, request: Request, *, stream: bool = False) -> None:
         if request.id in self._outputs:
             raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
         check_request(request, max_context=self._max_context, vocab_size=self._vocab_size)
@@ -139,11 +136,11 @@ class EmbeddedEngine:
             request,
             first_arrival=self._num_arrived,
             adapter_slot=slot,
-            guide=self._grammars.matcher(request.sampling.grammar),
+            grammars=self._grammars,
             records_routes=self._routes is not None,
         )
         self._num_arrived += request.n
-        self._outputs.add(request, per_completion=per_completion)
+        self._outputs.add(request)
         if stream:
             self._streams.open(sequences)
         if request.partial is not None:
@@ -174,8 +171,8 @@ class EmbeddedEngine:
         self._num_generated = self._num_prefilled = 0
 
     @torch.inference_mode()
-    def step(self, *, should_stop: Callable[[], bool] = lambda: False) -> list[FinishedRequest]:
-        """Run one forward pass, or one launch of the decode loop; returns finished requests.
+    def step(self, *, should_stop: Callable[[], bool] = lambda: False) -> list[FinishedCompletions]:
+        """Run one forward pass, or one launch of the decode loop.
 
         Sequences that the decode loop finishes are returned by the next step, which builds their
         records while the device works. The loop ends early once should_stop() returns True.
@@ -207,34 +204,30 @@ class EmbeddedEngine:
     def take_chunks(self, *, coalesced: bool = False) -> dict[str, list[CompletionChunk]]:
         return self._streams.take(coalesced=coalesced)
 
-    def take_completions(self) -> dict[str, dict[int, Completion]]:
-        return self._outputs.take_completions()
-
-    def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[FinishedRequest]:
+    def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[FinishedCompletions]:
         self._record_ended()
-        ids = list(ids)
         for id in ids:
             for sequence in self._scheduler.remove(id):
                 self._outputs.end(sequence, finish=finish)
-        return self._outputs.take(ids)
+        return self._outputs.take()
 
-    def interrupt(self) -> list[FinishedRequest]:
+    def interrupt(self) -> list[FinishedCompletions]:
         """Drops all KV, too: other weights will serve the resumed requests."""
         running = dict.fromkeys(sequence.request.id for sequence in self._slots.running())
         interrupted = self.abort(running, finish="interrupt")
         self._scheduler.forget_kv()
         return interrupted
 
-    def expire(self, before: int) -> list[FinishedRequest]:
+    def expire(self, before: int) -> list[FinishedCompletions]:
         self._expired_before = max(before, self._expired_before)
         self._record_ended()
         expiring = [s for s in self._scheduler.sequences() if s.request.expires]
         versions = [(s.request.id, self._slots.sampled_by(s)[2]) for s in expiring]
-        versions += [(s.request.id, own) for s in expiring for own in self._outputs.versions_of(s)]
+        versions += [(id, own) for id, _ in versions for own in self._outputs.versions_of(id)]
         old = dict.fromkeys(id for id, own in versions if (own < before).any())
         return self.abort(old, finish="expire")
 
-    def preempt_all(self) -> list[FinishedRequest]:
+    def preempt_all(self) -> list[FinishedCompletions]:
         """Sequences keep their KV if swaps keep it."""
         self._record_ended()
         if self._kv == "keep":

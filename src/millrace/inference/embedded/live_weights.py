@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.core.errors import WeightError
-from millrace.inference.embedded.lora.bank import AdapterBank, AdapterMerger
+from millrace.inference.embedded.adapters import AdapterBank, AdapterMerger
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -6,11 +6,11 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
+from millrace.inference.embedded.adapters import AdapterBank
 from millrace.inference.embedded.decode.layers import prepare
 from millrace.inference.embedded.kv.blocks import BlockPool, BlockTables
 from millrace.inference.embedded.kv.cache import KVCache
 from millrace.inference.embedded.kv.paged_attention import measure_kv
-from millrace.inference.embedded.lora.bank import AdapterBank
 from millrace.inference.embedded.routes import RoutesPool
 from millrace.inference.embedded.sampler import KEPT_CAPACITY
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from millrace.config import RunConfig
 from millrace.core.files import reason
 from millrace.core.records import WeightUpdate
+from millrace.inference.embedded.adapters import AdapterMerger
 from millrace.inference.embedded.live_weights import LiveWeights, PreparedWeights
-from millrace.inference.embedded.lora.bank import AdapterMerger
 from millrace.models.loading import read_weights, resolve_dtype, write_weights
 from millrace.models.lora.factors import adapter_of
 from millrace.models.lora.folders import read_checkpoint

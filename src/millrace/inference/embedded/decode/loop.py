@@ -176,40 +176,6 @@ class StepShape(NamedTuple):
     truncates: bool
 
 
-class StepGraphs:
-    """Runs steps: as CUDA graphs, captured once per shape, or plainly on other devices."""
-
-    def __init__(self, step: Callable[[StepShape], None], *, device: torch.device) -> None:
-        self._step = step
-        self._device = device
-        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-
-    def __contains__(self, shape: StepShape) -> bool:
-        """True if run(shape) needs no capture."""
-        return self._pool is None or shape in self._graphs
-
-    def capture(self, shape: StepShape) -> None:
-        """Runs the step a few times; everything that it writes is garbage."""
-        side = torch.cuda.Stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            for _ in range(_WARMUPS):
-                self._step(shape)
-        torch.cuda.current_stream(self._device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Thread-local, because a staging thread may allocate meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._step(shape)
-        self._graphs[shape] = graph
-
-    def run(self, shape: StepShape) -> None:
-        if self._pool is None:
-            self._step(shape)
-        else:
-            self._graphs[shape].replay()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DecodeResult:
     """The tokens of a launch: the first `counts` entries of each column."""
@@ -237,7 +203,9 @@ class DecodeLoop:
         self._device = parts.model.device
         self._sizes = row_sizes(len(parts.slots.occupied))
         self._state = DecodeState(parts, sizes, max_rows=self._sizes[-1], eos_ids=eos_ids)
-        self._graphs = StepGraphs(self._step, device=self._device)
+        # Without CUDA there is no pool, and steps simply run.
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
 
     def warm_up(self) -> None:
         """Capture the steps of every number of rows, without truncation and long contexts."""
@@ -287,7 +255,10 @@ class DecodeLoop:
         for done in range(num_steps):
             if done > 0 and should_stop():
                 return done
-            self._graphs.run(shape)
+            if self._pool is None:
+                self._step(shape)
+            else:
+                self._graphs[shape].replay()
             if done == 0:
                 while_running()
             if self._device.type == "cuda":
@@ -297,9 +268,21 @@ class DecodeLoop:
         return num_steps
 
     def _prepare(self, shape: StepShape) -> None:
-        if shape not in self._graphs:
-            self._state.set_idle()
-            self._graphs.capture(shape)
+        """Capture a graph of this shape, if there is none. Everything it computes is garbage."""
+        if self._pool is None or shape in self._graphs:
+            return
+        self._state.set_idle()
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            for _ in range(_WARMUPS):
+                self._step(shape)
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Thread-local, because a staging thread may allocate meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._step(shape)
+        self._graphs[shape] = graph
 
     def _step(self, shape: StepShape) -> None:
         """One token for each row. Runs inside CUDA graphs."""

@@ -13,13 +13,13 @@ nothing. The engine's thread calls everything, between two forward passes.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from millrace.core.records import Completion, CompletionChunk, Finish, Request
-from millrace.inference.backend import FinishedRequest
+from millrace.inference.backend import FinishedCompletions
 from millrace.inference.embedded.decode.loop import DecodeResult
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.sequence import Sequence
@@ -105,24 +105,16 @@ class StopRules:
         return text
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _PendingRequest:
-    completions: list[Completion | None]  # None = not yet
-    per_completion: bool  # each is wanted as soon as it has ended
-    delivered: set[int] = field(default_factory=set[int])
-
-
 class OutputProcessor:
-    """Collects the completions of each request."""
+    """Builds the completions of sequences that have ended."""
 
     def __init__(self, rules: StopRules, *, block_tokens: int) -> None:
         self._rules = rules
         self._block_tokens = block_tokens
         self._ended: list[tuple[Sequence, Finish]] = []  # to be recorded
-        self._unfinished: dict[str, _PendingRequest] = {}  # by request
-        # By request and member: to be delivered before their request is finished.
-        self._ended_early: dict[str, dict[int, Completion]] = {}
-        self._finished: list[FinishedRequest] = []  # to be returned by take()
+        # By unfinished request: the versions of its members that have ended.
+        self._unfinished: dict[str, list[np.ndarray]] = {}
+        self._finished: dict[str, dict[int, Completion]] = {}  # by request; for take()
 
     @property
     def has_pending(self) -> bool:
@@ -132,9 +124,8 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._unfinished
 
-    def add(self, request: Request, *, per_completion: bool = False) -> None:
-        pending = _PendingRequest(completions=[None] * request.n, per_completion=per_completion)
-        self._unfinished[request.id] = pending
+    def add(self, request: Request) -> None:
+        self._unfinished[request.id] = []
 
     def mark_ended(self, sequence: Sequence, *, finish: Finish) -> None:
         """Leave it to record() to build the completion."""
@@ -149,39 +140,26 @@ class OutputProcessor:
     def end(self, sequence: Sequence, *, finish: Finish) -> None:
         """Build a completion; the last one finishes its request."""
         sequence.finish = finish
-        id, sampled = sequence.request.id, sequence.tokens[sequence.num_prompt :]
-        text = self._rules.text(sampled, sequence.request.sampling.stop)
-        pending = self._unfinished[id]
+        request, sampled = sequence.request, sequence.tokens[sequence.num_prompt :]
+        text = self._rules.text(sampled, request.sampling.stop)
         completion = sequence.completion(finish=finish, text=text, block_tokens=self._block_tokens)
-        pending.completions[sequence.member] = completion
-        done = [completion for completion in pending.completions if completion is not None]
-        if len(done) == len(pending.completions):
-            del self._unfinished[id]
-            self._ended_early.pop(id, None)
-            delivered = frozenset(pending.delivered)
-            self._finished.append(FinishedRequest(id=id, completions=done, delivered=delivered))
-        elif pending.per_completion:
-            self._ended_early.setdefault(id, {})[sequence.member] = completion
+        self._finished.setdefault(request.id, {})[sequence.member] = completion
+        versions = self._unfinished[request.id]
+        versions.append(completion.versions)
+        if len(versions) == request.n:
+            del self._unfinished[request.id]
 
-    def versions_of(self, sequence: Sequence) -> list[np.ndarray]:
-        """Versions of the members of its request that have ended."""
-        completions = self._unfinished[sequence.request.id].completions
-        return [done.versions for done in completions if done is not None]
+    def versions_of(self, request_id: str) -> list[np.ndarray]:
+        """Versions of the members of an unfinished request that have ended."""
+        return self._unfinished[request_id]
 
-    def take_completions(self) -> dict[str, dict[int, Completion]]:
-        ended_early, self._ended_early = self._ended_early, {}
-        for id, ended in ended_early.items():
-            self._unfinished[id].delivered.update(ended)
-        return ended_early
-
-    def take(self, ids: Iterable[str] | None = None) -> list[FinishedRequest]:
-        """Finished requests that were not taken before: all, or those with these ids."""
-        finished, self._finished = self._finished, []
-        if ids is None:
-            return finished
-        wanted = set(ids)
-        self._finished = [one for one in finished if one.id not in wanted]
-        return [one for one in finished if one.id in wanted]
+    def take(self) -> list[FinishedCompletions]:
+        """The completions that were not taken before."""
+        finished, self._finished = self._finished, {}
+        return [
+            FinishedCompletions(id=id, completions=ended, is_last=id not in self._unfinished)
+            for id, ended in finished.items()
+        ]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

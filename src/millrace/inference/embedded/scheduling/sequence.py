@@ -14,9 +14,9 @@ import numpy as np
 from millrace.core.completions import cut_kept, join_kept, joined
 from millrace.core.errors import TaskError
 from millrace.core.records import Completion, Finish, Kept, KVOrigin, Request
-from millrace.inference.embedded.lora.bank import AdapterBank
+from millrace.inference.embedded.adapters import AdapterBank
 from millrace.inference.embedded.routes import SequenceRoutes
-from millrace.models.grammars import GrammarMatcher
+from millrace.models.grammars import GrammarCompiler, GrammarMatcher
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +127,7 @@ def sequences_of(
     *,
     first_arrival: int,
     adapter_slot: int = 0,
-    guide: GrammarMatcher | None = None,
+    grammars: GrammarCompiler | None = None,
     records_routes: bool = False,
 ) -> list[Sequence]:
     """The n sequences of a request; with a partial completion, one that resumes it."""
@@ -144,7 +144,7 @@ def sequences_of(
             versions=done.versions,
             kept=KeptIds(done.kept),
             routes=_routes_of(request) if records_routes else None,
-            guide=None if guide is None else guide.copy(),
+            guide=None if grammars is None else grammars.matcher(request.sampling.grammar),
         )
         for member in range(request.n)
     ]

@@ -5,7 +5,7 @@ weights as they are. A new version is laid out while decoding continues, in copi
 tensors, so a commit only copies.
 
 A staging thread may call prepare() and prepare_gains(), which never write to live tensors. The
-engine's thread calls everything else. S, K, N, I, O as in side_products.
+engine's thread calls everything else. S, K, N, I, O as in decode/layers.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +16,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.core.errors import TaskError
-from millrace.inference.embedded.decode.layers import FusedLinear, fused_slice_of
-from millrace.inference.embedded.lora.side_products import AdapterChoice, UnmergedLora, add_lora
+from millrace.inference.embedded.decode.layers import (
+    AdapterChoice,
+    FusedLinear,
+    UnmergedLora,
+    add_lora,
+    fused_slice_of,
+)
 from millrace.models.lora.factors import Adapter, factors_of, gain, merged
 
 BASE = "base"  # name of the model without an adapter, if the policy is an adapter
