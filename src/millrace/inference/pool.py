@@ -233,7 +233,10 @@ class EnginePool:
                 raise
             self.lose(entry.engine)
             completions = [log.completion(member) for member in range(request.n)]
-            self._count_resumed(completions)
+            for num_tokens in (len(c.tokens) for c in completions if c.finish == "interrupt"):
+                self.resumed.sequences += num_tokens > 0
+                self.resumed.tokens += num_tokens
+                self.resumed.restarted += num_tokens == 0
         finally:
             entry.num_sequences -= request.n
             del opened.placed[request.id]
@@ -243,13 +246,6 @@ class EnginePool:
                 if completion.finish != "interrupt":
                     opened.send(chunk_of(completion, member=member, finish=completion.finish))
         return completions
-
-    def _count_resumed(self, completions: Sequence[Completion]) -> None:
-        for completion in completions:
-            if completion.finish == "interrupt":
-                self.resumed.sequences += len(completion.tokens) > 0
-                self.resumed.tokens += len(completion.tokens)
-                self.resumed.restarted += len(completion.tokens) == 0
 
     async def _until_served(self, *, max_wait_s: float | None) -> None:
         """Wait for an engine. Never yields if one serves, which together() relies on."""

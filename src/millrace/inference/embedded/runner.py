@@ -36,7 +36,10 @@ class ModelRunner:
         parts = self._parts
         parts.begin_pass(plan)
         starts = self._slots.num_cached[plan.slots]
-        slots, positions = _flatten(plan, starts)
+        slots, positions = plan.slots, starts  # of each token of the pass, [T]
+        if plan.num_single < len(plan.slots):
+            slots = np.repeat(plan.slots, plan.counts)
+            positions = np.repeat(starts, plan.counts) + _within(plan.counts)
         slot_mapping = self._tensor(self._tables.kv_slots(slots, positions))
         if parts.routes is not None:
             parts.routes.begin(slot_mapping)
@@ -115,14 +118,6 @@ class ModelRunner:
 def _within(counts: np.ndarray) -> np.ndarray:
     """0..count-1 of each row, one row after another."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-def _flatten(plan: BatchPlan, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(slot, position) of each token of the pass, [T] each."""
-    if plan.num_single == len(plan.slots):
-        return plan.slots, starts
-    positions = np.repeat(starts, plan.counts) + _within(plan.counts)
-    return np.repeat(plan.slots, plan.counts), positions
 
 
 def _split(sizes: np.ndarray) -> list[int]:

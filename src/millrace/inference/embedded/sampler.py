@@ -165,8 +165,13 @@ def sample(logits: Tensor, rows: SamplingBatch) -> SamplerOutput:
     scaled = logits / temperatures[:, None]
     kept = None
     if rows.any_truncates:
-        # Ids that a grammar rules out are -inf, and no threshold may let them pass.
-        allowed = (_allowed(scaled, rows) & (scaled > -torch.inf)) | greedy[:, None]
+        smallest = scaled.amax(-1) + rows.min_p.log()  # [N]; -inf where min-p is off
+        if rows.num_ordered != 0:
+            smallest = torch.maximum(smallest, _smallest_in_top(scaled, rows))
+        # Ties with the last kept id are kept. Ids that a grammar rules out are -inf, and no
+        # threshold may let them pass.
+        is_kept = (scaled >= smallest[:, None]) & (scaled > -torch.inf)
+        allowed = is_kept | greedy[:, None]  # [N, V]
         scaled = scaled.masked_fill(~allowed, -torch.inf)
         kept = _kept_rows(allowed)
     tokens = _draw(scaled.softmax(-1), uniforms(rows.keys, rows.positions))
@@ -186,14 +191,6 @@ def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     # The first id whose CDF exceeds the target: its own probability is above 0.
     tokens = torch.searchsorted(cdf, target[:, None], right=True).squeeze(-1)
     return tokens.clamp_(max=cdf.shape[-1] - 1)  # beyond the end only if the logits were NaN
-
-
-def _allowed(scaled: Tensor, rows: SamplingBatch) -> Tensor:
-    """[N, V] bool; True where truncation keeps the token. Ties with the last kept one are kept."""
-    smallest = scaled.amax(-1) + rows.min_p.log()  # [N]; -inf where min-p is off
-    if rows.num_ordered != 0:
-        smallest = torch.maximum(smallest, _smallest_in_top(scaled, rows))
-    return scaled >= smallest[:, None]
 
 
 def _smallest_in_top(scaled: Tensor, rows: SamplingBatch) -> Tensor:

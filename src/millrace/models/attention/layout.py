@@ -141,7 +141,10 @@ class PackedLayout:
 
     def _tree_blocks(self) -> Iterator[tuple[Block, np.ndarray, np.ndarray]]:
         """Small families whole: with few queries, a mask is cheaper than repeated keys."""
-        families = [self._rows_of_family(number) for number in self._small_families]
+        families = [
+            np.concatenate([self._rows(n) for n in (parent, *self._children(parent))])
+            for parent in self._small_families
+        ]
         sizes = np.array([len(rows) for rows in families], np.int64)
         for members in bucketed(sizes):
             longest = int(sizes[members[0]])
@@ -172,7 +175,8 @@ class PackedLayout:
     def _behind(self, rows: np.ndarray) -> np.ndarray:
         """TreeMask.behind [b, Q, Q] int16 for rows [b, Q] of families."""
         is_real = rows >= 0
-        real = self._segment_of_row[rows]  # arbitrary for padding
+        segment_of_row = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        real = segment_of_row[rows]  # arbitrary for padding
         within = np.where(is_real, rows - self._starts[real], 0)
         parent = np.where(is_real, self.parents[real], -1)
         position = within + np.where(parent >= 0, self.lengths[parent], 0)
@@ -190,18 +194,11 @@ class PackedLayout:
         np.add.at(sizes, self.parents[has_parent], self.lengths[has_parent])
         return np.flatnonzero(sizes <= _TREE_ROWS).tolist()
 
-    @cached_property
-    def _segment_of_row(self) -> np.ndarray:
-        return np.repeat(np.arange(len(self.lengths)), self.lengths)
-
     def _children(self, parent: int) -> np.ndarray:
         return np.flatnonzero(self.parents == parent)
 
     def _rows(self, segment: int) -> np.ndarray:
         return np.arange(self._starts[segment], self._starts[segment] + self.lengths[segment])
-
-    def _rows_of_family(self, parent: int) -> np.ndarray:
-        return np.concatenate([self._rows(n) for n in (parent, *self._children(parent))])
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -310,7 +310,8 @@ class DecodeLoop:
 
     def _splits(self, num_rows: int, context: int) -> int:
         """Enough splits to fill the GPU and to keep a long row from outlasting all others."""
-        to_fill = _PROGRAMS // (num_rows * self._parts.cache.num_heads)
+        num_heads = max(shape.num_heads for shape in self._parts.cache.shapes.values())
+        to_fill = _PROGRAMS // (num_rows * num_heads)
         to_share = context // _SPLIT_TOKENS
         wanted = min(max(to_fill, to_share, 1), _MAX_SPLITS)
         return 1 << (wanted - 1).bit_length()

@@ -116,10 +116,6 @@ class BlockPool:
         """The weights changed; see FreeBlockLRU.expire()."""
         self._reusable.expire()
 
-    def write(self, blocks: np.ndarray) -> None:
-        """Record that the contents of these blocks change."""
-        self.content_ids[blocks] += 1
-
     def _unreference(self, blocks: np.ndarray) -> np.ndarray:
         """Returns the blocks that have no reference left."""
         assert (self.references[blocks] > 0).all(), "a free block cannot be released"
@@ -221,5 +217,5 @@ class BlockTables:
             self.rows[slot, at] = target[0]
             sources.append(source[0])
             targets.append(target[0])
-        self.pool.write(self.rows[slots, index])
+        self.pool.content_ids[self.rows[slots, index]] += 1
         return np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64)

@@ -49,25 +49,16 @@ class KVCache:
             for layer, shape in shapes.items()
         }
         self._copied_along: list[Tensor] = []
-        # The same memory by token: [slots, H, Dk + Dv] of each layer.
+        # The same memory by token: [slots, H, Dk + Dv] of each layer. The KV slot of a token is
+        # block * block_tokens + offset.
         self.layers = {
             layer: self._blocks[layer].view(-1, shape.num_heads, shape.key_dim + shape.value_dim)
             for layer, shape in shapes.items()
         }
 
-    @property
-    def num_heads(self) -> int:
-        """KV heads of a layer, at most."""
-        return max(shape.num_heads for shape in self.shapes.values())
-
     def copy_with_blocks(self, tensors: Iterable[Tensor]) -> None:
         """Copy the rows of these tensors [blocks, ...] whenever blocks are copied."""
         self._copied_along += tensors
-
-    def write(self, layer: int, *, slot_mapping: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys [T, H, Dk] and values [T, H, Dv] at these KV slots [T]: block * block_tokens +
-        offset."""
-        self.layers[layer].index_copy_(0, slot_mapping, torch.cat([keys, values], dim=-1))
 
     def gather(self, layer: int, *, blocks: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Contents of blocks [num_rows * B] as keys [num_rows, H, B * block_tokens, Dk], values."""

@@ -72,7 +72,8 @@ class PagedBatch:
         value: Tensor,  # [T, H // G, Dv]
         **settings: Any,  # see _attend_bucket
     ) -> Tensor:  # [T, H, Dv]
-        self.cache.write(layer, slot_mapping=self.slot_mapping, keys=key, values=value)
+        kv = torch.cat([key, value], dim=-1)
+        self.cache.layers[layer].index_copy_(0, self.slot_mapping, kv)
         outputs = []
         for bucket in self.buckets:
             own = slice(bucket.start, bucket.stop)
