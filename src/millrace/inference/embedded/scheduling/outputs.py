@@ -122,7 +122,8 @@ class OutputProcessor:
         return bool(self._finished or self._ended)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._unfinished
+        """True until take() has returned its last completion."""
+        return request_id in self._unfinished or request_id in self._finished
 
     def add(self, request: Request) -> None:
         self._unfinished[request.id] = []
