@@ -44,6 +44,8 @@ def test_backend_can_be_a_user_class_with_options():
         ({"type": "embeded"}, "did you mean 'embedded'"),
         ({"type": f"{__name__}:Sized", "options": {"sise": 3}}, "did you mean 'size'"),
         ({"options": {"size": 3}}, "Unknown setting 'engine.options.size'"),
+        ({"options": {"kv_bytes": 0}}, "'engine.options.kv_bytes' = 0: input should be greater"),
+        ({"options": {"block_tokens": "4"}}, "'engine.options.block_tokens' = '4': "),
         ({"type": "no.such.module:Backend"}, "No module named"),
     ],
 )

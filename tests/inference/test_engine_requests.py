@@ -53,7 +53,7 @@ def test_request_that_can_never_be_served_is_refused(request_: Request, reason: 
 
 def test_context_is_bounded_by_number_of_blocks():
     engine = make_engine(num_blocks=5, block_tokens=4)
-    with pytest.raises(TaskError, match=r"20 tokens, and the context of 20 .*engine.kv_bytes"):
+    with pytest.raises(TaskError, match=r"20 tokens, and the context of 20 .*options.kv_bytes"):
         engine.add_request(make_request(prompt=20))
     (completion,) = finish_all(engine, [make_request(prompt=19)])["r"]
     assert len(completion.tokens) == 1
@@ -232,7 +232,7 @@ def test_prefill_that_runs_out_of_memory_is_split(decode_steps: int):
 def test_pass_that_never_fits_into_memory_fails_the_run():
     engine = make_engine()
     engine._model.get_input_embeddings().register_forward_pre_hook(out_of_memory_beyond(3))
-    with pytest.raises(RunFailed, match=r"does not fit into the memory .* lower engine\.kv_bytes"):
+    with pytest.raises(RunFailed, match=r"does not fit into the memory .*engine\.options\.kv_"):
         finish_all(engine, [make_request("a", prompt=100)])
 
 

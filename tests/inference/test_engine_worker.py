@@ -260,7 +260,7 @@ def test_failed_model_load_leaves_worker_waiting_for_next_start(link: FakeLink, 
     with pytest.raises(ConfigError, match=r"engine.max_context = 1000 exceeds the 256 tokens"):
         start(link, model_path, max_context=1000)
     with pytest.raises(ConfigError, match="does not hold one KV block"):
-        start(link, model_path, kv_bytes=100)
+        start(link, model_path, options={"kv_bytes": 100})
     with pytest.raises(MillraceError, match="it expects StartEngine first"):
         link.call(Generate(request=make_request())).result()
     start(link, model_path)

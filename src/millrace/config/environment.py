@@ -47,7 +47,7 @@ class RoleModelConfig(Section):
 
     path: str
     """Hugging Face model directory, or the name of a model on the hub. The table of a model also
-    takes the keys of [engine], such as count and kv_bytes, except remote, kv and adapters."""
+    takes the keys of [engine], such as count and options, except remote, kv and adapters."""
     trust_remote_code: bool = False
     """Permission to run Python code from this model's directory."""
     template: dict[str, Any] = Field(default={})

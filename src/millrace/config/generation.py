@@ -70,11 +70,13 @@ class EngineConfig(Section):
     type: str = "embedded"
     """Engine backend: "embedded" (Millrace's own engine), or "module:Class"."""
     options: dict[str, Any] = Field(default={})
-    """Options of the backend. "embedded" has prefix_cache (reuse of the KV cache of known
-    prefixes, true), compile (torch.compile of the layers on a GPU, true), prefill_tokens (prompt
-    tokens per forward pass; by default 2048 on a CPU and 16384 on a GPU), block_tokens (tokens per
-    KV block, 16) and decode_steps (decode steps per launch on the device; by default 1 on a CPU and
-    32 on a GPU). A class of your own has its fields."""
+    """Options of the backend. "embedded" has kv_bytes (maximum size of the KV cache in bytes; by
+    default 1 GiB on a CPU, and 40 % of the free memory on a GPU, which a trainer may share),
+    prefix_cache (reuse of the KV cache of known prefixes, true), compile (torch.compile of the
+    layers on a GPU, true), prefill_tokens (prompt tokens per forward pass; by default 2048 on a CPU
+    and 16384 on a GPU), block_tokens (tokens per KV block, 16) and decode_steps (decode steps per
+    launch on the device; by default 1 on a CPU and 32 on a GPU). A class of your own has its
+    fields."""
     count: NonNegativeInt = 1
     """Number of engine processes on this host."""
     remote: NonNegativeInt = 0
@@ -88,9 +90,7 @@ class EngineConfig(Section):
     max_context: PositiveInt | None = None
     """Maximum length of a sequence in tokens, prompt included. By default the limit of the
     model."""
-    kv_bytes: PositiveInt | None = None
-    """Maximum size of the KV cache in bytes. By default 1 GiB on a CPU, and 40 % of the free
-    memory on a GPU, which a trainer may share."""
+
     kv: Literal["keep", "recompute"] = "keep"
     """Treatment of the KV cache when new weights arrive: "keep" continues with it, "recompute"
     prefills running sequences again under the new weights."""

@@ -25,11 +25,12 @@ _RENAMED = {
     "engine.prefill_tokens": "engine.options.prefill_tokens",
     "engine.prefix_cache": "engine.options.prefix_cache",
     "engine.compile": "engine.options.compile",
-    "engine.num_blocks": "engine.kv_bytes",
-    "environment.models.*.num_blocks": "environment.models.NAME.kv_bytes",
+    "engine.num_blocks": "engine.options.kv_bytes",
+    "engine.kv_bytes": "engine.options.kv_bytes",
+    "environment.models.*.num_blocks": "environment.models.NAME.options.kv_bytes",
     **{
         f"environment.models.*.{key}": f"environment.models.NAME.options.{key}"
-        for key in ("block_tokens", "prefill_tokens", "compile", "prefix_cache")
+        for key in ("block_tokens", "prefill_tokens", "compile", "prefix_cache", "kv_bytes")
     },
     "environment.models.*.round_steps": "environment.models.NAME.options.decode_steps",
 }

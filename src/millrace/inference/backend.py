@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from millrace.config import EngineConfig, LoraConfig, RunConfig
+from millrace.config.section import PositiveInt
 from millrace.core.errors import ConfigError, TaskError, suggestion
-from millrace.core.plugins import build_plugin
+from millrace.core.plugins import build_plugin, plugin
 from millrace.core.protocols import Capability
 from millrace.core.records import Completion, CompletionChunk, Request, ScoreRequest, TokenLogprobs
 
@@ -145,21 +146,25 @@ class EngineBackend(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@plugin
 class EmbeddedBackend:
     """Millrace's own engine: continuous batching over a transformers model."""
 
+    # Of the KV cache. By default 1 GiB on a CPU, and 40 % of the free memory on a GPU.
+    kv_bytes: PositiveInt | None = None
     # Reuse of the KV cache of known prefixes. Only entries of the current weights are reused; with
     # engine.kv = "keep" also earlier turns of the same episode.
     prefix_cache: bool = True
     compile: bool = True  # the layers, on a GPU: some seconds at the start, and faster decoding
     # Prompt tokens in one forward pass; longer prompts are prefilled in chunks. By default 2048 on
     # a CPU and 16384 on a GPU.
-    prefill_tokens: int | None = None
-    block_tokens: int = 16  # per KV block: smaller blocks share more, larger ones need less lookup
+    prefill_tokens: PositiveInt | None = None
+    block_tokens: PositiveInt = (
+        16  # per KV block: smaller blocks share more, larger ones need less lookup
+    )
     # Per launch on the device: more steps hide its latency, fewer notice new requests and weights
     # sooner. By default 1 on a CPU and 32 on a GPU.
-    decode_steps: int | None = None
+    decode_steps: PositiveInt | None = None
     capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
 
     def load(self, spec: EngineSpec) -> EngineCore:

@@ -245,7 +245,7 @@ class EngineWorker(ModelWorker):
             call.fail(
                 TaskError(
                     f"A request to score {longest} tokens does not fit into the memory that the"
-                    " KV cache leaves; lower engine.kv_bytes."
+                    " KV cache leaves; lower engine.options.kv_bytes."
                 )
             )
 

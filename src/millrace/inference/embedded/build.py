@@ -93,8 +93,10 @@ def engine_of(
     of_block = block_bytes(measure_kv(model), block_tokens=block_tokens, dtype=model.dtype)
     if routing is not None:
         of_block += block_tokens * routing.token_bytes
-    num_blocks = _num_blocks(
-        config, context=context, block_tokens=block_tokens, size=of_block, device=model.device
+    # Enough for all sequences at full context, within kv_bytes.
+    num_blocks = min(
+        config.max_sequences * -(-context // block_tokens),
+        _kv_bytes(options, size=of_block, device=model.device) // of_block,
     )
     try:
         engine = EmbeddedEngine(
@@ -124,7 +126,7 @@ def engine_of(
         raise ConfigError(
             f"The KV cache of {num_blocks} blocks takes {size:.1f} GiB, which leaves too little"
             f" memory for decoding on {model.device} ({_free(model.device)}); lower"
-            " engine.kv_bytes or engine.max_sequences."
+            " engine.options.kv_bytes or engine.max_sequences."
         ) from None
     return engine
 
@@ -176,19 +178,17 @@ def _check_compiler() -> None:
         )
 
 
-def _num_blocks(
-    config: EngineConfig, *, context: int, block_tokens: int, size: int, device: torch.device
-) -> int:
-    """Enough for all sequences at full context, within kv_bytes; a block has `size` bytes."""
-    bound = config.kv_bytes or _CPU_KV_BYTES
-    if config.kv_bytes is None and device.type == "cuda":
+def _kv_bytes(options: EmbeddedBackend, *, size: int, device: torch.device) -> int:
+    """Limit of the KV cache; a block has `size` bytes."""
+    bound = options.kv_bytes or _CPU_KV_BYTES
+    if options.kv_bytes is None and device.type == "cuda":
         bound = int(torch.cuda.mem_get_info(device)[0] * _GPU_KV_SHARE)
     if bound < size:
         raise ConfigError(
-            f"Setting 'engine.kv_bytes' = {bound} does not hold one KV block of {size} bytes;"
-            " raise it."
+            f"Setting 'engine.options.kv_bytes' = {bound} does not hold one KV block of"
+            f" {size} bytes; raise it."
         )
-    return min(config.max_sequences * -(-context // block_tokens), bound // size)
+    return bound
 
 
 def _free(device: torch.device) -> str:

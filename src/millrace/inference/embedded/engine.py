@@ -279,7 +279,7 @@ class EmbeddedEngine:
         if not self._scheduler.shrink_prefill():
             raise RunFailed(
                 f"A forward pass over {int(plan.counts.sum())} tokens does not fit into the memory"
-                f" of {self._model.device}; lower engine.kv_bytes or engine.max_sequences."
+                f" of {self._model.device}; lower engine.options.kv_bytes or engine.max_sequences."
             ) from None
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()

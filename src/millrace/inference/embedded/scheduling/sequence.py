@@ -190,7 +190,7 @@ def check_request(request: Request, *, max_context: int, vocab_size: int) -> Non
         raise TaskError(
             f"The prompt of request {request.id!r} has {num_prompt} tokens, and the context of"
             f" {max_context} has no room for one more; shorten it or raise"
-            " engine.max_context (and engine.kv_bytes, if that bounds it)."
+            " engine.max_context (and engine.options.kv_bytes, if that bounds it)."
         )
     if request.prompt.min() < 0 or request.prompt.max() >= vocab_size:
         raise TaskError(
