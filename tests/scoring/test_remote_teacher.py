@@ -53,8 +53,8 @@ class LocalReader:
         self, requests: Sequence[ScoreRequest], *, timeout_s: float
     ) -> list[TokenLogprobs]:
         self.calls.append(len(requests))
-        (told,) = self.engine.score([list(requests)], version=None)
-        return told
+        (scored,) = self.engine.score([list(requests)], version=None)
+        return scored
 
 
 @contextlib.asynccontextmanager
@@ -103,9 +103,9 @@ def requests() -> list[ScoreRequest]:
     ]
 
 
-def assert_equal(told: list[TokenLogprobs], asked: list[ScoreRequest]) -> None:
+def assert_equal(scored: list[TokenLogprobs], asked: list[ScoreRequest]) -> None:
     (expected,) = local_engine().score([asked], version=None)
-    for one, other in zip(told, expected, strict=True):
+    for one, other in zip(scored, expected, strict=True):
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
         np.testing.assert_array_equal(one.top_ids, other.top_ids)
         np.testing.assert_allclose(one.top_logprobs, other.top_logprobs, rtol=0, atol=1e-5)
@@ -172,27 +172,30 @@ async def test_error_of_the_server_fails_the_group(monkeypatch, asked, said):
         assert not isinstance(raised.value, TransientScoreError)
 
 
-FACTS = {"vocabulary": VOCABULARY, "num_tokens": VOCAB, "max_context": 64}
+MODEL_INFO = {"vocabulary": VOCABULARY, "num_tokens": VOCAB, "max_context": 64}
 ZERO, NAN = "AAAAAA==", "AADAfw=="  # one float32 each
-TOLD = {"logprobs": ZERO, "top_ids": "", "top_logprobs": "", "version": None}
+SCORED = {"logprobs": ZERO, "top_ids": "", "top_logprobs": "", "version": None}
 
 
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
         ({}, "an invalid answer: Object missing required field `vocabulary`"),
-        ({**FACTS, "sequences": []}, "answered for 0 sequences instead of 1"),
-        ({**FACTS, "sequences": [{**TOLD, "logprobs": 3}]}, "Expected `str`, got `int`"),
-        ({**FACTS, "sequences": [{**TOLD, "logprobs": "?"}]}, "an invalid array"),
-        ({**FACTS, "sequences": [{**TOLD, "logprobs": ZERO[:-2]}]}, "an invalid array"),
-        ({**FACTS, "sequences": [{**TOLD, "logprobs": ""}]}, "0 numbers instead of 1"),
-        ({**FACTS, "sequences": [{**TOLD, "logprobs": NAN}]}, "logprobs that are not finite"),
+        ({**MODEL_INFO, "sequences": []}, "answered for 0 sequences instead of 1"),
+        ({**MODEL_INFO, "sequences": [{**SCORED, "logprobs": 3}]}, "Expected `bytes`, got `int`"),
+        ({**MODEL_INFO, "sequences": [{**SCORED, "logprobs": "?"}]}, "Invalid base64"),
+        ({**MODEL_INFO, "sequences": [{**SCORED, "logprobs": ZERO[:-2]}]}, "Invalid base64"),
+        ({**MODEL_INFO, "sequences": [{**SCORED, "logprobs": ""}]}, "0 bytes instead of 4"),
+        (
+            {**MODEL_INFO, "sequences": [{**SCORED, "logprobs": NAN}]},
+            "logprobs that are not finite",
+        ),
     ],
 )
 async def test_invalid_answer_is_retried(monkeypatch, answer, said):
     request = ScoreRequest(tokens=np.full(8, 3, np.int32), positions=np.array([4], np.int32))
     service = FakeService(lambda _: answer)
-    service.first.append({**FACTS, "sequences": []})  # answers start()
+    service.first.append({**MODEL_INFO, "sequences": []})  # answers start()
     async with running(service), asking(service.url, monkeypatch) as teacher:
         await teacher.start()
         with pytest.raises(TransientScoreError, match=re.escape(said)):

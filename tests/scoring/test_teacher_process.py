@@ -28,8 +28,8 @@ from millrace.config import load_config
 from millrace.core.errors import ConfigError, MillraceError, WeightError
 from millrace.core.records import ScoreRequest, TokenLogprobs
 from millrace.scoring.teachers import worker as teacher_worker
-from millrace.scoring.teachers.history import HistorySettings
 from millrace.scoring.teachers.process import LogprobModelSettings
+from millrace.scoring.teachers.self_teacher_weights import HistorySettings
 from millrace.weights.transport import make_sender
 
 NUM_PROMPT, NUM_SAMPLED = 8, 24

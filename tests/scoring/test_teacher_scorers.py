@@ -20,6 +20,7 @@ class FormulaProcess:
     """The logprob of a token is minus its id, minus a hundredth of its position."""
 
     def __init__(self, *, version: int | None = None) -> None:
+        self.max_context = 100
         self.asked: list[ScoreRequest] = []
         self._version = version
 
@@ -43,14 +44,13 @@ def render(prompt: Prompt) -> np.ndarray:
     return np.array([ord(c) for c in prompt], np.int32)
 
 
-def teacher(process: FormulaProcess, *, max_context: int = 100, **settings) -> TeacherScorer:
+def teacher(process: FormulaProcess, **settings) -> TeacherScorer:
     return TeacherScorer(
         name="teacher",
         weight=1.0,
         model=process,  # pyright: ignore[reportArgumentType]
         settings=TeacherSettings(**settings),
         timeout_s=9.0,
-        max_context=max_context,
         render=render,
     )
 
@@ -122,8 +122,10 @@ async def test_teacher_skips_tasks_that_it_does_not_cover(settings, task, is_tau
 
 
 async def test_sequence_too_long_for_the_teacher_fails_its_group():
+    process = FormulaProcess()
+    process.max_context = 5
     with pytest.raises(ScoreError, match="reads at most 5 tokens, and group 0 has 6"):
-        await teacher(FormulaProcess(), max_context=5).score(make_group())
+        await teacher(process).score(make_group())
 
 
 async def test_reference_uses_the_sampling_distribution():
@@ -134,7 +136,6 @@ async def test_reference_uses_the_sampling_distribution():
         weight=1.0,
         model=process,  # pyright: ignore[reportArgumentType]
         timeout_s=9.0,
-        max_context=99,
     )
     results = await scorer.score(group)
     for rollout, result, request in zip(group.rollouts, results, process.asked, strict=True):

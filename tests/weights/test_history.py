@@ -1,7 +1,11 @@
 import pytest
 import torch
 
-from millrace.scoring.teachers.history import AveragedWeights, HistorySettings, LaggedWeights
+from millrace.scoring.teachers.self_teacher_weights import (
+    AveragedWeights,
+    HistorySettings,
+    LaggedWeights,
+)
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:

@@ -23,8 +23,6 @@ MODEL_CALLS = CallSettings(timeout_s=300.0, concurrency=1024, retries=0, breaker
 
 
 class ModelProcess:
-    """A model's process as its scorers call it."""
-
     ROLE: ClassVar[str]  # in error messages
     MODULE: ClassVar[str]
 

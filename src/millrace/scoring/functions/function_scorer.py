@@ -47,14 +47,11 @@ class Function:
         )
 
     def inspect(self, *, name: str) -> RewardFunction:
-        """Return the function with its signature; raises ConfigError."""
         return inspect_reward(resolve_function(self.function), name=name)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class FunctionScorer:
-    """A reward function that runs in the scorer processes."""
-
     name: str
     weight: float
     is_async: bool
@@ -80,10 +77,8 @@ class FunctionScorer:
             failure.add_note(error.traceback)  # or the last lines of its log
             raise failure from None
         except ScoreError as error:
-            failure = ScoreError(f"{str(error).rstrip('.')} (group {group.number}).")
-            for note in getattr(error, "__notes__", ()):  # the worker's traceback
-                failure.add_note(note)
-            raise failure from None
+            error.args = (f"{str(error).rstrip('.')} (group {group.number}).",)
+            raise
         return [ScorerResult(score=reward) for reward in scored.rewards]
 
 

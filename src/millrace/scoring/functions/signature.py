@@ -26,8 +26,6 @@ REMEDY = "return a list with one number per completion, or None where the reward
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardFunction:
-    """A user's callable and its inspected signature."""
-
     name: str
     call: Callable[..., Any]
     takes: frozenset[str] | None  # argument names; None = everything, through **kwargs

@@ -19,7 +19,7 @@ from millrace.cluster.messages import GroupScored, ScoreGroup, StartScorer, Stop
 from millrace.core.errors import ScoreError
 from millrace.core.spans import Timeline
 from millrace.scoring.functions.shipping import load_function
-from millrace.scoring.functions.signature import RewardFunction, check_rewards, inspect_reward
+from millrace.scoring.functions.signature import check_rewards, inspect_reward
 
 PROGRESS_S = 0.25
 CLOSE_S = 1.0
@@ -28,26 +28,19 @@ IDLE = "no work"
 
 def main(link: Link, name: str) -> None:
     cast(Any, sys.stdout).reconfigure(line_buffering=True)  # so that a kill loses no line
-    serve(link, name, message=StartScorer, start=_start)
-
-
-def _start(message: StartScorer, link: Link, timeline: Timeline) -> "ScorerWorker":
-    functions = {
-        name: inspect_reward(load_function(location), name=name)
-        for name, location in message.functions.items()
-    }
-    return ScorerWorker(link, functions=functions, timeline=timeline)
+    serve(link, name, message=StartScorer, start=ScorerWorker)
 
 
 class ScorerWorker:
     """serve() and _score() run in the main thread, all other methods on the event loop."""
 
-    def __init__(
-        self, link: Link, *, functions: dict[str, RewardFunction], timeline: Timeline
-    ) -> None:
+    def __init__(self, message: StartScorer, link: Link, timeline: Timeline) -> None:
+        self._functions = {
+            name: inspect_reward(load_function(location), name=name)
+            for name, location in message.functions.items()
+        }
         timeline.enter(IDLE, busy=False)
         self._link = link
-        self._functions = functions
         self._timeline = timeline
         self._running: list[str] = []  # functions, in the order they were called
         self._num_calls = 0

@@ -26,8 +26,6 @@ CLOSED = "The scorers are closed; nothing can be scored any more."
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """One serving process, and the calls it runs."""
-
     worker: Worker
     replica: "_ScorerReplica"
     num_calls: int = 0

@@ -25,7 +25,7 @@ class RewardModelProcess(ModelProcess):
     MODULE = "millrace.scoring.reward_models.worker"
 
     async def read(self, readings: Sequence[StepReading], *, timeout_s: float) -> list[list[float]]:
-        """The values of the steps of each reading; raises as ask() does."""
+        """Return the values of the steps of each reading."""
         reply = await self.ask(ReadSteps(readings=list(readings)), timeout_s=timeout_s)
         assert isinstance(reply, StepValues)
         return reply.values
@@ -55,8 +55,7 @@ class RewardModelSettings:
     trust_remote_code: bool = False
 
     def call_settings(self, *, num_workers: int) -> CallSettings:
-        """One call per finished episode; the process batches them."""
-        return MODEL_CALLS
+        return MODEL_CALLS  # one call per finished episode; the process batches them
 
     def check(self, tasks: Sequence[Task], *, name: str) -> None:
         self.checked(scorer=name)
@@ -95,26 +94,11 @@ class RewardModelSettings:
                 f" of {self.model!r} differs; set template to 'chat' or 'text'."
             )
 
-    def start_message(
-        self,
-        *,
-        device: str,
-        head: Head,
-        is_whole: bool,
-        separator: str | None = None,
-        kept_tokens: int = 0,
-    ) -> StartRewardModel:
-        return StartRewardModel(
-            settings={f.name: getattr(self, f.name) for f in fields(RewardModelSettings)},
-            device=device,
-            head=head,
-            is_whole=is_whole,
-            separator=separator,
-            kept_tokens=kept_tokens,
-        )
+    def start_message(self, **options: Any) -> StartRewardModel:
+        own = {field.name: getattr(self, field.name) for field in fields(RewardModelSettings)}
+        return StartRewardModel(settings=own, **options)
 
     def make_process(self, name: str, context: ScorerContext, **options: Any) -> RewardModelProcess:
-        """Build a process that is not started yet. `options` are those of start_message()."""
         return RewardModelProcess(
             name,
             start=self.start_message(device=context.device_of(name), **options),

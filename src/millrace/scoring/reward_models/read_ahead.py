@@ -71,8 +71,6 @@ class StepReader:
 
 @dataclass(slots=True, eq=False)
 class _StepStream:
-    """One completion of a request while it is generated."""
-
     prompt: Prompt
     num_prompt: int
     cutter: StepCutter
@@ -96,7 +94,6 @@ class ReadAhead:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def stream_callback(self, request: Request, *, prompt: Prompt) -> OnTokens:
-        """Return the receiver of the tokens of `request`."""
         prompt_tokens = request.prompt.tolist()
         streams = [
             _StepStream(

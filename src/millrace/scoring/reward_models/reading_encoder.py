@@ -47,23 +47,20 @@ class ReadingEncoder:
 
     def _encode_prompt(self, prompt: Prompt, *, completion: str | None = None) -> list[int]:
         """Encode the prompt, or with `completion` the whole conversation."""
-        if not self._is_chat(prompt):
+        is_chat = self._template == "chat"
+        if self._template == "auto":
+            is_chat = not isinstance(prompt, str) and bool(self._tokenizer.chat_template)
+        if not is_chat:
             return self._encode(_as_text(prompt) + (completion or ""), add_special_tokens=True)
-        messages = _as_messages(prompt)
+        messages: list[Message] = [{"role": "user", "content": prompt}]
+        if not isinstance(prompt, str):
+            messages = list(prompt)
         if completion is not None:
             messages.append({"role": "assistant", "content": completion})
-        return self._apply_template(messages, add_generation_prompt=completion is None)
-
-    def _is_chat(self, prompt: Prompt) -> bool:
-        if self._template == "auto":
-            return not isinstance(prompt, str) and bool(self._tokenizer.chat_template)
-        return self._template == "chat"
-
-    def _apply_template(self, messages: list[Message], *, add_generation_prompt: bool) -> list[int]:
         try:
             return self._tokenizer.apply_chat_template(
                 messages,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=completion is None,
                 tokenize=True,
                 return_dict=False,
             )
@@ -88,7 +85,3 @@ def _as_text(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     return "".join(f"{message.get('content') or ''}\n" for message in prompt)
-
-
-def _as_messages(prompt: Prompt) -> list[Message]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

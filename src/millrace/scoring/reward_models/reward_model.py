@@ -39,8 +39,6 @@ Aggregate = Literal["min", "mean", "last"]
 
 @plugin
 class RewardModel(RewardModelSettings):
-    """A sequence-classification model in a process of its own."""
-
     default_name = "reward_model"
 
     def build(

@@ -9,6 +9,7 @@ rollout.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Protocol
 
@@ -36,8 +37,6 @@ class StepCutter(Protocol):
 
 
 class Steps(Protocol):
-    """A definition of steps."""
-
     def cutter(self, tokenizer: Any) -> StepCutter: ...
 
 
@@ -91,7 +90,6 @@ STEPS: dict[str, type] = {"delimiter": ByDelimiter, "turn": ByTurn, "entropy": B
 
 
 def build_steps(table: Mapping[str, Any], *, section: str) -> Steps:
-    """Build the steps of a table like {by = "delimiter", delimiter = "\\n"}."""
     settings = {("type" if key == "by" else key): value for key, value in table.items()}
     return build_plugin(settings, builtins=STEPS, default="delimiter", section=section)
 
@@ -159,36 +157,36 @@ def _plain_decode(tokenizer: Any) -> Callable[..., str]:
     return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
 
 
+@dataclass(slots=True, eq=False)
 class _SurprisalCutter:
-    def __init__(self, threshold: float, *, min_tokens: int) -> None:
-        self._threshold = threshold
-        self._min_tokens = min_tokens
-        self._num_tokens = 0
-        self._begin = 0
+    threshold: float
+    min_tokens: int
+    _num_tokens: int = 0
+    _begin: int = 0
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[int]:
         ends: list[int] = []
         for logprob in logprobs:
-            is_long = self._num_tokens - self._begin >= self._min_tokens
-            if is_long and -logprob >= self._threshold:
+            is_long = self._num_tokens - self._begin >= self.min_tokens
+            if is_long and -logprob >= self.threshold:
                 ends.append(self._num_tokens - 1)
                 self._begin = self._num_tokens
             self._num_tokens += 1
         return ends
 
     def finish(self) -> list[int]:
-        is_long = self._num_tokens - self._begin >= self._min_tokens
+        is_long = self._num_tokens - self._begin >= self.min_tokens
         is_step = is_long or (self._begin == 0 and self._num_tokens > 0)
         return [self._num_tokens - 1] if is_step else []
 
 
+@dataclass(slots=True, eq=False)
 class _QuantileCutter:
     """Cuts when the turn ends, because only then the quantile is known."""
 
-    def __init__(self, quantile: float, *, min_tokens: int) -> None:
-        self._quantile = quantile
-        self._min_tokens = min_tokens
-        self._logprobs: list[float] = []
+    quantile: float
+    min_tokens: int
+    _logprobs: list[float] = field(default_factory=list[float])
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[int]:
         self._logprobs += logprobs
@@ -197,6 +195,6 @@ class _QuantileCutter:
     def finish(self) -> list[int]:
         if not self._logprobs:
             return []
-        threshold = float(np.quantile(-np.array(self._logprobs), self._quantile))
-        cutter = _SurprisalCutter(threshold, min_tokens=self._min_tokens)
+        threshold = float(np.quantile(-np.array(self._logprobs), self.quantile))
+        cutter = _SurprisalCutter(threshold, min_tokens=self.min_tokens)
         return [*cutter.feed([], self._logprobs), *cutter.finish()]

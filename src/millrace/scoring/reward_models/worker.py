@@ -20,7 +20,7 @@ from millrace.cluster.messages import ReadSteps, StartRewardModel, StepReading, 
 from millrace.core.errors import ScoreError
 from millrace.core.spans import Timeline
 from millrace.inference.model_worker import PROGRESS_S, ModelWorker
-from millrace.models.classifier import Classifier, ClassifierInput, load_classifier
+from millrace.models.classifier import ClassifierInput, load_classifier
 from millrace.models.directory import load_tokenizer
 from millrace.models.incremental import SequenceKvCache
 from millrace.models.loading import resolve_device, resolve_dtype
@@ -33,8 +33,6 @@ GATHER_S = 0.05  # longest wait of a partial sequence
 
 @dataclass(slots=True, eq=False)
 class _StepCall:
-    """A call and the values computed so far."""
-
     call: WorkerCall
     values: list[list[float]]
     num_pending: int = 0  # inputs
@@ -42,8 +40,6 @@ class _StepCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _PendingInput:
-    """One sequence to compute for a call."""
-
     step_call: _StepCall
     index: int  # of the reading within the call
     content: ClassifierInput
@@ -51,54 +47,33 @@ class _PendingInput:
 
 
 def main(link: Link, name: str) -> None:
-    serve(link, name, message=StartRewardModel, start=_start)
-
-
-def _start(message: StartRewardModel, link: Link, timeline: Timeline) -> "RewardModelWorker":
-    settings = RewardModelSettings(**message.settings)
-    torch.set_num_threads(settings.threads)
-    device = resolve_device(message.device)
-    classifier = load_classifier(
-        settings.model,
-        head="token" if message.head == "token" else "sequence",
-        label=settings.label,
-        dtype=resolve_dtype(settings.dtype, device),
-        device=device,
-        trust_remote_code=settings.trust_remote_code,
-    )
-    tokenizer = None
-    if settings.template != "ids" or message.separator is not None:
-        tokenizer = load_tokenizer(settings.model, trust_remote_code=settings.trust_remote_code)
-    template, separator = settings.template, message.separator
-    encoder = ReadingEncoder(
-        tokenizer, template=template, is_whole=message.is_whole, separator=separator
-    )
-    return RewardModelWorker(
-        link,
-        classifier=classifier,
-        encoder=encoder,
-        settings=settings,
-        kept_tokens=message.kept_tokens,
-        timeline=timeline,
-    )
+    serve(link, name, message=StartRewardModel, start=RewardModelWorker)
 
 
 class RewardModelWorker(ModelWorker):
-    def __init__(
-        self,
-        link: Link,
-        *,
-        classifier: Classifier,
-        encoder: ReadingEncoder,
-        settings: RewardModelSettings,
-        kept_tokens: int,
-        timeline: Timeline,
-    ) -> None:
+    def __init__(self, message: StartRewardModel, link: Link, timeline: Timeline) -> None:
         super().__init__(link, timeline=timeline)
-        self._classifier = classifier
-        self._encoder = encoder
-        self._settings = settings
-        self._kv_cache = SequenceKvCache(max_tokens=kept_tokens)
+        self._settings = settings = RewardModelSettings(**message.settings)
+        torch.set_num_threads(settings.threads)
+        device = resolve_device(message.device)
+        self._classifier = load_classifier(
+            settings.model,
+            head="token" if message.head == "token" else "sequence",
+            label=settings.label,
+            dtype=resolve_dtype(settings.dtype, device),
+            device=device,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        tokenizer = None
+        if settings.template != "ids" or message.separator is not None:
+            tokenizer = load_tokenizer(settings.model, trust_remote_code=settings.trust_remote_code)
+        self._encoder = ReadingEncoder(
+            tokenizer,
+            template=settings.template,
+            is_whole=message.is_whole,
+            separator=message.separator,
+        )
+        self._kv_cache = SequenceKvCache(max_tokens=message.kept_tokens)
         self._pending: list[_PendingInput] = []  # in the order of arrival
         self._counters = {"tokens_read": 0.0, "sequences_read": 0.0, "passes": 0.0}
 
@@ -108,24 +83,17 @@ class RewardModelWorker(ModelWorker):
         return GATHER_S / 4 if self._pending else PROGRESS_S
 
     def _handle(self, call: WorkerCall) -> None:
-        if isinstance(call.message, ReadSteps):
-            self._take(call, call.message)
-        else:
+        if not isinstance(call.message, ReadSteps):
             call.fail(unexpected(call))
-
-    def _compute(self) -> None:
-        if self._is_worth_a_pass():
-            self._timeline.enter("read", busy=True)
-            self._read(self._next_batch())
-
-    def _take(self, call: WorkerCall, message: ReadSteps) -> None:
-        step_call = _StepCall(call, [[] for _ in message.readings])
+            return
+        readings = call.message.readings
+        step_call = _StepCall(call, [[] for _ in readings])
         try:
             pending = [
                 _PendingInput(
                     step_call=step_call, index=index, content=content, since_s=time.monotonic()
                 )
-                for index, reading in enumerate(message.readings)
+                for index, reading in enumerate(readings)
                 for content in self._inputs(*self._encoder.encode(reading), reading)
             ]
         except ScoreError as error:
@@ -135,6 +103,11 @@ class RewardModelWorker(ModelWorker):
         self._pending += pending
         if not pending:
             call.reply(StepValues(values=step_call.values))
+
+    def _compute(self) -> None:
+        if self._is_worth_a_pass():
+            self._timeline.enter("read", busy=True)
+            self._read(self._next_batch())
 
     def _inputs(
         self, tokens: np.ndarray, ends: list[int], reading: StepReading

@@ -1,9 +1,15 @@
-"""The process of a teacher or reference model: its settings, and the calls it answers."""
+"""What teachers and references share: their settings, the process of their model, and their scorer.
+
+L = tokens of a rollout.
+"""
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
 
 from millrace.cluster.messages import (
     ScoreTokens,
@@ -13,11 +19,21 @@ from millrace.cluster.messages import (
     TokensScored,
 )
 from millrace.config.section import Dtype, PositiveInt
-from millrace.core.errors import WorkerError
+from millrace.core.errors import ConfigError, ScoreError, WorkerError
 from millrace.core.plugins import plugin
-from millrace.core.records import ScoreRequest, Task, TokenLogprobs, WeightUpdate
-from millrace.scoring.model_process import MODEL_CALLS, ModelProcess
-from millrace.scoring.scorer_type import CallSettings, ScorerContext
+from millrace.core.records import (
+    Group,
+    Rollout,
+    ScoreRequest,
+    ScorerResult,
+    Task,
+    TokenLogprobs,
+    TokenScores,
+    WeightUpdate,
+)
+from millrace.models.directory import load_tokenizer, text_config
+from millrace.scoring.model_process import MODEL_CALLS, ModelHandle, ModelProcess, ModelScorer
+from millrace.scoring.scorer_type import CallSettings, RunInfo, ScorerContext
 
 SWAP_ATTEMPTS = 2
 
@@ -27,11 +43,11 @@ class TeacherProcess(ModelProcess):
 
     ROLE = "Teacher"
     MODULE = "millrace.scoring.teachers.worker"
+    max_context: int | None = None
 
     async def score(
         self, requests: Sequence[ScoreRequest], *, timeout_s: float
     ) -> list[TokenLogprobs]:
-        """Raises as ask() does."""
         reply = await self.ask(ScoreTokens(requests=list(requests)), timeout_s=timeout_s)
         assert isinstance(reply, TokensScored)
         return reply.logprobs
@@ -83,9 +99,96 @@ class LogprobModelSettings:
             model_path=model,
             **self_teacher,
         )
-        return TeacherProcess(
+        process = TeacherProcess(
             name,
             start=start,
             worker_pool=context.worker_pool,
             start_timeout_s=context.start_timeout_s,
+        )
+        text = text_config(model, trust_remote_code=config.model.trust_remote_code)
+        limit = getattr(text, "max_position_embeddings", None)
+        process.max_context = limit if limit is not None else context.run_info.max_context
+        return process
+
+
+class LogprobModel(ModelHandle, Protocol):
+    """A model that computes the logprobs of given tokens, in a local process or on a server."""
+
+    @property
+    def max_context(self) -> int | None:
+        """Longest sequence; None if the model refuses longer ones itself."""
+        ...
+
+    async def score(
+        self, requests: Sequence[ScoreRequest], *, timeout_s: float
+    ) -> list[TokenLogprobs]:
+        """Raises ScoreError."""
+        ...
+
+
+@dataclass(kw_only=True, eq=False)
+class LogprobScorer(ModelScorer[LogprobModel]):
+    """Scores sampled tokens by the logprobs of a model. Runs on the controller's event loop."""
+
+    timeout_s: float
+    token_scores_only = True
+
+    async def _score(
+        self,
+        group: Group,
+        requests: Sequence[ScoreRequest],
+        *,
+        to_scores: Callable[[TokenLogprobs, Rollout], TokenScores],
+    ) -> list[ScorerResult]:
+        """`requests` has one request per rollout of the group."""
+        longest = max(len(request.inputs) for request in requests)
+        limit = self.model.max_context
+        if limit is not None and longest > limit:
+            raise ScoreError(
+                f"Teacher {self.name!r} reads at most {limit} tokens, and group"
+                f" {group.number} has {longest}; lower engine.max_context or"
+                " sampling.max_new_tokens."
+            )
+        logprobs = await self.model.score(requests, timeout_s=self.timeout_s)
+        scores = iter([to_scores(*pair) for pair in zip(logprobs, group.rollouts, strict=True)])
+        return [
+            ScorerResult(token_scores=tuple(islice(scores, len(episode.rollouts))))
+            for episode in group.episodes
+        ]
+
+
+def scatter(values: np.ndarray, rollout: Rollout) -> np.ndarray:
+    """[sampled, ...] -> [L, ...], with zeros at the other positions."""
+    scattered = np.zeros((len(rollout.tokens), *values.shape[1:]), values.dtype)
+    scattered[rollout.mask] = values
+    return scattered
+
+
+def check_same_vocabulary(model: str, run: RunInfo, *, num_top: int, name: str) -> None:
+    """Raise ConfigError unless token ids mean the same to the model and to the policy."""
+    remote_code = run.config.model.trust_remote_code
+    setting = f"model of scorer {name!r}"
+    config = text_config(model, trust_remote_code=remote_code, setting=setting)
+    theirs = load_tokenizer(model, trust_remote_code=remote_code).get_vocab()
+    ours = run.tokenizer.get_vocab()
+    if theirs != ours:
+        example = min(theirs.items() ^ ours.items(), key=lambda item: item[::-1])[0]
+        raise ConfigError(
+            f"Scorer {name!r}: the tokenizer of {model!r} differs from that of"
+            f" {run.config.model.path!r} (for example in {example!r}), so its logprobs would belong"
+            " to other tokens; choose a model with the same tokenizer."
+        )
+    smallest = min(config.vocab_size, run.vocab_size)
+    if config.vocab_size < len(ours):
+        raise ConfigError(
+            f"Scorer {name!r} knows {smallest} tokens, and the policy's tokenizer has {len(ours)};"
+            " choose another model."
+        )
+    check_top_k(num_top, num_tokens=smallest, name=name)
+
+
+def check_top_k(num_top: int, *, num_tokens: int, name: str) -> None:
+    if num_top >= num_tokens:
+        raise ConfigError(
+            f"Scorer {name!r} knows {num_tokens} tokens, and top_k = {num_top}; lower top_k."
         )

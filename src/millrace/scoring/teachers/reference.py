@@ -17,19 +17,16 @@ from millrace.core.records import (
     score_request_for,
 )
 from millrace.scoring.scorer_type import CallSettings, RunInfo, ScorerContext
-from millrace.scoring.teachers.logprob_model import (
+from millrace.scoring.teachers.process import (
+    LogprobModelSettings,
     LogprobScorer,
     check_same_vocabulary,
-    max_context_of,
     scatter,
 )
-from millrace.scoring.teachers.process import LogprobModelSettings
 
 
 @plugin
 class Reference(LogprobModelSettings):
-    """The reference model for loss.kl."""
-
     model: str | None = None
     """Directory or hub name. Default: the model that the run starts from."""
 
@@ -45,14 +42,10 @@ class Reference(LogprobModelSettings):
         run = context.run_info
         if run.config.lora is not None and self.model is None:
             return TrainerReference(name=name, weight=weight)
-        model = self.model or run.config.model.path
-        return ReferenceScorer(
-            name=name,
-            weight=weight,
-            model=self.make_process(name, model=model, context=context),
-            timeout_s=calls.timeout_s,
-            max_context=max_context_of(model, run),
+        process = self.make_process(
+            name, model=self.model or run.config.model.path, context=context
         )
+        return ReferenceScorer(name=name, weight=weight, model=process, timeout_s=calls.timeout_s)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -61,7 +54,6 @@ class TrainerReference:
 
     name: str
     weight: float
-
     token_scores_only = True
 
     async def score(self, group: Group) -> list[ScorerResult]:

@@ -8,8 +8,6 @@ Runs on the controller's event loop.
 """
 
 import asyncio
-import base64
-import binascii
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +18,7 @@ import numpy as np
 from millrace.core.errors import ConfigError
 from millrace.core.records import ScoreRequest, TokenLogprobs
 from millrace.scoring.services.endpoint import Endpoint
-from millrace.scoring.teachers.logprob_model import check_top_k
+from millrace.scoring.teachers.process import check_top_k
 
 MAX_TOKENS = 262_144  # per HTTP request
 MAX_NUMBERS = 4_000_000  # per answer
@@ -28,11 +26,11 @@ MAX_ANSWER_BYTES = 64 * 2**20
 
 
 class _EncodedLogprobs(msgspec.Struct, frozen=True):
-    """TokenLogprobs with its arrays as little-endian base64."""
+    """TokenLogprobs with its arrays as little-endian bytes, which are base64 in JSON."""
 
-    logprobs: str
-    top_ids: str
-    top_logprobs: str
+    logprobs: bytes
+    top_ids: bytes
+    top_logprobs: bytes
     version: int | None
 
 
@@ -52,6 +50,7 @@ class RemoteTeacher:
     num_top: int
 
     num_lost = 0  # the server restarts its own processes
+    max_context = None  # the server refuses longer sequences
 
     async def start(self) -> None:
         """Raises ConfigError if the model does not fit, ScoreError if there is no answer."""
@@ -108,14 +107,10 @@ class RemoteTeacher:
             version=encoded.version,
         )
 
-    def _array(self, text: str, dtype: str, size: int) -> np.ndarray:
-        try:
-            array = np.frombuffer(base64.b64decode(text, validate=True), dtype)
-        except (binascii.Error, ValueError):
-            raise self.endpoint.unusable("answered with an invalid array") from None
-        if len(array) != size:
-            raise self.endpoint.unusable(f"answered with {len(array)} numbers instead of {size}")
-        return array
+    def _array(self, data: bytes, dtype: str, size: int) -> np.ndarray:
+        if len(data) != 4 * size:
+            raise self.endpoint.unusable(f"answered with {len(data)} bytes instead of {4 * size}")
+        return np.frombuffer(data, dtype)
 
 
 def _body(request: ScoreRequest) -> dict[str, Any]:

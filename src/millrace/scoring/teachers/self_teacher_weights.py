@@ -1,11 +1,19 @@
 """The weights of a self-teacher: receives the policy's versions, applies them, and saves them.
 
-A restarted process continues from the saved file instead of the run's starting weights.
+A teacher is a moving average of the versions, or lags some versions behind. Some versions may be
+skipped on their way here. An average then gives the next version the weight of all it replaces; a
+lag serves the newest version that is old enough. In a LoRA run the adapter's tensors are kept or
+averaged. A restarted process continues from the saved file instead of the run's starting weights.
+
+Promise: take() returns tensors that are complete, belong to one version, and stay unchanged until
+the next take(). Memory is bounded. An average is one float32 copy of the weights on the teacher's
+device. A lag of k is at most k + 1 copies in host memory, in the dtype they arrive in.
 """
 
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,10 +29,94 @@ from millrace.inference.embedded.live_weights import LiveWeights, PreparedWeight
 from millrace.models.loading import read_weights, resolve_dtype, write_weights
 from millrace.models.lora.factors import adapter_of
 from millrace.models.lora.folders import read_checkpoint
-from millrace.scoring.teachers.history import HistorySettings, VersionedTensors
 from millrace.weights.transport import make_receiver
 
 SAVE_EVERY_S = 60.0  # writing a copy of all weights is expensive
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HistorySettings:
+    lag: int | None = None  # versions
+    ema: float | None = None  # decay per version
+    every: int = 1  # versions between two refreshes
+
+    def build(
+        self, start: Mapping[str, Tensor] | None, *, version: int
+    ) -> "AveragedWeights | LaggedWeights":
+        """`start`: the weights of `version` on the teacher's device; None = unknown."""
+        if self.ema is not None:
+            return AveragedWeights(start, decay=self.ema, every=self.every, version=version)
+        assert self.lag is not None
+        return LaggedWeights(lag=self.lag, every=self.every, version=version)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class VersionedTensors:
+    version: int  # the newest version in it
+    tensors: Mapping[str, Tensor]
+
+
+class AveragedWeights:
+    def __init__(
+        self, start: Mapping[str, Tensor] | None, *, decay: float, every: int, version: int
+    ) -> None:
+        """Without `start`, the average starts with the first version that arrives."""
+        self._decay = decay
+        self._every = every
+        self._version = self._refreshed_at = version  # the newest version in the average
+        self._average = None if start is None else _copies(start, dtype=torch.float32)
+
+    def take(self, version: int, tensors: Mapping[str, Tensor]) -> VersionedTensors | None:
+        """Add a newer version. Returns the weights to serve from now on, or None to keep them."""
+        if self._average is None:
+            self._average = _copies(tensors, dtype=torch.float32)
+        else:
+            share = 1 - self._decay ** (version - self._version)
+            for name, average in self._average.items():
+                average.lerp_(tensors[name].to(average.device, torch.float32), share)
+        self._version = version
+        if not _is_due(version, since=self._refreshed_at, every=self._every):
+            return None
+        self._refreshed_at = version
+        return VersionedTensors(version=version, tensors=self._average)
+
+
+class LaggedWeights:
+    def __init__(self, *, lag: int, every: int, version: int) -> None:
+        self._lag = lag
+        self._every = every
+        self._served = self._refreshed_at = version
+        self.kept: list[VersionedTensors] = []  # ascending; all but the first are too young
+
+    def take(self, version: int, tensors: Mapping[str, Tensor]) -> VersionedTensors | None:
+        """As AveragedWeights.take()."""
+        copies = _copies(tensors, dtype=None, device=torch.device("cpu"))
+        self.kept.append(VersionedTensors(version=version, tensors=copies))
+        old_enough = [kept for kept in self.kept if kept.version <= version - self._lag]
+        if not old_enough:
+            return None
+        newest = old_enough[-1]
+        self.kept = [kept for kept in self.kept if kept.version >= newest.version]
+        is_due = _is_due(version, since=self._refreshed_at, every=self._every)
+        if not is_due or newest.version <= self._served:
+            return None
+        self._served, self._refreshed_at = newest.version, version
+        return newest
+
+
+def _copies(
+    tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None, device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """Copy tensors whose memory the receiver will reuse."""
+    return {
+        name: tensor.detach().to(device or tensor.device, dtype or tensor.dtype, copy=True)
+        for name, tensor in tensors.items()
+    }
+
+
+def _is_due(version: int, *, since: int, every: int) -> bool:
+    """True if a multiple of `every` was reached since then, even if that version was skipped."""
+    return version // every > since // every
 
 
 class SelfTeacherWeights:
@@ -69,7 +161,6 @@ class SelfTeacherWeights:
 
     @property
     def version(self) -> int | None:
-        """The version that the model holds."""
         return self._live.version
 
     def stage(self, update: WeightUpdate) -> tuple[PreparedWeights | None, float]:

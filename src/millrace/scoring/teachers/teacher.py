@@ -14,10 +14,15 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from millrace.config.section import NonEmptyStr, NonNegativeInt, PositiveFloat, PositiveInt
+from millrace.config.section import (
+    NonEmptyStr,
+    NonNegativeInt,
+    OneOrMore,
+    PositiveFloat,
+    PositiveInt,
+)
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import check_exactly_one, plugin
-from millrace.core.protocols import Scorer
 from millrace.core.records import (
     Group,
     Prompt,
@@ -33,13 +38,14 @@ from millrace.core.records import (
 from millrace.models.directory import vocabulary_checksum
 from millrace.scoring.scorer_type import CallSettings, RunInfo, ScorerContext
 from millrace.scoring.services.endpoint import Endpoint, check_endpoint
-from millrace.scoring.teachers.logprob_model import (
+from millrace.scoring.teachers.process import (
+    LogprobModel,
+    LogprobModelSettings,
     LogprobScorer,
+    TeacherProcess,
     check_same_vocabulary,
-    max_context_of,
     scatter,
 )
-from millrace.scoring.teachers.process import LogprobModelSettings, TeacherProcess
 from millrace.scoring.teachers.remote import MAX_ANSWER_BYTES, RemoteTeacher
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
@@ -48,8 +54,6 @@ TOP_K = 32  # default for losses that compare distributions
 
 @plugin
 class TeacherSettings(LogprobModelSettings):
-    """Which tasks a teacher scores, what it reads, and which loss learns from it."""
-
     loss: Divergence = "reverse_kl"
     """Default of loss.distil. The scorer's weight is the default of loss.distil_weight."""
     beta: float = 0.5
@@ -59,7 +63,7 @@ class TeacherSettings(LogprobModelSettings):
     "reverse_kl", which does not use them, otherwise 32."""
     temperature: PositiveFloat = 1.0
     """Temperature of the teacher's distribution, independent of sampling.temperature."""
-    tasks: list[str] = field(default_factory=list[str])
+    tasks: Annotated[tuple[str, ...], OneOrMore, Field(strict=False)] = ()
     """Names of the [tasks.source] tables that the teacher scores; empty means all tasks."""
     column: str | None = None
     """If set, `tasks` lists values of this task column instead."""
@@ -90,7 +94,6 @@ class TeacherSettings(LogprobModelSettings):
         return str(task.columns.get(self.column)) in self.tasks
 
     def hinted_prompt(self, task: Task) -> Prompt:
-        """Return the prompt that the teacher reads, with the task's hint in it."""
         assert self.hint is not None
         hint = str(task.columns[self.hint])
 
@@ -103,7 +106,6 @@ class TeacherSettings(LogprobModelSettings):
         return [*before, {**last, "content": fill(last["content"])}]
 
     def check(self, tasks: Sequence[Task], *, name: str) -> None:
-        """Raise ConfigError unless the teacher covers some task, and each of these has a hint."""
         covered = [task for task in tasks if self.covers(task)]
         if tasks and not covered:
             problem = "no [tasks.source.NAME] has such a name"
@@ -120,6 +122,22 @@ class TeacherSettings(LogprobModelSettings):
                     f" {str(task.prompt)[:60]!r} does not have; its columns are:"
                     f" {', '.join(task.columns) or 'none'}."
                 )
+
+    def make_model(self, name: str, *, calls: CallSettings, context: ScorerContext) -> LogprobModel:
+        raise NotImplementedError
+
+    def build(
+        self, *, name: str, weight: float, calls: CallSettings, context: ScorerContext
+    ) -> "TeacherScorer":
+        scorer = SelfTeacherScorer if isinstance(self, SelfTeacher) else TeacherScorer
+        return scorer(
+            name=name,
+            weight=weight,
+            model=self.make_model(name, calls=calls, context=context),
+            settings=self,
+            render=context.run_info.render,
+            timeout_s=calls.timeout_s,
+        )
 
 
 @plugin
@@ -155,31 +173,15 @@ class Teacher(TeacherSettings):
         if self.model is not None:
             check_same_vocabulary(self.model, run, num_top=self.num_top, name=name)
 
-    def build(
-        self, *, name: str, weight: float, calls: CallSettings, context: ScorerContext
-    ) -> Scorer:
-        run = context.run_info
-        if self.model is None:
-            model, max_context = self._remote(name, timeout_s=calls.timeout_s, run=run), None
-        else:
-            model = self.make_process(name, model=self.model, context=context)
-            max_context = max_context_of(self.model, run)
-        return TeacherScorer(
-            name=name,
-            weight=weight,
-            model=model,
-            settings=self,
-            render=run.render,
-            timeout_s=calls.timeout_s,
-            max_context=max_context,
-        )
-
-    def _remote(self, name: str, *, timeout_s: float, run: RunInfo) -> RemoteTeacher:
+    def make_model(self, name: str, *, calls: CallSettings, context: ScorerContext) -> LogprobModel:
+        if self.model is not None:
+            return self.make_process(name, model=self.model, context=context)
         assert self.url is not None
+        run = context.run_info
         endpoint = Endpoint(
             self.url,
             headers=self.headers,
-            timeout_s=timeout_s,
+            timeout_s=calls.timeout_s,
             scorer=name,
             max_answer_bytes=MAX_ANSWER_BYTES,
         )
@@ -218,11 +220,9 @@ class SelfTeacher(TeacherSettings):
                 f" {transport!r} broadcasts to the engines only; choose another transport."
             )
 
-    def build(
-        self, *, name: str, weight: float, calls: CallSettings, context: ScorerContext
-    ) -> Scorer:
+    def make_model(self, name: str, *, calls: CallSettings, context: ScorerContext) -> LogprobModel:
         run = context.run_info
-        process = self.make_process(
+        return self.make_process(
             name,
             model=run.model_path,
             context=context,
@@ -231,19 +231,9 @@ class SelfTeacher(TeacherSettings):
             adapter_path=run.adapter_path,
             saved_path=_saved_path(name, context),
         )
-        return SelfTeacherScorer(
-            name=name,
-            weight=weight,
-            model=process,
-            settings=self,
-            render=run.render,
-            timeout_s=calls.timeout_s,
-            max_context=max_context_of(run.model_path, run),
-        )
 
 
 def _saved_path(name: str, context: ScorerContext) -> str:
-    """The file in which a self-teacher saves its weights."""
     path = (context.folder / f"{name}.safetensors").absolute()
     if path.exists():
         from millrace.models.loading import read_weights_version  # takes seconds to import
@@ -255,8 +245,6 @@ def _saved_path(name: str, context: ScorerContext) -> str:
 
 @dataclass(kw_only=True, eq=False)
 class TeacherScorer(LogprobScorer):
-    """Returns the teacher's logprobs of the sampled tokens."""
-
     settings: TeacherSettings
     render: Callable[[Prompt], np.ndarray]  # prompt -> its tokens [P] int32
 
@@ -290,8 +278,6 @@ class TeacherScorer(LogprobScorer):
 
 
 class SelfTeacherScorer(TeacherScorer):
-    """A teacher that receives the policy's versions."""
-
     async def swap(self, update: WeightUpdate) -> int:
         assert isinstance(self.model, TeacherProcess)
         return await self.model.swap(update)

@@ -35,78 +35,56 @@ from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWor
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.directory import text_config
 from millrace.models.loading import load_model, resolve_device, resolve_dtype
-from millrace.scoring.teachers.history import HistorySettings
 from millrace.scoring.teachers.process import LogprobModelSettings
-from millrace.scoring.teachers.self_teacher_weights import SelfTeacherWeights
+from millrace.scoring.teachers.self_teacher_weights import HistorySettings, SelfTeacherWeights
 
 
 def main(link: Link, name: str) -> None:
-    serve(link, name, message=StartTeacher, start=start)
-
-
-def start(message: StartTeacher, link: Link, timeline: Timeline) -> "TeacherWorker":
-    config, settings = load_config(message.config), LogprobModelSettings(**message.settings)
-    torch.set_num_threads(settings.threads)
-    device = resolve_device(message.device)
-    try:
-        model = load_model(
-            message.model_path,
-            dtype=resolve_dtype(settings.dtype, device),
-            device=device,
-            attention=PACKED_ATTENTION,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-    except torch.OutOfMemoryError:
-        raise ConfigError(
-            f"The weights of {message.model_path!r} do not fit on {device}; set the scorer's dtype"
-            " to bfloat16, or use another device."
-        ) from None
-    policy = text_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    num_known = policy.vocab_size if message.num_known is None else message.num_known
-    engine = ScoringEngine(model, logprob_chunk=settings.logprob_chunk, num_known=num_known)
-    own_weights = None
-    if message.history is not None:
-        own_weights = SelfTeacherWeights(
-            model,
-            HistorySettings(**message.history),
-            config,
-            version=message.version,
-            adapter=None if message.adapter_path is None else Path(message.adapter_path),
-            saved_path=Path(message.saved_path),
-        )
-    return TeacherWorker(
-        link,
-        engine=engine,
-        pass_tokens=settings.pass_tokens,
-        own_weights=own_weights,
-        timeline=timeline,
-    )
+    serve(link, name, message=StartTeacher, start=TeacherWorker)
 
 
 @dataclass(slots=True, eq=False)
 class _PendingCall:
-    """A call and the results so far."""
-
     call: WorkerCall
     requests: list[ScoreRequest]
     scored: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
 
 
 class TeacherWorker(ModelWorker):
-    def __init__(
-        self,
-        link: Link,
-        *,
-        engine: ScoringEngine,
-        pass_tokens: int,
-        own_weights: SelfTeacherWeights | None,
-        timeline: Timeline,
-    ) -> None:
-        """`own_weights`: of a self-teacher; None = the weights never change."""
+    def __init__(self, message: StartTeacher, link: Link, timeline: Timeline) -> None:
         super().__init__(link, timeline=timeline)
-        self._engine = engine
-        self._pass_tokens = pass_tokens
-        self._weights = own_weights
+        config, settings = load_config(message.config), LogprobModelSettings(**message.settings)
+        torch.set_num_threads(settings.threads)
+        device = resolve_device(message.device)
+        try:
+            model = load_model(
+                message.model_path,
+                dtype=resolve_dtype(settings.dtype, device),
+                device=device,
+                attention=PACKED_ATTENTION,
+                trust_remote_code=config.model.trust_remote_code,
+            )
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                f"The weights of {message.model_path!r} do not fit on {device}; set the scorer's"
+                " dtype to bfloat16, or use another device."
+            ) from None
+        policy = text_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        num_known = policy.vocab_size if message.num_known is None else message.num_known
+        self._engine = ScoringEngine(
+            model, logprob_chunk=settings.logprob_chunk, num_known=num_known
+        )
+        self._pass_tokens = settings.pass_tokens
+        self._weights: SelfTeacherWeights | None = None  # None = they never change
+        if message.history is not None:
+            self._weights = SelfTeacherWeights(
+                model,
+                HistorySettings(**message.history),
+                config,
+                version=message.version,
+                adapter=None if message.adapter_path is None else Path(message.adapter_path),
+                saved_path=Path(message.saved_path),
+            )
         self._pending: deque[_PendingCall] = deque()  # in the order of their arrival
         self._swaps: deque[WorkerCall] = deque()  # the first is being staged
         self._staged: Future[tuple[PreparedWeights | None, float]] | None = None
