@@ -53,13 +53,13 @@ def watching(parent: psutil.Process):
             with contextlib.suppress(psutil.NoSuchProcess):
                 seen.update({*parent.children(recursive=True)} - before)
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    thread = threading.Thread(target=watch)
+    thread.start()
     try:
         yield seen
     finally:
         is_over.set()
-        watcher.join()
+        thread.join()
 
 
 def all_end(seen: set[psutil.Process]) -> bool:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.scoring.sandbox.calls import SandboxLimits, run_programs, run_tests
-from millrace.scoring.sandbox.values import pack, unpack, write_back
+from millrace.scoring.sandbox.frames import pack, unpack, write_back
 
 LIMITS = SandboxLimits(time_s=30.0)
 FORGERIES = {

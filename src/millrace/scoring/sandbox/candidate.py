@@ -12,8 +12,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from millrace.scoring.sandbox.frames import receive, send
-from millrace.scoring.sandbox.values import Packed, pack, unpack
+from millrace.scoring.sandbox.frames import Packed, pack, receive, send, unpack
 
 MODULE = "solution"
 MAX_REQUEST_BYTES = 2**28

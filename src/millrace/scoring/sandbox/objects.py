@@ -10,8 +10,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from millrace.scoring.sandbox.frames import FrameError, receive, send
-from millrace.scoring.sandbox.values import Packed, pack, unpack, write_back
+from millrace.scoring.sandbox.candidate import OPERATIONS
+from millrace.scoring.sandbox.frames import (
+    FrameError,
+    Packed,
+    pack,
+    receive,
+    send,
+    unpack,
+    write_back,
+)
 
 
 class Candidate:
@@ -77,9 +85,8 @@ class Candidate:
             case ["error", str(name), str(base_name)]:
                 return self._error_class(name, base_name)
             case ["module", str(name)] if name.partition(".")[0] in sys.stdlib_module_names:
-                return importlib.import_module(
-                    name
-                )  # not the code's own, which it may have changed
+                # Not the code's own, which it may have changed.
+                return importlib.import_module(name)
             case ["module", str()]:
                 return None
         raise ValueError(packed)
@@ -122,20 +129,15 @@ def _refer(value: Any) -> Packed:
     raise TypeError(f"tests can pass data and the code's own objects, not a {type(value).__name__}")
 
 
-def _define(operation: str, *, among_remotes: bool = False) -> None:
+def _define(operation: str) -> None:
     def method(self: Remote, *args: Any) -> Any:
-        if among_remotes and not all(isinstance(arg, Remote) for arg in args):
+        is_order = operation in ("lt", "le", "gt", "ge")
+        if is_order and not all(isinstance(arg, Remote) for arg in args):
             return NotImplemented
         return self._candidate.ask(operation, self, *args)
 
     setattr(Remote, f"__{operation}__", method)
 
 
-for _name in (
-    *("iter", "next", "len", "str", "repr", "bool", "hash"),
-    *("getitem", "setitem", "delitem", "contains"),
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "matmul"),
-):
+for _name in OPERATIONS.keys() - {"call", "getattr", "setattr", "eq"}:  # defined above
     _define(_name)
-for _name in ("lt", "le", "gt", "ge"):
-    _define(_name, among_remotes=True)

@@ -35,7 +35,6 @@ def main() -> None:
 
 
 def _run_program(job: dict[str, Any], *, stdin: str) -> dict[str, Any]:
-    """Run the code as a script and return its output."""
     source = os.memfd_create("stdin")  # a file, so that the runner need not feed a pipe
     os.write(source, stdin.encode())
     os.lseek(source, 0, os.SEEK_SET)
@@ -149,6 +148,7 @@ def _read_to_end(fd: int, *, max_bytes: int) -> bytes | None:
 def _preload(code: str) -> None:
     """Import the standard library modules that the code names, because it cannot open files."""
     import ast
+    import contextlib
     import importlib
 
     importlib.import_module("_strptime")  # datetime imports it lazily
@@ -161,17 +161,10 @@ def _preload(code: str) -> None:
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         for name in names:
-            if name.partition(".")[0] in sys.stdlib_module_names - {"antigravity", "this"}:
-                _import(name)
-
-
-def _import(name: str) -> None:
-    """Import a module, or trigger the lazy import of a module's attribute."""
-    import importlib
-
-    module, _, attribute = name.rpartition(".")
-    try:
-        if not (module and hasattr(sys.modules.get(module), attribute)):
-            importlib.import_module(name)
-    except ImportError:
-        return  # the code gets the same error, unless the name is an attribute
+            if name.partition(".")[0] not in sys.stdlib_module_names - {"antigravity", "this"}:
+                continue
+            module, _, attribute = name.rpartition(".")
+            with contextlib.suppress(ImportError):  # the code gets the same error
+                # hasattr() triggers the lazy import of an attribute.
+                if not (module and hasattr(sys.modules.get(module), attribute)):
+                    importlib.import_module(name)
