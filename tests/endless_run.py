@@ -28,7 +28,7 @@ from millrace.environments.rollouts.renderer import Renderer
 from millrace.inference.pool import EnginePool
 from millrace.journal import Journal, JournalHistory, Ledger
 from millrace.journal.resuming import Cursor
-from millrace.monitoring.files.skipped_steps import SkippedSteps
+from millrace.monitoring.files.episodes import SkippedSteps
 from millrace.monitoring.monitor import RunMonitor
 from millrace.monitoring.run_dir import RunDir
 from millrace.run.build import RunParts, build_controller

@@ -5,7 +5,7 @@ import pytest
 from fakes import make_group
 
 from millrace.core.errors import RunFailed
-from millrace.monitoring.files.skipped_steps import SkippedSteps
+from millrace.monitoring.files.episodes import SkippedSteps
 
 METRICS = {"loss": math.nan, "grad_norm": math.inf}
 

@@ -62,9 +62,7 @@ class Case:
 
 
 ON_CPU = (
-    Case(transport="shm", payload="full"),
-    Case(transport="shm", payload="adapter"),
-    Case(transport="shm", payload="merged"),
+    *(Case(transport="shm", payload=payload) for payload in ("full", *APPLIED)),
     Case(transport="disk", payload="full"),
     Case(transport="collective", payload="full", engines=2),
 )

@@ -13,7 +13,7 @@ from millrace.controller.batches import TakenBatch
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.evaluation import EvalSet
 from millrace.core.records import Group
-from millrace.monitoring.files.skipped_steps import SkippedSteps
+from millrace.monitoring.files.episodes import SkippedSteps
 from millrace.monitoring.monitor import SCORES, RunMonitor
 from millrace.monitoring.scorer_load import queue_text
 from millrace.monitoring.terminal.snapshot import RunGauges

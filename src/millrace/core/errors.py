@@ -5,8 +5,11 @@ Each message is one sentence: what happened, which value, what to do.
 
 import contextlib
 import difflib
+from collections import Counter
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, cast
+
+MIN_SIMILARITY = 0.66  # one of three letters may differ
 
 
 class MillraceError(Exception):
@@ -119,17 +122,17 @@ def user_code(what: str) -> Generator[None]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that was probably meant.
+    """Return the known name that was probably meant; None if none is similar."""
+    best = max(known, key=lambda other: _similarity(name, other), default=None)
+    return None if best is None or _similarity(name, best) < MIN_SIMILARITY else best
 
-    This is the one with the fewest edits, at most one per three letters, or else one that shares
-    most of its letters, such as "leave_one_out" for "leave_out".
-    """
-    limit = max(1, len(name) // 3)
-    distances = {other: _distance(name.lower(), other.lower()) for other in known}
-    best = min(distances, key=lambda other: distances[other], default=None)
-    if best is not None and distances[best] <= limit:
-        return best
-    return next(iter(difflib.get_close_matches(name, distances, n=1, cutoff=0.75)), None)
+
+def _similarity(a: str, b: str) -> float:
+    """Share of common letters, in order and in any order, so that a transposition counts little."""
+    a, b = a.lower(), b.lower()
+    in_order = difflib.SequenceMatcher(None, a, b).ratio()
+    in_any_order = 2 * (Counter(a) & Counter(b)).total() / max(len(a) + len(b), 1)
+    return (in_order + in_any_order) / 2
 
 
 def suggestion(name: str, known: Iterable[str], *, otherwise: str = "valid here") -> str:
@@ -147,18 +150,3 @@ def describe_setting_error(detail: Mapping[str, Any], *, where: str) -> str:
         return f"Setting {where!r} is missing"
     message = detail["msg"].removeprefix("Value error, ")
     return f"Setting {where!r} = {detail['input']!r}: {message[0].lower()}{message[1:]}"
-
-
-def _distance(a: str, b: str) -> int:
-    """Edits from a to b; a transposition of neighbours counts as one, as most typos are one."""
-    before: list[int] = []
-    row = list(range(len(b) + 1))
-    for i, left in enumerate(a, start=1):
-        earlier, before = before, row
-        row = [i]
-        for j, right in enumerate(b, start=1):
-            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (left != right))
-            if i > 1 and j > 1 and left == b[j - 2] and a[i - 2] == right:
-                cost = min(cost, earlier[j - 2] + 1)
-            row.append(cost)
-    return row[-1]

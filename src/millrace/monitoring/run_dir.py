@@ -80,13 +80,13 @@ class RunDir:
             return
         if self.is_running:
             raise ConfigError(f"{self.path} belongs to a run that is still running; stop it first.")
-        folders = (self.checkpoints, self.rollouts, self.episodes, self.skipped, self.logs)
-        for folder in (*folders, self.plots, self.journal, self.scorers, self.tensorboard):
-            if folder.exists():
-                shutil.rmtree(folder)
-        files = (self.config, self.metrics, self.trace, self.earlier_trace, self.summary)
-        for file in (*files, self.control, self._lock_path):
-            file.unlink(missing_ok=True)
+        for path in vars(self).values():
+            if not isinstance(path, Path) or path == self.path:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     @property
     def exists(self) -> bool:

@@ -27,7 +27,7 @@ from millrace.environments.rollouts.player import Player
 from millrace.inference.pool import EnginePool
 from millrace.journal import Journal, NoJournal
 from millrace.journal.resuming import Cursor
-from millrace.monitoring.files.skipped_steps import SkippedSteps
+from millrace.monitoring.files.episodes import SkippedSteps
 from millrace.monitoring.monitor import RunMonitor
 from millrace.scoring.pool import ScorerPool
 from millrace.tasks.streams import TaskStream

@@ -31,7 +31,7 @@ from millrace.core.protocols import Environment
 from millrace.core.records import Sampling
 from millrace.environments.rollouts.player import Player
 from millrace.journal import Journal, NoJournal
-from millrace.monitoring.files.skipped_steps import SkippedSteps
+from millrace.monitoring.files.episodes import SkippedSteps
 from millrace.monitoring.monitor import RunMonitor
 from millrace.monitoring.run_dir import RunDir
 from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress

@@ -24,6 +24,8 @@ MAX_BYTES = 256 * 2**20  # viewers have trouble with larger files
 MAX_SPANS_PER_BATCH = 16  # per worker; a batch comes a few times a second
 BUSY_COLOUR, WAITING_COLOUR = "thread_state_running", "grey"  # names the viewers know
 
+_METADATA = {"ph": "M", "pid": PROCESS}
+
 Event = dict[str, Any]
 
 
@@ -45,10 +47,8 @@ class TraceWriter:
         self._max_bytes = max_bytes
         events = _read_events(path) if resume and path.exists() else []
         self._tracks = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
-        self._start_s = time.time() if start_s is None else start_s
-        self._start_s -= (
-            max((e["ts"] + e["dur"] for e in events if e["ph"] == "X"), default=0.0) / 1e6
-        )
+        end_us = max((e["ts"] + e["dur"] for e in events if e["ph"] == "X"), default=0.0)
+        self._start_s = (time.time() if start_s is None else start_s) - end_us / 1e6
         self._begin(events or self._heading())
 
     def write(self, spans: Iterable[Span]) -> None:
@@ -70,14 +70,12 @@ class TraceWriter:
         self._file = self._path.open("a")
 
     def _heading(self) -> list[Event]:
-        tracks = [event for name, track in self._tracks.items() for event in _track(name, track)]
-        return [_metadata("process_name", 0, {"name": "millrace"}), *tracks]
+        process = {**_METADATA, "name": "process_name", "tid": 0, "args": {"name": "millrace"}}
+        return [process, *(event for item in self._tracks.items() for event in _track(*item))]
 
     def _events(self, span: Span) -> list[Event]:
-        new_track = []
-        if span.worker not in self._tracks:
-            track = self._tracks[span.worker] = len(self._tracks) + 1
-            new_track = _track(span.worker, track)
+        is_new = span.worker not in self._tracks
+        track = self._tracks.setdefault(span.worker, len(self._tracks) + 1)
         event = {
             "name": span.name if span.busy else f"waiting: {span.name}",
             "cat": "busy" if span.busy else "waiting",
@@ -85,11 +83,11 @@ class TraceWriter:
             "ts": round((span.start_s - self._start_s) * 1e6, 1),
             "dur": round((span.end_s - span.start_s) * 1e6, 1),
             "pid": PROCESS,
-            "tid": self._tracks[span.worker],
+            "tid": track,
             "cname": BUSY_COLOUR if span.busy else WAITING_COLOUR,
             "args": {"count": span.count} | ({} if span.busy else {"reason": span.name}),
         }
-        return [*new_track, event]
+        return [*(_track(span.worker, track) if is_new else []), event]
 
 
 def _condensed(spans: Iterable[Span]) -> Iterator[Span]:
@@ -147,14 +145,11 @@ def _read_events(path: Path) -> list[Event]:
 
 
 def _track(worker: str, track: int) -> list[Event]:
+    event = {**_METADATA, "tid": track}
     return [
-        _metadata("thread_name", track, {"name": worker}),
-        _metadata("thread_sort_index", track, {"sort_index": track}),
+        {**event, "name": "thread_name", "args": {"name": worker}},
+        {**event, "name": "thread_sort_index", "args": {"sort_index": track}},
     ]
-
-
-def _metadata(name: str, track: int, args: dict[str, Any]) -> Event:
-    return {"name": name, "ph": "M", "pid": PROCESS, "tid": track, "args": args}
 
 
 def _line(event: Event) -> str:

@@ -31,6 +31,7 @@ BINS = 160  # columns of the whole run
 SPANS_IN_CLOSE_UP = 60  # about, of the engine or trainer with the fewest
 
 Activity = tuple[str, bool]  # name, busy
+Grouped = defaultdict[tuple[str, Activity], list[Span]]  # by worker and activity
 
 
 def draw_timeline(figure: "Figure", spans: Sequence[Span]) -> None:
@@ -39,24 +40,27 @@ def draw_timeline(figure: "Figure", spans: Sequence[Span]) -> None:
     tracks = _tracks(workers)
     examples = _examples(tracks)
     colours = _colours(spans)
+    grouped: Grouped = defaultdict(list)
+    for span in spans:
+        grouped[span.worker, (span.name, span.busy)].append(span)
     end_s = max(span.end_s for span in spans)
     window_s = end_s * min(1.0, SPANS_IN_CLOSE_UP / _num_spans_of_main_worker(spans))
     if window_s > end_s / 2:
         figure.set_figheight(1.9 + 0.55 * len(examples))
         axes = figure.subplots()
-        _draw_spans(axes, spans, examples, colours)
+        _draw_spans(axes, grouped, examples, colours)
         axes.set_title(_title("Activity of the workers", workers, examples))
         _set_axes(axes, examples, 0.0, end_s)
     else:
         figure.set_figheight(3.0 + 0.55 * (len(tracks) + len(examples)))
         whole, close_up = figure.subplots(2, 1, height_ratios=(len(tracks) + 1, len(examples) + 1))
         whole.set_title("Whole run: share of time")
-        _draw_shares(whole, spans, tracks, colours, np.linspace(0.0, end_s, BINS + 1))
+        _draw_shares(whole, grouped, tracks, colours, np.linspace(0.0, end_s, BINS + 1))
         _set_axes(whole, list(tracks), 0.0, end_s)
         whole.set_xlabel("")
         length = duration(window_s) if window_s >= 10 else f"{window_s:.1f} s"
         close_up.set_title(_title(f"Close-up of {length}", workers, examples))
-        _draw_spans(close_up, spans, examples, colours)
+        _draw_spans(close_up, grouped, examples, colours)
         _set_axes(close_up, examples, (end_s - window_s) / 2, (end_s + window_s) / 2)
     _add_legend(figure, colours)
 
@@ -98,9 +102,8 @@ def _title(text: str, workers: Sequence[str], shown: Sequence[str]) -> str:
 
 
 def _draw_spans(
-    axes: "Axes", spans: Sequence[Span], workers: Sequence[str], colours: dict[Activity, str]
+    axes: "Axes", grouped: Grouped, workers: Sequence[str], colours: dict[Activity, str]
 ) -> None:
-    grouped = _by_worker_and_activity(spans)
     for track, worker in enumerate(workers):
         for activity, colour in colours.items():
             own = grouped[worker, activity]
@@ -109,34 +112,20 @@ def _draw_spans(
             axes.broken_barh(ranges, bounds, facecolors=colour, linewidth=0)
 
 
-def _by_worker_and_activity(spans: Sequence[Span]) -> dict[tuple[str, Activity], list[Span]]:
-    grouped: dict[tuple[str, Activity], list[Span]] = defaultdict(list)
-    for span in spans:
-        grouped[span.worker, (span.name, span.busy)].append(span)
-    return grouped
-
-
 def _draw_shares(
     axes: "Axes",
-    spans: Sequence[Span],
+    grouped: Grouped,
     tracks: Mapping[str, Sequence[str]],
     colours: dict[Activity, str],
     edges_s: np.ndarray,  # [BINS + 1]
 ) -> None:
     """One column per bin, filled from below with the share of each activity, work first."""
-    grouped = _by_worker_and_activity(spans)
     for track, workers in enumerate(tracks.values()):
         top = np.full(len(edges_s) - 1, track + TRACK_HEIGHT / 2)  # the axis points down
         for activity, colour in colours.items():
             shares = [_share_per_bin(grouped[worker, activity], edges_s) for worker in workers]
             bottom, top = top, top - TRACK_HEIGHT * np.mean(shares, axis=0)
-            axes.fill_between(
-                np.repeat(edges_s, 2)[1:-1],
-                np.repeat(bottom, 2),
-                np.repeat(top, 2),
-                facecolor=colour,
-                linewidth=0,
-            )
+            axes.stairs(top, edges_s, baseline=bottom, fill=True, color=colour)
 
 
 def _share_per_bin(spans: Sequence[Span], edges_s: np.ndarray) -> np.ndarray:
@@ -144,11 +133,11 @@ def _share_per_bin(spans: Sequence[Span], edges_s: np.ndarray) -> np.ndarray:
     if not spans:
         return np.zeros(len(edges_s) - 1)
     # The time covered up to t grows linearly within a span and is flat between spans.
-    times_s = np.array([(span.start_s, span.end_s) for span in spans]).ravel()
-    lengths_s = np.array([span.end_s - span.start_s for span in spans])
-    after_s = np.cumsum(lengths_s)
-    covered_s = np.stack([after_s - lengths_s, after_s], axis=1).ravel()
-    return np.diff(np.interp(edges_s, times_s, covered_s)) / np.diff(edges_s)
+    times_s = np.array([(span.start_s, span.end_s) for span in spans])
+    lengths_s = times_s[:, 1] - times_s[:, 0]
+    covered_s = np.cumsum(lengths_s)[:, None] - np.outer(lengths_s, (1, 0))
+    covered_at_s = np.interp(edges_s, times_s.ravel(), covered_s.ravel())
+    return np.diff(covered_at_s) / np.diff(edges_s)
 
 
 def _set_axes(axes: "Axes", tracks: Sequence[str], begin_s: float, end_s: float) -> None:
