@@ -48,6 +48,13 @@ def steps_seen_at(*times: float) -> list[StepSeen]:
     return [StepSeen(at_s=at_s, step=i + 1, is_new=True) for i, at_s in enumerate(times)]
 
 
+def observed(steps_seen: list[StepSeen], *, ended_s: float) -> RunChecker:
+    """The checker of a run that began at second 0."""
+    checker = RunChecker(RunDir("not written"))
+    checker.steps_seen, checker.began_s, checker.ended_s = steps_seen, 0.0, ended_s
+    return checker
+
+
 def test_kills_are_spread_evenly_over_roles_and_steps():
     drawn = list(plans(200, steps=400, seed=1))
     assert {role: sum(plan.role == role for plan in drawn) for role in ROLES} == dict.fromkeys(
@@ -115,9 +122,8 @@ def test_next_kill_follows_while_a_worker_hangs_if_steps_continue(process):
 def test_long_gap_is_attributed_to_the_kill_before_it_and_all_seconds_add_up():
     # The engine dies after step 3. Two buffered steps follow, then nothing for 9 more seconds.
     times = (4, 5, 6, 7, 8, 18, 19, 20, 21, 22)
-    books = account(
-        steps_seen_at(*times), [make_kill(at_s=6.5, step=3)], pace=PACE, began_s=0.0, ended_s=24.0
-    )
+    run = observed(steps_seen_at(*times), ended_s=24.0)
+    books = account(run, [make_kill(at_s=6.5, step=3)], pace=PACE)
     assert books.by_role["engine"].seconds == pytest.approx(9.0)
     assert books.rest_s == pytest.approx(0.0)
     assert check_account(books).holds
@@ -125,9 +131,8 @@ def test_long_gap_is_attributed_to_the_kill_before_it_and_all_seconds_add_up():
 
 def test_long_gap_far_from_any_kill_stays_unexplained():
     times = (4, 5, 6, 7, 8, 9, 10, 11, 31, 32)
-    books = account(
-        steps_seen_at(*times), [make_kill(at_s=5.5, step=2)], pace=PACE, began_s=0.0, ended_s=34.0
-    )
+    run = observed(steps_seen_at(*times), ended_s=34.0)
+    books = account(run, [make_kill(at_s=5.5, step=2)], pace=PACE)
     assert books.by_role["engine"].seconds == 0
     assert books.rest_s == pytest.approx(19.0)
     assert not check_account(books).holds
@@ -137,7 +142,7 @@ def test_repeated_steps_count_as_redone():
     before, after = steps_seen_at(4, 5, 6), steps_seen_at(4, 5, 6, 22, 23)[3:]
     again = [StepSeen(at_s=18.0, step=2, is_new=False), StepSeen(at_s=20.0, step=3, is_new=False)]
     kill = make_kill(at_s=6.5, step=3, role=CONTROLLER)
-    books = account([*before, *again, *after], [kill], pace=PACE, began_s=0.0, ended_s=25.0)
+    books = account(observed([*before, *again, *after], ended_s=25.0), [kill], pace=PACE)
     loss = books.by_role[CONTROLLER]
     assert loss.seconds == pytest.approx(15.0)
     assert loss.redo_s == pytest.approx(4.0)

@@ -14,8 +14,10 @@ BENCHES = {
 }
 
 
-def bench_parser(name: str, description: str, *, on_device: bool = False) -> ArgumentParser:
+def bench_parser(name: str, *, on_device: bool = False) -> ArgumentParser:
     """A parser with the options that benches share."""
+    what = BENCHES[name]
+    description = f"{what[0].upper()}{what[1:]}."
     parser = ArgumentParser(prog=f"millrace bench {name}", description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
     if on_device:

@@ -10,7 +10,6 @@ import json
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -35,8 +34,7 @@ NUM_EXAMPLES = 9600  # for the model's warm start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    description = "Kill processes of a run at random moments, and check that nothing is lost."
-    parser = bench_parser("chaos", description)
+    parser = bench_parser("chaos")
     parser.add_argument("--kills", type=int, default=20, help="number (20); 200 is a soak test")
     parser.add_argument("--seed", type=int, default=0, help="of the model, the run and the kills")
     parser.add_argument("--steps", type=int, help="of the run (5 per kill, at least 200)")
@@ -69,11 +67,9 @@ class ObservedRun:
         self.injector = FaultInjector(self.target, self.checker)
 
     def run(self, num_kills: int = 0, *, step_s: float = 0.0) -> None:
-        self.began_s = time.monotonic()
         try:
             self.target.start()
             self.injector.inject(num_kills, step_s=step_s, seed=self._seed)
-            self.ended_s = time.monotonic()
             self.checker.conclude()
             self.leftovers = check_leftovers(self.target)
         finally:
@@ -89,15 +85,12 @@ def inject(folder: Path, *, num_kills: int, steps: int, seed: int) -> dict[str, 
     settings: dict[str, Any] = {"model": folder / "model", "steps": steps, "seed": seed}
     undisturbed = ObservedRun(folder / "undisturbed", **settings)
     undisturbed.run()
-    pace = Pace.of(
-        undisturbed.checker.steps_seen, began_s=undisturbed.began_s, ended_s=undisturbed.ended_s
-    )
+    pace = Pace.of(undisturbed.checker)
     print(f"undisturbed: {steps} steps in {pace.wall_s:.0f} s, {pace.step_s:.2f} s each")
     disturbed = ObservedRun(folder / "disturbed", **settings)
     disturbed.run(num_kills, step_s=pace.step_s)
     kills, summary = disturbed.injector.kills, disturbed.summary
-    times = {"began_s": disturbed.began_s, "ended_s": disturbed.ended_s}
-    lost = account(disturbed.checker.steps_seen, kills, pace=pace, **times)
+    lost = account(disturbed.checker, kills, pace=pace)
     promises = [
         check_kills(kills, wanted=num_kills),
         *check_work(disturbed.target, disturbed.checker, summary=summary),

@@ -28,8 +28,7 @@ from millrace.models.routing import find_routing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    description = "Generated tokens per second, next to the floor that memory bandwidth sets."
-    parser = bench_parser("engine", description, on_device=True)
+    parser = bench_parser("engine", on_device=True)
     parser.add_argument(
         "--model", nargs="+", help=f"shapes ({', '.join(shapes())}) or model directories"
     )

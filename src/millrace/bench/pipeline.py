@@ -25,8 +25,7 @@ GROUPS, GROUP_SIZE = 8, 8  # per step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    description = "Samples per second, sync against async, on a long-tailed workload."
-    parser = bench_parser("pipeline", description)
+    parser = bench_parser("pipeline")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run (20)")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="longest completion (256)")
     parser.add_argument("--staleness", type=int, default=4, help="limit of the async run (4)")

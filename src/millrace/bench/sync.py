@@ -70,8 +70,7 @@ ON_GPU = tuple(Case(transport="ipc", payload=payload) for payload in ("full", *A
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    description = "Publish to visible, decode gap and trainer stall, per weight transport."
-    parser = bench_parser("sync", description, on_device=True)
+    parser = bench_parser("sync", on_device=True)
     parser.add_argument(
         "--model", help=f"{', '.join(shapes())} or a number of parameters (qwen3-1.7b; CPU 100e6)"
     )

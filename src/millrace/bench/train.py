@@ -29,8 +29,7 @@ from millrace.training.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    description = "Trained tokens per second and share of the matrix-product rate."
-    parser = bench_parser("train", description, on_device=True)
+    parser = bench_parser("train", on_device=True)
     parser.add_argument("--model", help=f"a shape ({', '.join(shapes())}) or a model directory")
     parser.add_argument("--tokens", type=int, help="of the microbatch (16384; on a CPU 1024)")
     parser.add_argument("--length", type=int, help="of each rollout (2048; on a CPU 128)")

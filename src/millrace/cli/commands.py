@@ -1,4 +1,4 @@
-"""The commands of the command line: each takes its parsed arguments and returns an exit code.
+"""The commands of the command line: each takes its parsed arguments, and may return an exit code.
 
 Nothing heavy is imported before a command needs it.
 """
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from millrace.run.train import RunResult
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+FROM_MAIN = ("command", "run", "settings")  # what main() adds to the options of every command
 
 
-def demo(args: argparse.Namespace) -> int:
+def demo(args: argparse.Namespace) -> None:
     from millrace.demo.run import run_demo
 
     run_demo(run_dir=args.run_dir, seed=args.seed)
     if args.json is not None:
         shutil.copyfile(args.run_dir / "summary.json", args.json)
-    return DONE
 
 
-def init(args: argparse.Namespace) -> int:
+def init(args: argparse.Namespace) -> None:
     from millrace.cli.starter import SEED, write_starter
 
     def make(directory: Path) -> None:
@@ -37,13 +37,12 @@ def init(args: argparse.Namespace) -> int:
     for path in write_starter(args.directory, make_model=make, model=args.model):
         print(f"wrote {path}")
     print(f"\nNext: millrace train {args.directory / 'run.toml'}")
-    return DONE
 
 
-def train(args: argparse.Namespace, settings: dict[str, str]) -> int:
+def train(args: argparse.Namespace) -> int:
     from millrace.config import load_config, parse_override
 
-    overrides = {key: parse_override(key, value) for key, value in settings.items()}
+    overrides = {key: parse_override(key, value) for key, value in args.settings.items()}
     config = load_config(args.config, overrides=overrides)
     from millrace.monitoring.terminal.progress import make_progress
 
@@ -62,17 +61,16 @@ def train(args: argparse.Namespace, settings: dict[str, str]) -> int:
     return DONE
 
 
-def serve(args: argparse.Namespace, settings: dict[str, str]) -> int:
+def serve(args: argparse.Namespace) -> None:
     from millrace.config import parse_override
     from millrace.serving.settings import read_options
 
     options = read_options(
-        args, {key: parse_override(key, value) for key, value in settings.items()}
+        args, {key: parse_override(key, value) for key, value in args.settings.items()}
     )
     from millrace.serving import command
 
     command.serve(options)
-    return DONE
 
 
 def interrupted_state(run_dir: str) -> str:
@@ -96,7 +94,7 @@ def _outcome(result: "RunResult") -> str:
     return "\n".join(lines)
 
 
-def join(args: argparse.Namespace) -> int:
+def join(args: argparse.Namespace) -> None:
     from millrace.cluster.join import host
     from millrace.cluster.join.ticket import read_ticket
 
@@ -107,10 +105,9 @@ def join(args: argparse.Namespace) -> int:
         log_dir=args.log_dir,
         preload=("torch", "transformers", "millrace.inference.worker"),
     )
-    return DONE
 
 
-def _ledger(run_dir: Path, console: Any, *, number: int | None) -> int:
+def _ledger(run_dir: Path, console: Any, *, number: int | None) -> None:
     from millrace.core.errors import JournalError
     from millrace.monitoring.report.ledger import ledger_table, read_report
 
@@ -119,18 +116,16 @@ def _ledger(run_dir: Path, console: Any, *, number: int | None) -> int:
     console.print(shown, highlight=False)
     if troubles := report.check():
         raise JournalError(f"The ledger of {run_dir} does not add up: {' '.join(troubles)}")
-    return DONE
 
 
-def engines(args: argparse.Namespace) -> int:
+def engines(args: argparse.Namespace) -> None:
     from millrace.run.scaling import ask
 
     for name in ask(args.run_dir, add=args.add, remove=tuple(args.remove)):
         print(name)
-    return DONE
 
 
-def inspect(args: argparse.Namespace) -> int:
+def inspect(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from millrace.monitoring.report.plots import render_plots
@@ -138,27 +133,24 @@ def inspect(args: argparse.Namespace) -> int:
 
     console = Console()
     if args.ledger or args.number is not None:
-        return _ledger(args.run_dir, console, number=args.number)
+        _ledger(args.run_dir, console, number=args.number)
+        return
     console.print(summary_table(args.run_dir), highlight=False)
     if not args.no_plots:
         for path in render_plots(args.run_dir):
             console.print(f"drew {path}", highlight=False, soft_wrap=True)
-    return DONE
 
 
-def replay(args: argparse.Namespace) -> int:
+def replay(args: argparse.Namespace) -> None:
     from millrace.cluster.event_loop import run_on_own_loop
     from millrace.environments.replay.command import ReplayOptions
     from millrace.environments.replay.command import replay as replay_all
 
-    given = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
-    options = ReplayOptions(
-        **{**given, "scores": tuple(args.scores), "tool_results": tuple(args.tool_results)}
-    )
-    run_on_own_loop(lambda: replay_all(options))
-    return DONE
+    given = {name: value for name, value in vars(args).items() if name not in FROM_MAIN}
+    given |= {"scores": tuple(args.scores), "tool_results": tuple(args.tool_results)}
+    run_on_own_loop(lambda: replay_all(ReplayOptions(**given)))
 
 
 def bench(args: argparse.Namespace) -> int:
     module = importlib.import_module(f"millrace.bench.{args.bench}")
-    return module.main(args.arguments) or DONE
+    return module.main(args.arguments)

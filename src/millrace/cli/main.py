@@ -13,7 +13,7 @@ from typing import Any
 import millrace
 from millrace.bench import BENCHES
 from millrace.cli import commands as run
-from millrace.cli.commands import FAILED, INTERRUPTED, WRONG_INPUT
+from millrace.cli.commands import DONE, FAILED, INTERRUPTED, WRONG_INPUT
 from millrace.core.errors import ConfigError, MillraceError, RestartLimitExceeded, WorkerError
 from millrace.serving.options import SERVE, SERVE_MORE, add_arguments
 
@@ -137,9 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif arguments[:1] == ["serve"]:
             arguments, settings = split_settings(arguments, only_dotted=True)
         args = _parser().parse_args(arguments)
-        if args.command in ("train", "serve"):
-            return args.run(args, settings)
-        return args.run(args)
+        args.settings = settings
+        return args.run(args) or DONE
     except MillraceError as error:
         return report(error)
     except KeyboardInterrupt:

@@ -28,6 +28,7 @@ class RunChecker:
         self._num_rows = 0
         self.step = 0  # the last step that was ever completed
         self.steps_seen: list[StepSeen] = []
+        self.began_s = self.ended_s = time.monotonic()  # of the run
         self.groups: dict[int, frozenset[int]] = {}  # by step
         self.contradictions: list[str] = []
 
@@ -47,6 +48,7 @@ class RunChecker:
 
     def conclude(self) -> None:
         """The run is over."""
+        self.ended_s = time.monotonic()
         self.look()
         if self.step:
             self._read_groups(self.step)

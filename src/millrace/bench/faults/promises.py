@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from millrace.bench.faults.checker import RunChecker, StepSeen
+from millrace.bench.faults.checker import RunChecker
 from millrace.bench.faults.injector import Kill
 from millrace.bench.faults.target_run import (
     GROUPS_PER_STEP,
@@ -121,13 +121,13 @@ class Pace:
     end_s: float  # from the last step to the end
 
     @classmethod
-    def of(cls, steps_seen: Sequence[StepSeen], *, began_s: float, ended_s: float) -> "Pace":
-        first, last = steps_seen[0], steps_seen[-1]
+    def of(cls, run: RunChecker) -> "Pace":
+        first, last = run.steps_seen[0], run.steps_seen[-1]
         return cls(
-            wall_s=ended_s - began_s,
-            start_s=first.at_s - began_s,
-            step_s=(last.at_s - first.at_s) / max(1, len(steps_seen) - 1),
-            end_s=ended_s - last.at_s,
+            wall_s=run.ended_s - run.began_s,
+            start_s=first.at_s - run.began_s,
+            step_s=(last.at_s - first.at_s) / max(1, len(run.steps_seen) - 1),
+            end_s=run.ended_s - last.at_s,
         )
 
 
@@ -148,19 +148,12 @@ class TimeAccount:
     rest_s: float  # time that neither the undisturbed run nor a kill explains
 
 
-def account(
-    steps_seen: Sequence[StepSeen],
-    kills: Sequence[Kill],
-    *,
-    pace: Pace,
-    began_s: float,
-    ended_s: float,
-) -> TimeAccount:
+def account(run: RunChecker, kills: Sequence[Kill], *, pace: Pace) -> TimeAccount:
     by_role: dict[str, TimeLoss] = {}
     for kill in kills:
         by_role.setdefault(kill.role, TimeLoss()).num_kills += 1
-    new = [seen for seen in steps_seen if seen.is_new]
-    times = [began_s, *(seen.at_s for seen in new), ended_s]
+    new = [seen for seen in run.steps_seen if seen.is_new]
+    times = [run.began_s, *(seen.at_s for seen in new), run.ended_s]
     usual = [pace.start_s, *([pace.step_s] * (len(new) - 1)), pace.end_s]
     steps = [0, *(seen.step for seen in new)]  # the last step before each gap
     for (begin_s, end_s), usual_s, step in zip(pairwise(times), usual, steps, strict=False):
@@ -168,10 +161,10 @@ def account(
         kill = next((kill for kill in reversed(kills) if kill.at_s < end_s), None)
         if extra_s <= LONG_STEPS * pace.step_s or not kill or step - kill.step > NEAR_STEPS:
             continue
-        again = [s.at_s for s in steps_seen if not s.is_new and begin_s <= s.at_s <= end_s]
+        again = [s.at_s for s in run.steps_seen if not s.is_new and begin_s <= s.at_s <= end_s]
         by_role[kill.role].seconds += extra_s
         by_role[kill.role].redo_s += end_s - again[0] if again else 0.0
-    wall_s = ended_s - began_s
+    wall_s = run.ended_s - run.began_s
     return TimeAccount(
         wall_s=wall_s,
         undisturbed_s=pace.wall_s,

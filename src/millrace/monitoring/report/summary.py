@@ -70,7 +70,7 @@ def accuracy_by_step(rows: list[dict[str, Any]]) -> dict[int, float]:
 
 def _results(metrics: list[dict[str, Any]], final: Mapping[str, Any]) -> Rows:
     if rewards := _values(metrics, "reward/mean"):
-        line = curve(rewards, columns=40, rows=1).lines[0]
+        (line,), _, _ = curve(rewards, columns=40, rows=1)
         yield "reward", f"{rewards[0]:.3f} → {rewards[-1]:.3f}  {line}"
     before, after = final.get("accuracy_before"), final.get("accuracy_after")
     if before is not None and after is not None:

@@ -48,20 +48,21 @@ def draw_timeline(figure: "Figure", spans: Sequence[Span]) -> None:
     if window_s > end_s / 2:
         figure.set_figheight(1.9 + 0.55 * len(examples))
         axes = figure.subplots()
-        _draw_spans(axes, grouped, examples, colours)
-        axes.set_title(_title("Activity of the workers", workers, examples))
-        _set_axes(axes, examples, 0.0, end_s)
+        title, begin_s = "Activity of the workers", 0.0
     else:
         figure.set_figheight(3.0 + 0.55 * (len(tracks) + len(examples)))
-        whole, close_up = figure.subplots(2, 1, height_ratios=(len(tracks) + 1, len(examples) + 1))
+        whole, axes = figure.subplots(2, 1, height_ratios=(len(tracks) + 1, len(examples) + 1))
         whole.set_title("Whole run: share of time")
         _draw_shares(whole, grouped, tracks, colours, np.linspace(0.0, end_s, BINS + 1))
         _set_axes(whole, list(tracks), 0.0, end_s)
         whole.set_xlabel("")
         length = duration(window_s) if window_s >= 10 else f"{window_s:.1f} s"
-        close_up.set_title(_title(f"Close-up of {length}", workers, examples))
-        _draw_spans(close_up, grouped, examples, colours)
-        _set_axes(close_up, examples, (end_s - window_s) / 2, (end_s + window_s) / 2)
+        title, begin_s = f"Close-up of {length}", (end_s - window_s) / 2
+    _draw_spans(axes, grouped, examples, colours)
+    if len(examples) < len(workers):
+        title += f", {len(examples)} of {len(workers)} workers"
+    axes.set_title(title)
+    _set_axes(axes, examples, begin_s, end_s - begin_s)
     _add_legend(figure, colours)
 
 
@@ -94,11 +95,6 @@ def _examples(tracks: Mapping[str, list[str]]) -> list[str]:
     """The workers whose single spans are drawn: about equally many of each track."""
     per_track = max(MAX_TRACKS // len(tracks), 1)
     return [worker for members in tracks.values() for worker in members[:per_track]]
-
-
-def _title(text: str, workers: Sequence[str], shown: Sequence[str]) -> str:
-    left_out = "" if len(shown) == len(workers) else f", {len(shown)} of {len(workers)} workers"
-    return text + left_out
 
 
 def _draw_spans(

@@ -1,7 +1,6 @@
 """Numbers and curves as short text, for the progress views and the summary."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -31,25 +30,19 @@ def counts(reasons: Mapping[str, int]) -> str:
     return f"{total} ({', '.join(f'{reason} {n}' for reason, n in ordered if n)})"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Curve:
-    lines: tuple[str, ...]  # top first
-    low: float  # at the bottom of the last line
-    high: float  # at the top of the first line
-
-
-def curve(values: Sequence[float], *, columns: int, rows: int) -> Curve:
-    """An area chart in `rows` lines of text; long histories are averaged into `columns` columns."""
+def curve(values: Sequence[float], *, columns: int, rows: int) -> tuple[list[str], float, float]:
+    """An area chart: its lines, top first, and the values at its bottom and top. Long histories are
+    averaged into `columns` columns."""
     means = _resample(values, columns)
     low, high = min(means), max(means)
     levels = rows * (len(BLOCKS) - 1)
     # The lowest point is one eighth of a line high, to differ from "no step yet".
     heights = [1 + round((mean - low) / (high - low or 1.0) * (levels - 1)) for mean in means]
-    lines = tuple(
+    lines = [
         "".join(BLOCKS[min(max(height - row * 8, 0), 8)] for height in heights)
         for row in reversed(range(rows))
-    )
-    return Curve(lines=lines, low=low, high=high)
+    ]
+    return lines, low, high
 
 
 def _resample(values: Sequence[float], columns: int) -> list[float]:

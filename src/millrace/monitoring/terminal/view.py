@@ -76,15 +76,15 @@ def _rewards(shot: RunSnapshot, width: int) -> Iterator[Text]:
         yield _line("reward", ("after the first step", "dim"))
         return
     columns = max(width - 31, MIN_BAR_COLUMNS)  # the axis takes 7, the notes 24
-    chart = curve(shot.rewards, columns=columns, rows=CURVE_ROWS)
+    lines, low, high = curve(shot.rewards, columns=columns, rows=CURVE_ROWS)
     notes = [Text() for _ in range(CURVE_ROWS)]
     notes[0] = Text.assemble("now ", (f"{shot.rewards[-1]:.3f}", "bold"))
     if shot.accuracies:
         first, last = shot.accuracies[0], shot.accuracies[-1]
         change = f"{first:.2f} → {last:.2f}" if len(shot.accuracies) > 1 else f"{first:.2f}"
         notes[-1] = Text.assemble("accuracy ", (change, f"bold {DONE}"))
-    axis = [f"{chart.high:.2f}", *[""] * (CURVE_ROWS - 2), f"{chart.low:.2f}"]
-    for row, line in enumerate(chart.lines):
+    axis = [f"{high:.2f}", *[""] * (CURVE_ROWS - 2), f"{low:.2f}"]
+    for row, line in enumerate(lines):
         yield _line(
             "" if row else "reward",
             (f"{axis[row]:>5} ▕", "dim"),
