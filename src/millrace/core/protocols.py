@@ -25,6 +25,10 @@ from millrace.core.staleness import Waiting
 
 OnTokens = Callable[[CompletionChunk], None]
 OnCompletion = Callable[[int, Completion], None]  # index among the n completions, completion
+Advantages = Callable[[Group], Sequence[float] | Sequence[np.ndarray] | np.ndarray]
+"""Estimates the advantages of a scored group: a number per episode, or an array [L] per rollout."""
+Filter = Callable[[Group], Group | None]
+"""Returns a scored group, possibly with fewer tokens in its masks, or None to drop it."""
 
 
 class Capability(StrEnum):
@@ -183,14 +187,6 @@ class ScoringSession(Protocol):
         ...
 
 
-class Advantages(Protocol):
-    """Estimates the advantage of each episode of a scored group."""
-
-    def __call__(self, group: Group) -> Sequence[float] | Sequence[np.ndarray] | np.ndarray:
-        """Return a number per episode, or an array [L] per rollout."""
-        ...
-
-
 @runtime_checkable
 class AdvantagesOverBatch(Protocol):
     """An estimator that also normalises across all groups of one training step."""
@@ -213,13 +209,6 @@ class Selection(Protocol):
     def __call__(self, group: Group, *, keep: int, rng: np.random.Generator) -> Sequence[int]:
         """Return `keep` different episode indices."""
         ...
-
-
-class Filter(Protocol):
-    """Drops or masks a scored group with advantages before it is trained."""
-
-    def __call__(self, group: Group) -> Group | None:
-        """Return the group, possibly with fewer tokens in its masks; None drops it."""
 
 
 class Sampler(Protocol):

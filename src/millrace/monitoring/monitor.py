@@ -210,7 +210,7 @@ class RunMonitor:
                 "wasted_staleness": gauges.wasted_staleness,
                 "resumed": gauges.resumed_tokens,
             },
-            "sequences": {"resumed": gauges.sequences_continued},
+            "sequences": {"resumed": gauges.sequences_resumed},
             "scorer": self._scorer_rates.row(gauges.scorers),
             "restarts": dict(self.restarts),
         }

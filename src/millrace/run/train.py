@@ -378,7 +378,7 @@ class _Run:
                 "checkpoint": str(result.checkpoint),
                 "run_dir": str(result.run_dir),
                 "restarts": dict(self._monitor.restarts),
-                "sequences_resumed": outcome.gauges.sequences_continued,
+                "sequences_resumed": outcome.gauges.sequences_resumed,
                 "resumed_tokens": outcome.gauges.resumed_tokens,
             }
         )

@@ -28,7 +28,7 @@ class RunGauges:
     engine_waits_for: str = ""  # why an idle engine has no work
     trainer_waits_for: str = ""
     scorers: dict[str, ScorerLoad] = field(default_factory=dict[str, ScorerLoad])
-    sequences_continued: int = 0  # sequences resumed on another engine after a crash
+    sequences_resumed: int = 0  # sequences resumed on another engine after a crash
     resumed_tokens: int = 0  # journaled tokens reused after a crash of the controller
     evaluating: tuple[int, int] | None = None  # tasks done and in total, during an evaluation
 
