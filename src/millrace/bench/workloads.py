@@ -80,40 +80,32 @@ def shape_named(name: str) -> PreTrainedConfig:
     if name in shapes():
         return shapes()[name]
     try:
-        return _shape_of(float(name))
+        num_parameters = float(name)
     except ValueError:
         raise ConfigError(
             f"--model = {name!r} is not known; use {', '.join(shapes())}, a number of parameters"
             " such as 100e6, or a model directory."
         ) from None
+    hidden = 1024 if num_parameters < 1e9 else 2048
+    per_layer = 14 * hidden**2  # attention 4, MLP 3 x 3 1/3
+    layers = max(1, round((num_parameters - 2048 * hidden) / per_layer))
+    heads, mlp = hidden // 64, hidden * 10 // 3
+    return _qwen3(2048, hidden, mlp, layers=layers, heads=heads, kv=heads, dim=64, length=1024)
 
 
 def make_model(
     name: str, *, dtype: torch.dtype, device: torch.device, attention: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model of that shape, or the one in the directory `name`, with a tokenizer.
-
-    Random weights are drawn on the device, since drawing them on the host may take minutes.
-    """
+    """A model of that shape, or the one in the directory `name`, with a tokenizer."""
     if name not in shapes() and Path(name).is_dir():
         model = load_model(name, dtype=dtype, device=device, attention=attention)
         return model, load_tokenizer(name, trust_remote_code=False)
     torch.manual_seed(0)
-    with torch.device(device):
+    with torch.device(device):  # drawing the weights on the host may take minutes
         model = AutoModelForCausalLM.from_config(
             shape_named(name), dtype=dtype, attn_implementation=attention
         )
     return model.eval(), build_tokenizer()
-
-
-def _shape_of(num_parameters: float) -> Qwen3Config:
-    hidden = 1024 if num_parameters < 1e9 else 2048
-    per_layer = 14 * hidden**2  # attention 4, MLP 3 x 3 1/3
-    layers = max(1, round((num_parameters - 2048 * hidden) / per_layer))
-    heads = hidden // 64
-    return _qwen3(
-        2048, hidden, hidden * 10 // 3, layers=layers, heads=heads, kv=heads, dim=64, length=1024
-    )
 
 
 def best_s(work: Callable[[], Any], *, repeats: int, device: torch.device) -> float:

@@ -61,11 +61,8 @@ class JournalError(MillraceError):
 
 
 class WorkerError(MillraceError):
-    """A worker process failed or died.
-
-    `traceback` is the worker's own, or the end of its log. `was_killed`: a signal ended it, so a
-    restart may help.
-    """
+    """A worker process failed or died. `traceback` is the worker's own, or the end of its log.
+    `was_killed`: a signal ended it, so a restart may help."""
 
     def __init__(
         self, message: str, *, worker: str, traceback: str = "", was_killed: bool = False

@@ -32,10 +32,8 @@ Filter = Callable[[Group], Group | None]
 
 
 class Capability(StrEnum):
-    """Something an engine backend may offer beyond the core of the Engine protocol.
-
-    The value is what error messages call it. Every capability has a part of the contract suite.
-    """
+    """Something an engine backend may offer beyond the core of the Engine protocol. The value is
+    what error messages call it. Every capability has a part of the contract suite."""
 
     KEPT_IDS = "kept ids of truncated sampling"
     ROUTES = "expert routes of each token"
@@ -115,10 +113,8 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class StreamingScorer(Protocol):
-    """A scorer that starts to work while episodes are still being generated.
-
-    score() is called as for any other scorer and reuses what is already computed.
-    """
+    """A scorer that starts to work while episodes are still being generated. score() is called as
+    for any other scorer and reuses what is already computed."""
 
     def stream_callback(self, request: Request, *, task: Task) -> OnTokens | None:
         """Return the receiver of the tokens of `request`, or None to skip the request."""

@@ -94,10 +94,8 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CompletionChunk:
-    """The M tokens that one completion of a request sampled since its last chunk.
-
-    All chunks together are the tokens of the completion, without those of its partial.
-    """
+    """The M tokens that one completion of a request sampled since its last chunk. All chunks
+    together are the tokens of the completion, without those of its partial."""
 
     member: int  # which of the n completions
     tokens: np.ndarray  # [M] int32

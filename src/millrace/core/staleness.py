@@ -107,11 +107,8 @@ class StalenessLimit:
 
     @property
     def one_token_decides(self) -> bool:
-        """True if one token that is too stale rules its group out for certain.
-
-        Otherwise fresh tokens may still outweigh it, so nothing is certain before the group is
-        complete.
-        """
+        """True if one token that is too stale rules its group out for certain. Otherwise fresh
+        tokens may still outweigh it until the group is complete."""
         if self.measure == "mean":
             return self.max_staleness == 0
         return self.measure == "oldest" or self.max_stale_share == 0.0

@@ -15,11 +15,7 @@ HELD_OUT_SHARE = 8  # one number in this many is never trained on
 
 
 def make_tasks(
-    num: int,
-    seed: int,
-    *,
-    held_out: bool = False,
-    num_digits: Sequence[int] = NUM_DIGITS,
+    num: int, seed: int, *, held_out: bool = False, num_digits: Sequence[int] = NUM_DIGITS
 ) -> list[dict[str, Any]]:
     """`num` tasks of one side of the split; each length of `num_digits` is equally likely."""
     rng = random.Random(f"{seed}, held out: {held_out}")

@@ -81,9 +81,8 @@ def in_order(workers: Iterable[str]) -> list[str]:
 
     def rank(worker: str) -> tuple[int, str, int]:
         role = role_of(worker)
-        number = worker.removeprefix(f"{role}-")
         place = ROLES.index(role) if role in ROLES else len(ROLES)
-        return place, role, int(number) if number.isdigit() else 0
+        return place, role, int(worker.removeprefix(role).removeprefix("-") or 0)
 
     return sorted(workers, key=rank)
 

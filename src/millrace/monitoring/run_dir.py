@@ -111,10 +111,9 @@ class RunDir:
     @property
     def checkpoint_paths(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        steps = (path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*"))
-        return [
-            self.checkpoints / f"step_{n}" for n in sorted(int(s) for s in steps if s.isdigit())
-        ]
+        names = (path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*"))
+        steps = sorted(int(name) for name in names if name.isdigit())
+        return [self.checkpoints / f"step_{step}" for step in steps]
 
     @property
     def _has_results(self) -> bool:

@@ -54,16 +54,13 @@ def limit_text(loads: Mapping[str, ScorerLoad], *, waited: float) -> str:
 
 def queue_text(loads: Mapping[str, ScorerLoad]) -> str:
     """The scorers that have work, and how much of it."""
-    return "; ".join(
-        _queue(name, load) for name, load in loads.items() if load.in_flight or load.waiting
-    )
-
-
-def _queue(name: str, load: ScorerLoad) -> str:
-    text = f"{name} {load.in_flight}/{load.concurrency} busy"
-    if load.waiting:
-        text += f", {load.waiting} episodes waiting"
-    return f"{text} until the scorer is reachable again" if load.is_held else text
+    texts: list[str] = []
+    for name, load in loads.items():
+        if load.in_flight or load.waiting:
+            waiting = f", {load.waiting} episodes waiting" if load.waiting else ""
+            held = " until the scorer is reachable again" if load.is_held else ""
+            texts.append(f"{name} {load.in_flight}/{load.concurrency} busy{waiting}{held}")
+    return "; ".join(texts)
 
 
 def total_text(row: Mapping[str, Any]) -> str:

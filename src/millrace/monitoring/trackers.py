@@ -28,10 +28,7 @@ class Tracker(Protocol):
 
 
 class TensorBoardTracker:
-    """Writes RUN_DIR/tensorboard; the only code that imports tensorboard.
-
-    The event writer has a thread of its own, which does the writing.
-    """
+    """Writes RUN_DIR/tensorboard, in the event writer's own thread."""
 
     def __init__(self) -> None:
         if importlib.util.find_spec("tensorboard") is None:

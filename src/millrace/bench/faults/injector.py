@@ -86,10 +86,8 @@ class FaultInjector:
         self._hanging: dict[int, TargetProcess] = {}  # by index in kills, until the run notices
 
     def inject(self, num_kills: int, *, step_s: float, seed: int) -> None:
-        """Kill processes until the run has finished; raises Stuck if it does not.
-
-        `step_s` is the duration of an undisturbed step.
-        """
+        """Kill processes until the run has finished; raises Stuck if it does not. `step_s`: the
+        duration of an undisturbed step."""
         for plan in plans(num_kills, steps=self._target.steps, seed=seed):
             if self._wait(plan, step_s=step_s):
                 self._execute(plan)
