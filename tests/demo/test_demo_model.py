@@ -94,11 +94,14 @@ def test_padding_and_prompts_do_not_count_in_the_loss() -> None:
     examples = [("sort 21=", "12"), ("sort 7654321=", "1234567")]
     logprobs = []
     for prompt, answer in examples:
-        given, told = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_token_id]
+        given, wanted = (
+            tokenizer.encode(prompt),
+            [*tokenizer.encode(answer), tokenizer.eos_token_id],
+        )
         with torch.no_grad():
-            logits = model(torch.tensor([given + told])).logits[0]
+            logits = model(torch.tensor([given + wanted])).logits[0]
         predicted = logits.log_softmax(-1)[len(given) - 1 : -1]
-        logprobs += [float(row[token]) for row, token in zip(predicted, told, strict=True)]
+        logprobs += [float(row[token]) for row, token in zip(predicted, wanted, strict=True)]
     losses: list[float] = []
     warm_start(
         model,

@@ -73,7 +73,7 @@ def test_run_view_keeps_its_frame_at_every_width(width):
 def test_at_80_columns_nothing_is_cut_short():
     text = "\n".join(drawn(SNAPSHOT, width=80))
     assert "…" not in text
-    for fact in (
+    for expected in (
         "runs/demo",
         "78/120  1:23 · 0:42 left",
         "now 0.770",
@@ -86,7 +86,7 @@ def test_at_80_columns_nothing_is_cut_short():
         "3 (too stale 3)",
         "1 (reward raised 1)",
     ):
-        assert fact in text
+        assert expected in text
 
 
 def test_wasted_tokens_are_shown_as_a_share():
@@ -163,7 +163,7 @@ def test_the_last_line_is_printed_when_a_run_stops_early():
     assert out.getvalue().startswith("step 5/120 |")
 
 
-def test_line_has_all_facts():
+def test_line_has_every_part():
     assert progress_line(SNAPSHOT) == (
         "step 78/120 | reward 0.770 | accuracy 0.880 | 812 samples/s | 10.2k tokens/s"
         " | buffer 6/64 | staleness 1.13 (max 2) | engine 94% busy"

@@ -31,7 +31,7 @@ def test_three_skipped_steps_in_a_row_end_the_run_and_name_their_files(tmp_path)
     skipped = SkippedSteps(tmp_path)
     for step in (1, 2, 4, 5):
         if step == 4:
-            skipped.went_well()
+            skipped.reset_streak()
         skipped.write(step, [make_group()])
         skipped.check(METRICS)
     skipped.write(6, [make_group()])

@@ -16,7 +16,7 @@ def text_of(path, *, width: int = 80) -> str:
     return console.export_text()
 
 
-def test_a_finished_run(tmp_path):
+def test_rows_of_a_finished_run(tmp_path):
     path = tmp_path / "x"
     make_run(path, steps=40)
     rows = list(summary_rows(path))
@@ -35,10 +35,10 @@ def test_a_finished_run(tmp_path):
     assert rows[-1] == ("", str(path / "checkpoints" / "step_40"))
 
 
-def test_summary_table_has_all_facts(tmp_path):
+def test_summary_table_has_every_row(tmp_path):
     make_run(tmp_path / "x", steps=40)
     text = text_of(tmp_path / "x", width=120)
-    for fact in (
+    for expected in (
         "(finished)",
         "40 in 0:20",
         "0.310 → 0.940",
@@ -54,7 +54,7 @@ def test_summary_table_has_all_facts(tmp_path):
         "4 (too_stale 4)",
         "2 (reward_raised 2)",
     ):
-        assert fact in text
+        assert expected in text
     assert {len(line) for line in text_of(tmp_path / "x", width=80).splitlines()} <= set(range(81))
 
 

@@ -114,7 +114,6 @@ the status of all issued tasks from the journal, and fails if they are inconsist
 prints the status of one task.
 """
 
-
 REPLAY = """\
 Read episodes that a run recorded (setting monitoring.record_episodes), without an engine. With
 --environment, replay them with the recorded replies and tool results; the output says where the
@@ -211,10 +210,19 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
 
     add_arguments(add("serve", SERVE, SERVE_MORE, help="serve a model over HTTP"))
-    _add_cluster_arguments(
-        join=add("join", JOIN, JOIN_MORE, help="add engines of this host to a run"),
-        engines=add("engines", ENGINES, help="add engines to a running job, or remove some"),
-    )
+
+    join = add("join", JOIN, JOIN_MORE, help="add engines of this host to a run")
+    join.add_argument("ticket", type=Path, metavar="TICKET")
+    join.add_argument("--count", type=int, default=1, metavar="N", help="engines (default: 1)")
+    text = "folder for the output of the engines (default: logs)"
+    join.add_argument("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help=text)
+
+    engines = add("engines", ENGINES, help="add engines to a running job, or remove some")
+    engines.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    engines.add_argument("--add", type=int, default=0, metavar="N", help="start N engines")
+    text = "remove this engine; may be repeated"
+    engines.add_argument("--remove", action="append", default=[], metavar="NAME", help=text)
+
     _add_report_arguments(
         inspect=add("inspect", INSPECT, help="summarise a run and draw its plots"),
         replay=add("replay", REPLAY, REPLAY_MORE, help="read, play or score recorded episodes"),
@@ -227,19 +235,6 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("bench", choices=BENCHES, metavar="NAME")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="[--json FILE] ...")
     return parser
-
-
-def _add_cluster_arguments(
-    *, join: argparse.ArgumentParser, engines: argparse.ArgumentParser
-) -> None:
-    join.add_argument("ticket", type=Path, metavar="TICKET")
-    join.add_argument("--count", type=int, default=1, metavar="N", help="engines (default: 1)")
-    text = "folder for the output of the engines (default: logs)"
-    join.add_argument("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help=text)
-    engines.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    engines.add_argument("--add", type=int, default=0, metavar="N", help="start N engines")
-    text = "remove this engine; may be repeated"
-    engines.add_argument("--remove", action="append", default=[], metavar="NAME", help=text)
 
 
 def _add_report_arguments(

@@ -95,7 +95,7 @@ class RunReporter:
 
     async def _save_skipped(self, stepped: Stepped, groups: list[Group]) -> None:
         if not stepped.skipped:
-            self.skipped.went_well()
+            self.skipped.reset_streak()
             return
         trainer = self.config.trainer
         parts = minibatches_of(groups, num_minibatches=trainer.minibatches)

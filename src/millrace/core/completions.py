@@ -28,6 +28,8 @@ def joined(parts: Sequence[Completion | CompletionChunk], *, truncates: bool) ->
     `truncates`: sampling truncates, so the tokens have kept ids.
     """
     no_ids, no_logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
+    # The last part with routes has those of all earlier parts, too.
+    routed = [part for part in parts if isinstance(part, Completion) and part.routes is not None]
     return Completion(
         tokens=np.concatenate([no_ids, *(part.tokens for part in parts)]),
         logprobs=np.concatenate(
@@ -35,7 +37,7 @@ def joined(parts: Sequence[Completion | CompletionChunk], *, truncates: bool) ->
         ),
         versions=np.concatenate([no_ids, *(part.versions for part in parts)]),
         kept=join_kept([part.kept for part in parts if part.kept]) if truncates else None,
-        routes=_last_routes(parts),
+        routes=routed[-1].routes if routed else None,
         finish="interrupt",
         text="",
     )
@@ -46,12 +48,15 @@ def cut(completion: Completion, begin: int, end: int | None = None) -> Completio
 
     Routes begin in the prompt, so they are cut at the end only."""
     stop = len(completion.tokens) if end is None else end
+    routes = completion.routes
+    if routes is not None:
+        routes = routes[: max(0, len(routes) - (len(completion.tokens) - stop))]
     return Completion(
         tokens=completion.tokens[begin:stop],
         logprobs=completion.logprobs[begin:stop],
         versions=completion.versions[begin:stop],
         kept=None if completion.kept is None else cut_kept(completion.kept, begin, stop),
-        routes=_cut_routes(completion, stop),
+        routes=routes,
         finish="interrupt",
         text="",
     )
@@ -83,19 +88,6 @@ def join_kept(parts: Sequence[Kept]) -> Kept:
 def cut_kept(kept: Kept, begin: int, end: int) -> Kept:
     offsets = kept.offsets[begin : end + 1]
     return Kept(ids=kept.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
-
-
-def _last_routes(parts: Sequence[Completion | CompletionChunk]) -> np.ndarray | None:
-    """The routes of the last part that has any: they include those of all earlier parts."""
-    found = [part.routes for part in parts if isinstance(part, Completion)]
-    return next((routes for routes in reversed(found) if routes is not None), None)
-
-
-def _cut_routes(completion: Completion, end: int) -> np.ndarray | None:
-    if completion.routes is None:
-        return None
-    num_cut = len(completion.tokens) - end
-    return completion.routes[: max(0, len(completion.routes) - num_cut)]
 
 
 def unknown_id(dtype: np.dtype) -> int:

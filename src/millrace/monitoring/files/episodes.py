@@ -10,7 +10,6 @@ update; MAX_SKIPPED such steps in a row end the run, since the data is not the c
 controller calls SkippedSteps.write() in a thread and waits for it.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -39,10 +38,13 @@ class StepLog:
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
         picked = islice(_picks(groups), self._per_step)
-        lines = [msgspec.json.encode(self._row(group, index)) + b"\n" for group, index in picked]
-        if lines:
-            self._directory.mkdir(exist_ok=True)
-            (self._directory / f"step_{step}.jsonl").write_bytes(b"".join(lines))
+        if rows := [self._row(group, index) for group, index in picked]:
+            _write(self._directory / f"step_{step}.jsonl", rows)
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(msgspec.json.Encoder().encode_lines(rows))
 
 
 def _picks(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
@@ -103,7 +105,7 @@ class SkippedSteps:
         self._in_a_row: list[int] = []
         self.num_steps = 0
 
-    def went_well(self) -> None:
+    def reset_streak(self) -> None:
         """A step without a skipped update ends the row."""
         self._in_a_row.clear()
 
@@ -111,12 +113,8 @@ class SkippedSteps:
         """Count the step and save the scored groups of its skipped updates."""
         self._in_a_row.append(step)
         self.num_steps += 1
-        self._directory.mkdir(exist_ok=True)
-        path = self._path(step)
-        with path.open("w", encoding="utf-8") as file:
-            for group in groups:
-                file.writelines(json.dumps(row) + "\n" for row in _rows(group))
-        return path
+        _write(self._path(step), [row for group in groups for row in _rows(group)])
+        return self._path(step)
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Raise RunFailed after too many steps in a row; `metrics` are those of the last one."""
@@ -136,7 +134,8 @@ class SkippedSteps:
 
 
 def _rows(group: Group) -> Iterator[dict[str, Any]]:
-    """One row per rollout; arrays have one value per token, and `sampled` marks trained tokens."""
+    """One row per rollout; arrays have one value per token, and `sampled` marks trained tokens. NaN
+    becomes null."""
     by_token = iter(group.token_advantages or ())
     for index, episode in enumerate(group.episodes):
         for rollout in episode.rollouts:
@@ -145,10 +144,10 @@ def _rows(group: Group) -> Iterator[dict[str, Any]]:
                 **_scores(group, index),
                 "episode": index,
                 "completion": episode.turns[-1].completion if episode.turns else None,
-                "token_advantages": None if advantages is None else to_json(advantages.tolist()),
+                "token_advantages": None if advantages is None else advantages.tolist(),
                 "temperature": rollout.sampling.temperature,
                 "tokens": rollout.tokens.tolist(),
                 "sampled": rollout.mask.tolist(),
-                "engine_logprobs": to_json(rollout.engine_logprobs.tolist()),
+                "engine_logprobs": rollout.engine_logprobs.tolist(),
                 "versions": rollout.versions.tolist(),
             }
