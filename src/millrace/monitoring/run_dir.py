@@ -80,9 +80,9 @@ class RunDir:
             return
         if self.is_running:
             raise ConfigError(f"{self.path} belongs to a run that is still running; stop it first.")
-        for path in vars(self).values():
-            if not isinstance(path, Path) or path == self.path:
-                continue
+        own = [path for path in vars(self).values() if isinstance(path, Path) and path != self.path]
+        # What shows that this is a run comes last, so that an interrupted call can be repeated.
+        for path in sorted(own, key=lambda path: path in (self.config, self._lock_path)):
             if path.is_dir():
                 shutil.rmtree(path)
             else:
