@@ -96,7 +96,7 @@ def sentence_of(done: subprocess.CompletedProcess[str]) -> str:
     return line.removeprefix("error: ")
 
 
-def test_a_missing_toml_is_one_sentence(tmp_path):
+def test_missing_toml_is_refused_in_one_sentence(tmp_path):
     assert "No config file" in sentence_of(millrace("train", tmp_path / "run.toml"))
 
 
@@ -106,7 +106,7 @@ def test_an_unknown_setting_names_the_nearest_one(tmp_path):
     assert "Unknown setting 'trainer.stepz'; did you mean 'steps'?" in sentence_of(done)
 
 
-def test_a_missing_ticket_is_one_sentence(tmp_path):
+def test_missing_ticket_is_refused_in_one_sentence(tmp_path):
     done = millrace("join", tmp_path / "ticket.json")
     assert "cannot be read: No such file" in sentence_of(done)
 
@@ -187,7 +187,7 @@ def make_no_model(directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_starter_trains_as_it_is(tmp_path):
+def test_starter_trains_unchanged(tmp_path):
     write_starter(tmp_path / "first", make_model=make_untrained_model)
     short = ("--trainer.steps", "2", "--evaluate.max_tasks=8", "--trainer.groups-per-step", "4")
     done = millrace("train", "first/run.toml", *short, cwd=tmp_path)

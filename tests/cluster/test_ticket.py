@@ -80,7 +80,7 @@ def test_a_ticket_that_others_can_read_is_refused(tmp_path: Path, mode: int):
             read_ticket(path)
 
 
-def test_a_missing_ticket_is_one_sentence(tmp_path: Path):
+def test_missing_ticket_is_refused_in_one_sentence(tmp_path: Path):
     with pytest.raises(ConfigError, match="No such file"):
         read_ticket(tmp_path / "ticket.json")
 

@@ -11,7 +11,7 @@ from millrace.demo.task import make_tasks
 from millrace.demo.warm_start import CARE, careless_examples, warm_start
 
 
-def test_the_tokenizer_gives_back_every_task_as_it_was() -> None:
+def test_tokenizer_round_trips_every_task() -> None:
     tokenizer = build_tokenizer()
     for task in make_tasks(50, seed=0):
         for text in task.values():
@@ -45,7 +45,7 @@ def test_the_directory_loads_like_any_model_of_the_hub(tmp_path: Path) -> None:
     assert tokenizer.decode(completion) != ""
 
 
-def test_the_same_seed_makes_the_same_weights_whatever_was_drawn_before(tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     for name, seed in (("first", 0), ("again", 0), ("other", 1)):
         make_model(tmp_path / name, seed=seed, num_examples=64)
         torch.rand(7)

@@ -53,7 +53,7 @@ def test_the_reward_ignores_columns_it_does_not_need() -> None:
     assert exact(["12"], answer=["12"], prompts=["sort 21="], completion_ids=[[3, 4]]) == [1.0]
 
 
-def test_the_limit_on_new_tokens_leaves_room_for_the_longest_answer_and_its_end() -> None:
+def test_max_new_tokens_fits_the_longest_answer_and_its_end() -> None:
     settings = load_config(SETTINGS)
     assert settings.sampling.max_new_tokens > MAX_DIGITS
 

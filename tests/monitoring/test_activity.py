@@ -29,7 +29,7 @@ def test_shares_over_the_whole_run_leave_out_the_start_up():
     assert total["trainer"].top_wait == "generation"
 
 
-def test_the_window_forgets_what_lies_before_it():
+def test_window_drops_earlier_spans():
     activity = Activity(window_s=10.0)
     activity.add([span(0, 100, "step", busy=True), span(100, 105, "scores", busy=False)])
     assert of(activity).waiting == pytest.approx({"scores": 0.5})

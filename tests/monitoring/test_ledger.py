@@ -89,6 +89,6 @@ async def test_a_ledger_that_does_not_add_up_is_an_error(tmp_path, capsys):
     assert "Task 1 was dropped: stale in a state that rules this out." in error
 
 
-def test_a_folder_without_a_journal_is_a_sentence(tmp_path, capsys):
+def test_folder_without_a_journal_is_refused(tmp_path, capsys):
     assert main(["inspect", str(tmp_path), "--ledger"]) == 2
     assert "has no journal" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def test_run_without_steps_gives_no_plot(tmp_path):
     assert render_plots(RunDir(tmp_path / "x").path) == []
 
 
-def test_matplotlib_is_not_imported_before_a_picture_is_made():
+def test_matplotlib_is_not_imported_before_a_plot_is_drawn():
     code = "import sys, millrace.monitoring.report.plots; print('matplotlib' in sys.modules)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -88,7 +88,7 @@ def test_run_without_a_step_may_start_again(tmp_path):
     assert again.is_running
 
 
-def test_resume_keeps_what_is_there_and_forgets_the_old_summary(tmp_path):
+def test_resume_keeps_files_and_removes_the_old_summary(tmp_path):
     run_dir = with_a_step(tmp_path / "x")
     run_dir.write_summary({"seconds": 1.0})
     resumed = opened(tmp_path / "x", resume=True)

@@ -6,7 +6,7 @@ from millrace.monitoring.terminal.text import counts, curve, duration, rate
 @pytest.mark.parametrize(
     ("seconds", "text"), [(7, "0:07"), (750, "12:30"), (11100, "3:05:00"), (59.6, "1:00")]
 )
-def test_durations(seconds, text):
+def test_duration_has_hours_only_if_needed(seconds, text):
     assert duration(seconds) == text
 
 

@@ -23,12 +23,12 @@ def test_a_model_that_is_not_known_is_refused_before_any_process_starts():
         main(["--model", "gpt9"])
 
 
-def test_a_copy_takes_time():
+def test_copy_time_is_positive():
     assert copy_s(10**6, device=torch.device("cpu")) > 0
 
 
 @pytest.mark.slow
-def test_rows_say_what_the_contract_asks(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_each_row_has_every_measurement(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     out = tmp_path / "sync.json"
     arguments = ["--model", "1e6", "--versions", "2", "--device", "cpu", "--transports", "shm"]
     assert main([*arguments, "--payloads", "full", "adapter", "--json", str(out)]) == 0
