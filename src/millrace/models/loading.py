@@ -51,7 +51,7 @@ def load_model(
 
 def load_pretrained(
     auto_class: Any, path: str, *, setting: str, remedy: str, **options: Any
-) -> PreTrainedModel:
+) -> Any:
     """The model of a transformers class; `remedy` is for a model that lacks weights."""
     check_directory(path, setting=setting)
     try:

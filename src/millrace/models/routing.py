@@ -185,10 +185,10 @@ def find_routing(model: PreTrainedModel) -> Routing | None:
 def check_replay(model: PreTrainedModel, routing: Routing) -> None:
     """Raise ConfigError unless experts get the tokens that a rule assigns, with weights. The rules
     of this check stay installed until others replace them."""
-    rules = [_Replayed(call.indices.roll(1, 0)) for call in _calls(model)]
-    routing.install(rules)
-    for rule, call in zip(rules, _calls(model), strict=True):
-        is_replayed = torch.equal(call.indices, rule.rows)
+    assigned = [call.indices.roll(1, 0) for call in _calls(model)]
+    routing.install([_Replayed(rows) for rows in assigned])
+    for rows, call in zip(assigned, _calls(model), strict=True):
+        is_replayed = torch.equal(call.indices, rows)
         # A router that considers only some experts would give the others no weight.
         if not is_replayed or not (call.weights.isfinite() & (call.weights != 0)).all():
             raise ConfigError(

@@ -187,10 +187,11 @@ class AdapterBank:
         pairs: list[tuple[Tensor, Tensor]] = []
         for live in self._products:
             if live.gains is not None:
-                staged = replace(live, gains=live.gains.clone())
+                gains = live.gains.clone()
+                staged = replace(live, gains=gains)
                 for slot in self._slots.values():
                     staged.write_gains(slot, slot.adapter.tensors, weights=weights)
-                pairs.append((live.gains, staged.gains))
+                pairs.append((live.gains, gains))
         return pairs
 
 

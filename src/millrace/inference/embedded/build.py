@@ -86,7 +86,7 @@ def engine_of(
     block_tokens, decode_steps = options.block_tokens, _decode_steps(model, options.decode_steps)
     if on_gpu and decode_steps != 1:
         _check_compiler()
-    text_config, path = model.config.get_text_config(), model.name_or_path
+    text_config, path = model.config.get_text_config(), str(model.name_or_path)
     context = context_limit(
         text_config, path, wanted=config.max_context, setting="engine.max_context"
     )
