@@ -111,7 +111,7 @@ async def agent_on(
         policy=model.row,
         sampling=policy.sampling,
     )
-    state = EpisodeState(settings, policy=model, sample=policy.sample, root=0)
+    state = EpisodeState(settings, models={None: model}, sample=policy.sample, root=0)
     try:
         yield state.agent(), state
     finally:

@@ -67,9 +67,10 @@ class Reply:
 class Agent:
     def __init__(self, state: "EpisodeState", row: AgentRow) -> None:
         if row.model not in state.models:
+            defined = ", ".join(filter(None, state.models)) or "none"
             raise TaskError(
                 f"The role {row.name!r} names the model {row.model!r}, which is not in"
-                f" environment.models; defined models: {', '.join(state.others) or 'none'}."
+                f" environment.models; defined models: {defined}."
             )
         self.row = row
         self.sampling = state.settings.sampling  # default settings of chat() and complete()

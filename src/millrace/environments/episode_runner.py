@@ -143,8 +143,7 @@ class EpisodeRunner:
         )
         state = EpisodeState(
             settings,
-            policy=model,
-            others=env.others,
+            models={None: model, **env.others},
             sample=sample if answers is None else answers.sample,
             root=index if branch is None else branch.root,
             run_tool=run_tool if answers is None else answers.run_tool,

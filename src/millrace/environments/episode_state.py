@@ -13,7 +13,7 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -130,15 +130,13 @@ class EventLog:
 class EpisodeState:
     settings: EpisodeSettings
     _: KW_ONLY
-    policy: RoleModel
-    others: Mapping[str, RoleModel] = field(default_factory=dict[str, RoleModel])
+    models: Mapping[str | None, RoleModel]  # by name; None = the policy
     sample: Sample
     root: int  # episode whose KV it reuses: itself, or the root of its tree
     run_tool: RunTool = run_tool
 
     def __post_init__(self) -> None:
         self.limits = self.settings.limits
-        self.models: dict[str | None, RoleModel] = {None: self.policy, **self.others}
         self.turns: list[Turn] = []
         self.counts: Counter[str] = Counter()
         self.ending: Ending = "done"

@@ -40,11 +40,11 @@ async def rerun(
             f"Roles of the recording use other models ({', '.join(missing)}), and their tokenizers"
             " are missing; pass tokenizers={name: tokenizer}."
         )
+    others = {name: _model(row, tokenizers[name]) for name, row in recording.models.items()}
     answers = RecordedAnswers(recording)
     state = answers.state = EpisodeState(
         recording,
-        policy=_model(recording.policy, tokenizer),
-        others={name: _model(row, tokenizers[name]) for name, row in recording.models.items()},
+        models={None: _model(recording.policy, tokenizer), **others},
         sample=answers.sample,
         root=recording.index,
         run_tool=answers.run_tool,
