@@ -47,6 +47,11 @@ def prepared(folder: Path, *scorers: dict, reward=length, held_out=None, **setti
 TEACHER = {"type": "teacher", "model": "teacher"}
 
 
+def test_teacher_on_several_devices_is_refused(folder):
+    with pytest.raises(ConfigError, match="lists 2 devices, and a scorer runs on one; keep one"):
+        prepared(folder, TEACHER, placement={"models": {"teacher": ["cpu", "cpu"]}})
+
+
 def test_settings_of_a_teacher_become_settings_of_the_loss(folder):
     table = {**TEACHER, "loss": "jsd", "beta": 0.2, "weight": 0.3, "top_k": 5}
     loss = prepared(folder, table).config.loss
