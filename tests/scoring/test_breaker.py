@@ -1,6 +1,6 @@
 import pytest
 
-from millrace.scoring.scheduling.breaker import Breaker
+from millrace.scoring.scheduling.scorer_queue import Breaker
 
 
 class Clock:

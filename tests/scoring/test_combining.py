@@ -51,10 +51,10 @@ def test_scores_and_token_rewards_are_weighted_and_added():
 
 def test_token_only_scorers_have_no_score_part():
     @dataclass
-    class Noting(Named):
+    class TokenLevel(Named):
         token_scores_only: bool = True
 
-    scorers = [Named("a"), Noting("teacher"), Noting("steps", token_scores_only=False)]
+    scorers = [Named("a"), TokenLevel("teacher"), TokenLevel("steps", token_scores_only=False)]
     columns = [[ScorerResult(score=1.0)], [rewards(0, 0, 0)], [ScorerResult(score=2.0)]]
     (score,) = combine(one_episode(), columns, scorers=scorers).scores
     assert score.parts == {"a": 1.0, "steps": 2.0}

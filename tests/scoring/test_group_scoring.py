@@ -158,10 +158,10 @@ class EarlyScorer(ScriptedScorer):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.heard = Listener()
+        self.received = Listener()
 
     def stream_callback(self, request, *, task):
-        return self.heard if request.n == 1 else None
+        return self.received if request.n == 1 else None
 
 
 async def test_streaming_scorers_receive_tokens_unless_behind_a_gate():
@@ -173,7 +173,7 @@ async def test_streaming_scorers_receive_tokens_unless_behind_a_gate():
         assert tell is not None
         tell(piece)
         assert s.stream_callback(replace(request, n=2)) is None
-    assert (early.heard.chunks, gated.heard.chunks) == ([piece], [])
+    assert (early.received.chunks, gated.received.chunks) == ([piece], [])
 
 
 async def test_short_completion_is_scored_before_a_long_one_has_finished():
@@ -214,7 +214,7 @@ async def test_group_scorers_alone_do_not_take_single_episodes():
         assert not session.takes_episodes
 
 
-class Noting(ScriptedScorer):
+class TokenRewarding(ScriptedScorer):
     """Rewards the last token of each rollout by 1."""
 
     async def score(self, group):
@@ -229,8 +229,8 @@ class Noting(ScriptedScorer):
 
 async def test_token_rewards_are_available_while_others_are_generating():
     queues = (
-        queue(Noting("steps", weight=0.5)),
-        queue(Noting("more", weight=2.0)),
+        queue(TokenRewarding("steps", weight=0.5)),
+        queue(TokenRewarding("more", weight=2.0)),
         queue(ScriptedScorer("whole"), batch=0),
         queue(ScriptedScorer("late"), when="whole > 0"),  # its gate needs the whole group
     )
@@ -243,7 +243,7 @@ async def test_token_rewards_are_available_while_others_are_generating():
 
 
 async def test_token_rewards_raise_the_error_of_a_failing_scorer():
-    failing = Noting("steps")
+    failing = TokenRewarding("steps")
     failing.fails = lambda group: ScoreError("no")
     with scoring(queue(failing)) as session:
         session.add(0, replace(group("a").episodes[0], rollouts=(make_rollout(),)))

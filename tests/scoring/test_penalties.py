@@ -2,13 +2,14 @@ import pytest
 from scored_groups import scored, totals_of
 
 from millrace.core.errors import ConfigError, ScoreError
-from millrace.scoring.shaping.penalties import (
+from millrace.scoring.shaping.shaping import (
     CosineLength,
     LinearLength,
+    Shaping,
     SoftOverlong,
     build_penalties,
+    build_shaping,
 )
-from millrace.scoring.shaping.shaping import Shaping, build_shaping
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from millrace.scoring.pool import build_scorer_pool
 from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer
 from millrace.scoring.shaping.shaping import build_shaping
 from millrace.scoring.verifiers import Numeric, PythonTests, ReasoningGym
-from millrace.tasks.generators import Puzzles
 from millrace.tasks.loading import load_tasks
+from millrace.tasks.sources import Puzzles
 
 
 def group(*completions: str, number: int = 12, prompt="1+1=", **columns) -> Group:

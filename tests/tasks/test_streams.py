@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.records import Task
-from millrace.tasks.streams import Epochs, Mixture, Source
+from millrace.tasks.streams import Epochs, Mixture
 
 
 def tasks(num_tasks: int) -> list[Task]:
@@ -40,20 +40,15 @@ def test_order_differs_between_epochs_and_seeds():
 
 
 def mixture(*weights: float, num_tasks: int = 5) -> Mixture:
-    return Mixture(
-        [
-            Source(
-                stream=Epochs(
-                    [Task(prompt=f"{name} {n}", source=name) for n in range(num_tasks)],
-                    seed=0,
-                    shuffle=False,
-                ),
-                weight=weight,
-                name=name,
-            )
-            for name, weight in zip("abcdef", weights, strict=False)
-        ]
-    )
+    streams = {
+        name: Epochs(
+            [Task(prompt=f"{name} {n}", source=name) for n in range(num_tasks)],
+            seed=0,
+            shuffle=False,
+        )
+        for name in "abcdef"[: len(weights)]
+    }
+    return Mixture(streams, weights=weights)
 
 
 def test_equal_sources_alternate():
@@ -77,7 +72,7 @@ def test_sources_get_their_shares_without_repeated_numbers(weights, first_cycle)
     places = [mix.locate(number) for number in range(start, start + 2 * Mixture.CYCLE)]
     assert len(set(places)) == len(places)
     for name, weight in zip("abcdef", weights, strict=False):
-        own = [number for source, number in places if source.name == name]
+        own = [number for source, number in places if source == name]
         assert own == list(range(own[0], own[0] + len(own)))
         share = 2 * Mixture.CYCLE * weight / sum(weights)
         assert abs(len(own) - share) <= 2 * len(weights)  # a slot or so of 1000, in each cycle
@@ -88,7 +83,7 @@ def test_no_source_is_a_whole_group_ahead_of_its_share(weights, number):
     mix = mixture(*map(float, weights))
     counts = dict.fromkeys("abcdef", 0)
     for earlier in range(number):
-        counts[mix.locate(earlier)[0].name] += 1
+        counts[mix.locate(earlier)[0]] += 1
     for name, weight in zip("abcdef", weights, strict=False):
         share = mix.shares[name]
         assert share == pytest.approx(weight / sum(weights), abs=6e-3)
@@ -96,23 +91,21 @@ def test_no_source_is_a_whole_group_ahead_of_its_share(weights, number):
 
 
 def test_observe_and_finish_reach_the_source_with_its_own_numbers():
-    class Noting(Epochs):
+    class Recording(Epochs):
         def __init__(self, name):
             super().__init__([Task(prompt=name)], seed=0, shuffle=False)
-            self.heard = []
+            self.calls = []
 
         def observe(self, number, solve_rate):
-            self.heard.append((number, solve_rate))
+            self.calls.append((number, solve_rate))
 
         def finish(self, number):
-            self.heard.append(number)
+            self.calls.append(number)
 
-    streams = Noting("a"), Noting("b")
-    mix = Mixture(
-        [Source(stream=s, weight=1.0, name=n) for s, n in zip(streams, "ab", strict=True)]
-    )
+    streams = Recording("a"), Recording("b")
+    mix = Mixture(dict(zip("ab", streams, strict=True)), weights=[1.0, 1.0])
     for number in range(4):
         mix.observe(number, number / 10)
         mix.finish(number)
-    assert streams[0].heard == [(0, 0.0), 0, (1, 0.2), 1]
-    assert streams[1].heard == [(0, 0.1), 0, (1, 0.3), 1]
+    assert streams[0].calls == [(0, 0.0), 0, (1, 0.2), 1]
+    assert streams[1].calls == [(0, 0.1), 0, (1, 0.3), 1]

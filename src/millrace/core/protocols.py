@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -157,29 +157,6 @@ class VersionSubscriber(Protocol):
 
     async def swap(self, update: WeightUpdate) -> int:
         """Return the version in use once the bytes of this update may be reused."""
-        ...
-
-
-class ScoringSession(Protocol):
-    """The scoring of one group while its episodes finish. Leaving the `with` block cancels it."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_exc: object) -> None: ...
-
-    @property
-    def takes_episodes(self) -> bool:
-        """True if some scorer takes an episode while others of its group are being generated."""
-        ...
-
-    def add(self, index: int, episode: Episode) -> None:
-        """Start to score a finished episode; `index` is its position in the group."""
-
-    def stream_callback(self, request: Request) -> OnTokens | None:
-        """Return the receiver of the tokens of `request`, or None if no scorer streams."""
-
-    async def token_rewards(self, index: int) -> list[np.ndarray]:
-        """Return the token rewards of an added episode, as Policy.token_rewards does."""
         ...
 
 

@@ -127,11 +127,9 @@ class ScorerPool:
 
     @property
     def version_subscribers(self) -> tuple[VersionSubscriber, ...]:
-        """Scorers that receive each new version of the policy."""
         return tuple(scorer for scorer in self.scorers if isinstance(scorer, VersionSubscriber))
 
     def loads(self) -> dict[str, ScorerLoad]:
-        """By scorer name."""
         return {name: queue.load() for name, queue in self._queues.items()}
 
     def _open(self, queues: Mapping[str, ScorerQueue], *, number: int, task: Task) -> GroupScoring:

@@ -57,7 +57,6 @@ def resolve_scorers(rows: Sequence[ScorerConfig]) -> list[ScorerSpec]:
 
 
 def resolve_scorer(row: ScorerConfig, *, section: str) -> ScorerSpec:
-    """Resolve one [[scorers]] table; raises ConfigError."""
     if row.function is not None:
         scorer_type: ScorerType = Function(function=row.function)
     else:

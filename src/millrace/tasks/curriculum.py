@@ -22,8 +22,6 @@ WIDTH = 0.2  # standard deviation of the Gaussian
 
 
 class Curriculum(TaskStream):
-    """Prefers tasks near a target solve rate."""
-
     def __init__(
         self,
         tasks: Sequence[Task],

@@ -71,18 +71,16 @@ def _jsonl_rows(path: Path) -> Rows:
         raise ConfigError(f"Task file {str(path)!r} cannot be read: {error}.") from None
     # Not splitlines(): it also breaks at characters that JSON strings may hold, such as U+2028.
     for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            yield where, _parse_line(line, where=where)
-
-
-def _parse_line(line: str, *, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{where} is not valid JSON ({error}): {_shown(line)}; write one object per line."
-        ) from None
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"{where} is not valid JSON ({error}): {_shown(line)}; write one object per line."
+            ) from None
+        yield where, row
 
 
 def _from_function(function: Any, *, where: str) -> list[Task]:

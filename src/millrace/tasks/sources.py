@@ -1,16 +1,64 @@
-"""Builds the task stream of a run from the [tasks] settings: load, order and mix the sources."""
+"""Builds the task stream of a run from the [tasks] settings: load, order and mix the sources.
+
+A generator is a plug-in behind [tasks.generator]. Its fields are the keys of the table. It is
+called without arguments and returns rows; a user's factory may also return the rows themselves.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from millrace.config import TaskPlace, TasksConfig
+from millrace.config.section import NonEmptyStr, PositiveInt
 from millrace.core.errors import ConfigError
-from millrace.core.records import Task
+from millrace.core.plugins import build_plugin, plugin
+from millrace.core.records import Prompt, Task
+from millrace.scoring.verifiers.reasoning_gym import COLUMN, make_dataset, puzzle_of, reasoning_gym
 from millrace.tasks.curriculum import Curriculum
-from millrace.tasks.generators import build_generator
 from millrace.tasks.loading import load_path, load_tasks
-from millrace.tasks.streams import Epochs, Mixture, Source, TaskStream
+from millrace.tasks.streams import Epochs, Mixture, TaskStream
+
+
+@plugin
+class Puzzles:
+    """Tasks of a reasoning_gym dataset; the scorer "reasoning_gym" verifies their answers."""
+
+    __name__ = "reasoning_gym"
+
+    dataset: NonEmptyStr
+    """Name of the dataset in reasoning_gym, such as "leg_counting"."""
+    size: PositiveInt = 500
+    """Number of tasks."""
+    seed: int = 0
+    """Seed of the dataset."""
+    config: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Settings of the dataset, such as {max_animals = 4}."""
+    system: str = "default"
+    """System message that asks for the answer in tags: a name of reasoning_gym, or a text; "" for
+    none."""
+    chat: bool = True
+    """Whether the prompt is a list of messages; if false, a text that begins with `system`."""
+
+    def __call__(self) -> list[Task]:
+        config = {**self.config, "size": self.size, "seed": self.seed}
+        dataset = make_dataset(self.dataset, config)
+        return [
+            Task(
+                prompt=self._prompt(entry["question"]),
+                columns={"answer": entry["answer"], COLUMN: puzzle_of(self.dataset, config, entry)},
+            )
+            for entry in (dataset[index] for index in range(self.size))
+        ]
+
+    def _prompt(self, question: str) -> Prompt:
+        system = reasoning_gym("utils").SYSTEM_PROMPTS.get(self.system, self.system)
+        if not self.chat:
+            return f"{system}\n{question}" if system else question
+        first = [{"role": "system", "content": system}] if system else []
+        return [*first, {"role": "user", "content": question}]
+
+
+GENERATORS: dict[str, type] = {"reasoning_gym": Puzzles}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,15 +91,10 @@ def make_stream(sources: Sequence[TaskList], settings: TasksConfig, *, seed: int
             return Epochs(tasks, seed=seed, shuffle=settings.order == "shuffle")
         return Curriculum(tasks, seed=seed)
 
-    streams = [ordered(source.tasks) for source in sources]
-    if len(streams) == 1:
-        return streams[0]
-    return Mixture(
-        [
-            Source(stream=stream, weight=source.weight, name=source.name)
-            for stream, source in zip(streams, sources, strict=True)
-        ]
-    )
+    if len(sources) == 1:
+        return ordered(sources[0].tasks)
+    streams = {source.name: ordered(source.tasks) for source in sources}
+    return Mixture(streams, weights=[source.weight for source in sources])
 
 
 def load_section(place: TaskPlace, given: Sequence[Any] | None, *, section: str) -> list[Task]:
@@ -67,4 +110,7 @@ def _load(place: TaskPlace, *, section: str) -> list[Task]:
     if place.path is not None:
         return load_path(place.path, columns=place.columns)
     assert place.generator is not None, "checked with the config"
-    return load_tasks(build_generator(place.generator, section=f"{section}.generator"))
+    generator = build_plugin(
+        place.generator, builtins=GENERATORS, default="", section=f"{section}.generator"
+    )
+    return load_tasks(generator)

@@ -6,7 +6,6 @@ checkpoints store. Only the controller's event loop calls a stream.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -74,15 +73,6 @@ class Epochs(TaskStream):
         return order
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """A stream with its weight in a mixture."""
-
-    stream: TaskStream
-    weight: float
-    name: str
-
-
 class Mixture(TaskStream):
     """Interleaves several streams by weight.
 
@@ -92,11 +82,10 @@ class Mixture(TaskStream):
 
     CYCLE = 1000  # numbers; weights are rounded to 1/1000 of their sum
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        assert sources
-        self._sources = list(sources)
-        slots = _slots([source.weight for source in sources], total=self.CYCLE)
-        self._slots = slots  # numbers per cycle, by source
+    def __init__(self, streams: Mapping[str, TaskStream], *, weights: Sequence[float]) -> None:
+        self._streams = dict(streams)
+        self._names = list(streams)
+        self._slots = slots = _slots(weights, total=self.CYCLE)  # numbers per cycle, by source
         self._turns = _turns(slots)  # [CYCLE] source of each number in a cycle
         self._ranks = np.zeros(len(self._turns), np.int64)  # [CYCLE] among slots of the same source
         for source, num_slots in enumerate(slots):
@@ -104,47 +93,45 @@ class Mixture(TaskStream):
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of all numbers that each source gets."""
-        pairs = zip(self._sources, self._slots, strict=True)
-        return {source.name: num_slots / self.CYCLE for source, num_slots in pairs}
+        return {n: slots / self.CYCLE for n, slots in zip(self._names, self._slots, strict=True)}
 
     def task(self, number: int) -> Task:
-        source, own = self.locate(number)
-        return source.stream.task(own)
+        name, own = self.locate(number)
+        return self._streams[name].task(own)
 
     def observe(self, number: int, solve_rate: float) -> None:
-        source, own = self.locate(number)
-        source.stream.observe(own, solve_rate)
+        name, own = self.locate(number)
+        self._streams[name].observe(own, solve_rate)
 
     def finish(self, number: int) -> None:
-        source, own = self.locate(number)
-        source.stream.finish(own)
+        name, own = self.locate(number)
+        self._streams[name].finish(own)
 
     def draw_of(self, number: int) -> int | None:
-        source, own = self.locate(number)
-        return source.stream.draw_of(own)
+        name, own = self.locate(number)
+        return self._streams[name].draw_of(own)
 
     def redrawn(self, number: int, draw: int | None) -> Task:
-        source, own = self.locate(number)
-        return source.stream.redrawn(own, draw)
+        name, own = self.locate(number)
+        return self._streams[name].redrawn(own, draw)
 
     def remember(self, number: int, draw: int | None) -> None:
-        source, own = self.locate(number)
-        source.stream.remember(own, draw)
+        name, own = self.locate(number)
+        self._streams[name].remember(own, draw)
 
     def state(self) -> dict[str, Any]:
-        states = {source.name: source.stream.state() for source in self._sources}
+        states = {name: stream.state() for name, stream in self._streams.items()}
         return {name: state for name, state in states.items() if state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        for source in self._sources:
-            source.stream.restore(state.get(source.name, {}))
+        for name, stream in self._streams.items():
+            stream.restore(state.get(name, {}))
 
-    def locate(self, number: int) -> tuple[Source, int]:
+    def locate(self, number: int) -> tuple[str, int]:
         """Return the source of a number, and the number within that source."""
         cycle, slot = divmod(number, self.CYCLE)
         source = int(self._turns[slot])
-        return self._sources[source], cycle * self._slots[source] + int(self._ranks[slot])
+        return self._names[source], cycle * self._slots[source] + int(self._ranks[slot])
 
 
 def _slots(weights: Sequence[float], *, total: int) -> list[int]:

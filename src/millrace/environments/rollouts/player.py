@@ -15,7 +15,6 @@ from millrace.core.protocols import (
     Engine,
     Environment,
     OnTokens,
-    ScoringSession,
     SupportsGenerate,
     SupportsScore,
 )
@@ -36,6 +35,7 @@ from millrace.environments.rollouts.attempt import Attempt
 from millrace.environments.rollouts.partial_rollouts import ReplayingEngine
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.token_record import rollout_of
+from millrace.scoring.scheduling.group_scoring import GroupScoring
 from millrace.tasks.lengths import LengthPredictor
 
 CHUNK_TOKENS = 32  # per streamed chunk; one message per token would cost as much as sampling it
@@ -53,7 +53,7 @@ class GroupPolicy:
     name: str
     seed: int
     attempt: Attempt | None = None  # set if tokens are sampled for training
-    scoring: ScoringSession | None = None  # receives streamed tokens and finished episodes
+    scoring: GroupScoring | None = None  # receives streamed tokens and finished episodes
     priority: int = 0
     others: EnginesByModel = field(default_factory=dict[str, SupportsGenerate])
     score_engine: SupportsScore | None = None  # computes entropies
@@ -215,7 +215,7 @@ class Player:
         *,
         attempt: Attempt,
         group_size: int,
-        scoring: ScoringSession | None = None,
+        scoring: GroupScoring | None = None,
     ) -> Group:
         """Play a group for training; each attempt samples with its own seed. `scoring` receives
         tokens while they are sampled and episodes when they finish. Raises Expired when the group's

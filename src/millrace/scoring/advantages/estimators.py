@@ -43,9 +43,7 @@ class GroupAdvantages:
     """Added to the standard deviation, so that a tiny one does not amplify noise."""
 
     def __call__(self, group: Group) -> np.ndarray:  # [episodes]
-        return _normalized(
-            _totals(group), centre=True, by_std=self.normalize_std, epsilon=self.epsilon
-        )
+        return _normalized(_totals(group), by_std=self.normalize_std, epsilon=self.epsilon)
 
 
 @plugin
@@ -56,7 +54,7 @@ class LeaveOneOutAdvantages:
         totals = _totals(group)
         if len(totals) == 1:
             return np.zeros(1)
-        centred = _normalized(totals, centre=True, by_std=False, epsilon=0.0)
+        centred = _normalized(totals)
         return centred * (len(totals) / (len(totals) - 1))
 
 
@@ -83,8 +81,7 @@ class BatchAdvantages:
 
     def __call__(self, group: Group) -> np.ndarray:  # [episodes]
         """Return the totals, minus the group's mean if that is the baseline."""
-        is_centred = self.baseline == "group"
-        return _normalized(_totals(group), centre=is_centred, by_std=False, epsilon=0.0)
+        return _normalized(_totals(group), centre=self.baseline == "group")
 
     def over_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:
         values = np.concatenate([self(group) for group in groups])
@@ -108,9 +105,8 @@ class ReturnAdvantages:
             for episode, total in zip(group.episodes, _totals(group).tolist(), strict=True)
             for rollout in episode.rollouts
         ]
-        values = _normalized(
-            np.concatenate(returns), centre=True, by_std=self.normalize_std, epsilon=self.epsilon
-        )
+        values = np.concatenate(returns)
+        values = _normalized(values, by_std=self.normalize_std, epsilon=self.epsilon)
         ends = np.cumsum([len(part) for part in returns])[:-1]
         found: list[np.ndarray] = []
         for rollout, part in zip(group.rollouts, np.split(values, ends), strict=True):
@@ -151,7 +147,6 @@ ADVANTAGES: dict[str, type] = {
 
 
 def build_advantages(table: Mapping[str, Any]) -> Advantages:
-    """Build the estimator of a [scoring.advantages] table."""
     return build_callable(table, builtins=ADVANTAGES, default="group", section=SECTION)
 
 
@@ -233,7 +228,9 @@ def _totals(group: Group) -> np.ndarray:  # [episodes] float64
     return np.array([score.total for score in group.scores], dtype=np.float64)
 
 
-def _normalized(values: np.ndarray, *, centre: bool, by_std: bool, epsilon: float) -> np.ndarray:
+def _normalized(
+    values: np.ndarray, *, centre: bool = True, by_std: bool = False, epsilon: float = 0.0
+) -> np.ndarray:
     if values.max() == values.min() and (centre or by_std):
         return np.zeros(len(values))
     deviation = values.std(ddof=1) + epsilon if by_std else 1.0

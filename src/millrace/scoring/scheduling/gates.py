@@ -27,8 +27,6 @@ CONDITION = re.compile(r"\s*([^\s<>=!][^<>=!]*?)\s*(>=|<=|==|!=|>|<)\s*(\S+)\s*"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreGate:
-    """A condition on another scorer's result."""
-
     scorer: str
     comparison: str
     limit: float

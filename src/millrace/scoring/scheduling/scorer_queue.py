@@ -18,7 +18,6 @@ from millrace.core.errors import RunFailed, ScoreError, TransientScoreError
 from millrace.core.protocols import RestartingScorer, Scorer
 from millrace.core.records import Episode, Group, ScorerResult, Task
 from millrace.core.spans import ScorerLoad
-from millrace.scoring.scheduling.breaker import Breaker
 from millrace.scoring.scheduling.gates import ScoreGate
 from millrace.scoring.scorer_type import CallSettings
 
@@ -33,6 +32,60 @@ class GroupRef:
     order: int  # position in the queue: groups opened first are scored first
     number: int
     task: Task
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Breaker:
+    """After several consecutive failures calls wait, then one probe call goes first."""
+
+    failures: int  # consecutive failures that open it; 0 = never
+    open_s: float
+    now: Callable[[], float] = time.monotonic
+    num_opened: int = 0
+    _num_failed: int = 0  # consecutive
+    _probe_at_s: float | None = None  # earliest time of the probe; None = closed
+    _is_probing: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._probe_at_s is not None
+
+    def wait_s(self) -> float | None:
+        """Seconds until the next call may start; None until the probe under way has ended."""
+        if self._probe_at_s is None:
+            return 0.0
+        return None if self._is_probing else max(0.0, self._probe_at_s - self.now())
+
+    def begin(self) -> bool:
+        """Start a call; returns True if it is the probe."""
+        assert self.wait_s() == 0.0
+        self._is_probing = self.is_open
+        return self._is_probing
+
+    def answered(self) -> None:
+        """Close the breaker: the service answered, whatever the answer was."""
+        self._num_failed = 0
+        self._probe_at_s = None
+        self._is_probing = False
+
+    def failed(self, *, is_probe: bool, retry_after_s: float | None = None) -> None:
+        """Count a failure; `retry_after_s` is the delay that the service asked for."""
+        self._num_failed += 1
+        wait_s = self.open_s if retry_after_s is None else retry_after_s
+        if is_probe:
+            self._is_probing = False
+        elif self.is_open:  # this call was in flight when the breaker opened
+            wait_s = retry_after_s or 0.0
+        elif not 0 < self.failures <= self._num_failed:
+            return
+        else:
+            self.num_opened += 1
+        self._probe_at_s = max(self._probe_at_s or 0.0, self.now() + wait_s)
+
+    def abandoned(self, *, is_probe: bool) -> None:
+        """The caller cancelled the call, so its outcome is unknown."""
+        if is_probe:
+            self._is_probing = False
 
 
 @dataclass(slots=True, eq=False)
@@ -225,7 +278,10 @@ class ScorerQueue:
                 if not self._breaker.is_open:  # otherwise the breaker decides when to retry
                     num_failed += 1
                     if num_failed > self._settings.retries:
-                        raise _final_error(error, num_attempts=num_attempts) from None
+                        if num_attempts > 1:
+                            tried = f"(tried {num_attempts} times)"
+                            error.args = (f"{str(error).rstrip('.')} {tried}.",)
+                        raise
                     pause_s = min(self._settings.backoff_s * 2 ** (num_failed - 1), MAX_BACKOFF_S)
                     pause_s = max(pause_s * (0.5 + 0.5 * self._draw()), error.retry_after_s or 0.0)
             await self._pause(call, pause_s)
@@ -275,12 +331,3 @@ class ScorerQueue:
         left = [entry for entry in call.entries if not entry[1].cancelled()]
         self._count(waiting=len(left) - len(call.entries))
         call.entries = left
-
-
-def _final_error(error: TransientScoreError, *, num_attempts: int) -> ScoreError:
-    if num_attempts == 1:
-        return error
-    final = ScoreError(f"{str(error).rstrip('.')} (tried {num_attempts} times).")
-    for note in getattr(error, "__notes__", ()):
-        final.add_note(note)
-    return final

@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -114,7 +114,11 @@ def check_endpoint(url: str, headers: Mapping[str, str], *, scorer: str) -> None
     check_headers(headers, owner=f"Scorer {scorer!r}")
     filled = Secrets({"url": url, **headers}, owner=f"Scorer {scorer!r}").filled(url)
     parts = urlsplit(filled)
-    if parts.scheme not in ("http", "https") or not parts.hostname or not _has_valid_port(parts):
+    try:
+        is_valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # the port is no number below 2**16
+        is_valid = False
+    if not is_valid:
         shown = repr(url) if filled == url else "the value of its environment variable"
         raise ConfigError(f"Scorer {scorer!r} has url = {shown}; write 'http://HOST:PORT/PATH'.")
     if parts.username is not None:
@@ -122,13 +126,6 @@ def check_endpoint(url: str, headers: Mapping[str, str], *, scorer: str) -> None
             f"Scorer {scorer!r} has a user or password in its url; send them as a header, as in"
             " headers = { Authorization = 'env:NAME' }."
         )
-
-
-def _has_valid_port(parts: SplitResult) -> bool:
-    try:
-        return parts.port != 0
-    except ValueError:
-        return False
 
 
 def _shortened(text: str) -> str:

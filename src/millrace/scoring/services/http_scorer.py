@@ -23,8 +23,6 @@ from millrace.scoring.services.endpoint import Endpoint, check_endpoint
 
 @plugin
 class Http:
-    """The settings of `type = "http"`."""
-
     url: NonEmptyStr
     headers: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -46,8 +44,6 @@ class Http:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class HttpScorer:
-    """Runs on the controller's event loop, see endpoint.py."""
-
     name: str
     weight: float
     endpoint: Endpoint

@@ -39,8 +39,6 @@ MATCH_TIMEOUT_S = 5.0
 
 @plugin
 class Judge:
-    """The settings of `type = "judge"`."""
-
     url: NonEmptyStr  # with the version: "https://api.example.com/v1"
     model: NonEmptyStr
     prompt: NonEmptyStr
@@ -95,8 +93,6 @@ class Judge:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class JudgeScorer:
-    """Runs on the controller's event loop, see endpoint.py."""
-
     name: str
     weight: float
     settings: Judge

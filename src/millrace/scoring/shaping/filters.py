@@ -59,8 +59,6 @@ FILTERS: dict[str, type] = {"zero_variance": ZeroVariance, "overlong": Overlong}
 
 
 class Filters:
-    """All filters of a run, by name."""
-
     def __init__(self, filters: Mapping[str, Filter] | None = None) -> None:
         self._filters = dict(filters or {})
 
@@ -81,7 +79,6 @@ class Filters:
 
 
 def build_filters(tables: Sequence[Mapping[str, Any]]) -> Filters:
-    """Build the filters of the [[rollout.filter]] tables."""
     filters: dict[str, Filter] = {}
     for table in tables:
         built = build_callable(table, builtins=FILTERS, default="zero_variance", section=SECTION)

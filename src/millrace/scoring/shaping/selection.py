@@ -71,14 +71,12 @@ SELECTIONS: dict[str, type] = {ROC: RocSelection, "first": FirstSelection}
 
 
 def build_selection(table: Mapping[str, Any]) -> Selection:
-    """Build the selection of a [rollout.selection] table."""
     return build_callable(
         table, builtins=SELECTIONS, default=ROC, section=SECTION, keywords=("keep", "rng")
     )
 
 
 def select(group: Group, selection: Selection, *, keep: int, seed: int) -> Group:
-    """Return the scored group with `keep` of its episodes."""
     rng = np.random.default_rng((seed % 2**64, group.number))
     with user_code(f"Selection (group {group.number})"):
         chosen = [int(index) for index in selection(group, keep=keep, rng=rng)]

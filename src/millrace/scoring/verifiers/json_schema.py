@@ -1,16 +1,14 @@
 """The verifier "json_schema": checks that a completion is JSON and fits a schema."""
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from millrace.config.section import NonEmptyStr
-from millrace.core.errors import ConfigError
 from millrace.core.plugins import check_exactly_one, plugin
 from millrace.core.records import Prompt
-from millrace.scoring.verifiers.answers import last_block, text_of
+from millrace.scoring.verifiers.answers import last_block, require_package, text_of
 
 
 @plugin
@@ -31,11 +29,7 @@ class JsonSchema:
     """Check the last ```json block, if there is one, instead of the whole completion."""
 
     def __post_init__(self) -> None:
-        if importlib.util.find_spec("jsonschema") is None:
-            raise ConfigError(
-                "The verifier 'json_schema' needs jsonschema, which is not installed; install"
-                " millrace[verifiers]."
-            )
+        require_package("jsonschema", verifier="json_schema")
         check_exactly_one("json_schema needs one schema", schema=self.schema, path=self.path)
         if self.path is not None:
             object.__setattr__(self, "schema", _read(Path(self.path)))

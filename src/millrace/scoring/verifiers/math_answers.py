@@ -6,15 +6,13 @@ long is interrupted and scores 0. If it cannot be interrupted, the scorer's time
 its group fails.
 """
 
-import importlib.util
 import re
 from fractions import Fraction
 from typing import Any
 
 from millrace.config.section import NonEmptyStr, NonNegativeFloat, PositiveInt
-from millrace.core.errors import ConfigError
 from millrace.core.plugins import plugin
-from millrace.scoring.verifiers.answers import ColumnVerifier, answer_in
+from millrace.scoring.verifiers.answers import ColumnVerifier, answer_in, require_package
 
 MAX_DIGITS = 300
 _BODY = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
@@ -98,11 +96,7 @@ class Math(ColumnVerifier):
     """Time limit for parsing an answer, and again for comparing it, in whole seconds."""
 
     def __post_init__(self) -> None:
-        if importlib.util.find_spec("math_verify") is None:
-            raise ConfigError(
-                "The verifier 'math' needs math-verify, which is not installed; install"
-                " millrace[verifiers]."
-            )
+        require_package("math_verify", verifier="math")
 
     def _score(self, text: str, reference: Any) -> float:
         """Runs in the main thread, because the time limit is an alarm signal."""

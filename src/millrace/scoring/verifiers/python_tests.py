@@ -51,7 +51,6 @@ class PythonTests(ColumnVerifier):
         return sum(passed) / len(passed) if self.score == "share" else float(all(passed))
 
     def _run(self, code: str, tests: Any) -> list[bool]:
-        """Return for each test whether it passes."""
         limits = SandboxLimits(
             time_s=self.time_limit_s,
             memory_bytes=self.memory_limit_bytes,

@@ -62,7 +62,6 @@ def puzzle_of(name: str, config: Mapping[str, Any], entry: Mapping[str, Any]) ->
 
 
 def make_dataset(name: str, config: Mapping[str, Any]) -> Any:
-    """Create a dataset of reasoning_gym; raises ConfigError."""
     factory = reasoning_gym("factory")
     if name not in factory.DATASETS:
         known = ", ".join(sorted(factory.DATASETS))
