@@ -7,7 +7,8 @@ of its steps. Scorers run on the controller's event loop.
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -35,6 +36,11 @@ from millrace.scoring.scorer_type import CallSettings, ScorerContext
 
 Reduce = Literal["value", "difference"]
 Aggregate = Literal["min", "mean", "last"]
+AGGREGATES: dict[Aggregate, Callable[[list[float]], Any]] = {
+    "min": min,
+    "mean": np.mean,
+    "last": operator.itemgetter(-1),
+}
 
 
 @plugin
@@ -166,12 +172,17 @@ class ProcessRewardScorer(ModelScorer[RewardModelProcess]):
         read = await asyncio.gather(
             *(self._step_values(rollout, episode, group) for rollout in episode.rollouts)
         )
-        token_scores = tuple(
-            TokenScores(rewards=self._token_rewards(rollout, ends, values))
-            for rollout, (ends, values) in zip(episode.rollouts, read, strict=True)
-        )
-        score = self._episode_score([value for _, values in read for value in values])
-        return ScorerResult(score=score, token_scores=token_scores)
+        token_scores: list[TokenScores] = []
+        for rollout, (ends, values) in zip(episode.rollouts, read, strict=True):
+            rewards = np.zeros(len(rollout.tokens), np.float32)
+            is_value = self._settings.reduce == "value"
+            rewards[ends] = values if is_value else np.diff(values, prepend=0.0)
+            token_scores.append(TokenScores(rewards=rewards))
+        all_values = [value for _, values in read for value in values]
+        score = None
+        if all_values and self._settings.score is not None:
+            score = float(AGGREGATES[self._settings.score](all_values))
+        return ScorerResult(score=score, token_scores=tuple(token_scores))
 
     async def _step_values(
         self, rollout: Rollout, episode: Episode, group: Group
@@ -188,27 +199,6 @@ class ProcessRewardScorer(ModelScorer[RewardModelProcess]):
         )
         _check_finite(values, scorer=self.name, group=group)
         return ends, values
-
-    def _token_rewards(
-        self, rollout: Rollout, ends: list[int], values: list[float]
-    ) -> np.ndarray:  # [L] float32
-        is_value = self._settings.reduce == "value"
-        rewards = np.zeros(len(rollout.tokens), np.float32)
-        rewards[ends] = values if is_value else np.diff(values, prepend=0.0)
-        return rewards
-
-    def _episode_score(self, values: list[float]) -> float | None:
-        if not values:
-            return None
-        match self._settings.score:
-            case "min":
-                return min(values)
-            case "mean":
-                return float(np.mean(values))
-            case "last":
-                return values[-1]
-            case None:
-                return None
 
 
 def _check_finite(values: Sequence[float], *, scorer: str, group: Group) -> None:

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from millrace.core.errors import RunFailed, ScoreError, TransientScoreError
@@ -235,13 +236,10 @@ class ScorerQueue:
             call.is_probe = self._breaker.begin()
             call.starts.set()
             if call.task is None:
-                self._start_task(call)
-
-    def _start_task(self, call: _ScoreCall) -> None:
-        self._started.add(call)
-        call.task = asyncio.create_task(self._run(call))
-        # A callback, not code in the task: a task that is cancelled at once never runs.
-        call.task.add_done_callback(lambda task: self._ended(call, task))
+                self._started.add(call)
+                call.task = asyncio.create_task(self._run(call))
+                # A callback, not code in the task: a task that is cancelled at once never runs.
+                call.task.add_done_callback(partial(self._ended, call))
 
     async def _run(self, call: _ScoreCall) -> None:
         try:

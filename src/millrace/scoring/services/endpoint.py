@@ -76,7 +76,11 @@ class Endpoint:
             message = f"cannot be reached ({type(error).__name__}: {error})"
             raise TransientScoreError(self._message(message), is_down=True) from None
         if not 200 <= response.status < 300:
-            raise self._status_error(response, text)
+            message = self._message(f"answered with status {response.status}: {_shortened(text)}")
+            if response.status == 429 or response.status >= 500:
+                wait_s = retry_after_s(response.headers.get("Retry-After"))
+                raise TransientScoreError(message, is_down=True, retry_after_s=wait_s)
+            raise ScoreError(message)
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
@@ -93,13 +97,6 @@ class Endpoint:
             if len(data) > self._max_answer_bytes:
                 raise self.unusable(f"answered with more than {self._max_answer_bytes} bytes")
         return data.decode("utf-8", errors="replace")
-
-    def _status_error(self, response: aiohttp.ClientResponse, text: str) -> ScoreError:
-        message = self._message(f"answered with status {response.status}: {_shortened(text)}")
-        if response.status == 429 or response.status >= 500:
-            wait_s = retry_after_s(response.headers.get("Retry-After"))
-            return TransientScoreError(message, is_down=True, retry_after_s=wait_s)
-        return ScoreError(message)
 
     def _message(self, problem: str) -> str:
         # Without the query of the url, which may hold a secret.
