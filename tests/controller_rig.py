@@ -28,9 +28,8 @@ def make_dispatcher(
 ) -> Dispatcher:
     """`player` needs try_group(), `buffer` admit() only."""
     settings: dict[str, Any] = {
-        "tasks": FakeTasks(),
         "scorers": FakeScorers(),
-        "admission": tracker._admission,
+        "admission": tracker.admission,
         "partials": PartialRollouts(NoJournal(), every_s=0),
         "engines": ScriptedEngine(),
         "group_size": 2,

@@ -27,11 +27,10 @@ from millrace.environments.rollouts.player import Player
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.inference.pool import EnginePool
 from millrace.journal import Journal, JournalHistory, Ledger
-from millrace.journal.resuming import Cursor
-from millrace.monitoring.files.episodes import SkippedSteps
 from millrace.monitoring.monitor import RunMonitor
 from millrace.monitoring.run_dir import RunDir
 from millrace.run.build import RunParts, build_controller
+from millrace.run.resume import Cursor
 from millrace.scoring.advantages.estimators import build_advantages
 from millrace.scoring.functions.workers import ScorerWorkers
 from millrace.scoring.pool import ScorerPool
@@ -153,8 +152,7 @@ class EndlessRun:
             trainer=trainer,
             broadcaster=self._broadcaster,
             monitor=self.monitor,
-            checkpoints=self._run_dir.checkpoints,
-            skipped=SkippedSteps(self._run_dir.skipped),
+            run_dir=self._run_dir,
             journal=journal,
             cursor=Cursor(),
         )

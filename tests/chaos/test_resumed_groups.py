@@ -56,7 +56,7 @@ def saved_in(history: JournalHistory, folder: Path) -> dict[int, Counter[str]]:
         if known:
             saved[number] = Counter()
         for (request, _), one in known.items():
-            saved[number][request] += len(one.completion.tokens)
+            saved[number][request] += len(one.part.tokens)
     return saved
 
 

@@ -10,7 +10,9 @@ from millrace.cluster.hub import Hub
 
 
 async def main(log_dir: Path, *preload: str) -> None:
-    async with Hub(log_dir, log_dir=log_dir, on_event=lambda *_: None, preload=preload) as hub:
+    async with Hub(
+        runtime_dir=log_dir, log_dir=log_dir, on_event=lambda *_: None, preload=preload
+    ) as hub:
         idle = await hub.launch("idle", "echo_worker")
         busy = await hub.launch("busy", "echo_worker")
         await busy.call(ask("go deaf"))

@@ -8,7 +8,7 @@ from millrace.cluster.hub import Hub
 
 
 async def main(log_dir: Path) -> None:
-    async with Hub(log_dir, log_dir=log_dir, on_event=lambda *_: None) as hub:
+    async with Hub(runtime_dir=log_dir, log_dir=log_dir, on_event=lambda *_: None) as hub:
         await hub.launch("mute", "mute_worker")
 
 

@@ -212,12 +212,12 @@ async def test_a_socket_path_that_is_too_long_is_refused_and_removed(tmp_path: P
     runtime_dir = tmp_path / ("x" * 100)
     runtime_dir.mkdir()
     with pytest.raises(ConfigError, match="set TMPDIR to a shorter folder"):
-        await Hub(runtime_dir, log_dir=tmp_path, on_event=ignore).__aenter__()
+        await Hub(runtime_dir=runtime_dir, log_dir=tmp_path, on_event=ignore).__aenter__()
     assert not list(runtime_dir.iterdir())
 
 
 async def test_the_socket_is_private_and_removed_in_the_end(tmp_path: Path):
-    async with Hub(tmp_path, log_dir=tmp_path, on_event=ignore) as hub:
+    async with Hub(runtime_dir=tmp_path, log_dir=tmp_path, on_event=ignore) as hub:
         path = Path(hub.address.removeprefix("ipc://"))
         assert path.parent.parent == tmp_path
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700

@@ -358,7 +358,11 @@ async def test_a_controller_that_was_busy_does_not_take_joined_workers_for_dead(
     async def ignore(_message: Message) -> None: ...
 
     joined = JoinedProcess(
-        "echo-0", host="there", send_to_worker=echo, send_to_host=ignore, heartbeat_timeout_s=0.4
+        name="echo-0",
+        host="there",
+        send_to_worker=echo,
+        send_to_host=ignore,
+        heartbeat_timeout_s=0.4,
     )
     joined.on_message()
     ended = asyncio.create_task(joined.exited())

@@ -49,7 +49,6 @@ class BatchRig:
         self.batches = Batches(
             config=config,
             buffer=self.buffer,
-            admission=self.admission,
             tracker=make_tracker(self.admission, journal=self.journal),
             in_batch=list,
             journal=self.journal,

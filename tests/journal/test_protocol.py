@@ -34,7 +34,7 @@ from millrace.core.errors import Filtered, JournalError, ScoreError
 from millrace.core.records import Completion, Group, Request, Sampling, Task
 from millrace.environments.rollouts.partial_rollouts import PartialRollouts, ReplayingEngine
 from millrace.journal import Journal, read_journal
-from millrace.journal.resuming import Cursor, resume_history
+from millrace.run.resume import Cursor, resume_history
 from millrace.tasks.curriculum import Curriculum
 
 GROUPS = 2  # of a step
@@ -205,14 +205,12 @@ class Process(FakeScorers):
         self.batches = Batches(
             config=config,
             buffer=self.buffer,
-            admission=self.admission,
             tracker=self.tracker,
             in_batch=self.in_batch,
             journal=self.journal,
         )
         self.dispatcher = make_dispatcher(
             self.tracker,
-            tasks=self.tasks,
             player=self,
             scorers=self,
             buffer=self.buffer,

@@ -8,8 +8,7 @@ from journals import open_journal, read_history
 
 from millrace.core.errors import JournalError
 from millrace.core.records import Task
-from millrace.journal.resuming import Cursor, resume_history
-from millrace.run.resume import advance_cursor
+from millrace.run.resume import Cursor, advance_cursor, resume_history
 from millrace.tasks.curriculum import Curriculum
 
 TASKS = [Task(prompt=str(n)) for n in range(9)]

@@ -122,7 +122,7 @@ def test_tokens_without_their_predecessors_are_left_out():
     ]
     known = join_streamed(parts)
     assert set(known) == {("group 0/0", 0)}
-    assert known["group 0/0", 0].completion.tokens.tolist() == [ord(c) for c in "abd"]
+    assert known["group 0/0", 0].part.tokens.tolist() == [ord(c) for c in "abd"]
 
 
 @given(st.binary(max_size=200))

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_checkpoint import write_fake_checkpoint
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.cluster.hub import Hub
-from millrace.cluster.join.host import _HostWorkers
+from millrace.cluster.join.host import _JoiningHost
 from millrace.cluster.messages import JoinSlot
 from millrace.config import load_config
 from millrace.core.errors import CheckpointError, ConfigError
@@ -42,16 +43,17 @@ async def test_worker_name_that_leaves_its_folder_is_not_launched(name, tmp_path
     assert files_in(tmp_path) == []
 
 
-class SilentLine:
-    async def receive(self) -> None:
+class SilentSocket:
+    async def recv_multipart(self, *, copy: bool) -> None:
         await asyncio.Event().wait()
 
 
 async def test_joining_host_refuses_worker_names_that_leave_the_folder(tmp_path: Path):
-    workers = _HostWorkers(SilentLine(), ticket=None, fork_server=None)  # type: ignore[arg-type]
+    ticket = SimpleNamespace(heartbeat_timeout_s=60.0)
+    host = _JoiningHost(dealer=SilentSocket(), ticket=ticket)  # type: ignore[arg-type]
     slots = [JoinSlot(name="../../engine", token="t")]
     with pytest.raises(ConfigError, match=r"A worker of this run has the name '\.\./\.\./engine'"):
-        await workers.serve(slots, module="no_such_module", log_dir=tmp_path)
+        await host.serve(slots, module="no_such_module", log_dir=tmp_path)
 
 
 @given(st.text(max_size=250))
@@ -86,7 +88,7 @@ def mode_of(path: Path) -> int:
 async def test_local_socket_is_in_a_private_folder(umask: int, tmp_path: Path):
     before = os.umask(umask)
     try:
-        async with Hub(tmp_path, log_dir=tmp_path, on_event=lambda *_: None) as hub:
+        async with Hub(runtime_dir=tmp_path, log_dir=tmp_path, on_event=lambda *_: None) as hub:
             folder = Path(hub.address.removeprefix("ipc://")).parent
             assert mode_of(folder) == 0o700
     finally:

@@ -9,7 +9,7 @@ from millrace.cluster.messages import (
     Copied,
     Done,
     Lend,
-    Lent,
+    Published,
     Release,
     SaveCheckpoint,
     Saved,
@@ -63,7 +63,7 @@ class FakeWorker:
                 self.version += 1
                 return Stepped(version=message.version, metrics={})
             case Lend():
-                return Lent(update=make_update(self.version))
+                return Published(update=make_update(self.version))
             case SaveCheckpoint():
                 return Saved(version=self.version)
             case _:

@@ -92,11 +92,8 @@ class Credentials:
 
 
 class TokenAuthenticator:
-    """Answers the authentication requests of libzmq (ZAP, RFC 27).
-
-    It accepts the client key of the run only. Create it before the hub binds; run() is a task on
-    the hub's loop.
-    """
+    """Answers the authentication requests of libzmq (ZAP, RFC 27): it accepts the client key of the
+    run only. Create it before the hub binds; run() is a task on the hub's loop."""
 
     def __init__(self, context: zmq.asyncio.Context, *, keys: ClientKeys) -> None:
         self.num_rejected = 0  # connections with another key
@@ -115,7 +112,7 @@ class TokenAuthenticator:
 
 
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\[\]\s]+):(\d{1,5}|\*)")
-_ANY_INTERFACE = ("0.0.0.0", "[::]")
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # by the address of all interfaces
 MAX_SOCKET_PATH = 100  # bytes; operating systems allow 104 or 108
 
 
@@ -134,29 +131,22 @@ def to_bind(address: str) -> str:
 def local(bound: str) -> str:
     """The address for workers on this host."""
     host, port = split(bound)
-    return join({"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host), port)
+    return f"tcp://{_LOOPBACK.get(host, host)}:{port}"
 
 
 def advertised(bound: str, *, host: str | None) -> str:
     """The address for other hosts: at `host`, or by default at the name of this machine."""
     bound_host, port = split(bound)
     if host is None:
-        host = socket.gethostname() if bound_host in _ANY_INTERFACE else bound_host
-    return join(f"[{host}]" if ":" in host.strip("[]") and host[0] != "[" else host, port)
+        host = socket.gethostname() if bound_host in _LOOPBACK else bound_host
+    host = f"[{host}]" if ":" in host and host[0] != "[" else host
+    return f"tcp://{host}:{port}"
 
 
 def split(address: str) -> tuple[str, str]:
     """Host, in brackets if it is an IPv6 address, and port."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return host, port
-
-
-def join(host: str, port: str) -> str:
-    return f"tcp://{host}:{port}"
-
-
-def is_tcp(address: str) -> bool:
-    return address.startswith("tcp://")
 
 
 def is_ipv6(address: str) -> bool:
@@ -184,7 +174,7 @@ def connect(
 ) -> None:
     """Connect a DEALER socket. `heartbeat_timeout_s` is None on the host of the hub."""
     socket.setsockopt(zmq.ROUTING_ID, identity)
-    if is_tcp(address):
+    if address.startswith("tcp://"):
         if keys is None:
             raise ConfigError(
                 f"A worker cannot connect to {address} without the keys of the run; start it with"

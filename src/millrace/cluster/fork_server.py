@@ -3,19 +3,14 @@
 Importing torch and transformers takes seconds at each start of a worker; a fork takes milliseconds.
 
 Promise: a forked worker is a child of its parent, the controller or `millrace join`, like one that
-was started directly: exit status, signals and parent death work alike, and it survives the fork
-server. Its command line reads `python -m MODULE ...`. If a worker cannot be forked, fork() returns
-None and the caller starts it directly.
+was started directly: exit status, signals, parent death and command line are the same, and it
+survives the server. The server forks twice, and the process in between exits at once: the kernel
+gives the orphan to the nearest subreaper, which the parent is for that moment.
 
-How a worker becomes a child of the parent: the server forks twice, and the process in between exits
-at once. The kernel gives the orphan to the nearest subreaper, which the parent is for that moment.
-
-The server creates no thread of its own and does not load the CUDA driver, so forking is safe; if an
-import loads the driver, the server ends and workers are started directly. The parent's side runs on
-its event loop; this module, run as a program, is the server.
-
-Hubs that are open at the same time share a server. Enter `shared_fork_server()` early, so that its
-imports overlap with other work, or around several runs of one process, so that they share it.
+The server creates no thread and does not load the CUDA driver, so forking is safe; if an import
+loads the driver, the server ends and workers are started directly. The parent's side runs on its
+event loop; this module, run as a program, is the server. Hubs share a server. Enter
+`shared_fork_server()` early, so that its imports overlap with other work.
 """
 
 import asyncio
@@ -118,6 +113,9 @@ class ForkServer:
             stderr=self._errors,
             start_new_session=True,
         )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self.num_users = 0
         self._is_ready = False
         self._lock = threading.Lock()  # one request at a time
@@ -152,8 +150,7 @@ class ForkServer:
         """End the server; its workers live on."""
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._errors):
-            assert stream is not None
+        for stream in (self._stdin, self._stdout, self._errors):
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
 
@@ -161,7 +158,7 @@ class ForkServer:
         """The process id of the new worker; 0 if the server cannot fork one."""
         with self._lock:
             if not self._is_ready:
-                self._is_ready = self._receive() == READY
+                self._is_ready = self._stdout.readline() == READY
             if not self._is_ready:
                 self._errors.seek(0)
                 Path(request["log"]).with_name(LOG_NAME).write_bytes(self._errors.read())
@@ -170,19 +167,14 @@ class ForkServer:
                 _set_subreaper(True)
                 try:
                     self._send(request)
-                    return int(self._receive() or b"0")
+                    return int(self._stdout.readline() or b"0")
                 finally:
                     _set_subreaper(False)
 
     def _send(self, message: object) -> None:
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # then there is no reply, either
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-
-    def _receive(self) -> bytes:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline()
+            self._stdin.write(json.dumps(message).encode() + b"\n")
+            self._stdin.flush()
 
     def _has_same_imports(self, env: Mapping[str, str]) -> bool:
         """Whether modules that were imported in the server's environment fit this one."""

@@ -5,9 +5,8 @@ Promise: when a worker dies, every call that waits for it fails with the reason:
 the hub is killed, the next one removes its folder. Over TCP, only holders of the run's keys can
 send a message. Anything that is not a message of a known worker is counted and dropped.
 
-Everything here runs on the controller's event loop. Bounds: the socket holds RECEIVE_MESSAGES per
-worker, then that worker's sends block. Outgoing messages are bounded by the callers, who wait for
-replies, and not by the socket, which would drop messages when its queue is full.
+Runs on the controller's event loop. Bounds: the socket holds RECEIVE_MESSAGES per worker, then that
+worker's sends block. Outgoing messages are bounded by the callers, who wait for replies.
 """
 
 import asyncio
@@ -15,6 +14,8 @@ import contextlib
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -36,58 +37,46 @@ from millrace.core.files import check_file_name, private_folder
 
 RECEIVE_MESSAGES = 1000
 
-OnEvent = Callable[[str, Message], None]
 
-
+@dataclass(kw_only=True, eq=False)
 class Hub:
-    """Starts workers and carries calls to them; use as an async context manager.
+    """Starts workers and carries calls to them; use as an async context manager."""
 
-    `on_event(worker, message)` gets messages that are no replies: Hello, WorkerProgress, Published,
-    Failed. An error in it counts as a failure of that worker.
-    """
+    log_dir: Path
+    # Gets messages that are no replies: Hello, WorkerProgress, Published, Failed. An error in it
+    # counts as a failure of that worker.
+    on_event: Callable[[str, Message], None]
+    # As in the settings; once the hub is entered, the address for workers on this host. With "auto"
+    # the socket is in a private folder in `runtime_dir`, by default the temp dir.
+    address: str = "auto"
+    runtime_dir: Path | None = None
+    advertise: str | None = None  # the name by which other hosts reach this one
+    start_timeout_s: float = 180.0
+    stop_timeout_s: float = 10.0
+    heartbeat_timeout_s: float = 30.0
+    # Modules that a fork server imports once for all workers; without any, each imports its own.
+    preload: Sequence[str] = ()
+    num_invalid: int = 0  # messages of unknown senders, and bytes that are no message
+    num_unclaimed: int = 0  # replies to calls that had ended
 
-    def __init__(
-        self,
-        runtime_dir: Path | None = None,
-        *,
-        log_dir: Path,
-        on_event: OnEvent,
-        address: str = "auto",
-        advertise: str | None = None,
-        start_timeout_s: float = 180.0,
-        stop_timeout_s: float = 10.0,
-        heartbeat_timeout_s: float = 30.0,
-        preload: Sequence[str] = (),
-    ) -> None:
-        """With "auto" the socket is in a private folder in `runtime_dir`, by default the temp dir.
-        `advertise` is the name by which other hosts reach this one. `preload`: modules that a fork
-        server imports once for all workers; without any, each worker imports its own."""
-        self.num_invalid = 0  # messages of unknown senders, and bytes that are no message
-        self.num_unclaimed = 0  # replies to calls that had ended
-        self.address = address if address == "auto" else addresses.to_bind(address)
-        """The address for workers on this host, once the hub is entered."""
-        self._keys = None if address == "auto" else RunKeys.make()
+    def __post_init__(self) -> None:
+        self._keys = None if self.address == "auto" else RunKeys.make()
+        if self._keys is not None:
+            self.address = addresses.to_bind(self.address)
         self._authenticator: TokenAuthenticator | None = None  # over TCP
-        self._advertise = advertise
-        self._runtime_parent = runtime_dir
-        self._log_dir = log_dir
-        self._preload = preload
         self._fork_server: ForkServer | None = None
-        self._on_event = on_event
-        self._start_timeout_s = start_timeout_s
-        self._stop_timeout_s = stop_timeout_s
-        self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._registry = JoinRegistry(send=self._send, heartbeat_timeout_s=heartbeat_timeout_s)
+        timeout_s = self.heartbeat_timeout_s
+        self._registry = JoinRegistry(send=self._send, heartbeat_timeout_s=timeout_s)
         # By routing id. Dead workers stay until the next one is added.
         self._workers: dict[bytes, Worker] = {}
         self._exit = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            folder = stack.enter_context(private_folder(self._runtime_parent))
+            folder = stack.enter_context(private_folder(self.runtime_dir))
             if self.address == "auto":
                 self.address = _local(folder)
-            self._fork_server = stack.enter_context(shared_fork_server(self._preload))
+            self._fork_server = stack.enter_context(shared_fork_server(self.preload))
             context = zmq.asyncio.Context()
             stack.callback(context.destroy, linger=0)
             if self._keys is not None:
@@ -96,7 +85,7 @@ class Hub:
                 stack.push_async_callback(_cancelled, task)
             self._socket = context.socket(zmq.ROUTER)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # or it drops what it cannot send
-            self._socket.setsockopt(zmq.SNDHWM, 0)
+            self._socket.setsockopt(zmq.SNDHWM, 0)  # with a bound it would drop messages
             self._socket.setsockopt(zmq.RCVHWM, RECEIVE_MESSAGES)
             self._bind()
             reader = asyncio.create_task(self._read(), name="hub-reader")
@@ -116,41 +105,34 @@ class Hub:
     async def launch(
         self, name: str, module: str, *, env: Mapping[str, str] | None = None
     ) -> Worker:
-        """Start `python -m module` as the worker `name`, which may be the name of a dead one, and
-        wait for its Hello."""
+        """Start `python -m module`, named as no living worker is, and wait for its Hello."""
         check_file_name(name, of="A worker")
-        token = secrets.token_hex(16)
-        async with self._registered(name, identity=identity_of(name, token=token)) as worker:
+        async with self._registered(name) as (worker, token):
             keys = None if self._keys is None else self._keys.client
             process = await start_worker(
                 name,
                 module,
                 address=self.address,
                 credentials=Credentials(token=token, keys=keys),
-                log=self._log_dir / f"{name}.log",
+                log=self.log_dir / f"{name}.log",
                 env=env,
                 fork_server=self._fork_server,
             )
-            await worker.start(process, timeout_s=self._start_timeout_s)
+            await worker.start(process, timeout_s=self.start_timeout_s)
         return worker
 
     async def await_joined(self, name: str, *, timeout_s: float | None) -> Worker:
-        """Wait for a host that joins with the worker `name`, and for its Hello. Without `timeout_s`
-        it waits without limit."""
-        token = secrets.token_hex(16)
-        identity = identity_of(name, token=token)
-        async with self._registered(name, identity=identity) as worker:
+        """Wait for a host that joins with the worker `name`, and for its Hello."""
+        async with self._registered(name) as (worker, token):
             try:
-                process = await self._registry.wait_for_host(
-                    name, token=token, worker=identity, timeout_s=timeout_s
-                )
+                process = await self._registry.wait_for_host(name, token, timeout_s=timeout_s)
             except TimeoutError:
                 raise WorkerError(
                     f"No host joined with {name!r} within {timeout_s} s; run `millrace join` there"
                     " sooner, or raise cluster.start_timeout_s.",
                     worker=name,
                 ) from None
-            await worker.start(process, timeout_s=self._start_timeout_s)
+            await worker.start(process, timeout_s=self.start_timeout_s)
         return worker
 
     def ticket(self) -> JoinTicket:
@@ -159,8 +141,8 @@ class Hub:
         keys = self._keys.client
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return JoinTicket(
-            address=addresses.advertised(bound, host=self._advertise),
-            heartbeat_timeout_s=self._heartbeat_timeout_s,
+            address=addresses.advertised(bound, host=self.advertise),
+            heartbeat_timeout_s=self.heartbeat_timeout_s,
             server_key=keys.server,
             client_key=keys.public,
             client_secret=keys.secret,
@@ -168,17 +150,17 @@ class Hub:
         )
 
     @contextlib.asynccontextmanager
-    async def _registered(self, name: str, *, identity: bytes) -> AsyncIterator[Worker]:
-        """Accept the messages of a new worker; one that does not come up leaves nothing behind."""
-
-        async def send(call_id: bytes, message: Message) -> None:
-            await self._send(identity, call_id, message)
-
-        worker = Worker(name, send=send, stop_timeout_s=self._stop_timeout_s)
+    async def _registered(self, name: str) -> AsyncIterator[tuple[Worker, str]]:
+        """Accept the messages of a new worker, which has this token; one that does not come up
+        leaves nothing behind."""
+        token = secrets.token_hex(16)
+        identity = identity_of(name, token=token)
+        send = partial(self._send, identity)
+        worker = Worker(name, send=send, stop_timeout_s=self.stop_timeout_s)
         self._workers = {id: other for id, other in self._workers.items() if not other.is_gone}
         self._workers[identity] = worker
         try:
-            yield worker
+            yield worker, token
         except BaseException:
             worker.kill()
             await worker.is_gone_within(None)
@@ -230,7 +212,7 @@ class Hub:
         if isinstance(message, Heartbeat):
             return
         try:
-            self._on_event(worker.name, message)
+            self.on_event(worker.name, message)
         except Exception as error:  # noqa: BLE001 - reported as the failure of this worker
             reason = f"sent {type(message).__name__}, which could not be handled: {error!r}"
             worker.fail(reason, error=error)

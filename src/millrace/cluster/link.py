@@ -3,14 +3,13 @@
 Every worker module has a `main(link, name)` that calls serve(), and ends with `run_worker(main)`
 under its __main__.
 
-Promise: messages are sent in the order of the calls, from any thread. What was sent before close()
-is on the wire before the process ends. A start that fails is answered with its error, and the
-worker waits for another. A worker that fails later sends the reason before it exits.
+Promise: messages are sent in the order of the calls. What was sent before close() is on the wire
+before the process ends. A start that fails is answered with its error, and the worker waits for
+another. A worker that fails later sends the reason before it exits.
 
 Threads: an IO thread owns the DEALER socket. reply, fail and emit may be called from any thread;
-receive from one. Bounds: outgoing messages wait in an outbox of OUTBOX_MESSAGES, then in the
-socket; when the controller stops reading, reply and emit block. The inbox has no bound of its own,
-because the controller waits for a reply to everything it sends.
+receive from one. Bounds: an outbox of OUTBOX_MESSAGES; when the controller stops reading, reply and
+emit block. The inbox is bounded by the controller, which waits for a reply to all that it sends.
 """
 
 import argparse
@@ -23,7 +22,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from types import FrameType
 from typing import NoReturn, Protocol, TypeVar
 
 import zmq
@@ -256,16 +254,21 @@ def unexpected(call: WorkerCall, *, reason: str = "it is running") -> MillraceEr
 
 
 def run_worker(main: Callable[[Link, str], None]) -> NoReturn:
-    """Run `main(link, name)` as this process.
-
-    SIGINT is ignored, because Ctrl-C is for the controller. SIGTERM raises SystemExit in main.
-    SIGUSR1 writes the stacks of all threads to the log.
-    """
+    """Run `main(link, name)` as this process. SIGTERM raises SystemExit in main."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _exit)
-    options = _parse(sys.argv[1:])
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # writes all stacks to the log
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller
+    signal.signal(signal.SIGTERM, lambda signum, _frame: sys.exit(128 + signum))
+    parser = argparse.ArgumentParser(
+        description="A Millrace worker; the controller or `millrace join` starts it."
+    )
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--address", required=True, help="where the controller listens")
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="pid of the parent")
+    parser.add_argument(
+        "--heartbeat-timeout", type=float, help="seconds; for a controller on another host"
+    )
+    options = parser.parse_args()
     exit_with_parent(options.parent)
     link = Link(
         options.address,
@@ -285,20 +288,3 @@ def run_worker(main: Callable[[Link, str], None]) -> NoReturn:
     finally:
         link.close()
     sys.exit(0)
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="A Millrace worker; the controller or `millrace join` starts it."
-    )
-    parser.add_argument("--name", required=True)
-    parser.add_argument("--address", required=True, help="where the controller listens")
-    parser.add_argument("--parent", type=int, default=os.getppid(), help="pid of the parent")
-    parser.add_argument(
-        "--heartbeat-timeout", type=float, help="seconds; for a controller on another host"
-    )
-    return parser.parse_args(argv)
-
-
-def _exit(signum: int, _frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + signum)

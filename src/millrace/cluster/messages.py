@@ -87,7 +87,7 @@ class Join(Message, frozen=True):
 
 class JoinSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str  # of the worker
-    token: str  # with which that worker authenticates
+    token: str  # with which that worker authenticates; its host passes it on
 
     def __repr__(self) -> str:
         return f"JoinSlot(name={self.name!r})"
@@ -174,11 +174,9 @@ class Swapped(Message, frozen=True):
 
 
 class ScoreTokens(Message, frozen=True):
-    """Score the tokens of these requests; to a teacher or an engine. -> TokensScored
+    """Score the tokens of these requests; to a teacher or an engine. -> TokensScored"""
 
-    Requests of one message that share a prefix are computed together."""
-
-    requests: list[ScoreRequest]
+    requests: list[ScoreRequest]  # those that share a prefix are computed together
 
 
 class TokensScored(Message, frozen=True):
@@ -198,9 +196,7 @@ class Expire(Message, frozen=True):
 
 
 class Pause(Message, frozen=True):
-    """Finish the current forward pass, then generate nothing until Resume. -> Done
-
-    A paused engine still accepts requests and swaps weights."""
+    """Generate nothing until Resume, but accept requests and swap weights. -> Done"""
 
 
 class Resume(Message, frozen=True):
@@ -233,19 +229,13 @@ class Stepped(Message, frozen=True):
 
 
 class Published(Message, frozen=True):
-    """Event: these weights are ready for the engines."""
+    """Event, or reply to Lend: these weights are ready to be read, until a Release."""
 
     update: WeightUpdate
 
 
 class Lend(Message, frozen=True):
-    """Make the newest version readable for an engine that joins late. -> Lent"""
-
-
-class Lent(Message, frozen=True):
-    """As Published; it needs a Release of its own."""
-
-    update: WeightUpdate
+    """Make the newest version readable for an engine that joins late. -> Published"""
 
 
 class Release(Message, frozen=True):
@@ -310,10 +300,7 @@ class StartRewardModel(Message, frozen=True):
 
 
 class StepReading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A sequence for a reward model, cut into steps: as tokens, or as text for another tokenizer.
-
-    It is always complete. A cached prefix only saves time.
-    """
+    """A whole sequence for a reward model, cut into steps: tokens, or text for other tokenizers."""
 
     tokens: np.ndarray | None = None  # [L] int32
     ends: list[int] = []  # last token of each step

@@ -28,10 +28,8 @@ COST = "the GPU computes for one process at a time, and engines and trainer wait
 
 
 def below_normal(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment of shared_gpu() with a lower kernel priority, for the trainer.
-
-    Its kernels are long and many; a decode step that waits for them delays every sequence.
-    """
+    """The environment with a lower kernel priority, for the trainer: its kernels are long and many,
+    and a decode step that waits for them delays every sequence."""
     return {**env, PRIORITY_VARIABLE: "1"} if env else {}
 
 
@@ -46,11 +44,8 @@ async def shared_gpu(
     start_timeout_s: float = 15.0,
     stop_timeout_s: float = 5.0,
 ) -> AsyncIterator[dict[str, str]]:
-    """Yields the additional environment of workers that use a GPU; empty without MPS.
-
-    If MPS is not possible, "mps" raises ConfigError, and other modes warn at most. Enter it before
-    any worker starts and leave it when all have ended.
-    """
+    """Yields the additional environment of workers that use a GPU; empty without MPS. If MPS is not
+    possible, "mps" raises ConfigError and other modes warn at most. All workers live inside it."""
     obstacle = _obstacle(num_cuda_workers=num_cuda_workers, gpu_files=gpu_files)
     may_be = mode != "time_slices" and num_cuda_workers > 1 and obstacle is None
     if mode != "mps" and not may_be:

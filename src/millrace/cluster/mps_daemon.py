@@ -4,9 +4,8 @@ Promise: when the controller closes stdin of this process or dies, the guard ask
 quit; after at most twice STOP_S the daemon, its servers and DIR are gone. SIGTERM does the same
 without asking. If the guard itself is killed, the kernel kills the daemon.
 
-It prints "up", or why the daemon did not start, as one line on stdout. Messages and, at the end,
-the daemon's own logs go to stderr, which is logs/mps.log of the run. Single-threaded; it imports
-the standard library only, so that it starts fast.
+It prints "up", or why the daemon did not start, on stdout. Messages and, at the end, the daemon's
+own logs go to stderr, which is logs/mps.log of the run. It imports the standard library only.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 CONTROL = "nvidia-cuda-mps-control"
@@ -132,19 +131,13 @@ def _kill_descendants() -> None:
     # Children of a killed process become children of this one, so this ends when none is left.
     with contextlib.suppress(ChildProcessError):
         while True:
-            for pid in _children():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for stat in Path("/proc").glob("[0-9]*/stat"):
+                with contextlib.suppress(OSError):  # the process ended meanwhile
+                    # "pid (name) state parent ...", where the name may hold anything.
+                    parent = stat.read_text(errors="replace").rpartition(")")[2].split()[1]
+                    if int(parent) == os.getpid():
+                        os.kill(int(stat.parent.name), signal.SIGKILL)
             os.waitpid(-1, 0)
-
-
-def _children() -> Iterator[int]:
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # the process ended meanwhile
-            # "pid (name) state parent ...", where the name may hold anything.
-            parent = stat.read_text(errors="replace").rpartition(")")[2].split()[1]
-            if int(parent) == os.getpid():
-                yield int(stat.parent.name)
 
 
 def _log(line: str) -> None:

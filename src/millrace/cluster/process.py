@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from millrace.cluster.address import Credentials
@@ -21,29 +21,13 @@ DUMP_S = 1.0  # to write the stacks of all threads
 
 
 class Process:
-    """Created by start(). Used on the event loop."""
+    """Created by start_worker(). Used on the event loop."""
 
     def __init__(self, child: asyncio.subprocess.Process | ForkedChild, *, log: Path) -> None:
         self.pid = child.pid
         self.log = log.absolute()
         self._child = child
         self._stacks = ""  # the outcome of dump_stacks()
-
-    @classmethod
-    async def start(cls, command: Sequence[str], *, env: Mapping[str, str], log: Path) -> "Process":
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as file:
-            child = await asyncio.create_subprocess_exec(
-                *command,
-                env=env,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                # Its own session: Ctrl-C in a terminal reaches the controller only, and kill()
-                # reaches the processes that the worker has started.
-                start_new_session=True,
-            )
-        return cls(child, log=log)
 
     async def exited(self) -> ProcessExit:
         code = await self._child.wait()
@@ -64,19 +48,17 @@ class Process:
     async def dump_stacks(self) -> tuple[str, str]:
         """Have the process write the stacks of its threads to its log; returns the outcome, with
         the path of the log, and the end of the log."""
-        self._stacks = f"{await self._dump_stacks()}, {self.log}"
-        return self._stacks, self.log_tail()
-
-    async def _dump_stacks(self) -> str:
         if self._is_stopped():
-            return "it is stopped (SIGSTOP), so its stacks are not in its log"
-        size = self.log.stat().st_size
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGUSR1)
-        await asyncio.sleep(DUMP_S)
-        if self.log.stat().st_size == size:
-            return "it did not write its stacks"
-        return "its stacks are in its log"
+            outcome = "it is stopped (SIGSTOP), so its stacks are not in its log"
+        else:
+            size = self.log.stat().st_size
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGUSR1)
+            await asyncio.sleep(DUMP_S)
+            has_written = self.log.stat().st_size > size
+            outcome = "its stacks are in its log" if has_written else "it did not write its stacks"
+        self._stacks = f"{outcome}, {self.log}"
+        return self._stacks, self.log_tail()
 
     def _is_stopped(self) -> bool:
         try:
@@ -121,10 +103,7 @@ async def start_worker(
     heartbeat_timeout_s: float | None = None,
     fork_server: ForkServer | None = None,
 ) -> Process:
-    """Start `python -m module` as the worker `name` of the hub at `address`.
-
-    It is forked by the server if there is one that can do it.
-    """
+    """Start `python -m module` as the worker `name` of the hub; the server forks it if it can."""
     arguments = [module, "--name", name, "--address", address, "--parent", str(os.getpid())]
     if heartbeat_timeout_s is not None:
         arguments += ["--heartbeat-timeout", str(heartbeat_timeout_s)]
@@ -132,10 +111,20 @@ async def start_worker(
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109
     inherited = {**os.environ, "PYTHONPATH": path, **(env or {})}
     env = {**inherited, **credentials.to_environment()}
+    log.parent.mkdir(parents=True, exist_ok=True)
     if fork_server is not None:
-        log.parent.mkdir(parents=True, exist_ok=True)
         child = await fork_server.fork(arguments, env=env, log=log)
         if child is not None:
             return Process(child, log=log)
-    command = [sys.executable, "-m", *arguments]
-    return await Process.start(with_parent_death_signal(command), env=env, log=log)
+    with log.open("ab") as file:
+        child = await asyncio.create_subprocess_exec(
+            *with_parent_death_signal([sys.executable, "-m", *arguments]),
+            env=env,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            # Its own session: Ctrl-C in a terminal reaches the controller only, and kill()
+            # reaches the processes that the worker has started.
+            start_new_session=True,
+        )
+    return Process(child, log=log)

@@ -25,11 +25,8 @@ ARRAY_CODE = 1  # msgpack extension type of an array
 MAX_DIMENSIONS = 8
 # Little-endian on the wire. No objects, no strings, no structured types: plain numbers only.
 DTYPES = {
-    dtype.str: dtype
-    for dtype in map(
-        np.dtype,
-        ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"),
-    )
+    name: np.dtype(name)
+    for name in ["|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"]
 }
 _ARRAY_HEADER = tuple[int, str, tuple[int, ...]]
 

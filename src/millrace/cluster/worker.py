@@ -14,15 +14,7 @@ from pathlib import Path
 import zmq
 
 from millrace.cluster.join.joined_process import JoinedProcess
-from millrace.cluster.messages import (
-    Error,
-    Failed,
-    Hello,
-    Message,
-    Part,
-    Stop,
-    WorkerProgress,
-)
+from millrace.cluster.messages import Error, Failed, Hello, Message, Part, Stop, WorkerProgress
 from millrace.cluster.process import Process
 from millrace.cluster.supervision.watchdog import ProgressWatchdog
 from millrace.core import errors
@@ -32,6 +24,7 @@ DRAIN_S = 0.2  # for messages that a worker sent before it exited
 
 Send = Callable[[bytes, Message], Awaitable[None]]  # call id, message
 OnPart = Callable[[Part], None]
+Reply = asyncio.Future[Message | WorkerError]
 
 
 class Worker:
@@ -50,8 +43,7 @@ class Worker:
         self._gone: asyncio.Task[None] | None = None  # done = the process has ended
         self._connected: asyncio.Future[None] = loop.create_future()
         self._ids = itertools.count(1)  # 0 is the id of events
-        self._waiting: dict[bytes, asyncio.Future[Message | WorkerError]] = {}
-        self._listeners: dict[bytes, OnPart] = {}  # by call id
+        self._waiting: dict[bytes, tuple[Reply, OnPart | None]] = {}  # by call id
         self._is_stopping = False
         self._is_hung = False  # fail_hung() reports the reason
 
@@ -86,7 +78,6 @@ class Worker:
     ) -> Message:
         """Send a message and wait for its reply; calls may overlap.
 
-        `kill_on_timeout`: the worker is killed if it does not answer within `timeout_s`.
         `expect_progress`: the worker reports progress until it replies, so `watchdog` may find
         that it hangs. `on_part` gets the parts before the reply; an error in it ends the call.
         Raises the worker's own error if it is one of Millrace's; WorkerError for any other, and
@@ -97,9 +88,7 @@ class Worker:
         what = type(message).__name__
         call_id = next(self._ids).to_bytes(8, "big")
         reply = asyncio.get_running_loop().create_future()
-        self._waiting[call_id] = reply
-        if on_part is not None:
-            self._listeners[call_id] = on_part
+        self._waiting[call_id] = reply, on_part
         expecting = self.watchdog.expect_progress() if expect_progress else contextlib.nullcontext()
         try:
             with expecting:
@@ -116,7 +105,6 @@ class Worker:
             raise self._error(f"cannot be reached for {what}: {error}") from None
         finally:
             del self._waiting[call_id]
-            self._listeners.pop(call_id, None)
         if isinstance(answer, WorkerError):
             raise answer
         if isinstance(answer, Error):
@@ -190,16 +178,15 @@ class Worker:
     def on_reply(self, call_id: bytes, message: Message) -> bool:
         """Pass a reply or a part to its call; False if that call has ended."""
         self._on_sign_of_life()
-        reply = self._waiting.get(call_id)
-        if reply is None or reply.done():
+        reply, on_part = self._waiting.get(call_id, (None, None))
+        is_part = isinstance(message, Part)
+        if reply is None or reply.done() or (is_part and on_part is None):
             return False
-        if not isinstance(message, Part):
+        if not is_part:
             reply.set_result(message)
-        elif (listener := self._listeners.get(call_id)) is None:
-            return False
-        else:
+        elif on_part is not None:
             try:
-                listener(message)
+                on_part(message)
             except Exception as error:  # noqa: BLE001 - raised by call()
                 reply.set_exception(error)
         return True
@@ -241,7 +228,7 @@ class Worker:
         if self.dead.done():
             return
         self.dead.set_result(error)
-        for reply in self._waiting.values():
+        for reply, _ in self._waiting.values():
             if not reply.done():
                 reply.set_result(_copy(error))
 
@@ -262,8 +249,5 @@ class Worker:
 def _copy(error: WorkerError) -> WorkerError:
     """A copy for each call that raises it, because exceptions collect traceback frames."""
     return WorkerError(
-        str(error),
-        worker=error.worker,
-        traceback=error.traceback,
-        was_killed=error.was_killed,
+        str(error), worker=error.worker, traceback=error.traceback, was_killed=error.was_killed
     )

@@ -2,10 +2,9 @@
 
 Promise of admission: accepted groups never exceed (max_staleness + visible version + 1) *
 groups_per_step. If the buffer hands out the oldest group first, a group that starts now is trained
-at most max_staleness versions later. The visible version is what the engines hold, not what the
-trainer has reached: a slot freed at the step, before the swap, would start a rollout that is
-already one version old. If a single stale token rules a group out, no group starts either while the
-engines are so far behind the next take that its first token would be too stale for it.
+at most max_staleness versions later. The visible version is what the engines hold: a slot freed at
+the step, before the swap, would start a rollout that is already one version old. If one stale token
+rules a group out, no group starts whose first token would be too stale for the next take.
 
 Promise of the barrier: all groups of a round start at once, in the order in which they were issued,
 while nothing else is being generated or scored. Which sequences an engine batches together decides
@@ -117,8 +116,7 @@ class SyncBarrier:
         admission.on_leave = self._changed.set
 
     async def wait(self) -> None:
-        """Wait for the next round. The caller must send its request before it awaits anything
-        else."""
+        """Wait for the next round. The caller must then send its request before any other await."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         self._changed.set()

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from millrace.config import RunConfig
-from millrace.controller.admission import Admission
 from millrace.controller.buffer import Buffer, ReplayBuffer, interleave
 from millrace.controller.group_tracker import GroupTracker
 from millrace.core.microbatch import Batch
@@ -40,7 +39,6 @@ class TakenBatch:
 class Batches:
     config: RunConfig
     buffer: Buffer
-    admission: Admission
     tracker: GroupTracker
     # Gives the groups of one step their advantages relative to each other.
     in_batch: Callable[[Sequence[Group]], list[Group]]
@@ -63,7 +61,7 @@ class Batches:
         if step is not None:
             return await self._take_again(step)
         replayed = self._replay.draw(version)
-        self.admission.replay(len(replayed))
+        self.tracker.admission.replay(len(replayed))
         num_fresh = self.config.trainer.groups_per_step - len(replayed)
         fresh = await self.buffer.take(num_fresh, version=version)
         if self.config.weights.interrupt == "barrier":
@@ -103,7 +101,7 @@ class Batches:
             steps = [step for v, step in self.journal.ledger.steps.items() if v <= version]
             gone = {number for step in steps for number in step.replayed}
             for step in steps:
-                if not step.was_skipped:
+                if step.status != "skipped":
                     left = [number for number in step.fresh if number not in gone]
                     self._replay.keep(await self.journal.read_groups(left))
         return await self.journal.read_groups(list(self.journal.ledger.waiting))
@@ -111,7 +109,7 @@ class Batches:
     async def _take_again(self, step: LedgerStep) -> TakenBatch:
         """A batch that was taken before a crash."""
         self._replay.forget(step.replayed)
-        self.admission.replay(len(step.replayed))
+        self.tracker.admission.replay(len(step.replayed))
         return await self._read(step)
 
     async def _read(self, step: LedgerStep) -> TakenBatch:

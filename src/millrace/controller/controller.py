@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from millrace.cluster.messages import Stepped
 from millrace.cluster.supervision.watchdog import StallWatchdog
@@ -26,22 +25,12 @@ from millrace.controller.batches import Batches, TakenBatch
 from millrace.controller.checkpointing import RunCheckpoints
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.eval_schedule import EvalScheduler
-from millrace.controller.evaluation import Evaluation
 from millrace.controller.reporting import RunReporter, TrainingState
 from millrace.core.microbatch import Batch
 from millrace.inference.pool import EnginePool
 from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.training.group import TrainerGroup
 from millrace.weights.broadcaster import Subscription, VersionBroadcaster
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    steps: int
-    before: Evaluation | None
-    after: Evaluation | None
-    checkpoint: Path
-    gauges: RunGauges  # at the end
 
 
 @dataclass(kw_only=True, eq=False)
@@ -69,8 +58,8 @@ class Controller:
             warn=self.reporter.monitor.warn,
         )
 
-    async def run(self) -> Outcome:
-        """Train, evaluate and checkpoint until the last step."""
+    async def run(self) -> RunGauges:
+        """Train, evaluate and checkpoint until the last step; returns the gauges at the end."""
         waiting = await self.batches.restore(self.state.version)
         with contextlib.closing(self.checkpoints.writer):
             async with asyncio.TaskGroup() as activities:
@@ -90,15 +79,7 @@ class Controller:
                 broadcasting.cancel()
                 reporting.cancel()
         self.reporter.warn_of_failed_posts()
-        newest = self.checkpoints.writer.newest
-        assert newest is not None
-        return Outcome(
-            steps=self.state.version,
-            before=self.eval_scheduler.before,
-            after=self.eval_scheduler.after,
-            checkpoint=newest,
-            gauges=self.reporter.gauges(),
-        )
+        return self.reporter.gauges()
 
     async def _train(self, activities: asyncio.TaskGroup) -> None:
         """The training loop: take a batch, step, record, checkpoint, evaluate."""

@@ -25,7 +25,6 @@ from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.environments.rollouts.player import Player
 from millrace.inference.pool import EnginePool
 from millrace.scoring.pool import ScorerPool
-from millrace.tasks.streams import TaskStream
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -41,7 +40,6 @@ class _Running:
 class Dispatcher:
     """The parts that a group passes through."""
 
-    tasks: TaskStream
     player: Player
     scorers: ScorerPool
     buffer: Buffer
@@ -121,7 +119,7 @@ class Dispatcher:
 
     async def _generate_and_score(self, running: _Running) -> Group:
         attempt = running.attempt
-        task = self.tasks.task(attempt.number)
+        task = self.tracker.tasks.task(attempt.number)
         async with self.partials.open(attempt, is_trainable=self._may_be_trained):
             with self.scorers.open(number=attempt.number, task=task) as scoring:
                 if self.barrier is not None:

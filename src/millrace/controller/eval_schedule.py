@@ -70,9 +70,8 @@ class PinnedEvalScheduler(EvalScheduler):
 
     The engines receive a version only when an evaluation is due and the previous one is over, and
     they keep it until theirs is over. If evaluations fall due meanwhile, the next version published
-    afterwards is evaluated instead. The last version is always evaluated. So a version's bytes are
-    not kept for the length of an evaluation; only those of the last are, when nothing else needs
-    the room.
+    afterwards is evaluated instead. So the bytes of a version are not kept for the length of an
+    evaluation, except those of the last version, which is always evaluated.
     """
 
     swap: Receive  # loads a version into the evaluation engines

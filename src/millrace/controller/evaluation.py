@@ -65,21 +65,21 @@ class EvalProgress:
         )
 
 
+@dataclass(eq=False)
 class ScoreDeadline:
     """Waits for scores as long as some arrive; `timeout_s` after the last one, all waits end."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._scored_s = -math.inf  # monotonic
-        self._is_over = False
-        self.num_timed_out = 0
+    timeout_s: float
+    num_timed_out: int = 0
+    _scored_s: float = -math.inf  # monotonic
+    _is_over: bool = False
 
     async def wait(self, scoring: Coroutine[Any, Any, Group]) -> Group | None:
         """Returns None if no score arrived in time."""
         began_s, task = time.monotonic(), asyncio.create_task(scoring)
         try:
             while not task.done() and not self._is_over:
-                left_s = max(began_s, self._scored_s) + self._timeout_s - time.monotonic()
+                left_s = max(began_s, self._scored_s) + self.timeout_s - time.monotonic()
                 self._is_over = left_s <= 0
                 await asyncio.wait({task}, timeout=max(left_s, 0))
             if not task.done():

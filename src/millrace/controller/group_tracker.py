@@ -11,6 +11,7 @@ Called from the controller's event loop only.
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from dataclasses import InitVar, dataclass, field
 
 from millrace.controller.admission import Admission
 from millrace.core.errors import RunFailed, TaskError
@@ -36,12 +37,12 @@ OUTDATED = "outdated"  # journaled before a crash and too stale when the group w
 UNASKED = "unasked"  # journaled before a crash and not requested again by the resumed group
 
 
+@dataclass(eq=False)
 class WastedTokens:
     """Counts wasted tokens and their staleness, which shows what a limit or filter selects."""
 
-    def __init__(self) -> None:
-        self.tokens: Counter[str] = Counter()  # by reason
-        self._staleness: Counter[str] = Counter()  # summed over these tokens
+    tokens: Counter[str] = field(default_factory=Counter[str])  # by reason
+    _staleness: Counter[str] = field(default_factory=Counter[str])  # summed over these tokens
 
     def add(self, reason: str, stamps: Stamps, *, version: int) -> None:
         """`version`: trainer version at which they could have been trained at the earliest."""
@@ -54,112 +55,97 @@ class WastedTokens:
         return {reason: self._staleness[reason] / n for reason, n in self.tokens.items()}
 
 
-def failure_reason(error: Exception) -> str:
-    return "task" if isinstance(error, TaskError) else "score"
-
-
+@dataclass(kw_only=True, eq=False)
 class Failures:
     """Counts failed groups by reason and ends the run if there are too many."""
 
-    def __init__(self, *, max_share: float) -> None:
-        self._max_share = max_share
-        self._recent: deque[bool] = deque(maxlen=WINDOW)
-        self.by_reason: Counter[str] = Counter()
-        self.last_error = ""
+    max_share: float
+    by_reason: Counter[str] = field(default_factory=Counter[str])
+    last_error: str = ""
+    _recent: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def succeeded(self) -> None:
         self._recent.append(False)
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: Exception, *, reason: str) -> None:
         """Count a failure; raises RunFailed once too many of the recent groups have failed."""
         self._recent.append(True)
-        self.by_reason[failure_reason(error)] += 1
+        self.by_reason[reason] += 1
         self.last_error = str(error)
         share = sum(self._recent) / len(self._recent)
-        if len(self._recent) >= FEWEST and share > self._max_share:
+        if len(self._recent) >= FEWEST and share > self.max_share:
             raise RunFailed(
                 f"{share:.0%} of the last {len(self._recent)} groups failed, and a run stops above"
-                f" {self._max_share:.0%}; the last error: {error}"
+                f" {self.max_share:.0%}; the last error: {error}"
             )
 
 
+@dataclass(kw_only=True, eq=False)
 class Filtering:
     """Counts filtered groups by reason and warns if there are too many."""
 
-    def __init__(self, *, max_share: float, warn: Callable[[str], None]) -> None:
-        self._max_share = max_share
-        self._warn = warn
-        self._recent: deque[str | None] = deque(maxlen=WINDOW)  # the filter, or None = passed
-        self._has_warned = False
-        self.by_reason: Counter[str] = Counter()
+    max_share: float
+    warn: Callable[[str], None]
+    by_reason: Counter[str] = field(default_factory=Counter[str])
+    _has_warned: bool = False
+    # The filter of each recent group; None if it passed.
+    _recent: deque[str | None] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def passed(self) -> None:
         self._recent.append(None)
-        if self._share() <= self._max_share:
+        if self._share() <= self.max_share:
             self._has_warned = False
 
     def dropped(self, reason: str) -> None:
         self._recent.append(reason)
         self.by_reason[reason] += 1
         share = self._share()
-        if len(self._recent) < WINDOW or share <= self._max_share or self._has_warned:
+        if len(self._recent) < WINDOW or share <= self.max_share or self._has_warned:
             return
         self._has_warned = True
         most = Counter(filter(None, self._recent)).most_common(1)[0][0]
-        self._warn(
+        remedy = REMEDIES.get(most, "check what the filter drops")
+        self.warn(
             f"{share:.0%} of the last {WINDOW} groups were filtered, most of them by {most!r};"
-            f" {_remedy(most)}, or remove the filter."
+            f" {remedy}, or remove the filter."
         )
 
     def _share(self) -> float:
         return sum(reason is not None for reason in self._recent) / len(self._recent)
 
 
-def _remedy(reason: str) -> str:
-    if reason == "zero_variance":
-        return (
-            "the tasks are too easy or too hard: choose others, set tasks.order to 'curriculum', or"
-            " raise rollout.group_size"
-        )
-    if reason == "overlong":
-        return "raise sampling.max_new_tokens"
-    return "check what the filter drops"
-
-
+REMEDIES = {  # by filter
+    "zero_variance": (
+        "the tasks are too easy or too hard: choose others, set tasks.order to 'curriculum', or"
+        " raise rollout.group_size"
+    ),
+    "overlong": "raise sampling.max_new_tokens",
+}
 MAX_TRIES = 3  # of a group that becomes too stale each time
 
 
+@dataclass(kw_only=True, eq=False)
 class GroupTracker:
-    def __init__(
-        self,
-        *,
-        tasks: TaskStream,
-        journal: Journal | NoJournal,
-        admission: Admission,
-        solved_at: float,
-        max_failure_share: float = MAX_FAILURE_SHARE,
-        max_filtered_share: float = MAX_FILTERED_SHARE,
-        warn: Callable[[str], None],
-        version: int = 0,
-        next_number: int = 0,
-        unfinished: Iterable[int] = (),
-        begun: Iterable[int] = (),
-    ) -> None:
-        """`solved_at`: score from which an episode counts as solved. `unfinished`: numbers to issue
-        again. `begun`: numbers in steps that a resumed run repeats."""
-        self.version = version  # of the trainer at the next take
-        self.failures = Failures(max_share=max_failure_share)
-        self.filtering = Filtering(max_share=max_filtered_share, warn=warn)
+    tasks: TaskStream
+    journal: Journal | NoJournal
+    admission: Admission
+    solved_at: float  # score from which an episode counts as solved
+    max_failure_share: float = MAX_FAILURE_SHARE
+    max_filtered_share: float = MAX_FILTERED_SHARE
+    warn: Callable[[str], None]
+    version: int = 0  # of the trainer at the next take
+    next_number: int = 0
+    unfinished: InitVar[Iterable[int]] = ()  # numbers to issue again
+    begun: InitVar[Iterable[int]] = ()  # numbers in steps that a resumed run repeats
+
+    def __post_init__(self, unfinished: Iterable[int], begun: Iterable[int]) -> None:
+        self.failures = Failures(max_share=self.max_failure_share)
+        self.filtering = Filtering(max_share=self.max_filtered_share, warn=self.warn)
         self.cancellations = Cancellations()
         self.waste = WastedTokens()
-        self._tasks = tasks
-        self._journal = journal
-        self._admission = admission
-        self._solved_at = solved_at
-        self._next_number = next_number
         self._reissue = deque(sorted(unfinished))
         self._open = set(begun)  # issued, and neither trained nor failed nor dropped
-        self._tries = dict(journal.ledger.tries)  # finished tries of open groups, by number
+        self._tries = dict(self.journal.ledger.tries)  # finished tries of open groups, by number
         self._num_stale = 0  # groups that became too stale MAX_TRIES times
 
     @property
@@ -171,9 +157,9 @@ class GroupTracker:
     def cursor(self) -> dict[str, object]:
         """Position in the task stream, for a checkpoint."""
         return {
-            "next_number": self._next_number,
+            "next_number": self.next_number,
             "unfinished": sorted([*self._open, *self._reissue]),
-            "tasks": self._tasks.state(),
+            "tasks": self.tasks.state(),
         }
 
     def issue(self) -> Attempt:
@@ -181,42 +167,43 @@ class GroupTracker:
         if self._reissue:
             number = self._reissue.popleft()
         else:
-            number = self._next_number
-            self._next_number += 1
+            number = self.next_number
+            self.next_number += 1
         self._open.add(number)
-        self._journal.issue_task(number, draw=self._tasks.draw_of(number))
+        self.journal.issue_task(number, draw=self.tasks.draw_of(number))
         return Attempt(number, tries=self._tries.get(number, 0))
 
     def readmit(self, number: int) -> Attempt:
         """A group that was complete before a crash and returns to the buffer."""
-        self._admission.readmit()
+        self.admission.readmit()
         self._open.add(number)
         return Attempt(number)
 
     def observe(self, group: Group) -> None:
-        """Tell the task stream what share of a judged group's episodes is solved."""
-        number, solve_rate = group.number, group.solve_rate(self._solved_at)
-        self._tasks.observe(number, solve_rate)
-        self._journal.record_solve_rate(
-            number, solve_rate=solve_rate, draw=self._tasks.draw_of(number)
+        """Report to the task stream which share of a scored group's episodes is solved."""
+        number, solve_rate = group.number, group.solve_rate(self.solved_at)
+        self.tasks.observe(number, solve_rate)
+        self.journal.record_solve_rate(
+            number, solve_rate=solve_rate, draw=self.tasks.draw_of(number)
         )
 
     async def admitted(self, group: Group) -> None:
         """A group has passed all filters; returns when a crash cannot lose it."""
         self.failures.succeeded()
         self.filtering.passed()
-        await self._journal.admit_group(group)
+        await self.journal.admit_group(group)
 
     def failed(self, attempt: Attempt, error: Exception) -> None:
         """Raises RunFailed if too many groups have failed."""
-        self._drop(attempt.number, outcome="failed", reason=failure_reason(error))
-        self._admission.give_back()
+        reason = "task" if isinstance(error, TaskError) else "score"
+        self._drop(attempt.number, outcome="failed", reason=reason)
+        self.admission.give_back()
         self.waste.add(FAILED, attempt.stamps, version=self.version)
-        self.failures.failed(error)
+        self.failures.failed(error, reason=reason)
 
     def filtered(self, number: int, *, reason: str) -> None:
         self._drop(number, outcome="dropped", reason=reason)
-        self._admission.give_back()
+        self.admission.give_back()
         self.failures.succeeded()
         self.filtering.dropped(reason)
 
@@ -247,22 +234,22 @@ class GroupTracker:
 
     def _retry(self, number: int) -> None:
         """Issue the group again, or drop it after its last try."""
-        self._admission.give_back()
+        self.admission.give_back()
         tries = self._tries.get(number, 0) + 1
         if tries == MAX_TRIES:
             self._drop(number, outcome="dropped", reason="stale")
             self._num_stale += 1
             return
-        self._journal.reopen_task(number)
+        self.journal.reopen_task(number)
         self._open.discard(number)
         self._tries[number] = tries
         self._reissue.appendleft(number)
 
     def _drop(self, number: int, *, outcome: Outcome, reason: str) -> None:
-        self._journal.close_task(number, outcome=outcome, reason=reason)
+        self.journal.close_task(number, outcome=outcome, reason=reason)
         self._close(number)
 
     def _close(self, number: int) -> None:
         self._open.discard(number)
         self._tries.pop(number, None)
-        self._tasks.finish(number)
+        self.tasks.finish(number)

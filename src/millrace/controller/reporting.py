@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from millrace.cluster.messages import Stepped
 from millrace.config import RunConfig
-from millrace.controller.admission import RUNNING, STALENESS
+from millrace.controller.admission import RUNNING
 from millrace.controller.batches import TakenBatch
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.evaluation import EvalSet
@@ -113,14 +113,12 @@ class RunReporter:
         buffer, held_by = self.dispatcher.buffer, self.dispatcher.admission.held_by
         if buffer.depth >= buffer.capacity:
             return "buffer full"
+        if held_by is None:
+            return "tasks"
+        # At the staleness limit, the trainer may itself wait for groups that are being scored.
         is_scoring = self.dispatcher.scoring > 0
-        if held_by == STALENESS:
-            # The trainer may itself wait for groups that are still being judged.
-            is_behind = is_scoring and self.state.awaits_batch
-            return SCORES if is_behind else "staleness limit"
-        if held_by == RUNNING:
-            return SCORES if is_scoring else "max_running_groups"
-        return "tasks"
+        is_behind = is_scoring and (held_by == RUNNING or self.state.awaits_batch)
+        return SCORES if is_behind else held_by
 
     def _trainer_waits_for(self) -> str:
         if self.dispatcher.scoring > self.dispatcher.generating:

@@ -68,7 +68,6 @@ CREATE TABLE observations (
   draw INTEGER NOT NULL,
   solve_rate REAL NOT NULL
 );
-
 """
 TABLES = ("tasks", "groups", "steps", "step_groups", "partials", "observations")
 
@@ -124,10 +123,6 @@ def has_tables(db: sqlite3.Connection) -> bool:
 def has_ledger(db: sqlite3.Connection) -> bool:
     """False where a crash came before the first commit of a journal."""
     return has_tables(db) and db.execute("SELECT 1 FROM meta").fetchone() is not None
-
-
-def read_position(db: sqlite3.Connection) -> int:
-    return db.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()[0]
 
 
 def refuse_old_format(folder: Path) -> None:

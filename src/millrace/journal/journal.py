@@ -18,14 +18,7 @@ from millrace.config import JournalConfig
 from millrace.core.completions import StreamedTokens
 from millrace.core.errors import JournalError
 from millrace.core.records import Group, Task
-from millrace.journal.database import (
-    FORMAT_VERSION,
-    TABLES,
-    Connect,
-    connect_file,
-    open_writer,
-    read_position,
-)
+from millrace.journal.database import FORMAT_VERSION, TABLES, Connect, connect_file, open_writer
 from millrace.journal.encoding import checksum, encode_completion, encode_group
 from millrace.journal.ledger import TRAINED, UNKNOWN, Ledger, LedgerStep, Observation, Outcome
 from millrace.journal.reading import JournalHistory, read_groups, read_tokens
@@ -60,7 +53,8 @@ class Journal:
         self.position = history.position  # the number of changes so far
         try:
             db = open_writer(folder, connect=connect)
-            if not history.is_new and read_position(db) != history.position:
+            position = db.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
+            if not history.is_new and position != (history.position,):
                 db.close()
                 raise JournalError(
                     f"Another process has written to the journal in {str(folder)!r} since it was"
@@ -93,9 +87,7 @@ class Journal:
         if draw is None:
             return
         row = (self.position + 1, number, draw, solve_rate)
-        self.ledger.observations.append(
-            Observation(position=row[0], number=number, draw=draw, solve_rate=solve_rate)
-        )
+        self.ledger.observations.append(Observation(*row))
         self._execute("INSERT INTO observations VALUES (?, ?, ?, ?)", row)
 
     async def append_tokens(

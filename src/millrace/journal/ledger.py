@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 Outcome = Literal["dropped", "failed"]
+# Skipped in part or as a whole, because an update was not finite.
+StepStatus = Literal["begun", "applied", "skipped"]
 TRAINED = "trained"
 UNKNOWN = "unknown"  # closed before this journal began
 
@@ -22,21 +24,18 @@ class LedgerStep:
     version: int  # that the step makes
     fresh: tuple[int, ...]  # trained for the first time
     replayed: tuple[int, ...] = ()  # trained in an earlier step
-    is_applied: bool = False
-    was_skipped: bool = False  # in part or as a whole, because an update was not finite
+    status: StepStatus = "begun"
 
     @property
     def numbers(self) -> tuple[int, ...]:
         return (*self.fresh, *self.replayed)
 
     @property
-    def status(self) -> str:
-        if not self.is_applied:
-            return "begun"
-        return "skipped" if self.was_skipped else "applied"
+    def is_applied(self) -> bool:
+        return self.status != "begun"
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class Observation:
     """The solve rate of a group, which a curriculum learns from."""
 
@@ -143,7 +142,7 @@ class Ledger:
         step = self.steps.get(version)
         if step is None or step.is_applied:
             return False
-        self.steps[version] = replace(step, is_applied=True, was_skipped=was_skipped)
+        self.steps[version] = replace(step, status="skipped" if was_skipped else "applied")
         for number in step.fresh:
             self.close(number, TRAINED)
         return True

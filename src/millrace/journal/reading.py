@@ -44,8 +44,7 @@ def read_journal(
     folder: Path, *, verify: bool = False, list_closed: bool = False
 ) -> JournalHistory | None:
     """None where there is no journal, or a crash came before its first commit. `verify`: check the
-    structure of the whole file first, which reads all of it. `list_closed`: also list the closed
-    tasks, one by one."""
+    structure of the whole file first. `list_closed`: also list the closed tasks, one by one."""
     with reading(folder) as db:
         if db is None:
             return None
@@ -131,8 +130,7 @@ def _read_ledger(db: sqlite3.Connection, *, covered_version: int) -> Ledger:
             version=version,
             fresh=tuple(number for number, replayed in numbers if not replayed),
             replayed=tuple(number for number, replayed in numbers if replayed),
-            is_applied=status != "begun",
-            was_skipped=status == "skipped",
+            status=status,
         )
     opened = f"SELECT number, status, tries FROM tasks WHERE {IS_OPEN} ORDER BY admitted"
     for number, status, tries in db.execute(opened):
@@ -151,12 +149,8 @@ def _read_ledger(db: sqlite3.Connection, *, covered_version: int) -> Ledger:
     )
     ledger.totals = Counter({_total_key(status, reason): n for status, reason, n in counts})
     (ledger.next_number,) = db.execute("SELECT ifnull(max(number), -1) + 1 FROM tasks").fetchone()
-    ledger.observations = [
-        Observation(position=position, number=number, draw=draw, solve_rate=solve_rate)
-        for position, number, draw, solve_rate in db.execute(
-            "SELECT position, number, draw, solve_rate FROM observations ORDER BY position"
-        )
-    ]
+    sql = "SELECT position, number, draw, solve_rate FROM observations ORDER BY position"
+    ledger.observations = [Observation(*row) for row in db.execute(sql)]
     return ledger
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from millrace.config import RunConfig
@@ -26,9 +25,10 @@ from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.environments.rollouts.player import Player
 from millrace.inference.pool import EnginePool
 from millrace.journal import Journal, NoJournal
-from millrace.journal.resuming import Cursor
 from millrace.monitoring.files.episodes import SkippedSteps
 from millrace.monitoring.monitor import RunMonitor
+from millrace.monitoring.run_dir import RunDir
+from millrace.run.resume import Cursor
 from millrace.scoring.pool import ScorerPool
 from millrace.tasks.streams import TaskStream
 from millrace.training.checkpoints.schedule import Checkpointing
@@ -52,8 +52,7 @@ class RunParts:
     trainer: TrainerGroup
     broadcaster: VersionBroadcaster
     monitor: RunMonitor
-    checkpoints: Path  # folder to write them to
-    skipped: SkippedSteps
+    run_dir: RunDir
     journal: Journal | NoJournal
     cursor: Cursor
 
@@ -63,26 +62,25 @@ class RunParts:
 
 
 def build_controller(run: RunParts) -> Controller:
-    state = TrainingState(version=run.cursor.version)
+    version, warn, folder = run.cursor.version, run.monitor.warn, run.run_dir.checkpoints
+    state = TrainingState(version=version)
     dispatcher = _build_dispatcher(run)
     batches = Batches(
         config=run.config,
         buffer=dispatcher.buffer,
-        admission=dispatcher.admission,
         tracker=dispatcher.tracker,
         in_batch=run.scorers.in_batch,
         journal=run.journal,
     )
     if isinstance(run.journal, Journal):
-        run.trainer.past = StepsOnRecord(batches.redo, version=run.cursor.version)
+        run.trainer.past = StepsOnRecord(batches.redo, version=version)
     admission = dispatcher.admission
     engine_versions = run.broadcaster.subscribe(run.engines.swap, on_version=admission.advance)
     for scorer in run.scorers.version_subscribers:
         run.broadcaster.subscribe(scorer.swap)
     notifier, notified_versions = None, None
     if urls := run.config.weights.notify:
-        timeout_s = run.config.weights.timeout_s
-        notifier = HttpNotifier(urls, timeout_s=timeout_s, warn=run.monitor.warn)
+        notifier = HttpNotifier(urls, timeout_s=run.config.weights.timeout_s, warn=warn)
         notified_versions = run.broadcaster.subscribe(notifier.receive)
     eval_set, eval_scheduler = _build_evaluation(run, engine_versions)
     pools = [run.engines] if run.evaluators is None else [run.engines, run.evaluators]
@@ -96,11 +94,17 @@ def build_controller(run: RunParts) -> Controller:
         engine_versions=engine_versions,
         notified_versions=notified_versions,
         eval_scheduler=eval_scheduler,
-        checkpoints=_build_checkpoints(run, batches),
+        checkpoints=RunCheckpoints(
+            config=run.config,
+            writer=Checkpointing(run.trainer, folder=folder, version=version, warn=warn),
+            batches=batches,
+            policy=run.cursor.policy,
+            covered=Covered(version=version, position=run.cursor.journal),
+        ),
         reporter=RunReporter(
             config=run.config,
             monitor=run.monitor,
-            skipped=run.skipped,
+            skipped=SkippedSteps(run.run_dir.skipped),
             state=state,
             dispatcher=dispatcher,
             eval_set=eval_set,
@@ -138,7 +142,6 @@ def _build_dispatcher(run: RunParts) -> Dispatcher:
     has_partials = config.journal.is_on and not run.is_synchronous
     barrier = SyncBarrier(admission, together=run.engines.together) if run.is_synchronous else None
     return Dispatcher(
-        tasks=run.tasks,
         player=run.player,
         scorers=run.scorers,
         buffer=Buffer(
@@ -155,17 +158,6 @@ def _build_dispatcher(run: RunParts) -> Dispatcher:
         engines=run.engines,
         group_size=config.rollout.group_size + config.rollout.oversample,
         barrier=barrier,
-    )
-
-
-def _build_checkpoints(run: RunParts, batches: Batches) -> RunCheckpoints:
-    version, warn = run.cursor.version, run.monitor.warn
-    return RunCheckpoints(
-        config=run.config,
-        writer=Checkpointing(run.trainer, folder=run.checkpoints, version=version, warn=warn),
-        batches=batches,
-        policy=run.cursor.policy,
-        covered=Covered(version=version, position=run.cursor.journal),
     )
 
 

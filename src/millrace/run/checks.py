@@ -7,7 +7,7 @@ imported where no file of a model is needed. Torch-free.
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from millrace.config import ReplayConfig, RunConfig, TaskPlace
+from millrace.config import RunConfig, TaskPlace
 from millrace.core.errors import ConfigError, suggestion
 from millrace.core.records import Sampling
 from millrace.scoring.advantages.estimators import CRITIC, PAIRS
@@ -272,8 +272,16 @@ def check_filters(config: RunConfig) -> None:
 
 
 def check_loss(config: RunConfig, loss: Loss) -> None:
-    if config.buffer.replay is not None and isinstance(loss, PolicyLoss):
-        _replayed_tokens(config.buffer.replay, loss)
+    replay = config.buffer.replay
+    if replay is not None and isinstance(loss, PolicyLoss):
+        limit = loss.staleness.max_token_staleness
+        # Every token of a replayed group is at least two versions stale.
+        if limit < 2 and loss.staleness.staleness_half_life == 0:
+            raise ConfigError(
+                f"loss.max_token_staleness = {limit:g} masks every token of buffer.replay, which"
+                f" are 2 to {replay.max_staleness} versions stale; raise it, set"
+                " loss.staleness_half_life, or remove buffer.replay."
+            )
     if not isinstance(loss, PreferenceLoss):
         return
     if config.critic is not None:
@@ -286,17 +294,6 @@ def check_loss(config: RunConfig, loss: Loss) -> None:
         raise ConfigError(
             f"loss.type = '{PREFERENCE}' learns from pairs, but scoring.advantages of type"
             f" {estimator!r} makes none; set that to '{PAIRS}' or 'auto'."
-        )
-
-
-def _replayed_tokens(replay: ReplayConfig, loss: PolicyLoss) -> None:
-    """Every token of a replayed group is at least two versions stale."""
-    limit = loss.staleness.max_token_staleness
-    if limit < 2 and loss.staleness.staleness_half_life == 0:
-        raise ConfigError(
-            f"loss.max_token_staleness = {limit:g} masks every token of buffer.replay, which are 2"
-            f" to {replay.max_staleness} versions stale; raise it, set loss.staleness_half_life, or"
-            " remove buffer.replay."
         )
 
 

@@ -23,7 +23,6 @@ from millrace.environments.role_models import RoleModel
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.inference.backend import check_capabilities, load_backend, seed_warnings
 from millrace.journal import JournalHistory
-from millrace.journal.resuming import Cursor
 from millrace.models.directory import context_length, has_experts, load_tokenizer, text_config
 from millrace.monitoring.trackers import Tracker, build_trackers
 from millrace.run.checks import (
@@ -37,7 +36,7 @@ from millrace.run.checks import (
     teachers_in,
 )
 from millrace.run.environment import build_environment, load_models, resolve_recipe
-from millrace.run.resume import find_resume_point
+from millrace.run.resume import Cursor, find_resume_point
 from millrace.scoring.advantages.estimators import CRITIC, TREE, build_advantages
 from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer, resolve_scorers
 from millrace.scoring.scorer_type import RunInfo
@@ -67,6 +66,7 @@ class PreparedRun:
     recipe: Recipe | None
     models: Mapping[str, RoleModel]  # besides the policy, by name
     max_context: int
+    remote_threads: int | None  # cluster.threads as the user set it; hosts differ in cores
     checkpoint: Path | None  # to resume from
     cursor: Cursor
     history: JournalHistory | None  # what the journal holds; None = the run keeps no journal
@@ -148,6 +148,7 @@ def prepare(
         recipe=recipe,
         models=load_models(config, has_roles=function is not None),
         max_context=max_context,
+        remote_threads=config.cluster.threads,
         checkpoint=point.checkpoint,
         cursor=point.cursor,
         history=point.history,
@@ -281,10 +282,8 @@ def _check_prompts(renderer: Renderer, tasks: Sequence[Task], *, max_context: in
 
 
 def _resolve_auto(config: RunConfig) -> RunConfig:
-    """Replace "auto" by the learning rate, CPU threads and data types of this run.
-
-    All engines use one data type, those of other hosts included: weights travel in it.
-    """
+    """Replace "auto" by the learning rate, CPU threads and data types of this run. All engines use
+    one data type, those of other hosts included: weights travel in it."""
     from millrace.models.loading import resolve_device, resolve_dtype
 
     def dtype(wanted: str, device: str) -> str:

@@ -1,16 +1,19 @@
 """Finds where a run resumes: its newest good checkpoint, and what its journal has beyond that.
 
+The checkpoint holds the state of the trainer; the journal what came after it. Where they do not
+belong together, the checkpoint alone counts: its open tasks are issued again, with a warning.
+
 Called by prepare(), before any worker starts. Reads only.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from millrace.config import RunConfig
 from millrace.core.errors import CheckpointError, ConfigError
 from millrace.core.records import DEFAULT_POLICY
-from millrace.journal import JournalHistory, Ledger
-from millrace.journal.resuming import Cursor, resume_history
+from millrace.journal import JournalHistory, Ledger, read_journal
 from millrace.monitoring.run_dir import RunDir
 from millrace.tasks.streams import TaskStream
 from millrace.training.checkpoints.directory import (
@@ -19,6 +22,18 @@ from millrace.training.checkpoints.directory import (
     newest_checkpoint,
     read_run_state,
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cursor:
+    """Where a run stands: what a checkpoint holds besides the trainer's own state."""
+
+    version: int = 0  # of the policy; = finished steps
+    policy: str = DEFAULT_POLICY
+    next_number: int = 0  # first task number that was never issued
+    unfinished: tuple[int, ...] = ()  # issued, and neither trained nor dropped nor failed
+    tasks: dict[str, Any] = field(default_factory=dict[str, Any])  # state of the task stream
+    journal: int | None = None  # position of the journal; None = the run had no journal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +50,11 @@ def find_resume_point(config: RunConfig, stream: TaskStream, *, resume: bool) ->
     """`stream` is moved to that point; it learns the solve rates known by then."""
     found, cursor = _newest_checkpoint(config) if resume else (FoundCheckpoint(), Cursor())
     stream.restore(cursor.tasks)
-    history, warnings = _journal_history(config, cursor, resume=resume)
+    history, warnings = None, []
+    if config.journal.is_on and resume:
+        history, warnings = resume_history(RunDir(config.run_dir).journal, cursor)
+    elif config.journal.is_on:
+        history = JournalHistory(ledger=Ledger.begin())
     if history is not None:
         cursor = advance_cursor(cursor, history.ledger, stream)
     return ResumePoint(
@@ -78,16 +97,47 @@ def _newest_checkpoint(config: RunConfig) -> tuple[FoundCheckpoint, Cursor]:
     )
 
 
-def _journal_history(
-    config: RunConfig, cursor: Cursor, *, resume: bool
-) -> tuple[JournalHistory | None, tuple[str, ...]]:
-    """What the journal continues from, and warnings."""
-    if not config.journal.is_on:
-        return None, ()
-    if not resume:
-        return JournalHistory(ledger=Ledger.begin()), ()
-    history, warnings = resume_history(RunDir(config.run_dir).journal, cursor)
-    return history, tuple(warnings)
+def resume_history(folder: Path, checkpoint: Cursor) -> tuple[JournalHistory, list[str]]:
+    """The history to continue from, and a warning for each problem."""
+    history = read_journal(folder, verify=True)
+    if history is None:
+        return _from_checkpoint(checkpoint), []
+    if (mismatch := _mismatch(history, checkpoint)) is not None:
+        return _from_checkpoint(checkpoint), [
+            f"The journal {mismatch}; episodes played since the checkpoint of step"
+            f" {checkpoint.version} are played again."
+        ]
+    ledger = history.ledger
+    begun = [version for version, step in ledger.steps.items() if not step.is_applied]
+    history.proven_steps = tuple(version for version in begun if version <= checkpoint.version)
+    for version in history.proven_steps:
+        ledger.finish_step(version, was_skipped=False)
+    return history, []
+
+
+def _mismatch(history: JournalHistory, checkpoint: Cursor) -> str | None:
+    """Why the two do not belong together; continues a sentence that begins "The journal"."""
+    ledger, version = history.ledger, checkpoint.version
+    if version > 0 and checkpoint.journal is None:
+        return "does not know the newest checkpoint, which was made without a journal"
+    if history.position < (checkpoint.journal or 0) or ledger.last_step < version:
+        return "ends before the newest checkpoint"
+    if version < ledger.covered_version:
+        return f"begins after step {ledger.covered_version}, and that checkpoint is gone"
+    needed = range(version + 1, ledger.last_step + 1)
+    assert all(step in ledger.steps for step in needed), "steps are deleted in order"
+    return None
+
+
+def _from_checkpoint(checkpoint: Cursor) -> JournalHistory:
+    return JournalHistory(
+        ledger=Ledger.begin(
+            version=checkpoint.version,
+            next_number=checkpoint.next_number,
+            unfinished=checkpoint.unfinished,
+        ),
+        position=checkpoint.journal or 0,
+    )
 
 
 def advance_cursor(cursor: Cursor, ledger: Ledger, stream: TaskStream) -> Cursor:

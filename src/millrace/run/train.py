@@ -22,7 +22,7 @@ from millrace.cluster.mps import shared_gpu
 from millrace.cluster.supervision.pool import RestartPolicy, WorkerPool
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig, load_config
-from millrace.controller.controller import Controller, Outcome
+from millrace.controller.controller import Controller
 from millrace.controller.evaluation import Evaluation
 from millrace.core import files as storage
 from millrace.core.errors import RunFailed, first_cause
@@ -31,10 +31,10 @@ from millrace.core.protocols import Environment
 from millrace.core.records import Sampling
 from millrace.environments.rollouts.player import Player
 from millrace.journal import Journal, NoJournal
-from millrace.monitoring.files.episodes import SkippedSteps
 from millrace.monitoring.monitor import RunMonitor
 from millrace.monitoring.run_dir import RunDir
 from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
+from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.run.build import RunParts, build_controller
 from millrace.run.checks import local_devices
 from millrace.run.environment import open_environment
@@ -102,22 +102,17 @@ def train(
                 environment=play,
                 resume=resume,
             )
-            threads = settled.cluster.threads
-            return _train(prepared, threads=threads, resume=resume, progress=progress)
+            return _train(prepared, resume=resume, progress=progress)
     finally:
         progress.stop()
 
 
-def _train(
-    prepared: PreparedRun, *, threads: int | None, resume: bool, progress: ProgressDisplay
-) -> RunResult:
+def _train(prepared: PreparedRun, *, resume: bool, progress: ProgressDisplay) -> RunResult:
     run_dir = RunDir(prepared.config.run_dir)
     run_dir.open(prepared.config, resume=resume)
     try:
         return run_on_own_loop(
-            lambda: _Run(
-                prepared, threads=threads, run_dir=run_dir, resume=resume, progress=progress
-            ).run()
+            lambda: _Run(prepared=prepared, run_dir=run_dir, resume=resume, progress=progress).run()
         )
     except OSError as error:
         if not storage.is_full(error):
@@ -151,45 +146,38 @@ def _split_environment(
     return play, {"environment": table}
 
 
+@dataclass(kw_only=True, eq=False)
 class _Run:
     """The processes of one run and their messages. Lives on the controller's event loop."""
 
-    def __init__(
-        self,
-        prepared: PreparedRun,
-        *,
-        threads: int | None,
-        run_dir: RunDir,
-        resume: bool,
-        progress: ProgressDisplay,
-    ) -> None:
-        """`threads`: cluster.threads as the user set it; other hosts have other core counts."""
-        self._prepared = prepared
-        self._config = prepared.config
-        self._threads = threads
-        self._run_dir = run_dir
+    prepared: PreparedRun
+    run_dir: RunDir
+    resume: bool
+    progress: ProgressDisplay
+
+    def __post_init__(self) -> None:
+        cursor = self.prepared.cursor
+        self._config = self.prepared.config
         self._monitor = RunMonitor(
-            prepared.config,
-            run_dir=run_dir,
-            resume_from=prepared.cursor.version if resume else None,
-            trackers=prepared.trackers,
-            progress=progress,
+            self._config,
+            run_dir=self.run_dir,
+            resume_from=cursor.version if self.resume else None,
+            trackers=self.prepared.trackers,
+            progress=self.progress,
         )
-        self._broadcaster = VersionBroadcaster(
-            version=prepared.cursor.version, policy=prepared.cursor.policy
-        )
+        self._broadcaster = VersionBroadcaster(version=cursor.version, policy=cursor.policy)
         self._workers: RunWorkers | None = None
 
     async def run(self) -> RunResult:
         start_s = time.monotonic()
-        prepared, config = self._prepared, self._config
+        prepared, config = self.prepared, self._config
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._monitor.close)
             gpu_env = await stack.enter_async_context(self._shared_gpu())
             private = stack.enter_context(private_folder())
             hub = await stack.enter_async_context(
                 Hub(
-                    log_dir=self._run_dir.logs,
+                    log_dir=self.run_dir.logs,
                     on_event=self._on_event,
                     address=config.cluster.address,
                     advertise=config.cluster.advertise,
@@ -220,10 +208,9 @@ class _Run:
             stack.push_async_callback(journal.close)
             with first_cause(), self._ticket(hub):
                 workers = self._workers = RunWorkers(
-                    prepared,
+                    prepared=prepared,
                     hub=hub,
                     worker_pool=worker_pool,
-                    remote_threads=self._threads,
                     gpu_env=gpu_env,
                     on_phase=self._monitor.starting,
                     on_restored=self._broadcaster.publish,
@@ -234,14 +221,14 @@ class _Run:
                 controller = self._build_controller(
                     workers, scorers=scorers, environment=environment, journal=journal
                 )
-                outcome = await self._supervise(workers, controller, worker_pool, private=private)
-        return self._conclude(outcome, seconds=time.monotonic() - start_s)
+                gauges = await self._supervise(workers, controller, worker_pool, private=private)
+        return self._conclude(controller, gauges, seconds=time.monotonic() - start_s)
 
     def _shared_gpu(self) -> contextlib.AbstractAsyncContextManager[dict[str, str]]:
         return shared_gpu(
             self._config.cluster.share_gpu,
             num_cuda_workers=sum(device != "cpu" for device in local_devices(self._config)),
-            log=self._run_dir.logs / "mps.log",
+            log=self.run_dir.logs / "mps.log",
             warn=self._monitor.warn,
         )
 
@@ -251,16 +238,16 @@ class _Run:
 
     async def _supervise(
         self, workers: RunWorkers, controller: Controller, worker_pool: WorkerPool, *, private: Path
-    ) -> Outcome:
+    ) -> RunGauges:
         """Run the controller while workers are restarted and engines can be added or removed."""
         async with asyncio.TaskGroup() as activities:
             supervision = activities.create_task(worker_pool.run())
             async with scaling_server(
-                workers, pointer=self._run_dir.control, private=private, warn=self._monitor.warn
+                workers, pointer=self.run_dir.control, private=private, warn=self._monitor.warn
             ):
-                outcome = await controller.run()
+                gauges = await controller.run()
             supervision.cancel()
-        return outcome
+        return gauges
 
     @contextlib.contextmanager
     def _ticket(self, hub: Hub) -> Iterator[None]:
@@ -281,28 +268,28 @@ class _Run:
 
     def _build_scorers(self, worker_pool: WorkerPool, *, private: Path) -> ScorerPool:
         return build_scorer_pool(
-            self._prepared.scorers,
-            advantages=self._prepared.advantages,
-            shaping=self._prepared.shaping,
+            self.prepared.scorers,
+            advantages=self.prepared.advantages,
+            shaping=self.prepared.shaping,
             num_workers=self._config.scoring.workers,
             worker_pool=worker_pool,
             private=private,
-            folder=self._run_dir.scorers,
+            folder=self.run_dir.scorers,
             start_timeout_s=self._config.cluster.start_timeout_s,
             warn=self._monitor.warn,
-            may_be_empty=self._prepared.environment is not None,
-            run=self._prepared.run_info,
+            may_be_empty=self.prepared.environment is not None,
+            run=self.prepared.run_info,
         )
 
     def _open_journal(self) -> Journal | NoJournal:
-        for sentence in self._prepared.warnings:
+        for sentence in self.prepared.warnings:
             self._monitor.warn(sentence)
-        if self._prepared.history is None:
+        if self.prepared.history is None:
             return NoJournal()
         return Journal(
-            self._run_dir.journal,
-            history=self._prepared.history,
-            task_of=self._prepared.tasks.redrawn,
+            self.run_dir.journal,
+            history=self.prepared.history,
+            task_of=self.prepared.tasks.redrawn,
             settings=self._config.journal,
         )
 
@@ -314,7 +301,7 @@ class _Run:
         environment: Environment,
         journal: Journal | NoJournal,
     ) -> Controller:
-        config, prepared = self._config, self._prepared
+        config, prepared = self._config, self.prepared
         player = Player(
             environment=environment,
             engine=workers.engines,
@@ -338,8 +325,7 @@ class _Run:
                 trainer=workers.trainer,
                 broadcaster=self._broadcaster,
                 monitor=self._monitor,
-                checkpoints=self._run_dir.checkpoints,
-                skipped=SkippedSteps(self._run_dir.skipped),
+                run_dir=self.run_dir,
                 journal=journal,
                 cursor=prepared.cursor,
             )
@@ -354,18 +340,20 @@ class _Run:
             self._workers.trainer.published(message.update)
             self._broadcaster.publish(message.update)
 
-    def _conclude(self, outcome: Outcome, *, seconds: float) -> RunResult:
-        before, after = outcome.before, outcome.after
+    def _conclude(self, controller: Controller, gauges: RunGauges, *, seconds: float) -> RunResult:
+        before, after = controller.eval_scheduler.before, controller.eval_scheduler.after
+        checkpoint = controller.checkpoints.writer.newest
+        assert checkpoint is not None, "the last step is saved"
         result = RunResult(
-            run_dir=self._run_dir.path,
-            checkpoint=outcome.checkpoint,
-            steps=outcome.steps,
+            run_dir=self.run_dir.path,
+            checkpoint=checkpoint,
+            steps=controller.state.version,
             episodes=self._monitor.episodes,
             seconds=seconds,
             before=before,
             after=after,
         )
-        self._run_dir.write_summary(
+        self.run_dir.write_summary(
             {
                 "accuracy_before": result.accuracy_before,
                 "accuracy_after": result.accuracy_after,
@@ -378,8 +366,8 @@ class _Run:
                 "checkpoint": str(result.checkpoint),
                 "run_dir": str(result.run_dir),
                 "restarts": dict(self._monitor.restarts),
-                "sequences_resumed": outcome.gauges.sequences_resumed,
-                "resumed_tokens": outcome.gauges.resumed_tokens,
+                "sequences_resumed": gauges.sequences_resumed,
+                "resumed_tokens": gauges.resumed_tokens,
             }
         )
         return result

@@ -11,7 +11,7 @@ Runs on the controller's event loop.
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,46 +41,30 @@ OPEN_TO_HOSTS = "Another host can take its place: run `millrace join` there."
 Start = Callable[[str, bool], Awaitable[Worker]]  # name, whether it joins or restarts late
 
 
+@dataclass(kw_only=True, eq=False)
 class RunWorkers:
-    def __init__(
-        self,
-        prepared: PreparedRun,
-        *,
-        hub: Hub,
-        worker_pool: WorkerPool,
-        remote_threads: int | None,
-        gpu_env: Mapping[str, str],
-        on_phase: Callable[[str, str | None], None],
-        on_restored: Callable[[WeightUpdate], None],
-    ) -> None:
-        """`remote_threads`: cluster.threads as the user set it; another host may have other cores.
+    prepared: PreparedRun
+    hub: Hub
+    worker_pool: WorkerPool
+    # Environment of engines and the trainer. Scorers do not get it: they may be killed at any time,
+    # and with MPS such a death disturbs every process on that GPU.
+    gpu_env: Mapping[str, str]
+    on_phase: Callable[[str, str | None], None]  # worker, start-up phase; None when it is ready
+    # Gets the newest version, and must release it, after a trainer was restarted.
+    on_restored: Callable[[WeightUpdate], None]
 
-        `gpu_env`: environment of engines and the trainer. Scorers do not get it: they may be killed
-        at any time, and with MPS such a death disturbs every process on that GPU. `on_phase` is
-        called with a worker's start-up phase, None when it is ready. `on_restored` gets the newest
-        version, and must release it, after a trainer was restarted.
-        """
-        config = prepared.config
-        self._prepared = prepared
-        self._config = config
-        self._hub = hub
-        self._worker_pool = worker_pool
-        self._gpu_env = gpu_env
-        self._on_phase = on_phase
+    def __post_init__(self) -> None:
+        config = self._config = self.prepared.config
         adapters = {name: _absolute(path) for name, path in config.engine.adapters.items()}
-        self._remote_config = config.model_copy(
-            update={
-                "engine": config.engine.model_copy(update={"adapters": adapters}),
-                "cluster": config.cluster.model_copy(update={"threads": remote_threads}),
-            }
-        )
+        engine = config.engine.model_copy(update={"adapters": adapters})
+        threads = {"threads": self.prepared.remote_threads}
+        cluster = config.cluster.model_copy(update=threads)
+        self._remote_config = config.model_copy(update={"engine": engine, "cluster": cluster})
         self.engines = EnginePool(replaces=True)
         self.evaluators = EnginePool(replaces=True) if config.evaluate.engines else None
         self.models = {name: EnginePool(replaces=True) for name in config.environment.models}
         """Models besides the policy, by name; their weights never change."""
-        self._trainer = _TrainerReplica(
-            prepared, start=self._start_trainer, on_restored=on_restored
-        )
+        self._trainer = _TrainerReplica(self)
         self._rollout_engines: list[str] = []  # names
         self._numbers = itertools.count(config.engine.count + config.engine.remote)
 
@@ -96,7 +80,7 @@ class RunWorkers:
     async def start(self, *others: Coroutine[Any, Any, object]) -> None:
         """Start all workers concurrently, and run `others` beside them."""
         num_local, num_remote = self._config.engine.count, self._config.engine.remote
-        add, policy = self._worker_pool.add, self._worker_pool.policy
+        add, policy = self.worker_pool.add, self.worker_pool.policy
         joining = replace(policy, delay_restarts=False, remedy=OPEN_TO_HOSTS)
         async with asyncio.TaskGroup() as starting:
             for i in range(num_local + num_remote):
@@ -123,7 +107,7 @@ class RunWorkers:
         """Start one more engine on this host; returns its name."""
         name = f"engine-{next(self._numbers)}"
         engine = self._replica(name, self.engines, self._start_local, joins_late=True)
-        await self._worker_pool.add(engine)
+        await self.worker_pool.add(engine)
         self._rollout_engines.append(name)
         return name
 
@@ -137,7 +121,7 @@ class RunWorkers:
         if len(names) == 1:
             raise ConfigError(f"{name!r} is the last engine of the run; add another first.")
         names.remove(name)
-        await self._worker_pool.remove(name)
+        await self.worker_pool.remove(name)
 
     def _replica(
         self,
@@ -165,14 +149,13 @@ class RunWorkers:
         index = int(number) + (self._config.engine.count if role == "evaluator" else 0)
         device = self._config.placement.engine(index)
         start = self._start_engine(self._config.placed_on(device), is_late=is_late)
-        worker = await self._launch(name, "millrace.inference.worker", env=self._gpu_env)
-        return await self._load(worker, start)
+        return await self._launch(name, start, module="millrace.inference.worker")
 
     async def _start_remote(self, name: str, is_late: bool) -> Worker:
         """Wait for an engine from another host: for a late one without limit."""
-        self._on_phase(name, "waiting for another host to join")
+        self.on_phase(name, "waiting for another host to join")
         timeout_s = None if is_late else self._config.cluster.join_timeout_s
-        worker = await self._hub.await_joined(name, timeout_s=timeout_s)
+        worker = await self.hub.await_joined(name, timeout_s=timeout_s)
         device = self._config.placement.engine(int(name.rpartition("-")[2]))
         start = self._start_engine(self._remote_config.placed_on(device), is_late=is_late)
         try:
@@ -193,25 +176,22 @@ class RunWorkers:
         start = StartEngine(
             config=config.model_dump(mode="json"), model_path=_absolute(settings.path), version=0
         )
-        worker = await self._launch(name, "millrace.inference.worker", env=self._gpu_env)
         try:
-            return await self._load(worker, start)
+            return await self._launch(name, start, module="millrace.inference.worker")
         except ConfigError as error:
             raise ConfigError(f"For environment.models.{model}: {error}") from error
 
-    async def _start_trainer(self, checkpoint: Path | None) -> Worker:
-        env = below_normal(self._gpu_env)
-        worker = await self._launch("trainer", "millrace.training.worker", env=env)
+    async def start_trainer(self, checkpoint: Path | None) -> Worker:
         start = StartTrainer(
             config=self._config.model_dump(mode="json"),
             checkpoint=None if checkpoint is None else str(checkpoint),
         )
-        return await self._load(worker, start)
+        return await self._launch("trainer", start, module="millrace.training.worker")
 
     def _start_engine(self, config: RunConfig, *, is_late: bool) -> StartEngine:
         # A late engine gets the newest weights before it serves. The checkpoint that the run
         # resumed from may be gone by then; the model never is.
-        prepared = self._prepared
+        prepared = self.prepared
         adapter = None if is_late else prepared.adapter_path
         return StartEngine(
             config=config.model_dump(mode="json"),
@@ -221,14 +201,15 @@ class RunWorkers:
             records_routes=config.trainer.replay_routes,
         )
 
-    async def _launch(self, name: str, module: str, *, env: Mapping[str, str]) -> Worker:
-        self._on_phase(name, "starting the process")
-        return await self._hub.launch(name, module, env=env)
+    async def _launch(self, name: str, start: Message, *, module: str) -> Worker:
+        self.on_phase(name, "starting the process")
+        env = below_normal(self.gpu_env) if name == "trainer" else self.gpu_env
+        return await self._load(await self.hub.launch(name, module, env=env), start)
 
     async def _load(self, worker: Worker, start: Message) -> Worker:
-        self._on_phase(worker.name, "loading")
+        self.on_phase(worker.name, "loading")
         await worker.start_as(start, timeout_s=self._config.cluster.start_timeout_s)
-        self._on_phase(worker.name, None)
+        self.on_phase(worker.name, None)
         return worker
 
     async def _load_newest(self, engine: Engine) -> None:
@@ -245,14 +226,8 @@ class RunWorkers:
 class _TrainerReplica(WorkerReplica):
     """The trainer process, restarted from the newest checkpoint."""
 
-    def __init__(
-        self,
-        prepared: PreparedRun,
-        *,
-        start: Callable[[Path | None], Awaitable[Worker]],
-        on_restored: Callable[[WeightUpdate], None],
-    ) -> None:
-        config = prepared.config
+    def __init__(self, workers: RunWorkers) -> None:
+        prepared, config = workers.prepared, workers.prepared.config
         super().__init__(
             "trainer",
             hang_timeout_s=config.supervision.hang_timeout_s,
@@ -261,10 +236,9 @@ class _TrainerReplica(WorkerReplica):
         self._run_dir = Path(config.run_dir)
         # A run that may go without a step for longer has steps that take longer.
         self._step_timeout_s = max(MIN_STEP_TIMEOUT_S, config.supervision.stall_timeout_s)
-        self._start = start
+        self._workers = workers
         self._checkpoint = prepared.checkpoint
         self._version = prepared.cursor.version  # of the weights that the process has loaded
-        self._on_restored = on_restored
         self._trainer: TrainerGroup | None = None
 
     @property
@@ -278,11 +252,12 @@ class _TrainerReplica(WorkerReplica):
             found = await asyncio.to_thread(newest_checkpoint, self._run_dir)
             checkpoint = found.directory or self._checkpoint
             self._version = 0 if checkpoint is None else int(read_run_state(checkpoint)["version"])
-        return await self._start(checkpoint)
+        return await self._workers.start_trainer(checkpoint)
 
     async def attach(self, worker: Worker, *, is_restart: bool) -> None:
         if is_restart:
-            self._on_restored(await self.trainer.replace([worker], version=self._version))
+            update = await self.trainer.replace([worker], version=self._version)
+            self._workers.on_restored(update)
             return
         self._trainer = TrainerGroup(
             [worker],

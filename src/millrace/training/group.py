@@ -21,9 +21,9 @@ import msgspec
 
 from millrace.cluster.messages import (
     Lend,
-    Lent,
     Message,
     Part,
+    Published,
     Release,
     SaveCheckpoint,
     Saved,
@@ -119,7 +119,7 @@ class TrainerGroup:
     async def borrow(self) -> WeightUpdate:
         """The newest version; it stays readable until it is released."""
         reply = await self._call(Lend(), timeout_s=self._step_timeout_s)
-        assert isinstance(reply, Lent)
+        assert isinstance(reply, Published)
         self._unreleased.append(reply.update)
         return reply.update
 
@@ -159,7 +159,7 @@ class TrainerGroup:
             await _call_ranks(ranks, step, timeout_s=timeout_s)
             self.num_redone += 1
         reply = await _call_ranks(ranks, Lend(), timeout_s=timeout_s)
-        assert isinstance(reply, Lent)
+        assert isinstance(reply, Published)
         self._unreleased.append(reply.update)
         self._ranks = ranks
         self._replaced.set()

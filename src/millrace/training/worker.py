@@ -16,7 +16,6 @@ from millrace.cluster.messages import (
     Copied,
     Done,
     Lend,
-    Lent,
     Message,
     Published,
     Release,
@@ -102,7 +101,7 @@ class TrainerWorker:
             self._publisher.lend(
                 self._trainer.steps_done,
                 self._trainer.policy.weights(),
-                answer=lambda update: call.reply(Lent(update=update)),
+                answer=lambda update: call.reply(Published(update=update)),
             )
             return True
         reply: Message = Done()

@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -54,23 +55,22 @@ def join(
     log: Callable[[str], None] = print,
 ) -> None:
     """Start `count` workers of `python -m module` here; returns when the run has stopped them.
-
-    `preload`: modules that a fork server imports once for all workers, if there are several.
-    Raises ConfigError if the run does not admit them, RunFailed if one of them ends otherwise.
-    """
+    Raises ConfigError if the run does not admit them, RunFailed if one of them ends otherwise."""
     if count < 1:
         raise ConfigError(f"--count = {count} starts no worker; give 1 or more.")
 
     async def serve() -> None:
         await _check_reachable(ticket)
-        async with _connected(ticket) as connection:
-            slots = await connection.join(count)
+        context = zmq.asyncio.Context()
+        try:
+            host = _JoiningHost(dealer=context.socket(zmq.DEALER), ticket=ticket)
+            slots = await host.join(count)
             log(f"Joined the run at {ticket.address} with {', '.join(s.name for s in slots)}.")
-            modules = preload if count > 1 else ()
-            with shared_fork_server(modules) as server:
-                workers = _HostWorkers(connection, ticket=ticket, fork_server=server)
-                await workers.serve(slots, module=module, log_dir=log_dir)
+            with shared_fork_server(preload if count > 1 else ()) as host.fork_server:
+                await host.serve(slots, module=module, log_dir=log_dir)
             log("The run has ended.")
+        finally:
+            context.destroy(linger=int(FLUSH_TIMEOUT_S * 1000))
 
     run_on_own_loop(serve)
 
@@ -92,34 +92,32 @@ async def _check_reachable(ticket: JoinTicket) -> None:
         await writer.wait_closed()
 
 
-@contextlib.asynccontextmanager
-async def _connected(ticket: JoinTicket) -> AsyncIterator["_HubConnection"]:
-    context = zmq.asyncio.Context()
-    try:
-        dealer = context.socket(zmq.DEALER)
-        connect(
-            dealer,
-            ticket.address,
-            identity=host_identity(ticket.token),
-            keys=ticket.keys,
-            heartbeat_timeout_s=ticket.heartbeat_timeout_s,
-        )
-        yield _HubConnection(dealer)
-    finally:
-        context.destroy(linger=int(FLUSH_TIMEOUT_S * 1000))
+@dataclass(kw_only=True, eq=False)
+class _JoiningHost:
+    """The worker processes of this host, and its connection to the hub beside theirs."""
 
-
-class _HubConnection:
-    """The connection of this host to the hub, beside those of its workers."""
-
-    def __init__(self, dealer: zmq.asyncio.Socket) -> None:
-        self._dealer = dealer
+    dealer: zmq.asyncio.Socket
+    ticket: JoinTicket
+    fork_server: ForkServer | None = None
+    _processes: dict[str, Process] = field(default_factory=dict[str, Process])
+    # Done once they are reported.
+    _exits: list[asyncio.Task[ProcessExit]] = field(default_factory=list)
+    # The loop itself holds tasks weakly.
+    _aborting: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def join(self, count: int) -> list[JoinSlot]:
+        """Connect, and ask for slots for this many workers."""
+        connect(
+            self.dealer,
+            self.ticket.address,
+            identity=host_identity(self.ticket.token),
+            keys=self.ticket.keys,
+            heartbeat_timeout_s=self.ticket.heartbeat_timeout_s,
+        )
         request = Join(host=socket.gethostname(), num_workers=count)
-        await self.send(request, id=secrets.token_bytes(8))
+        await self._send(request, id=secrets.token_bytes(8))
         try:
-            reply = await self.receive(REPLY_TIMEOUT_S)
+            reply = await self._receive(REPLY_TIMEOUT_S)
         except TimeoutError:
             raise ConfigError(
                 "The run does not accept this ticket, which is of an earlier run; copy the new one."
@@ -128,28 +126,6 @@ class _HubConnection:
             raise ConfigError(reply.reason)
         assert isinstance(reply, JoinAdmitted), reply
         return reply.slots
-
-    async def send(self, message: Message, *, id: bytes = EVENT_ID) -> None:
-        await self._dealer.send_multipart([id, *encode(message)])
-
-    async def receive(self, timeout_s: float) -> Message:
-        async with asyncio.timeout(timeout_s):
-            _id, *frames = read_frames(await self._dealer.recv_multipart(copy=False))
-        return decode(frames)
-
-
-class _HostWorkers:
-    """The worker processes of this host."""
-
-    def __init__(
-        self, connection: _HubConnection, *, ticket: JoinTicket, fork_server: ForkServer | None
-    ) -> None:
-        self._connection = connection
-        self._ticket = ticket
-        self._fork_server = fork_server
-        self._processes: dict[str, Process] = {}
-        self._exits: list[asyncio.Task[ProcessExit]] = []  # done once they are reported
-        self._aborting: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
 
     async def serve(self, slots: list[JoinSlot], *, module: str, log_dir: Path) -> None:
         """Start a worker for each slot; returns when the controller has stopped all of them."""
@@ -170,28 +146,36 @@ class _HostWorkers:
             if exit.code != 0:
                 raise RunFailed(f"A worker {exit.reason}.")
 
+    async def _send(self, message: Message, *, id: bytes = EVENT_ID) -> None:
+        await self.dealer.send_multipart([id, *encode(message)])
+
+    async def _receive(self, timeout_s: float) -> Message:
+        async with asyncio.timeout(timeout_s):
+            _id, *frames = read_frames(await self.dealer.recv_multipart(copy=False))
+        return decode(frames)
+
     async def _start(self, slot: JoinSlot, *, module: str, log: Path) -> None:
         process = await start_worker(
             slot.name,
             module,
-            address=self._ticket.address,
-            credentials=Credentials(token=slot.token, keys=self._ticket.keys),
+            address=self.ticket.address,
+            credentials=Credentials(token=slot.token, keys=self.ticket.keys),
             log=log,
-            heartbeat_timeout_s=self._ticket.heartbeat_timeout_s,
-            fork_server=self._fork_server,
+            heartbeat_timeout_s=self.ticket.heartbeat_timeout_s,
+            fork_server=self.fork_server,
         )
         self._processes[slot.name] = process
         self._exits.append(asyncio.create_task(self._report_exit(slot.name, process)))
 
     async def _follow_orders(self) -> NoReturn:
         """Handle messages of the controller; raises RunFailed when it is silent for too long."""
-        timeout_s = self._ticket.heartbeat_timeout_s
+        timeout_s = self.ticket.heartbeat_timeout_s
         while True:
             try:
-                message = await self._connection.receive(timeout_s)
+                message = await self._receive(timeout_s)
             except TimeoutError:
                 raise RunFailed(
-                    f"The controller at {self._ticket.address} was silent for {timeout_s} s;"
+                    f"The controller at {self.ticket.address} was silent for {timeout_s} s;"
                     " the workers on this host were stopped."
                 ) from None
             if isinstance(message, SignalWorker) and message.worker in self._processes:
@@ -213,7 +197,7 @@ class _HostWorkers:
         exit = await process.exited()
         with contextlib.suppress(TimeoutError):  # the controller has ended
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
-                await self._connection.send(WorkerExited(worker=name, exit=exit))
+                await self._send(WorkerExited(worker=name, exit=exit))
         return exit
 
     async def _stop_workers(self, *, at_once: bool) -> None:

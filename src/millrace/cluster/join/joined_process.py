@@ -10,6 +10,7 @@ Promise: one of the three happens, so exited() returns.
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import zmq
@@ -23,26 +24,19 @@ DUMP_TIMEOUT_S = 5.0  # for a host to dump the stacks of a worker and report its
 Send = Callable[[Message], Awaitable[None]]
 
 
+@dataclass(kw_only=True, eq=False)
 class JoinedProcess:
     """Created by the registry when a host is admitted. Runs on the controller's event loop."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        host: str,
-        send_to_worker: Send,
-        send_to_host: Send,
-        heartbeat_timeout_s: float,
-    ) -> None:
-        self.name = name
-        self.host = host
-        self._send_to_worker = send_to_worker
-        self._send_to_host = send_to_host
-        self._timeout_s = heartbeat_timeout_s
-        self._interval_s = min(MAX_INTERVAL_S, heartbeat_timeout_s / MIN_BEATS_PER_TIMEOUT)
-        self._exit: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
+    name: str
+    host: str
+    send_to_worker: Send
+    send_to_host: Send
+    heartbeat_timeout_s: float
 
+    def __post_init__(self) -> None:
+        self._interval_s = min(MAX_INTERVAL_S, self.heartbeat_timeout_s / MIN_BEATS_PER_TIMEOUT)
+        self._exit: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
         self._is_connected = False  # after its first message; the hub limits the time until then
         self._has_answered = False  # since the last heartbeat
         self._sending: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
@@ -53,7 +47,10 @@ class JoinedProcess:
         while not self._exit.done():
             self._has_answered = False
             try:
-                await self._send_heartbeat()
+                # To the host as well: without heartbeats it takes the controller for dead.
+                await self.send_to_host(Heartbeat())
+                if self._is_connected:
+                    await self.send_to_worker(Heartbeat())
             except zmq.ZMQError:
                 await self._wait_for_exit(self._interval_s)  # its host may know the reason
                 self.on_exit(ProcessExit(reason=f"lost its connection from {self.host}"))
@@ -62,9 +59,9 @@ class JoinedProcess:
             # Count intervals, not seconds: a busy controller receives no answers either.
             is_silent = self._is_connected and not self._has_answered
             silent_s = silent_s + self._interval_s if is_silent else 0.0
-            if silent_s >= self._timeout_s:
+            if silent_s >= self.heartbeat_timeout_s:
                 self.kill()  # it may be alive and hang
-                reason = f"on {self.host} answered no heartbeat for {self._timeout_s} s"
+                reason = f"on {self.host} answered no heartbeat for {self.heartbeat_timeout_s} s"
                 self.on_exit(ProcessExit(reason=reason))
         return self._exit.result()
 
@@ -95,12 +92,6 @@ class JoinedProcess:
         """Its log is on its host, which sends the end of it with the exit."""
         return ""
 
-    async def _send_heartbeat(self) -> None:
-        # To the host as well: without heartbeats it takes the controller for dead.
-        await self._send_to_host(Heartbeat())
-        if self._is_connected:
-            await self._send_to_worker(Heartbeat())
-
     async def _wait_for_exit(self, timeout_s: float) -> None:
         await asyncio.wait({self._exit}, timeout=timeout_s)
 
@@ -114,4 +105,4 @@ class JoinedProcess:
 
     async def _send_signal(self, message: SignalWorker) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the next heartbeat fails alike and reports it
-            await self._send_to_host(message)
+            await self.send_to_host(message)

@@ -8,13 +8,13 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from functools import partial
 
 import zmq
 from msgspec.structs import replace
 
 from millrace.cluster.join.joined_process import JoinedProcess
-from millrace.cluster.link import EVENT_ID
+from millrace.cluster.link import EVENT_ID, identity_of
 from millrace.cluster.messages import Error, Join, JoinAdmitted, JoinSlot, Message, WorkerExited
 
 Send = Callable[[bytes, bytes, Message], Awaitable[None]]  # routing id, call id, message
@@ -25,22 +25,13 @@ def host_identity(token: str) -> bytes:
     return f"host:{token}:{secrets.token_hex(8)}".encode()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _FreeSlot:
-    """A worker that no host has brought yet."""
-
-    name: str
-    token: str  # of the worker; its host passes it on
-    worker: bytes  # routing id
-    joined: asyncio.Future[JoinedProcess]
-
-
 class JoinRegistry:
     def __init__(self, *, send: Send, heartbeat_timeout_s: float) -> None:
         self.token = secrets.token_hex(16)
         self._send = send
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._free: list[_FreeSlot] = []  # in the order they are given
+        # Workers that no host has brought yet, in the order they are given.
+        self._free: list[tuple[JoinSlot, asyncio.Future[JoinedProcess]]] = []
         self._num_taken = 0
         self._processes: dict[tuple[bytes, str], JoinedProcess] = {}  # by host's routing id, worker
 
@@ -49,18 +40,18 @@ class JoinRegistry:
         return secrets.compare_digest(identity[: len(prefix)], prefix)
 
     async def wait_for_host(
-        self, name: str, *, token: str, worker: bytes, timeout_s: float | None
+        self, name: str, token: str, *, timeout_s: float | None
     ) -> JoinedProcess:
         """Offer a slot and wait until a host takes it; raises TimeoutError if none does."""
-        joined = asyncio.get_running_loop().create_future()
-        slot = _FreeSlot(name=name, token=token, worker=worker, joined=joined)
-        self._free.append(slot)
+        joined: asyncio.Future[JoinedProcess] = asyncio.get_running_loop().create_future()
+        offer = JoinSlot(name=name, token=token), joined
+        self._free.append(offer)
         try:
             async with asyncio.timeout(timeout_s):
                 return await joined
         finally:
-            if slot in self._free:
-                self._free.remove(slot)
+            if offer in self._free:
+                self._free.remove(offer)
 
     async def on_message(self, host: bytes, call_id: bytes, message: Message) -> bool:
         """Handle a message of a host; False if a host may not send it."""
@@ -86,17 +77,14 @@ class JoinRegistry:
             return Error(kind="ConfigError", reason=reason, traceback="")
         taken, self._free = self._free[:wanted], self._free[wanted:]
         self._num_taken += wanted
-        for slot in taken:
-            process = self._join(slot, host=host, host_name=request.host)
-            self._processes[host, slot.name] = process
-            slot.joined.set_result(process)
-        return JoinAdmitted(slots=[JoinSlot(name=slot.name, token=slot.token) for slot in taken])
-
-    def _join(self, slot: _FreeSlot, *, host: bytes, host_name: str) -> JoinedProcess:
-        return JoinedProcess(
-            slot.name,
-            host=host_name,
-            send_to_worker=lambda message: self._send(slot.worker, EVENT_ID, message),
-            send_to_host=lambda message: self._send(host, EVENT_ID, message),
-            heartbeat_timeout_s=self._heartbeat_timeout_s,
-        )
+        for slot, joined in taken:
+            worker = identity_of(slot.name, token=slot.token)
+            process = self._processes[host, slot.name] = JoinedProcess(
+                name=slot.name,
+                host=request.host,
+                send_to_worker=partial(self._send, worker, EVENT_ID),
+                send_to_host=partial(self._send, host, EVENT_ID),
+                heartbeat_timeout_s=self._heartbeat_timeout_s,
+            )
+            joined.set_result(process)
+        return JoinAdmitted(slots=[slot for slot, _ in taken])

@@ -2,19 +2,19 @@
 
 Promise: a replica that dies or hangs is started again, after a wait that doubles with each failure.
 One that fails too often ends the run: run() raises RestartLimitExceeded, which says how often it
-failed, when, and with which last error. Every restart is counted and reported.
+failed, when, and with which last error. Every restart is reported.
 
 Runs on the controller's event loop; each replica has a supervising task.
 """
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NoReturn, Self
 
-from millrace.cluster.supervision.replica import Replica
+from millrace.cluster.supervision.replica import WorkerReplica
 from millrace.cluster.worker import Worker
 from millrace.core.errors import MillraceError, RestartLimitExceeded, RunFailed, WorkerError
 
@@ -49,10 +49,9 @@ class WorkerPool:
         on_restart: OnRestart = lambda *_: None,
     ) -> None:
         self.launch = launch
-        self.restarts: Counter[str] = Counter()  # by replica
         self.policy = policy or RestartPolicy()
         self._on_restart = on_restart
-        self._replicas: dict[str, Replica] = {}
+        self._replicas: dict[str, WorkerReplica] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._failure: Exception | None = None
         self._failed = asyncio.Event()
@@ -63,13 +62,11 @@ class WorkerPool:
     async def __aexit__(self, *_exc: object) -> None:
         await _cancel(*self._tasks.values())
 
-    async def add(self, replica: Replica, *, policy: RestartPolicy | None = None) -> None:
-        """Start a replica and supervise it from then on; by default with the policy of the pool.
-
-        A replica that is killed by a signal during its first start is started again. Any other
-        error of the first start is raised: it is for the user, and a retry would not help.
-        """
-        history = RestartHistory(replica.name, policy=policy or self.policy)
+    async def add(self, replica: WorkerReplica, *, policy: RestartPolicy | None = None) -> None:
+        """Start a replica and supervise it, by default with the policy of the pool. If a signal
+        kills it during its first start, it is started again; any other error is raised, as it is
+        for the user and a retry would not help."""
+        history = RestartHistory(name=replica.name, policy=policy or self.policy)
         while True:
             try:
                 await replica.start(is_restart=False)
@@ -97,7 +94,7 @@ class WorkerPool:
         assert self._failure is not None
         raise self._failure
 
-    async def _supervise(self, replica: Replica, history: "RestartHistory") -> None:
+    async def _supervise(self, replica: WorkerReplica, history: "RestartHistory") -> None:
         try:
             while True:
                 error = await replica.health()
@@ -110,7 +107,7 @@ class WorkerPool:
             self._failed.set()
 
     async def _restart(
-        self, replica: Replica, history: "RestartHistory", *, delay_s: float
+        self, replica: WorkerReplica, history: "RestartHistory", *, delay_s: float
     ) -> None:
         while True:
             await asyncio.sleep(delay_s)
@@ -122,8 +119,7 @@ class WorkerPool:
                 delay_s = history.add(error)
                 self._report(replica, error, history)
 
-    def _report(self, replica: Replica, error: Exception, history: "RestartHistory") -> None:
-        self.restarts[replica.name] += 1
+    def _report(self, replica: WorkerReplica, error: Exception, history: "RestartHistory") -> None:
         self._on_restart(replica.name, f"{error} {history.policy.remedy}")
 
 
@@ -133,22 +129,22 @@ async def _cancel(*tasks: asyncio.Task[None]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@dataclass(kw_only=True, eq=False)
 class RestartHistory:
     """Recent failures of one supervised process."""
 
-    def __init__(
-        self, name: str, *, policy: RestartPolicy, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._name = name
-        self.policy = policy
-        self._clock = clock
-        self._created_s = clock()
+    name: str
+    policy: RestartPolicy
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._created_s = self.clock()
         self._recent: deque[float] = deque()  # times of failures, by the clock
 
     def add(self, error: Exception) -> float:
         """Record a death or a failed start; returns the seconds to wait before the next start.
         Raises RestartLimitExceeded if there were too many within the window."""
-        now_s = self._clock()
+        now_s = self.clock()
         self._recent.append(now_s)
         while now_s - self._recent[0] > self.policy.window_s:
             self._recent.popleft()
@@ -166,9 +162,9 @@ class RestartHistory:
         count = "once" if len(self._recent) == 1 else f"{len(self._recent)} times"
         times = ", ".join(f"{at_s - self._created_s:.1f}" for at_s in self._recent)
         return RestartLimitExceeded(
-            f"Worker {self._name!r} failed {count} within {self.policy.window_s:g} s"
+            f"Worker {self.name!r} failed {count} within {self.policy.window_s:g} s"
             f" ({times} s after its first start), more often than supervision.max_restarts ="
             f" {self.policy.max_restarts} allows; the last error: {error}",
-            worker=self._name,
+            worker=self.name,
             traceback=error.traceback if isinstance(error, WorkerError) else "",
         )

@@ -6,7 +6,6 @@ controller's event loop.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 from millrace.cluster.messages import Message
 from millrace.cluster.worker import Worker
@@ -15,39 +14,11 @@ from millrace.core.errors import RunFailed
 HEALTH_CHECK_S = 0.25  # between two looks at a worker's progress
 
 
-class Replica(Protocol):
-    """A server process of any kind: a hub worker, or a server of another project."""
-
-    @property
-    def name(self) -> str: ...
-
-    async def start(self, *, is_restart: bool) -> None:
-        """Start a process; returns once it serves. Raises MillraceError or OSError if it does not
-        come up, and RunFailed if a further attempt would fail as well."""
-
-    async def health(self) -> Exception:
-        """Wait until the process has died or hangs; returns the reason."""
-        ...
-
-    def kill(self) -> None:
-        """End the process now."""
-
-    async def stop(self) -> None:
-        """End the process in order; it is supervised no longer."""
-
-    def give_up(self, error: Exception) -> None:
-        """Fail whatever waits for this replica: it will not be started again."""
-
-
 class WorkerReplica:
     """A worker of the hub. Subclasses launch it, and connect and disconnect its callers."""
 
     def __init__(
-        self,
-        name: str,
-        *,
-        hang_timeout_s: float | None = None,
-        first_hang_timeout_s: float = 0.0,
+        self, name: str, *, hang_timeout_s: float | None = None, first_hang_timeout_s: float = 0.0
     ) -> None:
         """`hang_timeout_s`: longest time without progress while a call expects some;
         `first_hang_timeout_s`: the same until the first progress, as kernels may compile first."""
@@ -61,7 +32,8 @@ class WorkerReplica:
         self._given_up: Exception | None = None
 
     async def launch(self, *, is_restart: bool) -> Worker:
-        """Start a worker; returns once it has loaded."""
+        """Start a worker; returns once it has loaded. Raises MillraceError or OSError if it cannot,
+        and RunFailed if a further attempt would fail as well."""
         raise NotImplementedError
 
     async def attach(self, worker: Worker, *, is_restart: bool) -> None:
@@ -71,6 +43,7 @@ class WorkerReplica:
         """Disconnect callers from a worker that died."""
 
     async def start(self, *, is_restart: bool) -> None:
+        """Launch a worker; returns once it serves."""
         worker = await self.launch(is_restart=is_restart)
         self._process = worker
         try:
@@ -82,21 +55,19 @@ class WorkerReplica:
         self._changed.set()
 
     async def health(self) -> Exception:
+        """Wait until the process has died or hangs; returns the reason."""
         worker = self._process
         assert worker is not None, "health() follows start()"
         await self._wait_for_failure(worker)
         self.drop(worker)
         return worker.dead.result()
 
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-
     async def stop(self) -> None:
         if self._process is not None:
             await self._process.stop()
 
     def give_up(self, error: Exception) -> None:
+        """Fail whatever waits for this replica: it will not be started again."""
         self._given_up = error
         self._changed.set()
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 from millrace.core.errors import RunFailed
@@ -59,49 +60,38 @@ T = TypeVar("T")
 STALL_WARNING_S = 120.0  # without progress before the first warning; the interval then doubles
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class StallWatchdog:
-    def __init__(
-        self,
-        *,
-        warn_after_s: float = STALL_WARNING_S,
-        limit_s: float,
-        explain: Callable[[], str],
-        moved: Callable[[], int],
-        warn: Callable[[str], None],
-        what: str = "No step completed",
-    ) -> None:
-        """`what` begins the warning, and `explain` ends it. `moved` counts other signs of progress:
-        the time starts anew when it changes."""
-        self._warn_after_s = warn_after_s
-        self._limit_s = limit_s
-        self._explain = explain
-        self._moved = moved
-        self._warn = warn
-        self._what = what
+    limit_s: float
+    explain: Callable[[], str]  # ends the warning
+    moved: Callable[[], int]  # counts other signs of progress: the time starts anew if it changes
+    warn: Callable[[str], None]
+    what: str = "No step completed"  # begins the warning
+    warn_after_s: float = STALL_WARNING_S
 
     async def until(self, work: Awaitable[T]) -> T:
         """Return the result of `work`; raise RunFailed if nothing moves for limit_s."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
-                await self._until_moved(task, moved=self._moved())
+                await self._until_moved(task, moved=self.moved())
             return task.result()
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     async def _until_moved(self, task: asyncio.Future[T], *, moved: int) -> None:
-        waited_s, next_s = 0.0, self._warn_after_s
+        waited_s, next_s = 0.0, self.warn_after_s
         while True:
-            await asyncio.wait({task}, timeout=min(next_s, self._limit_s) - waited_s)
-            if task.done() or self._moved() != moved:
+            await asyncio.wait({task}, timeout=min(next_s, self.limit_s) - waited_s)
+            if task.done() or self.moved() != moved:
                 return
-            waited_s = min(next_s, self._limit_s)
-            sentence = f"{self._what} for {waited_s:g} s"
-            if waited_s >= self._limit_s:
+            waited_s = min(next_s, self.limit_s)
+            sentence = f"{self.what} for {waited_s:g} s"
+            if waited_s >= self.limit_s:
                 raise RunFailed(
                     f"{sentence} (twice supervision.hang_timeout_s, or 600 if that is more):"
-                    f" {self._explain()}"
+                    f" {self.explain()}"
                 )
-            self._warn(f"{sentence}: {self._explain()}")
+            self.warn(f"{sentence}: {self.explain()}")
             next_s *= 2
