@@ -151,8 +151,7 @@ class Hub:
 
     @contextlib.asynccontextmanager
     async def _registered(self, name: str) -> AsyncIterator[tuple[Worker, str]]:
-        """Accept the messages of a new worker, which has this token; one that does not come up
-        leaves nothing behind."""
+        """Accept a new worker with this token; one that does not come up leaves nothing behind."""
         token = secrets.token_hex(16)
         identity = identity_of(name, token=token)
         send = partial(self._send, identity)

@@ -224,8 +224,7 @@ def serve(
     message: type[StartMessage],
     start: Callable[[StartMessage, Link, Timeline], WorkerLoop],
 ) -> None:
-    """Wait for the start message, load, and serve until Stop. `start` is called with each message
-    of this type until one does not fail."""
+    """Call `start` with each message of this type until one does not fail; serve until Stop."""
     timeline = Timeline(name, name="load", busy=True)
     while True:
         timeline.enter("no work", busy=False)

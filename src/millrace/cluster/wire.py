@@ -49,8 +49,7 @@ def encode(message: Any) -> list[Frame]:
 
 
 class Decoder(Generic[T]):
-    """Decodes messages, or records of one type. Used by one thread; it is worth keeping, because
-    its construction takes longer than a decode."""
+    """Decodes messages, or records of one type, in one thread. Keep it: making one takes longer."""
 
     def __init__(self, of: type[T]) -> None:
         self._arrays: Sequence[Frame] = ()

@@ -75,15 +75,13 @@ class Batches:
     async def redo(
         self, *, after: int, through: int
     ) -> AsyncIterator[tuple[int, tuple[Batch, ...]]]:
-        """The versions after `after` and the batches that made them, for a restarted trainer.
-        Changes nothing here."""
+        """The versions after `after` and the batches that made them, for a restarted trainer."""
         for version in range(after + 1, through + 1):
             taken = await self._read(self.journal.ledger.steps[version])
             yield version, taken.batches
 
     def applied(self, taken: TakenBatch, *, version: int, was_skipped: bool) -> None:
-        """The trainer has reached `version` with this batch. Unless an update of it was skipped,
-        its fresh groups may be replayed."""
+        """The trainer has reached `version`. Unless it was skipped, its groups may be replayed."""
         self.tracker.trained(_numbers(taken.fresh))
         self.journal.finish_step(version, was_skipped=was_skipped)
         if not was_skipped:

@@ -111,8 +111,7 @@ class ReplayBuffer:
         self._trained.extend(rest)
 
     def draw(self, version: int) -> list[Group]:
-        """Up to `per_batch` groups for a batch of this version. Removes them, and the groups that
-        have become too stale."""
+        """Remove and return up to `per_batch` groups; also removes those that became too stale."""
         fit = [one for one in self._trained if self._limit.allows(one.stamps, version=version)]
         rng = np.random.default_rng([self._seed & 0xFFFFFFFF, version])
         drawn = set(rng.permutation(len(fit))[: self._per_batch].tolist())

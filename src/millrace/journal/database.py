@@ -1,8 +1,7 @@
 """The SQLite database of a journal: RUN_DIR/journal/journal.db, documented in docs/journal.md.
 
 Promise: a transaction that was committed is there after any crash of a process and after a loss of
-power; one that was not is absent as a whole. Readers never block the writer, and
-nothing that a reader does changes the database.
+power; one that was not is absent as a whole. Readers never block the writer or change anything.
 """
 
 import sqlite3

@@ -160,8 +160,7 @@ class Journal:
     async def begin_step(
         self, version: int, *, fresh: Iterable[int], replayed: Iterable[int] = ()
     ) -> None:
-        """When this returns, the step that makes `version` learns from these groups, in this order,
-        however often it is redone."""
+        """Once this returns, the step learns from these groups in this order, also when redone."""
         step = LedgerStep(version=version, fresh=tuple(fresh), replayed=tuple(replayed))
         self.ledger.begin_step(step)
 

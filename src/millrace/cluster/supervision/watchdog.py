@@ -47,8 +47,7 @@ class ProgressWatchdog:
             self._moved_s = self._clock()
 
     def stalled_s(self, *, timeout_s: float, first_timeout_s: float) -> float | None:
-        """Seconds without progress if that is too long, else None; `first_timeout_s` applies until
-        the first progress."""
+        """Seconds without progress if too many, else None. `first_timeout_s`: until the first."""
         if self._num_calls == 0:
             return None
         limit_s = timeout_s if self._has_begun else max(timeout_s, first_timeout_s)
