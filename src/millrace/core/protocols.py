@@ -25,8 +25,6 @@ from millrace.core.staleness import Waiting
 
 OnTokens = Callable[[CompletionChunk], None]
 OnCompletion = Callable[[int, Completion], None]  # index among the n completions, completion
-Advantages = Callable[[Group], Sequence[float] | Sequence[np.ndarray] | np.ndarray]
-"""Estimates the advantages of a scored group: a number per episode, or an array [L] per rollout."""
 Filter = Callable[[Group], Group | None]
 """Returns a scored group, possibly with fewer tokens in its masks, or None to drop it."""
 
@@ -157,6 +155,14 @@ class VersionSubscriber(Protocol):
 
     async def swap(self, update: WeightUpdate) -> int:
         """Return the version in use once the bytes of this update may be reused."""
+        ...
+
+
+class Advantages(Protocol):
+    """Estimates the advantage of each episode of a scored group."""
+
+    def __call__(self, group: Group) -> Sequence[float] | Sequence[np.ndarray] | np.ndarray:
+        """Return a number per episode, or an array [L] per rollout."""
         ...
 
 
