@@ -119,7 +119,7 @@ def test_the_gradient_is_that_of_plain_forwards_of_unpacked_sequences(kind, arch
     rollouts = rollouts_of(kind)
     critic = critic_of(architecture)
     (batch,) = critic.estimate_advantages([critic_batch(rollouts, scores=SCORES)])
-    critic.accumulate(batch)
+    critic.model.accumulate(batch, lambda part: critic.value_loss(part, batch))
     backbone, head = plain_critic(architecture)
     loss = torch.zeros(())
     estimates = expected_estimates(rollouts, architecture=architecture)
@@ -241,7 +241,8 @@ def test_a_value_beyond_the_clip_has_no_gradient():
     (micro,) = batch.microbatches
     with torch.no_grad():
         critic.model.module.head.bias += 0.5
-    value_loss = critic.accumulate(batch).item()
+    gradient = critic.model.accumulate(batch, lambda part: critic.value_loss(part, batch))
+    value_loss = torch.stack(gradient.outputs).sum().item()
     values, returns = micro.values.astype(np.float64), micro.returns.astype(np.float64)
     errors = np.maximum((values + 0.5 - returns) ** 2, (values + 0.2 - returns) ** 2)
     assert value_loss == pytest.approx(errors.mean(), rel=1e-4)
@@ -258,7 +259,7 @@ def test_a_restored_critic_makes_the_same_next_step(tmp_path):
     trainer = trainer_of(tiny_model("qwen3"), critic=critic)
     trainer.step(batch)
     folder = tmp_path / "step_1"
-    trainer.save(folder)
+    trainer.snapshot().write(folder)
     saved = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     assert saved == pytest.approx(trainer.state_bytes(), rel=0.2)  # besides headers
     expected = trainer.step(batch)
@@ -276,7 +277,7 @@ def test_a_restored_critic_makes_the_same_next_step(tmp_path):
 def test_a_damaged_critic_is_one_sentence(tmp_path):
     trainer = trainer_of(tiny_model("qwen3"), critic=critic_of())
     folder = tmp_path / "step_0"
-    trainer.save(folder)
+    trainer.snapshot().write(folder)
     (folder / CRITIC / WEIGHTS_FILE).write_bytes(b"not tensors")
     with pytest.raises(CheckpointError, match="remove that checkpoint"):
         trainer.restore(folder)

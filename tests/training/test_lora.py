@@ -127,7 +127,7 @@ def test_a_resumed_adapter_continues_bit_for_bit(tmp_path, dora):
     trainer = lora_trainer(lora=lora, weight_decay=0.1)
     for batch in first:
         trainer.step(batch)
-    trainer.save(tmp_path)
+    trainer.snapshot().write(tmp_path)
     assert not (tmp_path / "config.json").exists()
     metrics = [trainer.step(batch) for batch in second]
     resumed = lora_trainer(lora=lora, weight_decay=0.1)
@@ -140,7 +140,7 @@ def test_a_resumed_adapter_continues_bit_for_bit(tmp_path, dora):
 
 def test_a_checkpoint_without_its_adapter_is_not_resumed_from(tmp_path):
     trainer = lora_trainer()
-    trainer.save(tmp_path)
+    trainer.snapshot().write(tmp_path)
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"The adapter in .* cannot be read"):
         trainer.restore(tmp_path)

@@ -116,7 +116,7 @@ def test_the_state_of_an_adaptive_loss_is_in_the_checkpoint(tmp_path):
 
     first = trainer()
     first.step(two_batches()[0])
-    first.save(tmp_path)
+    first.snapshot().write(tmp_path)
     second = trainer()
     second.restore(tmp_path)
     assert second._loss == first._loss

@@ -76,7 +76,7 @@ def test_unsupported_attention_falls_back_from_the_flash_kernel_with_a_warning(a
 def test_a_trainer_on_the_gpu_is_saved_and_restored(tmp_path):
     trainer = trainer_of(tiny_model("llama").to("cuda"))
     trainer.step(batch())
-    trainer.save(tmp_path)
+    trainer.snapshot().write(tmp_path)
     drawn = torch.rand(3, device="cuda")
     resumed = trainer_of(tiny_model("llama").to("cuda"))
     resumed.policy.module.load_state_dict(trainer.policy.module.state_dict())

@@ -288,7 +288,7 @@ def test_a_trainer_started_from_a_checkpoint_continues_at_its_step(link, config,
     trainer = build_trainer(load_config(config), path=config["model"]["path"])
     trainer.step(batch(1))
     make_tiny_model(tmp_path / "step_1", seed=99)  # its tokenizer; the model is overwritten
-    trainer.save(tmp_path / "step_1")
+    trainer.snapshot().write(tmp_path / "step_1")
     metrics = trainer.step(batch(2))
     assert link.call(StartTrainer(config=config, checkpoint=str(tmp_path / "step_1"))) == Done()
     assert link.call(TrainStep(batch=batch(2), version=2)) == Stepped(version=2, metrics=metrics)

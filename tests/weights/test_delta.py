@@ -11,7 +11,7 @@ from millrace.weights import delta
 
 
 def update_of(payload: torch.Tensor, *, changed: int, word_bytes: int) -> WeightUpdate:
-    num_bytes = delta.blob_bytes(changed, num_bytes=len(payload), word_bytes=word_bytes)
+    num_bytes = changed * (4 + word_bytes)
     short = Delta(
         base=1, num_changed=changed, word_bytes=word_bytes, num_bytes=num_bytes, location=""
     )
@@ -53,7 +53,7 @@ def test_delta_applied_to_its_base_gives_the_new_payload(
     assert update.delta.num_bytes < len(new)
     delta.check(update, update.delta)
     result = torch.full_like(base, 7)
-    delta.apply(blob_of(changes, update), update, delta=update.delta, base=base, into=result)
+    delta.apply(blob_of(changes, update), delta=update.delta, base=base, into=result, version=2)
     assert torch.equal(result, new)
 
 
@@ -74,7 +74,7 @@ def test_index_outside_the_payload_is_refused_before_anything_is_written(index: 
     into = torch.full_like(base, 7)
     assert update.delta is not None
     with pytest.raises(WeightError, match="has an index outside its payload"):
-        delta.apply(blob_of(changes, update), update, delta=update.delta, base=base, into=into)
+        delta.apply(blob_of(changes, update), delta=update.delta, base=base, into=into, version=2)
     assert torch.all(into == 7)
 
 

@@ -214,13 +214,15 @@ class RunWorkers:
 
     async def _load_newest(self, engine: Engine) -> None:
         while True:
-            async with self.trainer.lent() as update:
-                try:
-                    await engine.swap(update)
-                    return
-                except WeightError:
-                    if not await self.trainer.is_lost(update):
-                        raise
+            update = await self.trainer.borrow()
+            try:
+                await engine.swap(update)
+                return
+            except WeightError:
+                if not await self.trainer.is_lost(update):
+                    raise
+            finally:
+                await self.trainer.release(update)
 
 
 class _TrainerReplica(WorkerReplica):

@@ -155,7 +155,7 @@ class Critic:
     def update(self, batch: Batch) -> bool:
         """Run one optimizer update towards the returns of an estimated batch. Returns False, and
         changes nothing, if the gradient is not finite."""
-        gradient = self.model.clipped_gradient(batch, lambda part: self._value_loss(part, batch))
+        gradient = self.model.clipped_gradient(batch, lambda part: self.value_loss(part, batch))
         if not gradient.is_finite:
             return False
         self.model.apply_gradient(learning_rate=self._learning_rate)
@@ -169,11 +169,6 @@ class Critic:
         names = self._updates[0] if self._updates else ()  # all updates may have been skipped
         means = {name: sum(u[name] for u in self._updates) / len(self._updates) for name in names}
         return {**self._value_metrics, **means}
-
-    def accumulate(self, batch: Batch) -> Tensor:
-        """Compute the gradient of an estimated batch; returns its mean squared error, float64."""
-        gradient = self.model.accumulate(batch, lambda part: self._value_loss(part, batch))
-        return torch.stack(gradient.outputs).sum()
 
     def values(self, microbatch: Microbatch, rows: np.ndarray) -> Tensor:
         """float32 values of the states that end with the given rows; differentiable."""
@@ -211,7 +206,7 @@ class Critic:
         after = np.where(part.last_rows >= 0, after, 0.0)  # a finished episode earns no more
         return self._estimator.estimate(part, values=before, last_values=after)
 
-    def _value_loss(self, part: Microbatch, batch: Batch) -> tuple[Tensor, Tensor]:
+    def value_loss(self, part: Microbatch, batch: Batch) -> tuple[Tensor, Tensor]:
         """The weighted value loss of a microbatch, and its share of the batch's mean squared error.
 
         With v the value now, w the value before the step, R the return, c the value clip:

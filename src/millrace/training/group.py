@@ -12,8 +12,7 @@ Runs on the controller's event loop.
 """
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from millrace.cluster.worker import Worker
 from millrace.core.errors import CheckpointError, WorkerError
 from millrace.core.microbatch import Batch
 from millrace.core.records import WeightUpdate
-from millrace.training.past_steps import PastSteps
+from millrace.training.past_steps import StepsInMemory, StepsOnRecord
 
 DEATH_NOTICE_S = 0.5  # a call may fail this long before its worker is known to be dead
 
@@ -44,11 +43,11 @@ class TrainerGroup:
         self,
         ranks: Sequence[Worker],
         *,
-        past: PastSteps,
+        past: StepsInMemory | StepsOnRecord,
         step_timeout_s: float | None = None,
         save_timeout_s: float | None = None,
     ) -> None:
-        self.past: PastSteps = past
+        self.past = past
         self.num_redone = 0  # steps that were repeated after a death
         self._step_timeout_s = step_timeout_s
         self._save_timeout_s = save_timeout_s
@@ -107,17 +106,8 @@ class TrainerGroup:
     def published(self, update: WeightUpdate) -> None:
         self._unreleased.append(update)
 
-    @contextlib.asynccontextmanager
-    async def lent(self) -> AsyncIterator[WeightUpdate]:
-        """The newest version for an engine that joins late; readable within the `with` block."""
-        update = await self.borrow()
-        try:
-            yield update
-        finally:
-            await self.release(update)
-
     async def borrow(self) -> WeightUpdate:
-        """The newest version; it stays readable until it is released."""
+        """The newest version, which stays readable until it is released."""
         reply = await self._call(Lend(), timeout_s=self._step_timeout_s)
         assert isinstance(reply, Published)
         self._unreleased.append(reply.update)

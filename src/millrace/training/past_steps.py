@@ -5,7 +5,6 @@ Runs on the controller's event loop.
 
 import dataclasses
 from collections.abc import AsyncIterator, Callable
-from typing import Protocol
 
 import numpy as np
 
@@ -16,24 +15,8 @@ MAX_BYTES = 2**31
 Batches = tuple[Batch, ...]
 
 
-class PastSteps(Protocol):
-    """The batches of past steps."""
-
-    def record(self, version: int, batches: Batches) -> None:
-        """Record the batches of the step that made this version."""
-        ...
-
-    def saved(self, version: int) -> None:
-        """Record that a checkpoint of this version was written."""
-        ...
-
-    def after(self, version: int) -> AsyncIterator[tuple[int, Batches]]:
-        """The steps after this version, in order."""
-        ...
-
-
 class StepsOnRecord:
-    """Steps that the journal has recorded."""
+    """Steps that the journal has recorded; the interface is that of StepsInMemory."""
 
     def __init__(
         self, redo: Callable[..., AsyncIterator[tuple[int, Batches]]], *, version: int
@@ -66,6 +49,7 @@ class StepsInMemory:
         self._saved = version  # of the newest checkpoint
 
     def record(self, version: int, batches: Batches) -> None:
+        """Record the batches of the step that made this version."""
         self._version = version
         self._steps[version] = batches
         self._num_bytes += _size(batches)
@@ -73,11 +57,13 @@ class StepsInMemory:
             self._drop(next(iter(self._steps)))
 
     def saved(self, version: int) -> None:
+        """Record that a checkpoint of this version was written."""
         for earlier in [v for v in self._steps if v <= self._saved]:
             self._drop(earlier)
         self._saved = version
 
     async def after(self, version: int) -> AsyncIterator[tuple[int, Batches]]:
+        """The steps after this version, in order."""
         for following in range(version + 1, self._version + 1):
             if following not in self._steps:
                 raise RunFailed(

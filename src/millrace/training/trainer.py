@@ -107,10 +107,6 @@ class Trainer:
             version=self.steps_done, state=host_copy(state), writers=tuple(writers)
         )
 
-    def save(self, folder: Path) -> None:
-        """Write what restore() reads, and wait for it."""
-        self.snapshot().write(folder)
-
     def restore(self, folder: Path) -> None:
         """Continue from a snapshot; a model without an adapter was loaded from that folder."""
         self.policy.load_adapter(folder)

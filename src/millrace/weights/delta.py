@@ -34,10 +34,6 @@ def find(
     return indices, new_words[indices.long()]
 
 
-def blob_bytes(num_changed: int, *, num_bytes: int, word_bytes: int) -> int:
-    return num_changed * (_index_dtype(num_bytes // word_bytes).itemsize + word_bytes)
-
-
 def write(changes: tuple[torch.Tensor, torch.Tensor], *, into: torch.Tensor) -> None:
     indices, values = changes
     end = indices.numel() * indices.itemsize
@@ -47,31 +43,24 @@ def write(changes: tuple[torch.Tensor, torch.Tensor], *, into: torch.Tensor) -> 
 
 def check(update: WeightUpdate, delta: Delta) -> None:
     """Refuse a delta whose size does not fit this update."""
-    is_sound = delta.word_bytes in _WORDS and delta.num_changed >= 0
-    if not is_sound or delta.num_bytes != blob_bytes(
-        delta.num_changed, num_bytes=update.num_bytes, word_bytes=delta.word_bytes
-    ):
-        raise WeightError(f"The delta of version {update.version} has an impossible size.")
+    if delta.word_bytes in _WORDS and delta.num_changed >= 0:
+        index_bytes = _index_dtype(update.num_bytes // delta.word_bytes).itemsize
+        if delta.num_bytes == delta.num_changed * (index_bytes + delta.word_bytes):
+            return
+    raise WeightError(f"The delta of version {update.version} has an impossible size.")
 
 
 def apply(
-    blob: torch.Tensor,
-    update: WeightUpdate,
-    *,
-    delta: Delta,
-    base: torch.Tensor,
-    into: torch.Tensor,
+    blob: torch.Tensor, *, delta: Delta, base: torch.Tensor, into: torch.Tensor, version: int
 ) -> None:
-    """Make `into` the payload of `update`, from that of the delta's base."""
+    """Make `into` the payload of `version`, from that of the delta's base."""
     words = _words(into, delta.word_bytes)
     index_dtype = _index_dtype(len(words))
     end = delta.num_changed * index_dtype.itemsize
     indices = blob[:end].view(index_dtype).to(words.device).long()
     values = blob[end : delta.num_bytes].view(words.dtype).to(words.device)
     if len(indices) and not (int(indices.min()) >= 0 and int(indices.max()) < len(words)):
-        raise WeightError(
-            f"The delta of version {update.version} has an index outside its payload."
-        )
+        raise WeightError(f"The delta of version {version} has an index outside its payload.")
     into.copy_(base)
     words[indices] = values
 

@@ -64,12 +64,14 @@ def pack(
     if sharded := [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]:
         raise WeightError(f"{sharded[0]!r} is sharded over several ranks; gather it first.")
     views = unpack(specs, payload)
-    if not views:
-        return
-    with torch.no_grad():
-        # One launch for all tensors on a GPU.
-        copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-        copy(list(views.values()), [tensors[name] for name in views])
+    copy_all(views.values(), [tensors[name] for name in views])
+
+
+@torch.no_grad()
+def copy_all(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
+    """Copy each source, cast, into its target; one launch for all tensors on a GPU."""
+    if targets := list(targets):
+        torch._foreach_copy_(targets, list(sources))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def unpack(specs: Iterable[TensorSpec], payload: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -148,19 +150,16 @@ def word_sum(payload: torch.Tensor) -> int:
     table = words[:num_whole].view(-1, _COLUMNS)
     tail = words[num_whole:]
     # int64 wraps around, which is addition modulo 2**64, so the order does not matter.
-    by_row, by_column = _weighted_sums(table)
+    if table.is_cuda:
+        from millrace.weights.checksum_kernels import weighted_sums
+
+        by_row, by_column = weighted_sums(table)
+    else:
+        by_row, by_column = (_weighted(table.sum(dim, dtype=torch.int64)) for dim in (1, 0))
     by_row += (2 * len(table) + 1) * tail.sum(dtype=torch.int64)
     by_column += _weighted(tail.long())
     row_sum, column_sum = torch.stack([by_row, by_column]).tolist()
     return (row_sum + _MIX * column_sum) % 2**64
-
-
-def _weighted_sums(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if table.is_cuda:
-        from millrace.weights import checksum_kernels
-
-        return checksum_kernels.weighted_sums(table)
-    return _weighted(table.sum(1, dtype=torch.int64)), _weighted(table.sum(0, dtype=torch.int64))
 
 
 def _weighted(sums: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 
 from millrace.core.protocols import WeightSender
 from millrace.core.records import WeightUpdate
-from millrace.weights.packing import travel_dtype
+from millrace.weights.packing import copy_all, travel_dtype
 from millrace.weights.send_backend import NoSpace
 
 RETRY_S = 1.0
@@ -51,10 +51,7 @@ class WeightSnapshot:
         if layout != self._layout:
             self._make_room(tensors, dtype=dtype)
             self._layout = layout
-        with torch.no_grad():
-            # One launch for all tensors on a GPU.
-            copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-            copy(list(self.tensors.values()), list(tensors.values()))
+        copy_all(self.tensors.values(), tensors.values())
         if self._device is not None:
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(self._device))

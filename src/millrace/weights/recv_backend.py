@@ -125,7 +125,7 @@ class StagingReceiver:
             assert delta is not None
             assert newest is not None
             payload = self._staging.take(update, device=newest.device)
-            deltas.apply(blob, update, delta=delta, base=newest, into=payload)
+            deltas.apply(blob, delta=delta, base=newest, into=payload, version=update.version)
         elif kind == "mapped" and self._keep_base:
             payload = self._staging.take(update).copy_(payload)
         if checksum(payload) != update.checksum:

@@ -84,13 +84,9 @@ class _PayloadSlot:
 
 class PackingSender:
     def __init__(
-        self,
-        backend: SendBackend,
-        *,
-        dtype: torch.dtype,  # of floating-point weights during the transfer
-        payload: Payload = "full",
+        self, backend: SendBackend, *, dtype: torch.dtype, payload: Payload = "full"
     ) -> None:
-        self.dtype = dtype
+        self.dtype = dtype  # of floating-point weights during the transfer
         self._backend = backend
         self._payload = payload
         self._free: list[_PayloadSlot] = []
@@ -169,18 +165,17 @@ class PackingSender:
         base = self._newest
         if base is None or base.layout != slot.layout:
             return None
-        payload, word_bytes = slot.payload.flat, self.dtype.itemsize
-        changes = delta.find(payload, base.payload.flat, word_bytes=word_bytes)
+        payload = slot.payload.flat
+        changes = delta.find(payload, base.payload.flat, word_bytes=self.dtype.itemsize)
         if changes is None:
             return None
-        num_changed = len(changes[0])
-        num_bytes = delta.blob_bytes(num_changed, num_bytes=len(payload), word_bytes=word_bytes)
+        num_bytes = sum(part.nbytes for part in changes)
         slot.delta = self._backend.allocate(num_bytes, device=payload.device)
         delta.write(changes, into=slot.delta.flat)
         return Delta(
             base=base.checksum,
-            num_changed=num_changed,
-            word_bytes=word_bytes,
+            num_changed=len(changes[0]),
+            word_bytes=self.dtype.itemsize,
             num_bytes=num_bytes,
             location=slot.delta.location,
         )
