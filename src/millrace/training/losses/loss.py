@@ -12,10 +12,18 @@ logprobs for.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self, runtime_checkable
+
+from pydantic import Field
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# Values of settings; infinity means no limit.
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=True)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=True)]
+AtLeastOne = Annotated[float, Field(ge=1, allow_inf_nan=True)]
+UnitInterval = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

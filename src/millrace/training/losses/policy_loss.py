@@ -13,12 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from millrace.training.losses.loss import TokenBatch
-from millrace.training.losses.regularisers import (
-    Distillation,
-    EntropyBonus,
-    ReferenceKl,
-    own_average,
-)
+from millrace.training.losses.regularisers import Distillation, EntropyBonus, ReferenceKl
 from millrace.training.losses.surrogates import Clip, Surrogate
 from millrace.training.losses.weights import (
     Correction,
@@ -73,11 +68,11 @@ class PolicyLoss:
             metrics["teacher/divergence"] = divergence.detach()
         if self.kl.kl > 0:
             kl = self.kl.per_token(tokens, log_ratio=policy.log_ratio)
-            average = own_average(self.kl.kl_aggregation, policy=self.average)
+            average = self.average.of_term(self.kl.kl_aggregation)
             loss = loss + self.kl.kl * average(kl, tokens)
             metrics["kl"] = kl.detach()
         if self.entropy.entropy_bonus > 0:
-            average = own_average(self.entropy.entropy_aggregation, policy=self.average)
+            average = self.average.of_term(self.entropy.entropy_aggregation)
             loss = loss - self.entropy.entropy_bonus * average(tokens.entropies, tokens)
         return loss, metrics
 

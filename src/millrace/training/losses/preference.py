@@ -5,11 +5,10 @@ N = trained tokens of a microbatch.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from millrace.training.losses.checks import CheckedSettings, Positive
-from millrace.training.losses.loss import TokenBatch
+from millrace.core.plugins import plugin
+from millrace.training.losses.loss import Positive, TokenBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 Reference = Literal["engine", "reference"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreferenceLoss(CheckedSettings):
+@plugin
+class PreferenceLoss:
     """DPO (arXiv 2305.18290) on fresh pairs: -log sigmoid(beta * margin), averaged over pairs.
 
     The margin is the sum of log pi - reference over the tokens of the better sequence, minus that

@@ -85,15 +85,15 @@ def build_loss(table: Mapping[str, Any], *, max_new_tokens: int) -> Loss:
         settings.setdefault("length", max_new_tokens)
     parts = {"surrogate": _surrogate(settings.pop("surrogate", DEFAULT_SURROGATE)), **_PARTS}
     _check_keys(settings, name=name, valid=[key for part in parts.values() for key in _keys(part)])
-    try:
-        return PolicyLoss(
-            **{
-                field: part(**{key: settings[key] for key in _keys(part) if key in settings})
-                for field, part in parts.items()
-            }
-        )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"Section '{SECTION}' does not fit: {error}.") from None
+    built = {
+        field: _build(part, {key: settings[key] for key in _keys(part) if key in settings})
+        for field, part in parts.items()
+    }
+    return _build(PolicyLoss, built)
+
+
+def _build(part: type, settings: Mapping[str, Any]) -> Any:
+    return build_plugin(settings, builtins={"": part}, default="", section=SECTION)
 
 
 def _recipe(name: str, *, keeps_surrogate: bool) -> dict[str, Any]:

@@ -16,13 +16,14 @@ N = trained tokens of a microbatch.
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
+from pydantic import Field
+
 from millrace.core.errors import RunFailed
-from millrace.training.losses.checks import Bounds, CheckedSettings, NonNegative, Positive
-from millrace.training.losses.loss import TokenBatch, TopK
-from millrace.training.losses.weights import LOG_BOUND, LossAverage
+from millrace.core.plugins import plugin
+from millrace.training.losses.loss import NonNegative, Positive, TokenBatch, TopK
+from millrace.training.losses.weights import LOG_BOUND, Denominator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,14 +31,14 @@ if TYPE_CHECKING:
 Distil = Literal["none", "reverse_kl", "forward_kl", "jsd"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Distillation(CheckedSettings):
+@plugin
+class Distillation:
     distil: Distil = "none"
     """Divergence from the teacher: "none", "reverse_kl", "forward_kl" or "jsd". By default as the
     teacher's [[scorers]] says, or none."""
     distil_weight: NonNegative = 1.0
     """Coefficient of the divergence, at least 0."""
-    distil_beta: Annotated[float, Bounds(at_least=0.001, at_most=0.999)] = 0.5
+    distil_beta: Annotated[float, Field(ge=0.001, le=0.999)] = 0.5
     """Interpolation of "jsd", from 0.001 to 0.999: near 0 it is proportional to forward_kl, near 1
     to reverse_kl."""
     reward_weight: NonNegative = 1.0
@@ -90,30 +91,10 @@ def jsd(topk: TopK, beta: float) -> "Tensor":  # [N]
 
 
 Estimator = Literal["k1", "k2", "k3"]
-Denominator = Literal["policy", "token", "sequence"]
 
 
-def kl_estimate(
-    logprobs: "Tensor", reference: "Tensor", *, estimator: Estimator
-) -> "Tensor":  # [N]
-    """Schulman's estimators of KL(policy || reference), from tokens that the policy sampled.
-
-    With d = reference - policy logprob: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. As a term of a
-    loss, k2 has the gradient of that divergence, k3 that of the opposite one, and k1 none on
-    average.
-    """
-    difference = reference - logprobs
-    match estimator:
-        case "k1":
-            return -difference
-        case "k2":
-            return difference.square() / 2
-        case "k3":
-            return difference.exp() - 1 - difference
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReferenceKl(CheckedSettings):
+@plugin
+class ReferenceKl:
     kl: NonNegative = 0.0
     """KL coefficient (beta of GRPO), at least 0; 0 = off. Above 0 the run needs a reference
     model."""
@@ -126,20 +107,31 @@ class ReferenceKl(CheckedSettings):
     """Average of the KL term: "token", "sequence", or "policy" = as the policy's own term."""
 
     def per_token(self, tokens: TokenBatch, *, log_ratio: "Tensor") -> "Tensor":  # [N]
-        """Without the coefficient; `log_ratio` [N] is the policy's against its anchor."""
+        """An estimate of KL(policy || reference), from tokens that the policy sampled, without the
+        coefficient. `log_ratio` [N] is the policy's against its anchor.
+
+        With d = reference - policy logprob: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. As a term
+        of a loss, k2 has the gradient of that divergence, k3 that of the opposite one, and k1 none
+        on average.
+        """
         if tokens.reference_logprobs is None:
             raise RunFailed(
                 f"loss.kl = {self.kl} needs a reference model, but the batch has no reference"
                 " logprobs; add a [[scorers]] of type 'reference'."
             )
-        estimate = kl_estimate(
-            tokens.trainer_logprobs, tokens.reference_logprobs, estimator=self.kl_estimator
-        )
+        difference = tokens.reference_logprobs - tokens.trainer_logprobs
+        match self.kl_estimator:
+            case "k1":
+                estimate = -difference
+            case "k2":
+                estimate = difference.square() / 2
+            case "k3":
+                estimate = difference.exp() - 1 - difference
         return estimate * log_ratio.exp() if self.kl_weighted else estimate
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EntropyBonus(CheckedSettings):
+@plugin
+class EntropyBonus:
     """Entropy bonus, with a fixed or an adaptive coefficient (Skywork-OR1, arXiv 2505.22312)."""
 
     entropy_bonus: NonNegative = 0.0
@@ -149,13 +141,12 @@ class EntropyBonus(CheckedSettings):
     grows after each step with less entropy and shrinks after each step with more."""
     entropy_bonus_step: Positive = 1e-3
     """Change of an adaptive coefficient per step, above 0."""
-    entropy_bonus_max: float = 0.05
+    entropy_bonus_max: NonNegative = 0.05
     """Largest value of an adaptive coefficient; the smallest is 0."""
     entropy_aggregation: Denominator = "token"
     """Average of the entropy: "token", "sequence", or "policy" = as the policy's own term."""
 
     def __post_init__(self) -> None:
-        CheckedSettings.__post_init__(self)
         if self.is_adaptive and not self.entropy_bonus <= self.entropy_bonus_max:
             raise ValueError(
                 f"entropy_bonus = {self.entropy_bonus} is above entropy_bonus_max ="
@@ -173,8 +164,3 @@ class EntropyBonus(CheckedSettings):
         change = self.entropy_bonus_step * (1 if entropy < self.entropy_target else -1)
         bonus = min(max(0.0, self.entropy_bonus + change), self.entropy_bonus_max)
         return dataclasses.replace(self, entropy_bonus=bonus)
-
-
-def own_average(denominator: Denominator, *, policy: LossAverage) -> LossAverage:
-    """The average of a regulariser beside a policy term with its own average."""
-    return policy if denominator == "policy" else LossAverage(aggregation=denominator)

@@ -6,17 +6,12 @@ At r = 1 every surrogate has the gradient of A log pi. N = trained tokens of a m
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
-from millrace.training.losses.checks import (
-    AtLeastOne,
-    Bounds,
-    CheckedSettings,
-    NonNegative,
-    Positive,
-    UnitInterval,
-)
+from pydantic import Field
+
+from millrace.core.plugins import plugin
+from millrace.training.losses.loss import AtLeastOne, NonNegative, Positive, UnitInterval
 from millrace.training.losses.weights import PolicyRatio
 
 if TYPE_CHECKING:
@@ -29,8 +24,8 @@ class Surrogate(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Clip(CheckedSettings):
+@plugin
+class Clip:
     """PPO's clipped surrogate (arXiv 1707.06347): min(r A, clip(r, 1 - low, 1 + high) A).
 
     It leaves r unbounded above where A < 0. `dual` bounds the objective by dual * A there, so the
@@ -38,18 +33,17 @@ class Clip(CheckedSettings):
     instead: beyond it the token keeps a gradient, with weight max_ratio instead of r.
     """
 
-    low: Annotated[float, Bounds(above=0, at_most=1)] = 0.2
+    low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Lower clip range: the ratio is clipped at 1 - low; above 0, at most 1."""
     high: Positive = 0.28
     """Upper clip range: the ratio is clipped at 1 + high; above 0, inf disables it. DAPO (arXiv
     2503.14476) sets it higher than low."""
-    dual: float = math.inf
+    dual: Positive = math.inf
     """Dual clip for A < 0, at least 1 + high; inf disables it."""
-    max_ratio: float = math.inf
+    max_ratio: Positive = math.inf
     """Largest weight of a token with A < 0, at least 1 + high; inf disables it."""
 
     def __post_init__(self) -> None:
-        CheckedSettings.__post_init__(self)
         for name, bound in (("dual", self.dual), ("max_ratio", self.max_ratio)):
             if math.isfinite(bound) and math.isinf(self.high):
                 raise ValueError(
@@ -89,8 +83,8 @@ class Clip(CheckedSettings):
 Outside = Literal["truncate", "zero"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reinforce(CheckedSettings):
+@plugin
+class Reinforce:
     """REINFORCE with importance weights: sg(w) A log pi, w = clip(r, floor, cap), or 0 outside.
 
     With a cap this is CISPO (MiniMax-M1, arXiv 2506.13585), and truncated importance sampling
@@ -114,8 +108,8 @@ class Reinforce(CheckedSettings):
         return weight * policy.advantages * policy.logprobs, {"clip_ratio": is_outside.float()}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Topr(CheckedSettings):
+@plugin
+class Topr:
     """Tapered off-policy REINFORCE (arXiv 2503.14286): A log pi where A > 0, else
     sg(min(r, cap)) A log pi. Good tokens have full weight however unlikely they have become; bad
     ones only as far as they are still likely."""
@@ -131,8 +125,8 @@ class Topr(CheckedSettings):
         return weight * policy.advantages * policy.logprobs, {"clip_ratio": is_capped.float()}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kimi(CheckedSettings):
+@plugin
+class Kimi:
     """Policy mirror descent (Kimi k1.5, arXiv 2501.12599): A log pi - tau / 2 (log r)^2."""
 
     tau: NonNegative = 0.1
@@ -143,8 +137,8 @@ class Kimi(CheckedSettings):
         return policy.advantages * policy.logprobs - penalty, _nothing_clipped(policy)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sapo(CheckedSettings):
+@plugin
+class Sapo:
     """Soft adaptive policy optimization (arXiv 2511.20347): 4 / t sigmoid(t (r - 1)) A. The
     gradient fades as r leaves 1, faster at a higher temperature t."""
 
@@ -161,8 +155,8 @@ class Sapo(CheckedSettings):
         return gate * advantages, _nothing_clipped(policy)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrimeRl(CheckedSettings):
+@plugin
+class PrimeRl:
     """The default loss of prime-rl: keep r A - tau (log r)^2, with keep = 0 where the token's
     probability has already moved by more than max_difference in the direction of A, else 1."""
 

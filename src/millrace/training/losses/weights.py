@@ -7,22 +7,27 @@ N = trained tokens of a microbatch.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from millrace.training.losses.checks import (
+from pydantic import Field
+
+from millrace.core.plugins import plugin
+from millrace.training.losses.loss import (
+    Aggregation,
     AtLeastOne,
-    CheckedSettings,
     NonNegative,
     Positive,
+    TokenBatch,
     UnitInterval,
+    aggregate,
 )
-from millrace.training.losses.loss import Aggregation, TokenBatch, aggregate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Level = Literal["token", "turn", "sequence", "geometric"]
 Anchor = Literal["engine", "proximal", "interpolated"]
+Denominator = Literal["policy", "token", "sequence"]
 
 LOG_BOUND = 20.0  # ratios are bounded to e^-20 .. e^20
 
@@ -55,8 +60,8 @@ class PolicyRatio:
     advantages: "Tensor"  # [N]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ratio(CheckedSettings):
+@plugin
+class Ratio:
     ratio: Level = "token"
     """Level of the importance ratio: "token"; "turn" or "geometric" (GSPO), the geometric mean over
     a turn or a sequence; "sequence", the product over a sequence."""
@@ -91,8 +96,8 @@ class Ratio(CheckedSettings):
 CorrectionKind = Literal["none", "truncate", "mask", "reject"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Correction(CheckedSettings):
+@plugin
+class Correction:
     """Importance sampling correction from the engine's distribution to the anchor's, with
     w = anchor / engine (the behaviour weight of decoupled PPO, arXiv 2110.00641).
 
@@ -122,8 +127,8 @@ class Correction(CheckedSettings):
         return ratio * is_inside if self.correction == "mask" else is_inside.to(ratio.dtype)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StalenessWeight(CheckedSettings):
+@plugin
+class StalenessWeight:
     max_token_staleness: NonNegative = math.inf
     """Largest staleness of a token with full weight, in versions; inf = no limit. Staler tokens are
     masked, or decay if staleness_half_life is above 0."""
@@ -131,7 +136,6 @@ class StalenessWeight(CheckedSettings):
     """Versions beyond max_token_staleness in which a token's weight halves; 0 = mask at once."""
 
     def __post_init__(self) -> None:
-        CheckedSettings.__post_init__(self)
         if self.staleness_half_life > 0 and math.isinf(self.max_token_staleness):
             raise ValueError(
                 f"staleness_half_life = {self.staleness_half_life} has no effect without a limit;"
@@ -148,8 +152,8 @@ class StalenessWeight(CheckedSettings):
         return (-decay * excess).exp().to(tokens.advantages.dtype)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OffPolicyMask(CheckedSettings):
+@plugin
+class OffPolicyMask:
     off_policy_limit: Positive = math.inf
     """Off-policy sequence mask (DeepSeek-V3.2): tokens with A < 0 are masked if the mean of engine
     minus trainer logprob over their sequence exceeds this; above 0, inf disables it."""
@@ -162,21 +166,19 @@ class OffPolicyMask(CheckedSettings):
         return is_kept.to(tokens.advantages.dtype)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossAverage(CheckedSettings):
+@plugin
+class LossAverage:
     aggregation: Aggregation = "token"
     """Average of the loss over a batch: "token", the mean over tokens (DAPO); "sequence", the mean
     over sequences of the mean over their tokens (GRPO); "constant", the sum over tokens divided by
     the number of sequences times `length` (Dr. GRPO)."""
-    length: int | None = None
+    length: Annotated[int, Field(ge=1)] | None = None
     """Divisor of aggregation = "constant", in tokens; by default sampling.max_new_tokens."""
 
     def __post_init__(self) -> None:
-        CheckedSettings.__post_init__(self)
-        if self.aggregation == "constant":
-            if not isinstance(self.length, int) or isinstance(self.length, bool) or self.length < 1:
-                raise ValueError(f"length = {self.length!r} must be a whole number, at least 1")
-        elif self.length is not None:
+        if self.aggregation == "constant" and self.length is None:
+            raise ValueError("aggregation = 'constant' needs a length")
+        if self.aggregation != "constant" and self.length is not None:
             raise ValueError(
                 f"length = {self.length} needs aggregation = 'constant', not"
                 f" {self.aggregation!r}; leave it out"
@@ -184,3 +186,7 @@ class LossAverage(CheckedSettings):
 
     def __call__(self, values: "Tensor", tokens: TokenBatch) -> "Tensor":
         return aggregate(values, tokens, by=self.aggregation, length=self.length)
+
+    def of_term(self, denominator: Denominator) -> "LossAverage":
+        """The average of a regulariser beside the policy's term, which has this average."""
+        return self if denominator == "policy" else LossAverage(aggregation=denominator)
