@@ -1,6 +1,7 @@
 """The controller's side of checkpoints, with a trainer that the test plays."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,8 +56,8 @@ def save(checkpointing, saved):
     """Of checkpoints of a version; the last one, or any other."""
 
     def save(version: int, *, is_last: bool = False):
-        ask = checkpointing.save_last if is_last else checkpointing.save
-        return ask(version, run_state={}, on_saved=lambda: saved.append(version))
+        on_saved = partial(saved.append, version)
+        return checkpointing.save(version, run_state={}, on_saved=on_saved, is_last=is_last)
 
     return save
 

@@ -266,7 +266,7 @@ def test_a_disk_that_fills_up_leaves_the_old_checkpoint_and_nothing_half_written
     sentence = str(caught.value)
     assert "file too large" in sentence.lower()
     assert sentence.startswith(f"Checkpoint '{directory}' could not be written (")
-    assert "it needs about 235 kB and" in sentence
+    assert "it needs about 0.000235 GB and" in sentence
     assert "free some space" in sentence
     assert "\n" not in sentence
     assert names(directory.parent) == {"step_1"}

@@ -9,6 +9,7 @@ Runs on the controller's event loop.
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 from millrace.config import RunConfig
 from millrace.controller.batches import Batches
@@ -50,8 +51,8 @@ class RunCheckpoints:
             **self.batches.tracker.cursor(),
         }
         await journal.flush()
-        save = self.writer.save_last if is_last else self.writer.save
-        await save(version, run_state=run_state, on_saved=lambda: self._saved(at, activities))
+        on_saved = partial(self._saved, at, activities)
+        await self.writer.save(version, run_state=run_state, on_saved=on_saved, is_last=is_last)
 
     def _saved(self, at: Covered, activities: asyncio.TaskGroup) -> None:
         before, self.covered = self.covered, at

@@ -48,12 +48,12 @@ def build_policy(config: RunConfig, *, path: str, on_forward: Callable[[], None]
         model,
         settings=train_settings(config),
         adapter=config.lora and TrainedAdapter(model, config.lora, model_path=path),
-        replay=build_replay(model) if config.trainer.replay_routes else None,
+        replay=_build_replay(model) if config.trainer.replay_routes else None,
         on_forward=on_forward,
     )
 
 
-def build_replay(model: PreTrainedModel) -> RouteReplay | None:
+def _build_replay(model: PreTrainedModel) -> RouteReplay | None:
     """None for a dense model; raises ConfigError if the model's routes cannot be replayed."""
     routing = find_routing(model)
     if routing is None:

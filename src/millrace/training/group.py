@@ -73,12 +73,10 @@ class TrainerGroup:
         is_last: bool,
         on_copied: Callable[[], None],
     ) -> Saved:
-        """Write a checkpoint and return when it is on the disk.
-
-        Steps may continue after `on_copied`, unless this is the last checkpoint. If the group dies
-        before `on_copied`, or during the last checkpoint, the next group writes it; otherwise that
-        group may be at another version, and a CheckpointError is raised.
-        """
+        """Write a checkpoint and return when it is on the disk. Steps may continue after
+        `on_copied`, unless this is the last checkpoint. If the group dies before `on_copied`, or
+        during the last checkpoint, the next group writes it; otherwise that group may be at another
+        version, and a CheckpointError is raised."""
         num_copied = 0
 
         def count_copy(_: Part) -> None:
@@ -139,10 +137,8 @@ class TrainerGroup:
 
     async def replace(self, ranks: Sequence[Worker], *, version: int) -> WeightUpdate:
         """Let new ranks, which have loaded `version`, repeat the steps since then and take over.
-
         These steps are not published, because engines may already hold their weights. Returns the
-        newest version, as borrow() does.
-        """
+        newest version, as borrow() does."""
         timeout_s = self._step_timeout_s
         async for following, (batch, *more) in self.past.after(version):
             step = TrainStep(batch=batch, version=following, more=tuple(more), publish=False)

@@ -46,10 +46,8 @@ def prepare_layers(model: PreTrainedModel, settings: TrainSettings) -> None:
 
 
 def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None:
-    """Compile each class of layer once, for microbatches of any size.
-
-    Compiling the whole model would take longer by a factor of its number of layers.
-    """
+    """Compile each class of layer once, for microbatches of any size. Compiling the whole model
+    would take longer by a factor of its number of layers."""
     if backend == "inductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
         raise ConfigError(
             "trainer.compile = true needs a C++ compiler, and g++ was not found; install it, or set"
@@ -65,10 +63,8 @@ def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Keep only the inputs of each layer for the backward pass and recompute the rest.
-
-    transformers' own gradient checkpointing needs train mode, and the model stays in eval mode.
-    """
+    """Keep only the inputs of each layer for the backward pass and recompute the rest. That of
+    transformers needs train mode, and the model stays in eval mode."""
     for layer in decoder_layers(model):
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
@@ -88,16 +84,11 @@ def _forward_experts(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     device = next(module.parameters()).device.type
     # The grouped product supports bfloat16. Its float16 support is unsure, so that stays float32.
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.bfloat16:
-        module = _in_bfloat16(module)
+        # A copy of the module has the cast weights; gradients reach the original weights.
+        weights = {name: w.bfloat16() for name, w in module.named_parameters(recurse=False)}
+        module = copy.copy(module)
+        vars(module)["_parameters"] = weights
     return type(module).forward(module, *args, **kwargs)
-
-
-def _in_bfloat16(module: nn.Module) -> nn.Module:
-    """A copy of the module with cast weights; gradients reach the original weights."""
-    copied = copy.copy(module)
-    weights = {name: weight.bfloat16() for name, weight in module.named_parameters(recurse=False)}
-    vars(copied)["_parameters"] = weights
-    return copied
 
 
 class _Norm(torch.autograd.Function):

@@ -171,12 +171,9 @@ class TrainableModel:
         *,
         before: Callable[[], None] = lambda: None,
     ) -> tuple[list[Any], int]:
-        """The results of `run` for the microbatches of a batch, and the number of splits.
-
-        A microbatch that does not fit into memory may leave half of its gradient behind. So the
-        batch is started again, with a call of `before`, and this and all later microbatches of that
-        size are split.
-        """
+        """The results of `run` for the microbatches of a batch, and the number of splits. A
+        microbatch that does not fit into memory may leave half of its gradient behind. So the batch
+        is started again, with a call of `before`, and all microbatches of that size are split."""
         while True:
             parts, num_splits = self._row_limit.fitting(batch)
             before()

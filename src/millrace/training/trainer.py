@@ -13,7 +13,6 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -21,11 +20,10 @@ from millrace.core.errors import CheckpointError
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.training.checkpoints.directory import CRITIC
 from millrace.training.checkpoints.snapshot import (
-    STATE_FILE,
     STATE_FORMAT,
     TrainerSnapshot,
-    check_format,
     host_copy,
+    load_state,
     random_state,
     restore_random_state,
 )
@@ -111,10 +109,7 @@ class Trainer:
         """Continue from a snapshot; a model without an adapter was loaded from that folder."""
         self.policy.load_adapter(folder)
         try:
-            state: dict[str, Any] = torch.load(
-                folder / STATE_FILE, map_location="cpu", weights_only=True
-            )
-            check_format(state, folder=folder)
+            state = load_state(folder)
             self.policy.load_optimizer_state(state["optimizer"])
             self.steps_done = state["steps_done"]
             if isinstance(self._loss, AdaptiveLoss):

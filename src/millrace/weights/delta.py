@@ -19,7 +19,7 @@ def find(
     new: torch.Tensor, old: torch.Tensor, *, word_bytes: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Indices and values of the words that differ; None if they are not smaller than `new`."""
-    new_words, old_words = _words(new, word_bytes), _words(old, word_bytes)
+    new_words, old_words = new.view(_WORDS[word_bytes]), old.view(_WORDS[word_bytes])
     index_dtype = _index_dtype(len(new_words))
     left = (len(new) - 1) // (index_dtype.itemsize + word_bytes)  # changes before it is larger
     found: list[torch.Tensor] = []
@@ -54,7 +54,7 @@ def apply(
     blob: torch.Tensor, *, delta: Delta, base: torch.Tensor, into: torch.Tensor, version: int
 ) -> None:
     """Make `into` the payload of `version`, from that of the delta's base."""
-    words = _words(into, delta.word_bytes)
+    words = into.view(_WORDS[delta.word_bytes])
     index_dtype = _index_dtype(len(words))
     end = delta.num_changed * index_dtype.itemsize
     indices = blob[:end].view(index_dtype).to(words.device).long()
@@ -63,10 +63,6 @@ def apply(
         raise WeightError(f"The delta of version {version} has an index outside its payload.")
     into.copy_(base)
     words[indices] = values
-
-
-def _words(payload: torch.Tensor, word_bytes: int) -> torch.Tensor:
-    return payload.view(_WORDS[word_bytes])
 
 
 def _index_dtype(num_words: int) -> torch.dtype:

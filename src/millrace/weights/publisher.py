@@ -49,7 +49,14 @@ class WeightSnapshot:
         # The trainer waits for this, so everything else is done once per layout.
         layout = (dtype, [(name, t.shape, t.dtype, t.device) for name, t in tensors.items()])
         if layout != self._layout:
-            self._make_room(tensors, dtype=dtype)
+            self._layout = None  # until the memory is allocated
+            self.tensors = {
+                name: torch.empty_like(
+                    tensor, dtype=travel_dtype(tensor, dtype=dtype), requires_grad=False
+                )
+                for name, tensor in tensors.items()
+            }
+            self._device = next((t.device for t in self.tensors.values() if t.is_cuda), None)
             self._layout = layout
         copy_all(self.tensors.values(), tensors.values())
         if self._device is not None:
@@ -63,16 +70,6 @@ class WeightSnapshot:
             return contextlib.nullcontext()
         self._copied.synchronize()
         return torch.cuda.stream(self._stream)
-
-    def _make_room(self, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype) -> None:
-        self._layout = None  # until the memory is allocated
-        self.tensors = {
-            name: torch.empty_like(
-                tensor, dtype=travel_dtype(tensor, dtype=dtype), requires_grad=False
-            )
-            for name, tensor in tensors.items()
-        }
-        self._device = next((t.device for t in self.tensors.values() if t.is_cuda), None)
 
 
 class Publisher:
@@ -221,10 +218,8 @@ class Publisher:
             self._emit(update)
 
     def _try_later(self, snapshot: WeightSnapshot, error: NoSpace) -> None:
-        """Make it pending again, or drop it for a newer one; engines keep what they have.
-
-        Raises after patience_s without space, as the run would wait forever.
-        """
+        """Make it pending again, or drop it for a newer one; engines keep what they have. Raises
+        after patience_s without space, as the run would wait forever."""
         now_s = time.monotonic()
         if self._no_space_since_s is None:
             self._no_space_since_s = now_s

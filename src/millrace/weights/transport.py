@@ -54,11 +54,8 @@ def make_sender(
     timeout_s: float = 60.0,
     device: torch.device | None = None,
 ) -> PackingSender:
-    """Floating-point weights travel as `dtype`.
-
-    disk needs `directory`. collective listens on `address`, waits for `num_engines` and sends from
-    `device` (host memory if not given).
-    """
+    """Floating-point weights travel as `dtype`. disk needs `directory`. collective listens on
+    `address`, waits for `num_engines` and sends from `device` (host memory if not given)."""
     backend: SendBackend
     match transport:
         case "shm":

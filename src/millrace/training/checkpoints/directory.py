@@ -58,7 +58,7 @@ def write_checkpoint(
             raise
         raise CheckpointError(
             f"Checkpoint {str(directory)!r} could not be written ({storage.reason(error)}):"
-            f" it needs about {_size(needed_bytes)} and {_free(directory.parent)};"
+            f" it needs about {needed_bytes / 1e9:.3g} GB and {_free(directory.parent)};"
             " free some space, lower checkpoint.keep, or set run_dir to another disk."
         ) from error
 
@@ -90,19 +90,18 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 def _write_manifest(directory: Path) -> None:
-    paths = sorted(path for path in directory.rglob("*") if path.is_file())
     files = {
         path.relative_to(directory).as_posix(): _File(path.stat().st_size, _checksum(path))
-        for path in paths
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
     }
     text = msgspec.json.format(msgspec.json.encode(_Manifest(files)))
     (directory / MANIFEST_FILE).write_bytes(text + b"\n")
 
 
 def damage_to(directory: Path) -> str | None:
-    """Why a checkpoint cannot be used, as a continuation of "it ..."; None = it is undamaged.
-
-    Reads all of its files."""
+    """Why a checkpoint cannot be used, as a continuation of "it ..."; None = it is undamaged. Reads
+    all of its files."""
     is_adapter = any((directory / name).is_file() for name in _ADAPTER_FILES)
     required = (*(_ADAPTER_FILES if is_adapter else _MODEL_FILES), *_REQUIRED_FILES)
     if not (directory / MANIFEST_FILE).is_file():
@@ -112,15 +111,16 @@ def damage_to(directory: Path) -> str | None:
         files = msgspec.json.decode(data, type=_Manifest).files
         if missing := [name for name in required if name not in files]:
             return f"has no {missing[0]}"
-        reasons = (_damage_to_file(directory / name, files[name], name=name) for name in files)
-        return next((reason for reason in reasons if reason is not None), None)
+        reasons = (_damage_to_file(directory, name, file) for name, file in files.items())
+        return next(filter(None, reasons), None)
     except msgspec.MsgspecError as error:
         return f"has a {MANIFEST_FILE} that cannot be read ({error})"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
 
 
-def _damage_to_file(path: Path, expected: _File, *, name: str) -> str | None:
+def _damage_to_file(directory: Path, name: str, expected: _File) -> str | None:
+    path = directory / name
     if not path.is_file():
         return f"has no {name}"
     if (num_bytes := path.stat().st_size) != expected.bytes:
@@ -151,11 +151,9 @@ def check_same_critic(directory: Path, *, has_critic: bool) -> None:
 
 
 def prune_checkpoints(folder: Path, *, keep: int, good: set[str]) -> None:
-    """Remove checkpoints older than the `keep` newest undamaged ones in RUN_DIR/checkpoints.
-
-    `good` names those known to be undamaged; others are read and added to it. A damaged checkpoint
-    does not count, so it never displaces a good one.
-    """
+    """Remove checkpoints older than the `keep` newest undamaged ones in RUN_DIR/checkpoints. `good`
+    names those known to be undamaged; others are read and added to it. A damaged checkpoint does
+    not count, so it never displaces a good one."""
     num_kept = 0
     for _, path in reversed(_numbered(folder)):
         if num_kept == keep:
@@ -204,15 +202,6 @@ def _move_into_place(unfinished: Path, directory: Path) -> None:
 
 def _free(folder: Path) -> str:
     try:
-        return f"{_size(shutil.disk_usage(folder).free)} are free"
+        return f"{shutil.disk_usage(folder).free / 1e9:.3g} GB are free"
     except OSError:
         return "the folder cannot be reached"
-
-
-def _size(num_bytes: int) -> str:
-    amount = float(num_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.3g} TB"

@@ -33,9 +33,20 @@ class Checkpointing:
         return self._writing is not None and not self._writing.done()
 
     async def save(
-        self, version: int, *, run_state: dict[str, Any], on_saved: Callable[[], None]
+        self,
+        version: int,
+        *,
+        run_state: dict[str, Any],
+        on_saved: Callable[[], None],
+        is_last: bool = False,
     ) -> None:
-        """Start a checkpoint and return once the trainer may continue. A failure is a warning."""
+        """Start a checkpoint and return once the trainer may continue. A failure is a warning. The
+        last checkpoint is on the disk when this returns, and a failure is raised."""
+        if is_last:
+            if self._writing is not None:
+                await self._writing
+            await self._write(version, run_state, on_saved, is_last=True)
+            return
         if self.is_writing:
             self.num_skipped += 1
             self._warn(
@@ -58,14 +69,6 @@ class Checkpointing:
         self._version = version
         self._writing = asyncio.create_task(write())
         await copied.wait()
-
-    async def save_last(
-        self, version: int, *, run_state: dict[str, Any], on_saved: Callable[[], None]
-    ) -> None:
-        """Write a checkpoint and return once it is on the disk; raises if that fails."""
-        if self._writing is not None:
-            await self._writing
-        await self._write(version, run_state, on_saved, is_last=True)
 
     def close(self) -> None:
         """Stop waiting for the checkpoint being written; the trainer finishes it if it can."""

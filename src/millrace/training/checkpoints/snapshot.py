@@ -52,15 +52,14 @@ class CheckpointWriter:
         self,
         directory: Path,
         *,
-        write: Callable[[Path], None],
+        write: Write,
         run_state: dict[str, Any],
         needed_bytes: int,
         on_done: Callable[[BaseException | None, str | None], None],
     ) -> None:
         """Start a thread that fills `directory` with what `write` puts into a folder and with the
         run state, and removes old checkpoints. It then calls `on_done` with the error that left
-        nothing written or changed, or else with a complaint about old ones that it cannot remove.
-        """
+        nothing written or changed, or else with a complaint about old ones it cannot remove."""
 
         def work() -> None:
             error = complaint = None
@@ -69,11 +68,14 @@ class CheckpointWriter:
                 write_checkpoint(
                     directory, write=write, run_state=run_state, needed_bytes=needed_bytes
                 )
-                self._good.add(directory.name)
             except Exception as failure:  # noqa: BLE001 - the caller's process raises it
                 error = failure
             else:
-                complaint = self._prune(directory.parent)
+                self._good.add(directory.name)
+                try:
+                    prune_checkpoints(directory.parent, keep=self._keep, good=self._good)
+                except CheckpointError as failure:
+                    complaint = str(failure)
             on_done(error, complaint)
 
         self.wait()
@@ -87,22 +89,17 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _prune(self, folder: Path) -> str | None:
-        try:
-            prune_checkpoints(folder, keep=self._keep, good=self._good)
-        except CheckpointError as error:
-            return str(error)
-        return None
 
-
-def check_format(state: Mapping[str, Any], *, folder: Path) -> None:
-    """Refuse a trainer state that a later version of Millrace wrote."""
+def load_state(folder: Path) -> dict[str, Any]:
+    """The trainer state in a checkpoint; refuses one that a later version of Millrace wrote."""
+    state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
     found = state.get("format", 0)
     if found > STATE_FORMAT:
         raise CheckpointError(
             f"The trainer state in {str(folder)!r} has format {found}, and this version of Millrace"
             f" reads formats up to {STATE_FORMAT}; resume with the version that wrote it."
         )
+    return state
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -81,10 +81,8 @@ class TokenBatch:
 
 class Loss(Protocol):
     def __call__(self, tokens: TokenBatch) -> "tuple[Tensor, Mapping[str, Tensor]]":
-        """The microbatch's share of the batch's loss, and named per-token metrics [N].
-
-        The trainer averages each metric over all trained tokens of the batch.
-        """
+        """The microbatch's share of the batch's loss, and named per-token metrics [N]. The trainer
+        averages each metric over all trained tokens of the batch."""
         ...
 
 
@@ -116,11 +114,9 @@ Aggregation = Literal["token", "sequence", "constant"]
 def aggregate(
     values: "Tensor", tokens: TokenBatch, *, by: Aggregation, length: int | None = None
 ) -> "Tensor":
-    """This microbatch's share of the batch's mean of per-token values [N].
-
-    "token": mean over all tokens of the batch. "sequence": mean over sequences of the mean over
-    their tokens. "constant": sum over tokens, divided by the number of sequences times `length`.
-    """
+    """This microbatch's share of the batch's mean of per-token values [N]. "token": mean over all
+    tokens of the batch. "sequence": mean over sequences of the mean over their tokens. "constant":
+    sum over tokens, divided by the number of sequences times `length`."""
     match by:
         case "token":
             return values.sum() / tokens.num_trained_tokens

@@ -107,13 +107,9 @@ class ReferenceKl:
     """Average of the KL term: "token", "sequence", or "policy" = as the policy's own term."""
 
     def per_token(self, tokens: TokenBatch, *, log_ratio: "Tensor") -> "Tensor":  # [N]
-        """An estimate of KL(policy || reference), from tokens that the policy sampled, without the
-        coefficient. `log_ratio` [N] is the policy's against its anchor.
-
-        With d = reference - policy logprob: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. As a term
-        of a loss, k2 has the gradient of that divergence, k3 that of the opposite one, and k1 none
-        on average.
-        """
+        """Estimates of KL(policy || reference), from tokens that the policy sampled, without the
+        coefficient. As a term of a loss, k2 has the gradient of that divergence, k3 that of the
+        opposite one, and k1 none on average. `log_ratio` [N] is the policy's against its anchor."""
         if tokens.reference_logprobs is None:
             raise RunFailed(
                 f"loss.kl = {self.kl} needs a reference model, but the batch has no reference"

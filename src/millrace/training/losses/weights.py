@@ -33,11 +33,9 @@ LOG_BOUND = 20.0  # ratios are bounded to e^-20 .. e^20
 
 
 def log_ratio_at(log_ratio: "Tensor", tokens: TokenBatch, *, level: Level) -> "Tensor":  # [N]
-    """The log ratio of the unit that each token belongs to.
-
-    "token": its own. "turn", "geometric": the mean over its turn or sequence, so the ratio is a
-    geometric mean. "sequence": the sum over its sequence, so the ratio is a product.
-    """
+    """The log ratio of the unit that each token belongs to. "token": its own. "turn", "geometric":
+    the mean over its turn or sequence, so the ratio is a geometric mean. "sequence": the sum over
+    its sequence, so the ratio is a product."""
     match level:
         case "token":
             pooled = log_ratio

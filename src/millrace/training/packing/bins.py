@@ -26,10 +26,8 @@ def fill_rank_bins(
     sizes: Sequence[int], costs: Sequence[float], *, budget: int, num_ranks: int
 ) -> list[list[list[int]]]:
     """For each rank a list of bins of indices; all ranks have equally many, and some may be empty.
-
     Ranks run in lockstep: in a sharded model they meet in every layer of every microbatch. So bins
-    of similar cost have the same position in all ranks, and the sums of the ranks are close, too.
-    """
+    of similar cost have the same position in all ranks, and the sums of the ranks are close."""
     per_rank = math.ceil(len(fill_bins(sizes, budget=budget)) / num_ranks)
     while (bins := _spread(sizes, costs, budget=budget, num_bins=per_rank * num_ranks)) is None:
         per_rank += 1

@@ -29,14 +29,12 @@ def join_routes(
 def join_kept(rollouts: Sequence[Rollout]) -> Kept | None:
     if all(rollout.kept is None for rollout in rollouts):
         return None
-    ids: list[np.ndarray] = []
-    sizes: list[np.ndarray] = []
-    for rollout in rollouts:
-        if rollout.kept is None:
-            sizes.append(np.zeros(rollout.num_sampled, np.int64))
-        else:
-            ids.append(rollout.kept.ids)  # rows of untrained tokens are empty
-            sizes.append(np.diff(rollout.kept.offsets)[rollout.mask])
+    # Rows of untrained tokens are empty.
+    ids = [rollout.kept.ids for rollout in rollouts if rollout.kept is not None]
+    sizes = [
+        np.zeros(r.num_sampled, np.int64) if r.kept is None else np.diff(r.kept.offsets)[r.mask]
+        for r in rollouts
+    ]
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(sizes))])
     return Kept(ids=np.concatenate(ids), offsets=offsets)
 
@@ -49,7 +47,7 @@ def join_references(rollouts: Sequence[Rollout]) -> np.ndarray | None:
     return np.concatenate(found)
 
 
-def join_teacher_logprobs(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+def join_teachers(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
     """Teacher logprobs of the trained tokens; NaN where a token has no teacher."""
     if all(rollout.teacher is None for rollout in rollouts):
         return {}

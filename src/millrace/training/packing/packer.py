@@ -22,12 +22,7 @@ from millrace.core.microbatch import (
 from millrace.core.records import Group, Rollout
 from millrace.core.returns import sampled_rewards
 from millrace.training.packing.bins import fill_bins, fill_rank_bins
-from millrace.training.packing.joining import (
-    join_kept,
-    join_references,
-    join_routes,
-    join_teacher_logprobs,
-)
+from millrace.training.packing.joining import join_kept, join_references, join_routes, join_teachers
 from millrace.training.packing.splitting import placeholder
 
 # Cost of one query-key pair, in rows. Per layer a row takes about 24 D^2 FLOPs in matrix products
@@ -88,11 +83,9 @@ def pack(
     critic: bool = False,
     num_ranks: int = 1,
 ) -> Batch:
-    """The microbatches of one optimizer update, from scored groups.
-
-    With `pairs`, only rollouts with an advantage are packed, and those of a group together, because
-    the loss compares them. With `critic`, rewards and end states are included.
-    """
+    """The microbatches of one optimizer update, from scored groups. With `pairs`, only rollouts
+    with an advantage are packed, and those of a group together, because the loss compares them.
+    With `critic`, rewards and end states are included."""
     samples = [_samples(group, critic=critic) for group in groups]
     if pairs:
         samples = _compared(samples)
@@ -270,7 +263,7 @@ def _lay_out(bundles: Sequence[Sequence[_Family]], *, pairs: bool) -> Microbatch
         kept=join_kept(rollouts),
         routes=join_routes(routes, lengths),
         reference_logprobs=join_references(rollouts),
-        **join_teacher_logprobs(rollouts),
+        **join_teachers(rollouts),
         groups=np.repeat(np.arange(len(bundles)), sizes).astype(np.int32) if pairs else None,
         rewards=np.concatenate(rewards).astype(np.float32) if rewards else None,
         last_rows=np.array(last_rows, np.int32) if rewards else None,

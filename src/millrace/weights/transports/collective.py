@@ -13,7 +13,6 @@ a group, not authenticated: use it in a trusted network.
 import math
 import threading
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -202,18 +201,18 @@ class CollectiveRecvBackend(RecvBackend):
 
     def fetch(self, update: WeightUpdate, *, delta: Delta | None, staging: Staging) -> Fetched:
         endpoint = msgspec.json.decode(update.location, type=CollectiveEndpoint)
-        for attempt in range(1, _ATTEMPTS + 1):
+        error: Exception | None = None
+        for _ in range(_ATTEMPTS):
             try:
                 return self._receive(update, endpoint=endpoint, delta=delta, staging=staging)
-            except (BroadcastFailed, OSError) as error:
+            except (BroadcastFailed, OSError) as failure:
                 self.close()
-                if attempt == _ATTEMPTS:
-                    raise WeightError(
-                        f"Version {update.version} did not arrive ({error}): the trainer or another"
-                        f" engine died or took longer than weights.timeout_s = {self._timeout_s:g};"
-                        " the engine keeps the weights it has."
-                    ) from error
-        raise AssertionError("unreachable")
+                error = failure
+        raise WeightError(
+            f"Version {update.version} did not arrive ({error}): the trainer or another engine died"
+            f" or took longer than weights.timeout_s = {self._timeout_s:g}; the engine keeps the"
+            " weights it has."
+        ) from error
 
     def close(self) -> None:
         if self._group is not None:
@@ -258,7 +257,14 @@ class CollectiveRecvBackend(RecvBackend):
                     f" {update.version}, which has {num_buckets}; the engine keeps the weights it"
                     " has."
                 )
-            verify = partial(_verify, version=update.version, checksums=admission.checksums)
+
+            def verify(number: int, bucket: torch.Tensor) -> None:
+                if checksum(bucket) != admission.checksums[number]:
+                    raise WeightError(
+                        f"Bucket {number + 1} of {num_buckets} of version {update.version} does not"
+                        " match its checksum; the engine keeps the weights it has."
+                    )
+
             group.broadcast(flat, bucket_bytes=admission.bucket_bytes, on_bucket=verify)
         except WeightError:
             self.close()  # so that the trainer does not wait for this engine
@@ -288,11 +294,3 @@ class CollectiveRecvBackend(RecvBackend):
             self._group = BroadcastGroup(device=device, timeout_s=self._timeout_s)
             self._endpoint = endpoint
         return self._client, self._group
-
-
-def _verify(number: int, bucket: torch.Tensor, *, version: int, checksums: list[int]) -> None:
-    if checksum(bucket) != checksums[number]:
-        raise WeightError(
-            f"Bucket {number + 1} of {len(checksums)} of version {version} does not match its"
-            " checksum; the engine keeps the weights it has."
-        )

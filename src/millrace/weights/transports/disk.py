@@ -4,16 +4,15 @@
     weights/version_12/delta.safetensors    the change from an earlier version, with "delta"
     weights/version_12/update.json          the manifest; it is the commit marker, written last
 
-Promise: a folder with update.json is complete and on the disk. Each file is written under a hidden
-name, synced and renamed. Folders of a killed trainer have no marker; engines ignore them, and the
-next trainer that uses the directory removes them. A released version is removed. One trainer at a
-time uses a directory.
+Promise: a folder with update.json is complete and on the disk: all other files are synced before
+update.json is renamed into place. Folders of a killed trainer have no marker; engines ignore them,
+and the next trainer that uses the directory removes them. A released version is removed. One
+trainer at a time uses a directory.
 """
 
 import re
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,12 +50,13 @@ class DiskSendBackend(SendBackend):
         update = replace(update, location=str(folder / MODEL_FILE), delta=spec)
         try:
             folder.mkdir(parents=True)
-            _write(folder / MODEL_FILE, packing.unpack(update.tensors, payload.flat))
+            save_file(packing.unpack(update.tensors, payload.flat), folder / MODEL_FILE)
             if delta is not None:
-                _write(folder / DELTA_FILE, {"delta": delta.flat})
-            storage.sync(folder)
-            manifest = msgspec.json.encode(update)
-            _replace(folder / MARKER, lambda hidden: hidden.write_bytes(manifest))
+                save_file({"delta": delta.flat}, folder / DELTA_FILE)
+            hidden = folder / f".{MARKER}"
+            hidden.write_bytes(msgspec.json.encode(update))
+            storage.sync_all(folder)
+            hidden.rename(folder / MARKER)
             storage.sync(folder)
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -114,17 +114,6 @@ class DiskRecvBackend(RecvBackend):
                     " must see the trainer's weights.directory under the same path."
                 )
             time.sleep(_POLL_S)
-
-
-def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    _replace(path, lambda hidden: save_file(tensors, hidden))
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    hidden = path.with_name(f".{path.name}")
-    write(hidden)
-    storage.sync(hidden)
-    hidden.rename(path)
 
 
 def _remove(folder: Path) -> None:

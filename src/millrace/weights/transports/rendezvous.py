@@ -168,15 +168,10 @@ class RendezvousClient:
 def listen(address: str) -> socket.socket:
     """A listening socket on a free port of this address, and on no other address."""
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
-            address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.bind(place)
-        listener.listen()
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return socket.create_server(found[0][4], family=found[0][0])
     except OSError as error:
         raise WeightError(
             f"Cannot listen for engines at {address!r} ({error.strerror or error}); set"
             " cluster.advertise or cluster.address to an address of the trainer's host."
         ) from None
-    return listener

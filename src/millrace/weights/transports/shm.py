@@ -122,11 +122,9 @@ def _mapped_bytes(num_bytes: int) -> int:
 
 
 def _buffer(mapping: mmap.mmap) -> Any:
-    """The mapping as a buffer that torch accepts without a warning; writing to it is a fault.
-
-    The mapping is never closed explicitly: torch holds the buffer's owner but no export of it, so
-    closing would unmap the memory of live tensors.
-    """
+    """The mapping as a buffer that torch accepts without a warning; writing to it is a fault. The
+    mapping is never closed explicitly: torch holds the buffer's owner but no export of it, so
+    closing would unmap the memory of live tensors."""
     array = np.frombuffer(mapping, dtype=np.uint8)
     buffer = (ctypes.c_uint8 * len(array)).from_address(array.ctypes.data)
     buffer.mapping = array  # type: ignore[attr-defined]
