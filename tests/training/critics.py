@@ -56,7 +56,7 @@ def critic_of(
         settings=take_train_settings(settings),
         **{"learning_rate": 1e-2, **settings},
     )
-    _randomize(critic.model.module.head)
+    _randomize(critic.module.head)
     return critic
 
 

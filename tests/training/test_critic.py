@@ -54,7 +54,7 @@ class Spy:
 
 
 def weights_of(critic) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in critic.model.module.named_parameters()}
+    return {name: p.detach().clone() for name, p in critic.module.named_parameters()}
 
 
 def expected_estimates(rollouts, *, architecture="qwen3"):
@@ -119,7 +119,7 @@ def test_the_gradient_is_that_of_plain_forwards_of_unpacked_sequences(kind, arch
     rollouts = rollouts_of(kind)
     critic = critic_of(architecture)
     (batch,) = critic.estimate_advantages([critic_batch(rollouts, scores=SCORES)])
-    critic.model.accumulate(batch, lambda part: critic.value_loss(part, batch))
+    critic.accumulate(batch, lambda part: critic.value_loss(part, batch))
     backbone, head = plain_critic(architecture)
     loss = torch.zeros(())
     estimates = expected_estimates(rollouts, architecture=architecture)
@@ -131,7 +131,7 @@ def test_the_gradient_is_that_of_plain_forwards_of_unpacked_sequences(kind, arch
     loss.backward()
     plain = torch.nn.ModuleDict({"backbone": backbone, "head": head})
     theirs = dict(plain.named_parameters())
-    ours = dict(critic.model.module.named_parameters())
+    ours = dict(critic.module.named_parameters())
     assert ours.keys() == theirs.keys()
     for name, parameter in ours.items():
         torch.testing.assert_close(
@@ -226,10 +226,10 @@ def test_while_the_critic_warms_up_the_policy_does_not_learn():
     batch = critic_batch(rollouts_of("sharing"), scores=SCORES)
     policy = {name: w.clone() for name, w in trainer.policy.weights().items()}
     for step in range(3):
-        value_head = critic.model.module.head.weight.detach().clone()
+        value_head = critic.module.head.weight.detach().clone()
         metrics = trainer.step(batch)
         assert trainer.steps_done == step + 1
-        assert not torch.equal(critic.model.module.head.weight, value_head)
+        assert not torch.equal(critic.module.head.weight, value_head)
         stayed = all(torch.equal(w, policy[n]) for n, w in trainer.policy.weights().items())
         assert stayed == (step < 2)
         assert (metrics["learning_rate"] == 0) == (step < 2)
@@ -240,8 +240,8 @@ def test_a_value_beyond_the_clip_has_no_gradient():
     (batch,) = critic.estimate_advantages([critic_batch(rollouts_of("unrelated"), scores=SCORES)])
     (micro,) = batch.microbatches
     with torch.no_grad():
-        critic.model.module.head.bias += 0.5
-    gradient = critic.model.accumulate(batch, lambda part: critic.value_loss(part, batch))
+        critic.module.head.bias += 0.5
+    gradient = critic.accumulate(batch, lambda part: critic.value_loss(part, batch))
     value_loss = torch.stack(gradient.outputs).sum().item()
     values, returns = micro.values.astype(np.float64), micro.returns.astype(np.float64)
     errors = np.maximum((values + 0.5 - returns) ** 2, (values + 0.2 - returns) ** 2)
@@ -250,7 +250,7 @@ def test_a_value_beyond_the_clip_has_no_gradient():
     counts = (values + 0.5 - returns) ** 2 > (values + 0.2 - returns) ** 2
     assert 0 < counts.mean() < 1
     expected = (counts * (values + 0.5 - returns)).sum() / len(values)
-    assert critic.model.module.head.bias.grad.item() == pytest.approx(expected, rel=1e-3)
+    assert critic.module.head.bias.grad.item() == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_restored_critic_makes_the_same_next_step(tmp_path):
@@ -295,7 +295,7 @@ def test_microbatches_that_do_not_fit_are_split_with_the_same_advantages_and_upd
             if kwargs["input_ids"].shape[1] > limit:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
 
-        critic.model.module.backbone.register_forward_pre_hook(too_much, with_kwargs=True)
+        critic.module.backbone.register_forward_pre_hook(too_much, with_kwargs=True)
         trainer = trainer_of(tiny_model("qwen3"), critic=critic, learning_rate=1e-3)
         outcomes.append((trainer.step(batch), weights_of(critic)))
     (whole, weights), (split, split_weights) = outcomes

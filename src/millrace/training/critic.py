@@ -114,8 +114,10 @@ class ValueModel(nn.Module):
             return self.head(hidden.float()).squeeze(-1)
 
 
-class Critic:
+class Critic(TrainableModel):
     """`model` is float32 and was loaded with PACKED_ATTENTION."""
+
+    module: ValueModel
 
     def __init__(
         self,
@@ -129,10 +131,9 @@ class Critic:
         settings: TrainSettings,
         on_forward: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_forward` is called before each forward pass, as a sign of progress."""
-        self._module = ValueModel(model)
-        self.model = TrainableModel(
-            self._module, self._module.backbone, settings=settings, on_forward=on_forward
+        value_model = ValueModel(model)
+        super().__init__(
+            value_model, value_model.backbone, settings=settings, on_forward=on_forward
         )
         self._estimator = estimator
         self._learning_rate = learning_rate
@@ -148,18 +149,18 @@ class Critic:
 
     def estimate_advantages(self, batches: Sequence[Batch]) -> tuple[Batch, ...]:
         """The batches of a step with advantages, values and returns; called before its updates."""
-        estimated = [self.model.annotate(batch, self._estimate) for batch in batches]
+        estimated = [self.annotate(batch, self._estimate) for batch in batches]
         self._value_metrics, self._updates = value_metrics(estimated), []
         return self._estimator.normalized(estimated)
 
     def update(self, batch: Batch) -> bool:
         """Run one optimizer update towards the returns of an estimated batch. Returns False, and
         changes nothing, if the gradient is not finite."""
-        gradient = self.model.clipped_gradient(batch, lambda part: self.value_loss(part, batch))
+        gradient = self.clipped_gradient(batch, lambda part: self.value_loss(part, batch))
         if not gradient.is_finite:
             return False
-        self.model.apply_gradient(learning_rate=self._learning_rate)
-        self.model.free_gradient()  # the policy needs the memory
+        self.apply_gradient(learning_rate=self._learning_rate)
+        self.free_gradient()  # the policy needs the memory
         value_loss = torch.stack(gradient.outputs).sum().item()
         self._updates.append({"critic/loss": value_loss, "critic/grad_norm": gradient.norm})
         return True
@@ -172,16 +173,16 @@ class Critic:
 
     def values(self, microbatch: Microbatch, rows: np.ndarray) -> Tensor:
         """float32 values of the states that end with the given rows; differentiable."""
-        hidden = self.model.hidden_states(microbatch)
-        chosen = as_tensor(rows, np.int64, self.model.device)
-        return self._module.values(hidden.index_select(0, chosen))
+        hidden = self.hidden_states(microbatch)
+        chosen = as_tensor(rows, np.int64, self.device)
+        return self.module.values(hidden.index_select(0, chosen))
 
     def state(self) -> dict[str, Any]:
-        return {"optimizer": self.model.optimizer_state()}
+        return {"optimizer": self.optimizer_state()}
 
     def writer(self, folder_name: str) -> Write:
         """A function that writes the present weights into a subfolder, for restore()."""
-        weights = {name: tensor.contiguous() for name, tensor in self.model.weights().items()}
+        weights = {name: tensor.contiguous() for name, tensor in self.weights().items()}
         copied = host_copy(weights)
 
         def write(folder: Path) -> None:
@@ -195,9 +196,9 @@ class Critic:
         another model."""
         weights = load_file(folder / WEIGHTS_FILE)
         with torch.no_grad():
-            for name, weight in self.model.weights().items():
+            for name, weight in self.weights().items():
                 weight.copy_(weights[name])
-        self.model.load_optimizer_state(state["optimizer"])
+        self.load_optimizer_state(state["optimizer"])
 
     def _estimate(self, part: Microbatch) -> Microbatch:
         assert part.last_rows is not None, "a batch for a critic is packed with critic=True"

@@ -3,8 +3,8 @@
 TrainableModel owns everything that the ranks of a sharded model have to do together: forward and
 backward passes, the decisions whether a microbatch fits into memory and whether a gradient is
 finite, the loss scale, clipping, the optimizer and the weights by name. PolicyModel adds what only
-the policy has: logprobs, an adapter and replayed routes. Trainer and Critic decide what is learned
-and touch no module, so a sharded implementation replaces this file only.
+the policy has: logprobs, an adapter and replayed routes; Critic adds a value head. The Trainer
+decides what is learned and touches no module, so a sharded implementation replaces these classes.
 
 Promise: an out-of-memory error splits a microbatch and leaves the gradient of the batch unchanged.
 Weights and optimizer state are float32; bfloat16, or float16 with a scaled loss, is used for

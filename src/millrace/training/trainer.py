@@ -101,9 +101,7 @@ class Trainer:
         if self._critic is not None:
             writers.append(self._critic.writer(CRITIC))
             state["critic"] = self._critic.state()
-        return TrainerSnapshot(
-            version=self.steps_done, state=host_copy(state), writers=tuple(writers)
-        )
+        return TrainerSnapshot(state=host_copy(state), writers=tuple(writers))
 
     def restore(self, folder: Path) -> None:
         """Continue from a snapshot; a model without an adapter was loaded from that folder."""
@@ -125,7 +123,7 @@ class Trainer:
 
     def state_bytes(self) -> int:
         """Approximate size of a snapshot, in memory and on the disk."""
-        of_critic = 0 if self._critic is None else self._critic.model.state_bytes()
+        of_critic = 0 if self._critic is None else self._critic.state_bytes()
         return self.policy.state_bytes() + of_critic
 
     def accumulate(self, batch: Batch) -> tuple[Tensor, StepMetrics]:

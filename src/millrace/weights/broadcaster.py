@@ -114,7 +114,7 @@ class VersionBroadcaster:
 
     def publish(self, update: WeightUpdate) -> None:
         """Offer a version to every subscriber that was not offered it before and wants it."""
-        assert update.policy == self._policy, f"a version of {update.policy!r} went astray"
+        assert update.policy == self._policy, "each policy has its own broadcaster"
         shared = _Shared(update=update, num_readers=1)  # until all have been offered it
         for subscription in self._subscriptions:
             if update.version > subscription.offered and subscription.wants(update.version):

@@ -29,7 +29,6 @@ Write = Callable[[Path], None]  # writes what it holds a copy of into a folder
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainerSnapshot:
-    version: int
     state: Mapping[str, Any]  # optimizer and the like; plain values and tensors on the host
     writers: tuple[Write, ...]  # of weights
 

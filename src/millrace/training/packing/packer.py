@@ -3,7 +3,7 @@
 Promise: every rollout lands in exactly one microbatch, without padding. A prefix that rollouts of a
 group share is stored once per microbatch. The budget counts rows, which is what is computed, and no
 microbatch exceeds it unless a single rollout does. All ranks get equally many microbatches.
-Pure numpy, so the controller can run it in a thread.
+Pure numpy, so the controller can run it in a thread. T = rows of a microbatch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from millrace.core.completions import unknown_routes
 from millrace.core.microbatch import (
     MIN_SHARED_TOKENS,
     Batch,
@@ -19,10 +20,9 @@ from millrace.core.microbatch import (
     Segments,
     common_prefix,
 )
-from millrace.core.records import Group, Rollout
+from millrace.core.records import Group, Kept, Rollout
 from millrace.core.returns import sampled_rewards
 from millrace.training.packing.bins import fill_bins, fill_rank_bins
-from millrace.training.packing.joining import join_kept, join_references, join_routes, join_teachers
 from millrace.training.packing.splitting import placeholder
 
 # Cost of one query-key pair, in rows. Per layer a row takes about 24 D^2 FLOPs in matrix products
@@ -260,11 +260,74 @@ def _lay_out(bundles: Sequence[Sequence[_Family]], *, pairs: bool) -> Microbatch
         versions=np.concatenate([r.versions[r.mask] for r in rollouts]),
         advantages=np.concatenate([sample.advantages for sample in members]),
         temperatures=np.repeat(np.array(temperatures, np.float32), counts),
-        kept=join_kept(rollouts),
-        routes=join_routes(routes, lengths),
-        reference_logprobs=join_references(rollouts),
-        **join_teachers(rollouts),
+        kept=_join_kept(rollouts),
+        routes=_join_routes(routes, lengths),
+        reference_logprobs=_join_references(rollouts),
+        **_join_teachers(rollouts),
         groups=np.repeat(np.arange(len(bundles)), sizes).astype(np.int32) if pairs else None,
         rewards=np.concatenate(rewards).astype(np.float32) if rewards else None,
         last_rows=np.array(last_rows, np.int32) if rewards else None,
     )
+
+
+def _join_routes(
+    by_segment: Sequence[np.ndarray | None], lengths: np.ndarray
+) -> np.ndarray | None:  # [T, layers, top_k]
+    """Rows of segments without routes are marked unknown; None if no segment has any."""
+    like = next((routes for routes in by_segment if routes is not None), None)
+    if like is None:
+        return None
+    return np.concatenate(
+        [
+            unknown_routes(int(length), like=like) if routes is None else routes
+            for routes, length in zip(by_segment, lengths, strict=True)
+        ]
+    )
+
+
+def _join_kept(rollouts: Sequence[Rollout]) -> Kept | None:
+    if all(rollout.kept is None for rollout in rollouts):
+        return None
+    # Rows of untrained tokens are empty.
+    ids = [rollout.kept.ids for rollout in rollouts if rollout.kept is not None]
+    sizes = [
+        np.zeros(r.num_sampled, np.int64) if r.kept is None else np.diff(r.kept.offsets)[r.mask]
+        for r in rollouts
+    ]
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(sizes))])
+    return Kept(ids=np.concatenate(ids), offsets=offsets)
+
+
+def _join_references(rollouts: Sequence[Rollout]) -> np.ndarray | None:
+    found = [r.reference_logprobs[r.mask] for r in rollouts if r.reference_logprobs is not None]
+    if not found:
+        return None
+    assert len(found) == len(rollouts), "either all rollouts of a run have a reference, or none"
+    return np.concatenate(found)
+
+
+def _join_teachers(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+    """Teacher logprobs of the trained tokens; NaN where a token has no teacher."""
+    if all(rollout.teacher is None for rollout in rollouts):
+        return {}
+    widths = {t.top_ids.shape[1] for r in rollouts if (t := r.teacher) and t.top_ids is not None}
+    assert len(widths) <= 1, "all teachers of a run give the same number of ids per token"
+    num_topk = widths.pop() if widths else 0
+    logprobs: list[np.ndarray] = []
+    ids: list[np.ndarray] = []
+    topk: list[np.ndarray] = []
+    for rollout in rollouts:
+        teacher, mask, count = rollout.teacher, rollout.mask, rollout.num_sampled
+        if teacher is None:
+            logprobs.append(np.full(count, np.nan, np.float32))
+            ids.append(np.tile(np.arange(num_topk, dtype=np.int32), (count, 1)))
+            topk.append(np.full((count, num_topk), np.nan, np.float32))
+            continue
+        logprobs.append(teacher.logprobs[mask])
+        if teacher.top_ids is not None and teacher.top_logprobs is not None:
+            ids.append(teacher.top_ids[mask])
+            topk.append(teacher.top_logprobs[mask])
+    joined = {"teacher_logprobs": np.concatenate(logprobs)}
+    if num_topk:
+        joined |= {"topk_ids": np.concatenate(ids), "topk_logprobs": np.concatenate(topk)}
+    return joined

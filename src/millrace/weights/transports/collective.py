@@ -12,6 +12,7 @@ a group, not authenticated: use it in a trusted network.
 
 import math
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -133,29 +134,29 @@ class CollectiveSendBackend(SendBackend):
     def _serve(self) -> None:
         try:
             while not self._is_closing:
-                if callers := self._server.poll():
-                    self._admit(callers)
+                if requests := self._server.poll():
+                    self._admit(requests)
         except BaseException as error:  # noqa: BLE001 - raised by the next offer
             with self._changed:
                 self._error = error
         finally:
             self._drop_group()
 
-    def _admit(self, callers: list[RendezvousCaller]) -> None:
+    def _admit(self, requests: Mapping[RendezvousCaller, TransferRequest]) -> None:
         """Send the version that these callers requested, or refuse it if it was released."""
-        requests = [caller.request for caller in callers if caller.request is not None]
-        version = requests[0].version
+        version = next(iter(requests.values())).version
         with self._changed:
             offer = self._offers.get(version)
             self._sending = None if offer is None else version
         if offer is None:
-            for caller in callers:
-                caller.answer(TransferAdmission(refusal=f"version {version} was released"))
+            refusal = TransferAdmission(refusal=f"version {version} was released")
+            for caller in requests:
+                self._server.answer(caller, refusal)
             return
-        have_base = all(request.base == offer.base for request in requests)
+        have_base = all(request.base == offer.base for request in requests.values())
         delta = offer.delta if have_base else None
         try:
-            self._send(callers, delta or offer.payload, is_delta=delta is not None)
+            self._send([*requests], delta or offer.payload, is_delta=delta is not None)
         except BroadcastFailed:
             self._drop_group()  # the remaining engines notice it and request again
         finally:
@@ -164,7 +165,7 @@ class CollectiveSendBackend(SendBackend):
                 self._changed.notify_all()
 
     def _send(self, callers: list[RendezvousCaller], blob: _Blob, *, is_delta: bool) -> None:
-        if {*map(id, callers)} != {*map(id, self._members)}:
+        if {*callers} != {*self._members}:
             self._drop_group()
             self._group_number += 1
             self._members = callers
@@ -178,7 +179,7 @@ class CollectiveSendBackend(SendBackend):
                 bucket_bytes=self._bucket_bytes,
                 checksums=blob.checksums,
             )
-            if not caller.answer(admission):
+            if not self._server.answer(caller, admission):
                 raise BroadcastFailed("an engine left before the broadcast began")
         self._group.join(self._store, number=number, rank=0, size=size, host=self._endpoint.host)
         self._group.broadcast(blob.flat, bucket_bytes=self._bucket_bytes)

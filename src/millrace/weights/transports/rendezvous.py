@@ -49,17 +49,7 @@ class RendezvousCaller:
 
     socket: socket.socket
     unread: bytes = b""
-    request: TransferRequest | None = None  # not answered yet
-    asked_s: float = 0.0  # monotonic
-
-    def answer(self, admission: TransferAdmission) -> bool:
-        """False if the engine is gone."""
-        self.request = None
-        try:
-            self.socket.sendall(msgspec.json.encode(admission) + b"\n")
-        except OSError:
-            return False
-        return True
+    asked_s: float = 0.0  # monotonic; when its last request arrived
 
 
 class RendezvousServer:
@@ -69,45 +59,48 @@ class RendezvousServer:
         self.token = secrets.token_hex(16)
         self._num_engines = num_engines
         self._timeout_s = timeout_s
-        self._callers: list[RendezvousCaller] = []
+        self._requests: dict[RendezvousCaller, TransferRequest] = {}  # unanswered, oldest first
         self._listener = listen(address)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def poll(self) -> list[RendezvousCaller]:
+    def poll(self) -> dict[RendezvousCaller, TransferRequest]:
         """Wait up to _POLL_S; returns callers that requested the same version and get it now."""
-        due_s = min((c.asked_s + SOON_S for c in self._callers if c.request), default=math.inf)
+        due_s = min((caller.asked_s + SOON_S for caller in self._requests), default=math.inf)
         wait_s = max(0.0, min(_POLL_S, due_s - time.monotonic()))
         for key, _ in self._selector.select(wait_s):
             if key.data is None:
                 self._accept()
             else:
                 self._read(key.data)
-        return self._ready()
+        if not self._requests:
+            return {}
+        first, request = next(iter(self._requests.items()))
+        same = {c: r for c, r in self._requests.items() if r.version == request.version}
+        is_due = time.monotonic() - first.asked_s >= SOON_S
+        return same if is_due or len(same) >= self._num_engines else {}
+
+    def answer(self, caller: RendezvousCaller, admission: TransferAdmission) -> bool:
+        """False if the engine is gone."""
+        self._requests.pop(caller, None)
+        try:
+            caller.socket.sendall(msgspec.json.encode(admission) + b"\n")
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
-        for caller in [*self._callers]:
-            self._drop(caller)
+        for key in [*self._selector.get_map().values()]:
+            if key.data is not None:
+                self._drop(key.data)
         self._selector.close()
         self._listener.close()
-
-    def _ready(self) -> list[RendezvousCaller]:
-        asking = [caller for caller in self._callers if caller.request is not None]
-        if not asking:
-            return []
-        first = min(asking, key=lambda caller: caller.asked_s)
-        assert first.request is not None
-        version = first.request.version
-        same = [c for c in asking if c.request is not None and c.request.version == version]
-        is_due = time.monotonic() - first.asked_s >= SOON_S
-        return same if len(same) >= self._num_engines or is_due else []
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         connection.settimeout(self._timeout_s)
         caller = RendezvousCaller(socket=connection)
-        self._callers.append(caller)
         self._selector.register(connection, selectors.EVENT_READ, caller)
 
     def _read(self, caller: RendezvousCaller) -> None:
@@ -130,10 +123,10 @@ class RendezvousServer:
         if request is None or request.token != self.token:
             self._drop(caller)
         else:
-            caller.request, caller.asked_s = request, time.monotonic()
+            self._requests[caller], caller.asked_s = request, time.monotonic()
 
     def _drop(self, caller: RendezvousCaller) -> None:
-        self._callers.remove(caller)
+        self._requests.pop(caller, None)
         self._selector.unregister(caller.socket)
         caller.socket.close()
 
