@@ -192,8 +192,7 @@ class Critic(TrainableModel):
         return write
 
     def restore(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Load weights and optimizer state; raises KeyError or RuntimeError if they belong to
-        another model."""
+        """Load weights and optimizer; raises KeyError or RuntimeError for another model's."""
         weights = load_file(folder / WEIGHTS_FILE)
         with torch.no_grad():
             for name, weight in self.weights().items():

@@ -92,8 +92,7 @@ class StepMetrics:
 
 
 def _histogram(log_ratio: Tensor) -> Tensor:  # [NUM_BINS] float64
-    """Values outside of the range count in the outermost bins; NaN counts as 0, and the loss is NaN
-    then anyway."""
+    """Values outside of the range count in the outermost bins; NaN, as in the loss, counts as 0."""
     bounded = log_ratio.float().nan_to_num().clamp(-LOG_RANGE, LOG_RANGE)
     return torch.histc(bounded, NUM_BINS, min=-LOG_RANGE, max=LOG_RANGE).double()
 

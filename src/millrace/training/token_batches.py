@@ -76,8 +76,7 @@ def _segments(ids: np.ndarray, device: torch.device) -> TokenSegments:
 
 
 def _turns(microbatch: Microbatch) -> np.ndarray:  # [N] int64
-    """The turn of each trained token; a turn ends with its rollout and at a token that was not
-    sampled."""
+    """The turn of each trained token; it ends with the rollout and before an unsampled token."""
     rollouts = microbatch.rollouts
     positions = microbatch.positions[microbatch.predictors]
     begins = (np.diff(rollouts) != 0) | (np.diff(positions) != 1)

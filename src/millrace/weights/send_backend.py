@@ -50,8 +50,7 @@ class SendBackend:
         raise NotImplementedError
 
     def offer(self, update: WeightUpdate, *, payload: Memory, delta: Memory | None) -> WeightUpdate:
-        """Make it available to engines; returns the update, with locations if the memory has
-        none."""
+        """Make it available to engines; returns the update with its locations."""
         return update
 
     def withdraw(self, version: int) -> None:

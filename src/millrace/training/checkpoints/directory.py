@@ -100,8 +100,7 @@ def _write_manifest(directory: Path) -> None:
 
 
 def damage_to(directory: Path) -> str | None:
-    """Why a checkpoint cannot be used, as a continuation of "it ..."; None = it is undamaged. Reads
-    all of its files."""
+    """Read all files; why the checkpoint cannot be used, to follow "it ", or None if it can."""
     is_adapter = any((directory / name).is_file() for name in _ADAPTER_FILES)
     required = (*(_ADAPTER_FILES if is_adapter else _MODEL_FILES), *_REQUIRED_FILES)
     if not (directory / MANIFEST_FILE).is_file():

@@ -70,8 +70,7 @@ class Distillation:
         return values * has_teacher[:, 0]
 
     def sampled_kl(self, tokens: TokenBatch) -> "Tensor":  # [N] constant
-        """log q - log p of the sampled tokens, whose mean estimates KL(q, p); 0 without a
-        teacher."""
+        """log q - log p of the sampled tokens, an estimate of KL(q, p); 0 without a teacher."""
         if tokens.teacher_logprobs is None:
             return tokens.advantages.new_zeros(len(tokens.advantages))
         difference = tokens.trainer_logprobs.detach() - tokens.teacher_logprobs

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 
 def fill_bins(sizes: Sequence[int], *, budget: int) -> list[list[int]]:
-    """Indices of `sizes` in as few bins as best-fit-decreasing finds; an oversized item sits
-    alone."""
+    """Indices of `sizes` in bins, by best fit decreasing; an oversized item has its own bin."""
     bins: list[list[int]] = []
     by_room: list[tuple[int, int]] = []  # (room left, bin), ascending: the first fit is the best
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
