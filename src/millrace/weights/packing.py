@@ -43,13 +43,13 @@ def lay_out(
     specs: list[TensorSpec] = []
     end = 0
     for name, tensor in tensors.items():
-        travels_as = travel_dtype(tensor, dtype=dtype)
+        sent_as = travel_dtype(tensor, dtype=dtype)
         offset = end
-        end = _aligned(offset + tensor.numel() * travels_as.itemsize)
+        end = _aligned(offset + tensor.numel() * sent_as.itemsize)
         specs.append(
             TensorSpec(
                 name=name,
-                dtype=str(travels_as).removeprefix("torch."),
+                dtype=str(sent_as).removeprefix("torch."),
                 shape=tuple(tensor.shape),
                 offset=offset,
             )

@@ -1,11 +1,11 @@
 """How a collective's trainer and engines agree on the next broadcast.
 
-An engine connects to the trainer's RendezvousServer, whose address is in every update, and requests
-a version with one line of JSON (TransferRequest). When all engines have asked, or SOON_S after the
-first request, the server admits those that asked: each gets its rank in a group
+An engine connects to the trainer's RendezvousServer at the address in the update, and requests a
+version with one line of JSON (TransferRequest). When all engines have requested it, or
+ADMIT_AFTER_S after the first request, the server gives each of them its rank in a group
 (TransferAdmission). A group serves as long as the same engines ask; if one is lost or a new one
-joins, the next group is formed. So a dead engine costs the others SOON_S, and a late engine gets
-its own broadcast.
+joins, the next group is formed. So a dead engine costs the others ADMIT_AFTER_S, and a late engine
+gets its own broadcast.
 
 Promise: nothing but JSON is read from a socket, lines are bounded, and an engine must show the
 token that its update brought.
@@ -22,7 +22,7 @@ import msgspec
 
 from millrace.core.errors import WeightError
 
-SOON_S = 1.0
+ADMIT_AFTER_S = 1.0
 _MAX_LINE = 2**20
 _POLL_S = 0.1
 
@@ -49,7 +49,7 @@ class RendezvousCaller:
 
     socket: socket.socket
     unread: bytes = b""
-    asked_s: float = 0.0  # monotonic; when its last request arrived
+    requested_s: float = 0.0  # monotonic; when its last request arrived
 
 
 class RendezvousServer:
@@ -67,7 +67,9 @@ class RendezvousServer:
 
     def poll(self) -> dict[RendezvousCaller, TransferRequest]:
         """Wait up to _POLL_S; returns callers that requested the same version and get it now."""
-        due_s = min((caller.asked_s + SOON_S for caller in self._requests), default=math.inf)
+        due_s = min(
+            (caller.requested_s + ADMIT_AFTER_S for caller in self._requests), default=math.inf
+        )
         wait_s = max(0.0, min(_POLL_S, due_s - time.monotonic()))
         for key, _ in self._selector.select(wait_s):
             if key.data is None:
@@ -78,7 +80,7 @@ class RendezvousServer:
             return {}
         first, request = next(iter(self._requests.items()))
         same = {c: r for c, r in self._requests.items() if r.version == request.version}
-        is_due = time.monotonic() - first.asked_s >= SOON_S
+        is_due = time.monotonic() - first.requested_s >= ADMIT_AFTER_S
         return same if is_due or len(same) >= self._num_engines else {}
 
     def answer(self, caller: RendezvousCaller, admission: TransferAdmission) -> bool:
@@ -123,7 +125,7 @@ class RendezvousServer:
         if request is None or request.token != self.token:
             self._drop(caller)
         else:
-            self._requests[caller], caller.asked_s = request, time.monotonic()
+            self._requests[caller], caller.requested_s = request, time.monotonic()
 
     def _drop(self, caller: RendezvousCaller) -> None:
         self._requests.pop(caller, None)
