@@ -104,7 +104,7 @@ class RunConfig(Section):
         return FULL_LEARNING_RATE if self.lora is None else LORA_LEARNING_RATE
 
     @property
-    def travel_dtype(self) -> Dtype:
+    def transfer_dtype(self) -> Dtype:
         """Data type of weight updates: that of the engines; adapters travel in float32."""
         return "float32" if self.lora is not None else self.engine.dtype
 

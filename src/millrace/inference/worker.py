@@ -82,7 +82,7 @@ def wire(
     receiver = make_receiver(
         config.weights.transport,
         expected=engine.parameter_shapes(),
-        dtype=resolve_dtype(config.travel_dtype, device),
+        dtype=resolve_dtype(config.transfer_dtype, device),
         device=device,
         payload=config.weights.payload,
         timeout_s=config.weights.timeout_s,

@@ -102,7 +102,7 @@ def build_sender(config: RunConfig) -> PackingSender:
     )
     return make_sender(
         transport,
-        dtype=resolve_dtype(config.travel_dtype, engine_device),
+        dtype=resolve_dtype(config.transfer_dtype, engine_device),
         payload=weights.payload,
         directory=Path(weights.directory or Path(config.run_dir) / "weights"),
         address=listening_address(

@@ -31,7 +31,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def travel_dtype(tensor: torch.Tensor, *, dtype: torch.dtype) -> torch.dtype:
+def transfer_dtype(tensor: torch.Tensor, *, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a tensor is sent, if floating-point weights are sent as `dtype`."""
     return dtype if tensor.is_floating_point() else tensor.dtype
 
@@ -43,7 +43,7 @@ def lay_out(
     specs: list[TensorSpec] = []
     end = 0
     for name, tensor in tensors.items():
-        sent_as = travel_dtype(tensor, dtype=dtype)
+        sent_as = transfer_dtype(tensor, dtype=dtype)
         offset = end
         end = _aligned(offset + tensor.numel() * sent_as.itemsize)
         specs.append(

@@ -23,7 +23,7 @@ import torch
 
 from millrace.core.protocols import WeightSender
 from millrace.core.records import WeightUpdate
-from millrace.weights.packing import copy_all, travel_dtype
+from millrace.weights.packing import copy_all, transfer_dtype
 from millrace.weights.send_backend import NoSpace
 
 RETRY_S = 1.0
@@ -52,7 +52,7 @@ class WeightSnapshot:
             self._layout = None  # until the memory is allocated
             self.tensors = {
                 name: torch.empty_like(
-                    tensor, dtype=travel_dtype(tensor, dtype=dtype), requires_grad=False
+                    tensor, dtype=transfer_dtype(tensor, dtype=dtype), requires_grad=False
                 )
                 for name, tensor in tensors.items()
             }

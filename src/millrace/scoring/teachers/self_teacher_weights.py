@@ -150,7 +150,7 @@ class SelfTeacherWeights:
         self._receiver = make_receiver(
             config.weights.transport,
             expected=self._live.shapes,
-            dtype=resolve_dtype(config.travel_dtype, model.device),
+            dtype=resolve_dtype(config.transfer_dtype, model.device),
             device=model.device,
             payload=config.weights.payload,
             timeout_s=config.weights.timeout_s,
