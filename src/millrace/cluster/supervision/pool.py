@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NoReturn, Self
 
-from millrace.cluster.supervision.replica import WorkerReplica
+from millrace.cluster.supervision.replica import Replica
 from millrace.cluster.worker import Worker
 from millrace.core.errors import MillraceError, RestartLimitExceeded, RunFailed, WorkerError
 
@@ -51,7 +51,7 @@ class WorkerPool:
         self.launch = launch
         self.policy = policy or RestartPolicy()
         self._on_restart = on_restart
-        self._replicas: dict[str, WorkerReplica] = {}
+        self._replicas: dict[str, Replica] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._failure: Exception | None = None
         self._failed = asyncio.Event()
@@ -62,7 +62,7 @@ class WorkerPool:
     async def __aexit__(self, *_exc: object) -> None:
         await _cancel(*self._tasks.values())
 
-    async def add(self, replica: WorkerReplica, *, policy: RestartPolicy | None = None) -> None:
+    async def add(self, replica: Replica, *, policy: RestartPolicy | None = None) -> None:
         """Start a replica and supervise it, by default with the policy of the pool. If a signal
         kills it during its first start, it is started again; any other error is raised, as it is
         for the user and a retry would not help."""
@@ -94,7 +94,7 @@ class WorkerPool:
         assert self._failure is not None
         raise self._failure
 
-    async def _supervise(self, replica: WorkerReplica, history: "RestartHistory") -> None:
+    async def _supervise(self, replica: Replica, history: "RestartHistory") -> None:
         try:
             while True:
                 error = await replica.health()
@@ -107,7 +107,7 @@ class WorkerPool:
             self._failed.set()
 
     async def _restart(
-        self, replica: WorkerReplica, history: "RestartHistory", *, delay_s: float
+        self, replica: Replica, history: "RestartHistory", *, delay_s: float
     ) -> None:
         while True:
             await asyncio.sleep(delay_s)
@@ -119,7 +119,7 @@ class WorkerPool:
                 delay_s = history.add(error)
                 self._report(replica, error, history)
 
-    def _report(self, replica: WorkerReplica, error: Exception, history: "RestartHistory") -> None:
+    def _report(self, replica: Replica, error: Exception, history: "RestartHistory") -> None:
         self._on_restart(replica.name, f"{error} {history.policy.remedy}")
 
 

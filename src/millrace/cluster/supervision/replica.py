@@ -6,12 +6,33 @@ controller's event loop.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from millrace.cluster.messages import Message
 from millrace.cluster.worker import Worker
 from millrace.core.errors import RunFailed
 
 HEALTH_CHECK_S = 0.25  # between two looks at a worker's progress
+
+
+class Replica(Protocol):
+    """A server process of any kind: a worker of the hub, or a server of another project."""
+
+    name: str
+
+    async def start(self, *, is_restart: bool) -> None:
+        """Start a process; returns once it serves. Raises MillraceError or OSError if it does not
+        come up, and RunFailed if a further attempt would fail as well."""
+
+    async def health(self) -> Exception:
+        """Wait until the process has died or hangs, and end it; returns the reason."""
+        ...
+
+    async def stop(self) -> None:
+        """End the process in order; it is supervised no longer."""
+
+    def give_up(self, error: Exception) -> None:
+        """Fail whatever waits for this replica: it will not be started again."""
 
 
 class WorkerReplica:
@@ -32,8 +53,7 @@ class WorkerReplica:
         self._given_up: Exception | None = None
 
     async def launch(self, *, is_restart: bool) -> Worker:
-        """Start a worker; returns once it has loaded. Raises MillraceError or OSError if it cannot,
-        and RunFailed if a further attempt would fail as well."""
+        """Start a worker; returns once it has loaded."""
         raise NotImplementedError
 
     async def attach(self, worker: Worker, *, is_restart: bool) -> None:
@@ -43,7 +63,6 @@ class WorkerReplica:
         """Disconnect callers from a worker that died."""
 
     async def start(self, *, is_restart: bool) -> None:
-        """Launch a worker; returns once it serves."""
         worker = await self.launch(is_restart=is_restart)
         self._process = worker
         try:
@@ -55,7 +74,6 @@ class WorkerReplica:
         self._changed.set()
 
     async def health(self) -> Exception:
-        """Wait until the process has died or hangs; returns the reason."""
         worker = self._process
         assert worker is not None, "health() follows start()"
         await self._wait_for_failure(worker)
@@ -67,7 +85,6 @@ class WorkerReplica:
             await self._process.stop()
 
     def give_up(self, error: Exception) -> None:
-        """Fail whatever waits for this replica: it will not be started again."""
         self._given_up = error
         self._changed.set()
 
