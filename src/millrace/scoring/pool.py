@@ -89,10 +89,8 @@ class ScorerPool:
         return self._open(self._queues, number=number, task=task)
 
     async def score(self, group: Group, scoring: GroupScoring | None = None) -> Group:
-        """Return the group with scores; raises ScoreError if a scorer fails on it.
-
-        `scoring` is the result of open(), if episodes were added before the group was complete.
-        """
+        """Return the group with scores; raises ScoreError if a scorer fails on it. `scoring` is the
+        result of open(), if episodes were added before the group was complete."""
         if scoring is None:
             with self.open(number=group.number, task=group.task) as scoring:
                 return await self.score(group, scoring)
@@ -157,12 +155,10 @@ def build_scorer_pool(
     may_be_empty: bool = False,
     run: RunInfo | None = None,
 ) -> ScorerPool:
-    """Build a pool that is not started yet; raises ConfigError.
-
-    `worker_pool` starts and supervises processes. `private` is a directory for pickled functions
-    that must exist as long as the pool. `folder` belongs to the run directory. `may_be_empty`: the
-    environment gives rewards, so no scorer is required.
-    """
+    """Build a pool that is not started yet; raises ConfigError. `worker_pool` starts and supervises
+    processes. `private` is a directory for pickled functions that must exist as long as the pool.
+    `folder` belongs to the run directory. `may_be_empty`: the environment gives rewards, so no
+    scorer is required."""
     check_scorers(specs, tasks=(), may_be_empty=may_be_empty)
     workers = ScorerWorkers(worker_pool, num_workers=num_workers, start_timeout_s=start_timeout_s)
     context = ScorerContext(

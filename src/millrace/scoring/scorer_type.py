@@ -21,10 +21,8 @@ from millrace.scoring.functions.workers import ScorerWorkers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallSettings:
-    """How one scorer is called. The defaults suit a remote service.
-
-    A [[scorers]] table can set the first four. A scorer type chooses the others.
-    """
+    """How one scorer is called. The defaults suit a remote service. A [[scorers]] table can set the
+    first four. A scorer type chooses the others."""
 
     timeout_s: float = 30.0
     concurrency: int = 64  # maximum calls in flight

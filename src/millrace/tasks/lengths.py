@@ -22,11 +22,8 @@ class LengthPredictor:
         self._sorted: list[float] = []
 
     def priority(self, task: Task) -> int:
-        """Return how many queued requests this task's requests may skip.
-
-        The number grows with the share of known tasks that are shorter; an unknown task gets half
-        of the maximum.
-        """
+        """Return how many queued requests this task's requests may skip. The number grows with the
+        share of known tasks that are shorter; an unknown task gets half of the maximum."""
         mean = self._means.get(_key(task))
         if not self._most or not self._sorted:
             return 0

@@ -38,10 +38,8 @@ def load_tasks(source: TaskSource) -> list[Task]:
 
 
 def load_path(path: str, *, columns: Mapping[str, str] | None = None) -> list[Task]:
-    """Tasks from a JSONL or Parquet file, a folder, or "hub:NAME:SUBSET:SPLIT".
-
-    `columns`: columns of the tasks and where the path has them; None keeps all.
-    """
+    """Tasks from a JSONL or Parquet file, a folder, or "hub:NAME:SUBSET:SPLIT". `columns`: columns
+    of the tasks and where the path has them; None keeps all."""
     read = None if columns is None else tuple(dict.fromkeys(columns.values()))
     tasks = [_task(row, where=where, columns=columns) for where, row in _rows(path, columns=read)]
     if not tasks:

@@ -45,10 +45,8 @@ class TaskStream:
 
 
 class Epochs(TaskStream):
-    """Repeats the tasks epoch by epoch, reshuffled or always in the same order.
-
-    Each task occurs exactly once per epoch.
-    """
+    """Repeats the tasks epoch by epoch, reshuffled or always in the same order. Each task occurs
+    exactly once per epoch."""
 
     def __init__(self, tasks: Sequence[Task], *, seed: int, shuffle: bool) -> None:
         assert tasks, "a stream needs at least one task"
@@ -74,11 +72,8 @@ class Epochs(TaskStream):
 
 
 class Mixture(TaskStream):
-    """Interleaves several streams by weight.
-
-    Sources alternate in a fixed, evenly spread cycle: at any number, no source is a whole group
-    ahead of its share.
-    """
+    """Interleaves several streams by weight. Sources alternate in a fixed, evenly spread cycle: at
+    any number, no source is a whole group ahead of its share."""
 
     CYCLE = 1000  # numbers; weights are rounded to 1/1000 of their sum
 

@@ -49,10 +49,8 @@ class TreeRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Pivot(TreeRecipe):
-    """Plays root episodes, then plays them again from the tokens that matter most.
-
-    Each tree has a root, and `branches` further episodes from each of its `pivots`.
-    """
+    """Plays root episodes, then plays them again from the tokens that matter most. Each tree has a
+    root, and `branches` further episodes from each of its `pivots`."""
 
     pivots: int = 1
     """Number of tokens of a root at which it is branched."""
@@ -111,11 +109,9 @@ class Pivot(TreeRecipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Tree(TreeRecipe):
-    """Plays trees of `branches` ** `depth` leaves, each of which is an episode of the group.
-
-    Levels divide the sampled tokens evenly: with depth = 2, the first branching point is after a
-    third of the first episode, and the second one is half-way through the rest.
-    """
+    """Plays trees of `branches` ** `depth` leaves, each of which is an episode of the group. Levels
+    divide the sampled tokens evenly: with depth = 2, the first branching point is after a third of
+    the first episode, and the second one is half-way through the rest."""
 
     branches: int = 2
     depth: int = 2

@@ -31,11 +31,9 @@ SECTION = "scoring.advantages"
 
 @plugin
 class GroupAdvantages:
-    """Each total minus the group's mean, over the group's standard deviation.
-
-    The deviation is unbiased (n - 1), as in common GRPO implementations. If all totals are equal,
-    the advantages are exactly 0, free of rounding errors.
-    """
+    """Each total minus the group's mean, over the group's standard deviation. The deviation is
+    unbiased (n - 1), as in common GRPO implementations. If all totals are equal, the advantages are
+    exactly 0, free of rounding errors."""
 
     normalize_std: bool = True
     """Divide by the standard deviation; false keeps the scale of the rewards, as in Dr. GRPO."""

@@ -34,10 +34,8 @@ class RewardFunction:
     wants_environments: bool = False  # named in the signature, not through **kwargs
 
     def __call__(self, *, columns: Mapping[str, Sequence[Any]], **reserved: Sequence[Any]) -> Any:
-        """Return the unchecked result of the user's code; an awaitable if it is async.
-
-        `reserved` has a value per completion for each name in RESERVED.
-        """
+        """Return the unchecked result of the user's code; an awaitable if it is async. `reserved`
+        has a value per completion for each name in RESERVED."""
         arguments = {**columns, **reserved}
         if self.takes is not None:
             arguments = {name: value for name, value in arguments.items() if name in self.takes}

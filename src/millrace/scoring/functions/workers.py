@@ -105,11 +105,9 @@ class ScorerWorkers:
                 raise outcome
 
     async def call(self, message: ScoreGroup, *, exclusive: bool, timeout_s: float) -> GroupScored:
-        """Run one function. `exclusive`: on a process that runs nothing else meanwhile.
-
-        `timeout_s` counts from the moment a process is free. Raises the function's own ScoreError,
-        TimeoutError, or WorkerError if it crashed its process.
-        """
+        """Run one function. `exclusive`: on a process that runs nothing else meanwhile. `timeout_s`
+        counts from the moment a process is free. Raises the function's own ScoreError,
+        TimeoutError, or WorkerError if it crashed its process."""
         slot = await self._take(exclusive=exclusive)
         try:
             return await self._run(slot, message, timeout_s=timeout_s)

@@ -83,11 +83,9 @@ class RewardModelScorer(ModelScorer[RewardModelProcess]):
 
 @plugin
 class ProcessRewardModel(RewardModelSettings):
-    """A model that values steps, in a process of its own.
-
-    Unlike for reward models, template = "auto" means "ids" if the tokenizers are the same. With
-    text, the steps are appended to the prompt one by one.
-    """
+    """A model that values steps, in a process of its own. Unlike for reward models, template =
+    "auto" means "ids" if the tokenizers are the same. With text, the steps are appended to the
+    prompt one by one."""
 
     head: Head = "token"
     """ "token": a token-classification model, read at the last token of each step. "sequence": a

@@ -61,12 +61,10 @@ class ByTurn:
 
 @plugin
 class ByEntropy:
-    """A step begins with a token whose surprisal, in nats, reaches the threshold.
-
-    The surprisal is minus the logprob of the sampled token, as the engine reports it: after
-    temperature and truncation. It is a one-sample estimate of the entropy, so a single token may be
-    surprising where the policy was confident, and the other way round.
-    """
+    """A step begins with a token whose surprisal, in nats, reaches the threshold. The surprisal is
+    minus the logprob of the sampled token, as the engine reports it: after temperature and
+    truncation. It is a one-sample estimate of the entropy, so a single token may be surprising
+    where the policy was confident, and the other way round."""
 
     threshold: float | None = None
     quantile: Annotated[float, Field(gt=0, lt=1)] | None = None

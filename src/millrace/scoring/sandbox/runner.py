@@ -103,10 +103,8 @@ def _exit() -> NoReturn:
 
 
 def _fork(job: dict[str, Any], *, fds: list[int]) -> int:
-    """Fork a confined child in which `fds` are 0, 1, 2 and so on, and no other file is open.
-
-    Raises OSError in the runner if the child cannot be confined. Then no line of the code has run.
-    """
+    """Fork a confined child in which `fds` are 0, 1, 2 and so on, and no other file is open. Raises
+    OSError in the runner if the child cannot be confined. Then no line of the code has run."""
     ready, signal = os.pipe()
     runner = os.getpid()
     child = os.fork()

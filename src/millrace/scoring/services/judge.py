@@ -176,10 +176,8 @@ def _pattern_function(name: str) -> str:
 
 
 class ScoreCache:
-    """LRU cache of scores by request digest, optionally stored in a file of the run.
-
-    The file holds no text, only digests. Called from the controller's event loop.
-    """
+    """LRU cache of scores by request digest, optionally stored in a file of the run. The file holds
+    no text, only digests. Called from the controller's event loop."""
 
     def __init__(self, capacity: int, *, path: Path | None = None) -> None:
         """`capacity` bounds the scores in memory, not those in the file."""

@@ -18,10 +18,8 @@ ENVIRONMENT = "environment"  # name of the score part that an environment gives
 def combine(
     group: Group, results: Sequence[Sequence[ScorerResult]], *, scorers: Sequence[Scorer]
 ) -> Group:
-    """Return the group with scores, given one list of results per scorer.
-
-    A score of None adds nothing. The reward of an environment is a part like any other.
-    """
+    """Return the group with scores, given one list of results per scorer. A score of None adds
+    nothing. The reward of an environment is a part like any other."""
     scores: list[Score] = []
     episodes: list[Episode] = []
     for index, (episode, *own_results) in enumerate(zip(group.episodes, *results, strict=True)):

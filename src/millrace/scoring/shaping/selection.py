@@ -32,11 +32,8 @@ class FirstSelection:
 @plugin
 class RocSelection:
     """Resample on correct (GRPO-RoC): random failures, so that they stay diverse, and the cleanest
-    successes.
-
-    Both keep their share of the group, but at least one episode each if there is one. Successes are
-    sorted: those not cut by length first, then by `quality`, then the shortest.
-    """
+    successes. Both keep their share of the group, but at least one episode each if there is one.
+    Successes are sorted: those not cut by length first, then by `quality`, then the shortest."""
 
     solved_at: float = 1.0
     """Minimum score of a success."""

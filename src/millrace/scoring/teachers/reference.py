@@ -61,11 +61,8 @@ class TrainerReference:
 
 
 class ReferenceScorer(LogprobScorer):
-    """Returns the reference model's logprob of each sampled token.
-
-    The distribution is the one that sampling from the reference would use: the same temperature,
-    restricted to the same kept ids.
-    """
+    """Returns the reference model's logprob of each sampled token. The distribution is the one that
+    sampling from the reference would use: the same temperature, restricted to the same kept ids."""
 
     async def score(self, group: Group) -> list[ScorerResult]:
         requests = [

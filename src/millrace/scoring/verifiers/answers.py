@@ -100,10 +100,8 @@ class Exact(ColumnVerifier):
 
 @plugin
 class Regex:
-    """1 if the pattern matches, otherwise 0; or the sum of the scores of its named groups.
-
-    A pattern that backtracks without end is stopped by the scorer's timeout_s and fails its group.
-    """
+    """1 if the pattern matches, otherwise 0; or the sum of the scores of its named groups. A
+    pattern that backtracks without end is stopped by the scorer's timeout_s and fails its group."""
 
     __name__ = "regex"
 

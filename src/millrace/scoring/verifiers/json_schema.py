@@ -13,11 +13,9 @@ from millrace.scoring.verifiers.answers import last_block, require_package, text
 
 @plugin
 class JsonSchema:
-    """1 if the completion parses and validates against the schema, otherwise 0.
-
-    The schema is read once, when the verifier is created. References to other documents are not
-    followed, so nothing is fetched.
-    """
+    """1 if the completion parses and validates against the schema, otherwise 0. The schema is read
+    once, when the verifier is created. References to other documents are not followed, so nothing
+    is fetched."""
 
     __name__ = "json_schema"
 

@@ -33,10 +33,8 @@ _NUMBER = re.compile(
 
 @plugin
 class Numeric(ColumnVerifier):
-    """1 if the last number equals the column's, within the tolerance; otherwise 0.
-
-    Reads 1,234.5, -3/4, 6.02e23, 6.02 × 10^23 and $5, but not units, percent or mixed fractions.
-    """
+    """1 if the last number equals the column's, within the tolerance; otherwise 0. Reads 1,234.5,
+    -3/4, 6.02e23, 6.02 × 10^23 and $5, but not units, percent or mixed fractions."""
 
     __name__ = "numeric"
 

@@ -19,12 +19,10 @@ from millrace.scoring.verifiers.answers import ColumnVerifier, last_block
 
 @plugin
 class PythonTests(ColumnVerifier):
-    """The share of tests that the code passes, or 1 if it passes all and otherwise 0.
-
-    The column holds test code, a list of test codes (each is one test), or a list of pairs of
-    standard input and expected output: ["3", "9"] or {input = "3", output = "9"}. The code is the
-    completion's last ```python block, or the whole completion.
-    """
+    """The share of tests that the code passes, or 1 if it passes all and otherwise 0. The column
+    holds test code, a list of test codes (each is one test), or a list of pairs of standard input
+    and expected output: ["3", "9"] or {input = "3", output = "9"}. The code is the completion's
+    last ```python block, or the whole completion."""
 
     __name__ = "python_tests"
 
