@@ -39,8 +39,7 @@ from millrace.scoring.scorer_type import CallSettings
 from millrace.scoring.shaping.shaping import build_shaping
 from millrace.tasks.curriculum import Curriculum
 from millrace.tasks.lengths import LengthPredictor
-from millrace.training.group import TrainerGroup
-from millrace.training.past_steps import StepsInMemory
+from millrace.training.group import StepsInMemory, TrainerGroup
 from millrace.weights.broadcaster import VersionBroadcaster
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from millrace.bench.faults.checker import RunChecker, StepSeen
 from millrace.bench.faults.injector import CONTROLLER, HANG_STEPS, ROLES, FaultInjector, Kill, plans
 from millrace.bench.faults.promises import (
     Pace,
@@ -21,6 +20,8 @@ from millrace.bench.faults.promises import (
     check_kills,
 )
 from millrace.bench.faults.target_run import (
+    RunChecker,
+    StepSeen,
     TargetProcess,
     gone_after_s,
     is_alive,

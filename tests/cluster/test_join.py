@@ -19,8 +19,7 @@ from hosts import HERE, Host, is_forked, outside_address, write_ticket
 from millrace.cluster.address import connect
 from millrace.cluster.fork_server import is_supported
 from millrace.cluster.hub import Hub
-from millrace.cluster.join.joined_process import JoinedProcess
-from millrace.cluster.join.registry import host_identity
+from millrace.cluster.join.registry import JoinedProcess, host_identity
 from millrace.cluster.link import EVENT_ID
 from millrace.cluster.messages import Done, GenerateDone, Join, Message, ProcessExit, WorkerExited
 from millrace.cluster.wire import encode

@@ -9,8 +9,7 @@ import pytest
 from millrace.cluster.messages import Copied, Message, SaveCheckpoint, Saved
 from millrace.core.errors import CheckpointError, MillraceError, WorkerError
 from millrace.training.checkpoints.schedule import Checkpointing
-from millrace.training.group import TrainerGroup
-from millrace.training.past_steps import StepsInMemory
+from millrace.training.group import StepsInMemory, TrainerGroup
 
 
 class FakeTrainer:

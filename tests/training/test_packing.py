@@ -17,8 +17,7 @@ from millrace.core.records import (
     TeacherLogprobs,
     Turn,
 )
-from millrace.training.packing.bins import fill_bins, fill_rank_bins
-from millrace.training.packing.packer import minibatches_of, pack
+from millrace.training.packing.packer import fill_bins, fill_rank_bins, minibatches_of, pack
 
 
 def rollout_of(tokens: list[int], *, prompt: int) -> Rollout:

@@ -3,7 +3,7 @@ import pytest
 from batches import batch_of, mixed_rollouts
 
 from millrace.core.errors import RunFailed
-from millrace.training.past_steps import StepsInMemory
+from millrace.training.group import StepsInMemory
 
 BATCH = batch_of(mixed_rollouts(np.random.default_rng(0)))
 

@@ -18,8 +18,7 @@ from millrace.cluster.messages import (
 )
 from millrace.core.errors import CheckpointError, WorkerError
 from millrace.core.records import WeightUpdate
-from millrace.training.group import TrainerGroup
-from millrace.training.past_steps import StepsInMemory
+from millrace.training.group import StepsInMemory, TrainerGroup
 
 BATCH = batch_of(mixed_rollouts(np.random.default_rng(0)))
 

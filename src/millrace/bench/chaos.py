@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from millrace.bench import bench_parser, write_result
-from millrace.bench.faults.checker import RunChecker
 from millrace.bench.faults.injector import FaultInjector, Stuck
 from millrace.bench.faults.promises import (
     Pace,
@@ -27,7 +26,7 @@ from millrace.bench.faults.promises import (
     check_leftovers,
     check_work,
 )
-from millrace.bench.faults.target_run import NUM_DIGITS, TargetRun
+from millrace.bench.faults.target_run import NUM_DIGITS, RunChecker, TargetRun
 
 MIN_STEPS, STEPS_PER_KILL = 200, 5  # with fewer steps, accuracy depends on chance
 NUM_EXAMPLES = 9600  # for the model's warm start

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import zmq
 
-from millrace.cluster.join.joined_process import JoinedProcess
+from millrace.cluster.join.registry import JoinedProcess
 from millrace.cluster.messages import Error, Failed, Hello, Message, Part, Stop, WorkerProgress
 from millrace.cluster.process import Process
 from millrace.cluster.supervision.watchdog import ProgressWatchdog

@@ -32,8 +32,7 @@ from millrace.run.resume import Cursor
 from millrace.scoring.pool import ScorerPool
 from millrace.tasks.streams import TaskStream
 from millrace.training.checkpoints.schedule import Checkpointing
-from millrace.training.group import TrainerGroup
-from millrace.training.past_steps import StepsOnRecord
+from millrace.training.group import StepsOnRecord, TrainerGroup
 from millrace.weights.broadcaster import Subscription, VersionBroadcaster
 from millrace.weights.http_notifier import HttpNotifier
 

@@ -31,8 +31,7 @@ from millrace.inference.pool import EnginePool
 from millrace.inference.remote import EngineReplica
 from millrace.run.prepare import PreparedRun
 from millrace.training.checkpoints.directory import newest_checkpoint, read_run_state
-from millrace.training.group import TrainerGroup
-from millrace.training.past_steps import StepsInMemory
+from millrace.training.group import StepsInMemory, TrainerGroup
 
 MIN_STEP_TIMEOUT_S = 3600.0  # a trainer that hangs is found earlier, by supervision.hang_timeout_s
 SAVE_TIMEOUT_S = 1800.0  # until a checkpoint is on the disk, which may be a slow network disk

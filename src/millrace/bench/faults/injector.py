@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from millrace.bench.faults.checker import RunChecker
 from millrace.bench.faults.target_run import (
+    RunChecker,
     TargetProcess,
     TargetRun,
     gone_after_s,

@@ -14,12 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from millrace.bench.faults.checker import RunChecker
 from millrace.bench.faults.injector import Kill
 from millrace.bench.faults.target_run import (
     GROUPS_PER_STEP,
     HELD_OUT,
     MAX_STALENESS,
+    RunChecker,
     TargetRun,
     workers_of,
 )
