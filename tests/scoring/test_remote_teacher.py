@@ -25,11 +25,10 @@ from millrace.scoring.teachers import remote
 from millrace.scoring.teachers.remote import RemoteTeacher
 from millrace.serving.api.openapi import Health
 from millrace.serving.api.score import ScoreModelInfo, ScorePool
-from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
 from millrace.serving.served_model import ServedModel
-from millrace.serving.server import make_app
+from millrace.serving.server import http_listener, make_app
 
 VOCABULARY = vocabulary_checksum(letter_tokenizer())
 KEY = "a-key"

@@ -22,11 +22,10 @@ from millrace.environments.tools.calls import FORMATS
 from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.serving.api.openapi import Health, describe
-from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
 from millrace.serving.served_model import ServedModel
-from millrace.serving.server import make_app
+from millrace.serving.server import http_listener, make_app
 
 KEY = "a-key"
 HEALTH = Health(status="ok", engines=1, serving=1)

@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 from writing_engine import WritingEngine, served, until
 
-from millrace.serving.listener import MAX_CLIENTS, RateLimit
 from millrace.serving.options import ServerLimits
+from millrace.serving.server import MAX_CLIENTS, RateLimit
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 SOON_S = 0.2

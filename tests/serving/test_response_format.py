@@ -28,11 +28,10 @@ from millrace.environments.tools.calls import FORMATS
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.models.grammars import GrammarCompiler, grammar_of
 from millrace.serving.api.openapi import Health
-from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
 from millrace.serving.served_model import ServedModel
-from millrace.serving.server import make_app
+from millrace.serving.server import http_listener, make_app
 from millrace.training.packing.packer import pack
 
 pytest.importorskip("llguidance")

@@ -14,11 +14,10 @@ from millrace.core.protocols import OnTokens, SupportsGenerate
 from millrace.core.records import Completion, Request
 from millrace.environments.tools.calls import FORMATS
 from millrace.serving.api.openapi import Health
-from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
 from millrace.serving.served_model import ServedModel
-from millrace.serving.server import make_app
+from millrace.serving.server import http_listener, make_app
 
 WELL = Health(status="ok", engines=1, serving=1)
 

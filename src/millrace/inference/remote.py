@@ -137,7 +137,7 @@ class EngineReplica(WorkerReplica):
         start_timeout_s: float,
         joins_late: bool = False,
         capabilities: frozenset[Capability] = EmbeddedBackend.capabilities,
-        on_lost: Callable[[], None] = lambda: None,
+        on_lost: Callable[[], object] = lambda: None,
     ) -> None:
         """`start(is_late)` starts a process with any weights.
 

@@ -3,7 +3,7 @@
 | module | owns |
 |---|---|
 | `options.py`, `settings.py`, `command.py` | `millrace serve` |
-| `server.py`, `listener.py` | routes, API keys, errors; the socket and rate limits |
+| `server.py` | the listening socket, routes, API keys, rate limits, errors |
 | `served_model.py` | a model behind its engines |
 | `api/` | one module per endpoint, request bodies, replies, streaming, the OpenAPI description |
 | `metrics.py` | counters for Prometheus |

@@ -26,10 +26,9 @@ from millrace.inference.remote import EngineReplica
 from millrace.scoring.teachers.process import LogprobModelSettings, TeacherProcess
 from millrace.serving.api.openapi import Health
 from millrace.serving.api.score import ScoreModelInfo, ScorePool
-from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.served_model import ServedModel
-from millrace.serving.server import make_app
+from millrace.serving.server import http_listener, make_app
 from millrace.serving.settings import ServeSettings
 
 SCORE_TIMEOUT_S = 300.0  # per /score request
@@ -44,7 +43,7 @@ async def _serve(settings: ServeSettings) -> None:
 
     def on_event(worker: str, message: Message) -> None:
         if isinstance(message, WorkerProgress):
-            metrics.update_engine(worker, message.counters)
+            metrics.engines[worker] = message.counters
 
     def on_restart(name: str, reason: str) -> None:
         metrics.restarts += name.startswith("engine-")
@@ -117,7 +116,7 @@ def _engine_replica(
         hang_timeout_s=config.supervision.hang_timeout_s,
         start_timeout_s=timeout_s,
         capabilities=load_backend(config.engine).capabilities,
-        on_lost=lambda: metrics.forget(name),
+        on_lost=lambda: metrics.engines.pop(name, None),
     )
 
 

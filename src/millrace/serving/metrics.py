@@ -40,13 +40,7 @@ class ServerMetrics:
         self.restarts = 0  # restarts of engines
         self.first_token_s = Histogram()
         self.request_s = Histogram()
-        self._engines: dict[str, Mapping[str, float]] = {}
-
-    def update_engine(self, engine: str, counters: Mapping[str, float]) -> None:
-        self._engines[engine] = counters
-
-    def forget(self, engine: str) -> None:
-        self._engines.pop(engine, None)
+        self.engines: dict[str, Mapping[str, float]] = {}  # the counters of each running engine
 
     def text(self) -> str:
         lines = ["# TYPE millrace_requests_total counter"]
@@ -66,11 +60,11 @@ class ServerMetrics:
 
     def _engine_lines(self) -> list[str]:
         lines: list[str] = []
-        for counter in sorted({name for counters in self._engines.values() for name in counters}):
+        for counter in sorted({name for counters in self.engines.values() for name in counters}):
             is_gauge = counter in _GAUGES
             name = f"millrace_engine_{counter}" + ("" if is_gauge else "_total")
             lines.append(f"# TYPE {name} {'gauge' if is_gauge else 'counter'}")
-            for engine, counters in sorted(self._engines.items()):
+            for engine, counters in sorted(self.engines.items()):
                 if counter in counters:
                     lines.append(f'{name}{{engine="{engine}"}} {counters[counter]:g}')
         return lines

@@ -1,7 +1,11 @@
-"""The HTTP server: routes, API keys, limits, errors.
+"""The HTTP server: the listening socket, routes, API keys, limits, errors.
 
 Promise: each request gets an answer that its client understands, and a failing request affects no
-other. A client that disconnects frees its slots in the engines. Runs on one event loop.
+other. A client that disconnects frees its slots in the engines. A connection that does not deliver
+a complete request within `timeout_s` is closed. At most `connections` are open at a time; further
+ones are closed at once. RateLimit bounds the requests per second of one client.
+
+Runs on one event loop.
 """
 
 import asyncio
@@ -9,12 +13,14 @@ import contextlib
 import hmac
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 from aiohttp import web
 
-from millrace.core.errors import MillraceError
+from millrace.core.errors import ConfigError, MillraceError
 from millrace.serving.api.bodies import Body, ChatBody, CompletionBody, OpenAIBody, read_body
 from millrace.serving.api.chat import ChatAnswer
 from millrace.serving.api.completions import ApiAnswer, TextAnswer
@@ -22,13 +28,13 @@ from millrace.serving.api.errors import ApiError, as_api_error, json_response
 from millrace.serving.api.openapi import Health, describe
 from millrace.serving.api.score import ScoreBody, ScorePool
 from millrace.serving.api.streaming import send_events
-from millrace.serving.listener import RateLimit
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
 from millrace.serving.served_model import ServedModel
 
 _log = logging.getLogger(__name__)
 _PUBLIC = ("/health",)  # paths that need no key
+MAX_CLIENTS = 4096  # whose requests are counted; the least recent are dropped
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 B = TypeVar("B", bound=OpenAIBody)
@@ -90,6 +96,70 @@ def make_app(
     if score_pool is not None:
         post("/score", score)
     return app
+
+
+@contextlib.asynccontextmanager
+async def http_listener(
+    app: web.Application, *, host: str, port: int, limits: ServerLimits | None = None
+) -> AsyncIterator[int]:
+    """Serve `app` inside the context; yields the port, which the system chooses for port 0."""
+    limits = limits or ServerLimits()
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,  # a disconnected client cancels its request
+        access_log=None,
+        shutdown_timeout=1.0,
+        keepalive_timeout=limits.timeout_s,  # also limits the headers of the first request
+        lingering_time=limits.timeout_s,  # for the rest of a refused body
+    )
+    await runner.setup()
+    handlers = runner.server
+    assert handlers is not None
+
+    def accept() -> asyncio.Protocol:
+        is_full = len(handlers.connections) >= limits.connections
+        return _RefusedConnection() if is_full else handlers()
+
+    try:
+        try:
+            loop = asyncio.get_running_loop()
+            server = await loop.create_server(accept, host, port, backlog=1024)
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot listen at host {host}, port {port}: {error}; choose others."
+            ) from None
+        with contextlib.closing(server):
+            yield server.sockets[0].getsockname()[1]
+    finally:
+        await runner.cleanup()
+
+
+class _RefusedConnection(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+
+class RateLimit:
+    """A token bucket per client, with room for the requests of one second."""
+
+    def __init__(self, per_s: float, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._per_s = per_s
+        self._capacity = max(per_s, 1.0)
+        self._now_s = now_s
+        # client -> tokens left, and since when; the most recent client is last
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def wait_s(self, client: str) -> float:
+        """Count a request. Returns 0 if it may pass, otherwise the seconds until it may."""
+        now = self._now_s()
+        left, since = self._left.pop(client, (self._capacity, now))
+        left = min(self._capacity, left + (now - since) * self._per_s)
+        passes = left >= 1.0
+        self._left[client] = (left - 1.0 if passes else left, now)
+        if len(self._left) > MAX_CLIENTS:
+            self._left.popitem(last=False)
+        return 0.0 if passes else (1.0 - left) / self._per_s
 
 
 @contextlib.contextmanager
