@@ -16,13 +16,13 @@ from millrace.scoring.advantages.estimators import ReturnAdvantages
 from millrace.scoring.registry import resolve_scorer
 from millrace.scoring.reward_models.process import RewardModelSettings
 from millrace.scoring.reward_models.read_ahead import StepReader
-from millrace.scoring.reward_models.reading_encoder import ReadingEncoder
 from millrace.scoring.reward_models.reward_model import (
     ProcessRewardModel,
     ProcessRewardScorer,
     RewardModel,
     RewardModelScorer,
 )
+from millrace.scoring.reward_models.worker import ReadingEncoder
 from millrace.scoring.shaping.combine import combine
 
 BY_EQUALS = {"by": "delimiter", "delimiter": "="}

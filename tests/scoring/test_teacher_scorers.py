@@ -12,8 +12,7 @@ from millrace.cluster.supervision.pool import WorkerPool
 from millrace.core.errors import ScoreError, WorkerError
 from millrace.core.records import Group, Prompt, ScoreRequest, Task, TokenLogprobs, WeightUpdate
 from millrace.scoring.teachers.process import TeacherProcess
-from millrace.scoring.teachers.reference import ReferenceScorer
-from millrace.scoring.teachers.teacher import TeacherScorer, TeacherSettings
+from millrace.scoring.teachers.teacher import ReferenceScorer, TeacherScorer, TeacherSettings
 
 
 class FormulaProcess:

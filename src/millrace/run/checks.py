@@ -15,8 +15,7 @@ from millrace.scoring.registry import ScorerSpec
 from millrace.scoring.reward_models.process import RewardModelSettings
 from millrace.scoring.reward_models.reward_model import ProcessRewardModel
 from millrace.scoring.teachers.process import LogprobModelSettings
-from millrace.scoring.teachers.reference import Reference
-from millrace.scoring.teachers.teacher import SelfTeacher, Teacher
+from millrace.scoring.teachers.teacher import Reference, SelfTeacher, Teacher
 from millrace.training.losses.loss import Loss
 from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.losses.preference import PreferenceLoss

@@ -42,8 +42,7 @@ from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer
 from millrace.scoring.scorer_type import RunInfo
 from millrace.scoring.shaping.selection import ROC
 from millrace.scoring.shaping.shaping import Shaping, build_shaping
-from millrace.scoring.teachers.reference import Reference
-from millrace.scoring.teachers.teacher import SelfTeacher, Teacher
+from millrace.scoring.teachers.teacher import Reference, SelfTeacher, Teacher
 from millrace.tasks.sources import load_section, load_sources, make_stream
 from millrace.tasks.streams import TaskStream
 from millrace.training.losses.recipes import ADVANTAGES, DEFAULT, RECIPES, build_loss

@@ -20,8 +20,7 @@ from millrace.scoring.scheduling.gates import ScoreGate, check_gates, parse_gate
 from millrace.scoring.scorer_type import ScorerType
 from millrace.scoring.services.http_scorer import Http
 from millrace.scoring.services.judge import Judge
-from millrace.scoring.teachers.reference import Reference
-from millrace.scoring.teachers.teacher import SelfTeacher, Teacher
+from millrace.scoring.teachers.teacher import Reference, SelfTeacher, Teacher
 from millrace.scoring.verifiers import VERIFIERS
 
 SCORER_TYPES: dict[str, type] = {

@@ -19,15 +19,7 @@ from millrace.config.section import PositiveInt
 from millrace.core.errors import ScoreError
 from millrace.core.plugins import plugin
 from millrace.core.protocols import OnTokens
-from millrace.core.records import (
-    Episode,
-    Group,
-    Request,
-    Rollout,
-    ScorerResult,
-    Task,
-    TokenScores,
-)
+from millrace.core.records import Episode, Group, Request, Rollout, ScorerResult, Task, TokenScores
 from millrace.scoring.model_process import ModelScorer
 from millrace.scoring.reward_models.process import Head, RewardModelProcess, RewardModelSettings
 from millrace.scoring.reward_models.read_ahead import ReadAhead, StepReader

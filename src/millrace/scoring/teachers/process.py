@@ -11,13 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from millrace.cluster.messages import (
-    ScoreTokens,
-    StartTeacher,
-    Swapped,
-    SwapWeights,
-    TokensScored,
-)
+from millrace.cluster.messages import ScoreTokens, StartTeacher, Swapped, SwapWeights, TokensScored
 from millrace.config.section import Dtype, PositiveInt
 from millrace.core.errors import ConfigError, ScoreError, WorkerError
 from millrace.core.plugins import plugin

@@ -1,7 +1,10 @@
-"""The scorer types "teacher" and "self_teacher": models whose logprobs the policy distils.
+"""The scorer types "teacher", "self_teacher" and "reference": models that score sampled tokens.
 
-A teacher is a fixed model in a process of its own, or on a server (remote.py). A self-teacher is
-made of earlier versions of the policy, which it receives during the run.
+The policy distils the logprobs of teachers. A teacher is a fixed model in a process of its own, or
+on a server (remote.py). A self-teacher is made of earlier versions of the policy, which it receives
+during the run. The KL penalty of the loss compares with the reference, which runs in a process too.
+In a LoRA run without `model` it needs none: the trainer holds the starting weights beneath its
+adapter and computes the reference logprobs itself (see Trainer).
 
 Promise: teachers return no episode score, so a run with teachers alone has scores of 0. A group
 whose task a teacher does not cover gets nothing from it.
@@ -23,6 +26,7 @@ from millrace.config.section import (
 )
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import check_exactly_one, plugin
+from millrace.core.protocols import Scorer
 from millrace.core.records import (
     Group,
     Prompt,
@@ -281,3 +285,53 @@ class SelfTeacherScorer(TeacherScorer):
     async def swap(self, update: WeightUpdate) -> int:
         assert isinstance(self.model, TeacherProcess)
         return await self.model.swap(update)
+
+
+@plugin
+class Reference(LogprobModelSettings):
+    model: str | None = None
+    """Directory or hub name. Default: the model that the run starts from."""
+
+    default_name = "reference"
+
+    def check_model(self, run: RunInfo, *, name: str) -> None:
+        if self.model is not None:
+            check_same_vocabulary(self.model, run, num_top=0, name=name)
+
+    def build(
+        self, *, name: str, weight: float, calls: CallSettings, context: ScorerContext
+    ) -> Scorer:
+        run = context.run_info
+        if run.config.lora is not None and self.model is None:
+            return TrainerReference(name=name, weight=weight)
+        process = self.make_process(
+            name, model=self.model or run.config.model.path, context=context
+        )
+        return ReferenceScorer(name=name, weight=weight, model=process, timeout_s=calls.timeout_s)
+
+
+@dataclass(kw_only=True, eq=False)
+class TrainerReference:
+    """Placeholder for a reference that the trainer computes. It returns no scores."""
+
+    name: str
+    weight: float
+    token_scores_only = True
+
+    async def score(self, group: Group) -> list[ScorerResult]:
+        return [ScorerResult()] * len(group.episodes)
+
+
+class ReferenceScorer(LogprobScorer):
+    """Returns the reference model's logprob of each sampled token. The distribution is the one that
+    sampling from the reference would use: the same temperature, restricted to the same kept ids."""
+
+    async def score(self, group: Group) -> list[ScorerResult]:
+        requests = [
+            score_request_for(r, temperature=r.sampling.temperature, kept=r.kept)
+            for r in group.rollouts
+        ]
+        return await self._score(group, requests, to_scores=self._to_scores)
+
+    def _to_scores(self, found: TokenLogprobs, rollout: Rollout) -> TokenScores:
+        return TokenScores(reference_logprobs=scatter(found.logprobs, rollout))

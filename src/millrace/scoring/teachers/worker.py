@@ -18,13 +18,7 @@ from pathlib import Path
 import torch
 
 from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
-from millrace.cluster.messages import (
-    ScoreTokens,
-    StartTeacher,
-    Swapped,
-    SwapWeights,
-    TokensScored,
-)
+from millrace.cluster.messages import ScoreTokens, StartTeacher, Swapped, SwapWeights, TokensScored
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, RunFailed, WeightError
 from millrace.core.records import ScoreRequest, TokenLogprobs
