@@ -36,7 +36,7 @@ from millrace.models.directory import load_tokenizer
 from millrace.scoring.advantages.estimators import GroupAdvantages
 from millrace.scoring.functions.shipping import resolve_function
 from millrace.scoring.pool import build_scorer_pool
-from millrace.scoring.registry import ScorerSpec, function_scorer, resolve_scorer
+from millrace.scoring.registry import ScorerSpec, function_scorer, resolve_scorer, resolve_scorers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,8 +111,7 @@ def _specs(options: ReplayOptions) -> list[ScorerSpec]:
         for name in options.scores
     ]
     tables = () if options.config is None else load_config(options.config).scorers
-    specs += [resolve_scorer(row, section=f"scorers.{i}") for i, row in enumerate(tables)]
-    return specs
+    return specs + resolve_scorers(tables)
 
 
 async def _scored(lines: Sequence[Line], specs: Sequence[ScorerSpec]) -> list[Line]:

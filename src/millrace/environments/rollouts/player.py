@@ -11,13 +11,7 @@ import numpy as np
 
 from millrace.core.completions import is_complete
 from millrace.core.errors import TaskError
-from millrace.core.protocols import (
-    Engine,
-    Environment,
-    OnTokens,
-    SupportsGenerate,
-    SupportsScore,
-)
+from millrace.core.protocols import Engine, Environment, OnTokens, SupportsGenerate, SupportsScore
 from millrace.core.records import (
     Completion,
     Episode,
