@@ -17,7 +17,7 @@ from millrace.inference.backend import (
     FinishedCompletions,
     check_request,
 )
-from millrace.inference.interrupt import WeightInterrupt
+from millrace.inference.worker import WeightInterrupt
 from millrace.weights.transport import make_receiver
 
 

@@ -211,9 +211,9 @@ def test_failed_commit_leaves_no_version_until_the_next_complete_one(folders):
         engine.swap({**tensors, last: tensors[last].to("meta")}, version=2)
     assert engine.version == 1
     prepared = engine.prepare(tensors, version=2)
-    broken = [source.to("meta") for source in prepared.sources]
+    broken = [(live, new.to("meta")) for live, new in prepared.pairs]
     with pytest.raises(WeightError, match="serves nothing until a complete version"):
-        engine.commit(dataclasses.replace(prepared, sources=broken))
+        engine.commit(dataclasses.replace(prepared, pairs=broken))
     assert engine.version is None
     engine.swap(tensors, version=3)
     request = request_for(None)

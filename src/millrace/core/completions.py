@@ -213,8 +213,7 @@ def request_digest(request: Request, *, model: str | None) -> str:
 
 
 def join_streamed(tokens: Iterable[StreamedTokens]) -> dict[tuple[str, int], StreamedTokens]:
-    """All tokens of each completion, by request and member. Parts that do not follow a known one
-    are left out."""
+    """All tokens of each completion, by request and member; parts after a gap are left out."""
     parts: dict[tuple[str, int], list[StreamedTokens]] = {}
     for one in tokens:
         key = (one.request, one.member)

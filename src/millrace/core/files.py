@@ -14,7 +14,6 @@ import shutil
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
-from typing import IO
 
 from millrace.core.errors import ConfigError
 
@@ -80,19 +79,14 @@ def private_folder(parent: Path | None = None) -> Generator[Path]:
     _sweep(parent)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     try:
-        with _locked(folder):
+        # Locked before it has its name, or another process could take its owner for dead.
+        unnamed = folder / f"{_LOCK}.new"
+        with unnamed.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            unnamed.rename(folder / _LOCK)
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _locked(folder: Path) -> IO[str]:
-    # Locked before it has its name, or another process could take its owner for dead.
-    unnamed = folder / f"{_LOCK}.new"
-    file = unnamed.open("w")
-    fcntl.flock(file, fcntl.LOCK_EX)
-    unnamed.rename(folder / _LOCK)
-    return file
 
 
 def _sweep(parent: Path) -> None:

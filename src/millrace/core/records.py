@@ -217,8 +217,7 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenScores:
-    """One scorer's output for the tokens of one rollout. Copied to the Rollout fields of the same
-    name."""
+    """One scorer's output for the tokens of a rollout, for the Rollout fields of the same name."""
 
     rewards: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None

@@ -112,8 +112,7 @@ class EngineCore(Protocol):
         ...
 
     def interrupt(self) -> list[FinishedCompletions]:
-        """End all running requests as "interrupt", to be resumed here or elsewhere. Needs
-        Capability.PARTIALS."""
+        """End all running requests as "interrupt", to be resumed. Needs Capability.PARTIALS."""
         ...
 
     def preempt_all(self) -> list[FinishedCompletions]:
@@ -159,9 +158,8 @@ class EmbeddedBackend:
     # Prompt tokens in one forward pass; longer prompts are prefilled in chunks. By default 2048 on
     # a CPU and 16384 on a GPU.
     prefill_tokens: PositiveInt | None = None
-    block_tokens: PositiveInt = (
-        16  # per KV block: smaller blocks share more, larger ones need less lookup
-    )
+    # Per KV block: smaller blocks share more, larger ones need less lookup.
+    block_tokens: PositiveInt = 16
     # Per launch on the device: more steps hide its latency, fewer notice new requests and weights
     # sooner. By default 1 on a CPU and 32 on a GPU.
     decode_steps: PositiveInt | None = None

@@ -121,8 +121,7 @@ class EnginePool:
     async def join(
         self, engine: Engine, *, prepare: Callable[[Engine], Awaitable[object]] | None
     ) -> None:
-        """Add an engine. It receives requests once `prepare`, if given, has brought it the newest
-        weights."""
+        """Add an engine. It gets requests once `prepare`, if any, has sent the newest weights."""
         entry = _PoolEntry(engine=engine, serves=False)
         self._entries.append(entry)
         try:

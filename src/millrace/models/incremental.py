@@ -48,8 +48,7 @@ class SequenceKv:
 
 
 class SequenceKvCache:
-    """An LRU cache of SequenceKv by their tokens, bounded by a number of tokens. Used by one
-    thread."""
+    """An LRU cache of SequenceKv by their tokens, of at most max_tokens. Used by one thread."""
 
     def __init__(self, *, max_tokens: int) -> None:
         self.num_tokens = 0

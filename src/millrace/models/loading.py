@@ -134,8 +134,7 @@ def write_model(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: P
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor], *, version: int) -> None:
-    """Replace the file at `path` by these weights, completely or not at all, even if the machine
-    crashes."""
+    """Replace the file at `path`, completely or not at all, even if the machine crashes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

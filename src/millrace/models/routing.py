@@ -126,8 +126,6 @@ class _Replayed:
 
 
 class _TopkResult(NamedTuple):
-    """The result of a topk."""
-
     values: Tensor
     indices: Tensor
 
@@ -230,9 +228,7 @@ class _CallRecorder(TorchFunctionMode):
     ) -> None:
         self._running.append(module)
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        tensors = [
-            tensor for tensor in tensors if tensor.ndim == 2 and len(tensor) == _PROBE_TOKENS
-        ]
+        tensors = [t for t in tensors if t.ndim == 2 and len(t) == _PROBE_TOKENS]
         integers = [t for t in tensors if t.dtype in (torch.int64, torch.int32)]
         if not integers:
             return

@@ -117,10 +117,7 @@ def _attend_to_self(
 def register_attention(name: str, function: Callable[..., tuple[Tensor, Any]]) -> None:
     """Make an attention function, which needs no mask, known to transformers."""
     AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, _no_mask)
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None: ...
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
 
 
 register_attention(PROBE_ATTENTION, _attend_to_self)

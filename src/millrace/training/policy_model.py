@@ -29,9 +29,8 @@ from transformers import PreTrainedModel
 
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.models.attention.layout import PackedLayout
-from millrace.models.fused_logprobs import chunked_distributions
 from millrace.models.loading import hidden_states, write_model
-from millrace.models.logprobs import KeptRows
+from millrace.models.logprobs import KeptRows, chunked_distributions
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.routing import RouteReplay
 from millrace.training.checkpoints.snapshot import Write, host_copy

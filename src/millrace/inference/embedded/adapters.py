@@ -207,13 +207,11 @@ class AdapterMerger:
     def prepare(
         self, tensors: Mapping[str, Tensor], *, live: Mapping[str, Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of each `live` weight that an adapter with these tensors changes, and its new
-        value."""
+        """Pairs of each `live` weight that an adapter of these tensors changes, and its value."""
         is_dora, scale = self.adapter.is_dora, self.adapter.scale
         pairs: list[tuple[Tensor, Tensor]] = []
         for layer, base in self._bases.items():
-            factors = factors_of(tensors, layer, dora=is_dora)
-            factors = factors.to(base.device, torch.float32)
+            factors = factors_of(tensors, layer, dora=is_dora).to(base.device, torch.float32)
             value = merged(base, factors, scale=scale).to(base.dtype)
             pairs.append((live[f"{layer}.weight"], value))
         return pairs

@@ -18,12 +18,7 @@ from millrace.inference.embedded.kv.cache import block_bytes
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION, measure_kv
 from millrace.inference.embedded.parts import EngineSizes
 from millrace.models.directory import context_limit, load_tokenizer
-from millrace.models.loading import (
-    load_model,
-    resolve_device,
-    resolve_dtype,
-    stop_token_ids,
-)
+from millrace.models.loading import load_model, resolve_device, resolve_dtype, stop_token_ids
 from millrace.models.lora.factors import Adapter, adapter_of
 from millrace.models.lora.folders import read_checkpoint, read_resident
 from millrace.models.routing import Routing, find_routing

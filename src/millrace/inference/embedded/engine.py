@@ -267,22 +267,20 @@ class EmbeddedEngine:
             hidden = self._runner.forward(plan)
         except torch.OutOfMemoryError:
             # The pass changed no bookkeeping, so it is planned again with a smaller prefill.
-            self._make_room(plan)
+            if not self._scheduler.shrink_prefill():
+                raise RunFailed(
+                    f"A forward pass over {int(plan.counts.sum())} tokens does not fit into the"
+                    f" memory of {self._model.device}; lower engine.options.kv_bytes or"
+                    " engine.max_sequences."
+                ) from None
+            if self._model.device.type == "cuda":
+                torch.cuda.empty_cache()
             return
         self._num_prefilled += int(plan.counts[plan.num_single :].sum())
         slots, rows = self._scheduler.complete(plan)
         if len(slots):
             self._sample(slots, hidden=hidden, rows=rows)
             self._end_sequences(slots)
-
-    def _make_room(self, plan: BatchPlan) -> None:
-        if not self._scheduler.shrink_prefill():
-            raise RunFailed(
-                f"A forward pass over {int(plan.counts.sum())} tokens does not fit into the memory"
-                f" of {self._model.device}; lower engine.options.kv_bytes or engine.max_sequences."
-            ) from None
-        if self._model.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _decode(self, decode_loop: DecodeLoop, *, should_stop: Callable[[], bool]) -> None:
         plan = self._scheduler.plan_decode(max_steps=self._num_steps(decode_loop))

@@ -24,8 +24,7 @@ class PreparedWeights:
     """A complete version on the engine's device, to be committed or dropped. Several may exist."""
 
     version: int
-    targets: list[Tensor]  # the live tensors
-    sources: list[Tensor]  # their new values, in the same order
+    pairs: list[tuple[Tensor, Tensor]]  # live tensors, and their new values
 
 
 class LiveWeights:
@@ -66,14 +65,13 @@ class LiveWeights:
             raise WeightError(
                 f"Version {version} cannot be prepared ({error}); the engine keeps its weights."
             ) from error
-        targets, sources = (list(side) for side in zip(*pairs, strict=True))
-        return PreparedWeights(version=version, targets=targets, sources=sources)
+        return PreparedWeights(version=version, pairs=pairs)
 
     def commit(self, prepared: PreparedWeights) -> None:
         self.version = None
         try:
-            pairs = list(zip(prepared.targets, prepared.sources, strict=True))
-            for dtype in {target.dtype for target in prepared.targets}:  # a launch for each
+            pairs = prepared.pairs
+            for dtype in {target.dtype for target, _ in pairs}:  # a launch for each
                 targets, sources = zip(*(p for p in pairs if p[0].dtype == dtype), strict=True)
                 torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage] - no public name
                     targets, sources

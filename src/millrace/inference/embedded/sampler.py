@@ -56,8 +56,7 @@ def signed(x: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplingBatch:
-    """How to draw each row. The host's knowledge about all rows saves work; the defaults are
-    always right."""
+    """How to draw each row. What the host knows saves work; the defaults are always right."""
 
     temperatures: Tensor  # [N] float32; 0 = greedy
     top_k: Tensor  # [N] int64; 0 = off

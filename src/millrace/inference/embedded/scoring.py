@@ -108,8 +108,7 @@ def _chunk_scores(
     num_known: int | None,
     wants_entropies: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logprobs of the targets [n], ids and logprobs of the top tokens [n, K], and entropies [n] if
-    wanted."""
+    """Logprobs of targets [n], ids and logprobs of top tokens [n, K], entropies [n] if wanted."""
     scaled = logits / temperatures[:, None]
     if kept is not None:
         scaled = scaled.masked_fill(~kept.allowed(logits.shape[-1]), -torch.inf)

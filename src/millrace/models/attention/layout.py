@@ -27,8 +27,7 @@ _TREE_ROWS = 128  # families of at most this size are computed whole, with a mas
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Block:
-    """b rectangles of Q queries and K keys. Without a mask query i attends to keys up to
-    K - Q + i."""
+    """b rectangles of Q queries and K keys. Without a mask query i attends to keys to K - Q + i."""
 
     shape: tuple[int, int, int]  # b, Q, K
     mask: "TreeMask | None" = None

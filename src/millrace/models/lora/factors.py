@@ -66,11 +66,9 @@ class Adapter:
 
 def adapter_of(model: PreTrainedModel, lora: LoraConfig) -> Adapter:
     """The adapter that these settings describe, without tensors."""
-    linears = adapted_linears(model, lora)
+    layers = adapted_linears(model, lora).items()
     return Adapter(
-        layers={
-            name: (linear.out_features, linear.in_features) for name, linear in linears.items()
-        },
+        layers={name: (layer.out_features, layer.in_features) for name, layer in layers},
         rank=lora.rank,
         scale=scale_of(lora.alpha, rank=lora.rank, rslora=lora.rslora),
         is_dora=lora.dora,
@@ -97,23 +95,18 @@ def adapted_linears(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Li
         )
     if ALL_LINEAR in lora.target_modules:
         return linears
+    chosen: set[str] = set()
     for target in lora.target_modules:
-        if not any(_matches(name, target) for name in linears):
+        # PEFT's own rule for a list of names.
+        found = {name for name in linears if name == target or name.endswith(f".{target}")}
+        chosen |= found
+        if not found:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
             raise ConfigError(
                 f"lora.target_modules has {target!r}, which is not an adaptable layer; this model"
                 f" has {known}."
             )
-    return {
-        name: linear
-        for name, linear in linears.items()
-        if any(_matches(name, target) for target in lora.target_modules)
-    }
-
-
-def _matches(name: str, target: str) -> bool:
-    """PEFT's own rule for a list of names."""
-    return name == target or name.endswith(f".{target}")
+    return {name: linear for name, linear in linears.items() if name in chosen}
 
 
 def tensor_names(layer: str, *, dora: bool) -> tuple[str, ...]:

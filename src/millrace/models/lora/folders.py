@@ -5,7 +5,6 @@ that names it.
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,26 +134,21 @@ def read_resident(name: str, folder: Path, *, model: PreTrainedModel) -> Adapter
         is_dora=bool(saved.get("use_dora")),
         tensors=tensors,
     )
-    _check_tensors(setting, tensors, expected=adapter.shapes())
-    return adapter
-
-
-def _check_tensors(
-    setting: str, tensors: Mapping[str, Tensor], *, expected: Mapping[str, tuple[int, ...]]
-) -> None:
-    for name in sorted(tensors.keys() | expected.keys()):
-        if name not in expected:
+    expected = adapter.shapes()
+    for tensor in sorted(tensors.keys() | expected.keys()):
+        if tensor not in expected:
             raise ConfigError(
-                f"{setting} has the tensor {name!r}, which does not belong to LoRA or DoRA;"
+                f"{setting} has the tensor {tensor!r}, which does not belong to LoRA or DoRA;"
                 " only those can be served."
             )
-        if name not in tensors:
-            raise ConfigError(f"{setting} lacks the tensor {name!r}; save the adapter again.")
-        if tensors[name].shape != expected[name]:
+        if tensor not in tensors:
+            raise ConfigError(f"{setting} lacks the tensor {tensor!r}; save the adapter again.")
+        if tensors[tensor].shape != expected[tensor]:
             raise ConfigError(
-                f"{setting} has {name!r} as {tuple(tensors[name].shape)}, where this model needs"
-                f" {expected[name]}; use an adapter that was trained on this model."
+                f"{setting} has {tensor!r} as {tuple(tensors[tensor].shape)}, where this model"
+                f" needs {expected[tensor]}; use an adapter that was trained on this model."
             )
+    return adapter
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -25,8 +25,7 @@ class TrainedAdapter:
     """An adapter in a model whose base weights are frozen. Used by one thread."""
 
     def __init__(self, model: PreTrainedModel, lora: LoraConfig, *, model_path: str) -> None:
-        """Add an adapter to `model`, loaded from `model_path`. B is zero, so its output is
-        unchanged."""
+        """Add an adapter to `model`, loaded from `model_path`. B is 0: its output is unchanged."""
         require_peft()
         import peft
 

@@ -158,13 +158,8 @@ def fuse_projections(model: PreTrainedModel) -> None:
 def _can_fuse(parts: list[Any]) -> bool:
     if not all(type(part) is nn.Linear for part in parts):
         return False
-    first = parts[0]
-    return all(
-        part.in_features == first.in_features
-        and part.weight.dtype == first.weight.dtype
-        and (part.bias is None) == (first.bias is None)
-        for part in parts
-    )
+    kinds = {(part.in_features, part.weight.dtype, part.bias is None) for part in parts}
+    return len(kinds) == 1
 
 
 def _fuse(module: nn.Module, names: tuple[str, ...], parts: list[nn.Linear]) -> None:

@@ -15,6 +15,7 @@ device works, and when it arrives, never while it decodes. The engine's thread c
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 import xxhash
@@ -161,12 +162,7 @@ class PrefixCache:
 
     def _known(self, digests: list[bytes]) -> np.ndarray:
         """[B] blocks of the longest cached run of these digests, from the first one on."""
-        entries = []
-        for digest in digests:
-            entry = self._index.get(digest)
-            if entry is None:
-                break
-            entries.append(entry)
+        entries = list(takewhile(bool, map(self._index.get, digests)))
         blocks, content_ids = np.array(entries, dtype=np.int64).reshape(-1, 2).T
         gone = np.flatnonzero(self._pool.content_ids[blocks] != content_ids)
         return blocks[: gone[0]] if len(gone) else blocks

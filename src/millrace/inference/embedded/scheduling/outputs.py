@@ -13,7 +13,6 @@ nothing. The engine's thread calls everything, between two forward passes.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -51,7 +50,7 @@ class StopRules:
 
     def text(self, sampled: np.ndarray, stop: tuple[str, ...]) -> str:
         """The sampled tokens [N] as text, up to the first stop string."""
-        if len(sampled) and self.is_eos(sampled[-1:])[0]:
+        if self.is_eos(sampled[-1:]).any():
             sampled = sampled[:-1]
         text = self._decode(sampled)
         return text[: min((text.find(s) for s in stop if s in text), default=None)]
@@ -89,9 +88,8 @@ class StopRules:
     def finish_on_arrival(self, sequence: Sequence, *, max_context: int) -> Finish | None:
         """How a partial completion had already ended when it arrived; None if it had not."""
         sampled, sampling = sequence.tokens[sequence.num_prompt :], sequence.request.sampling
-        if len(sampled) and self.is_eos(sampled[-1:])[0]:
-            return "stop"
-        if sampling.stop and self.ends_in_stop_string(sampled, sampling.stop):
+        has_stop = bool(sampling.stop) and self.ends_in_stop_string(sampled, sampling.stop)
+        if has_stop or self.is_eos(sampled[-1:]).any():
             return "stop"
         is_full = len(sequence.tokens) >= max_context
         return "length" if is_full or len(sampled) >= sampling.max_new_tokens else None
@@ -163,48 +161,41 @@ class OutputProcessor:
         ]
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class _Stream:
-    sequence: Sequence
-    num_sent: int  # of its sampled tokens
-
-
 class ChunkStreams:
     """Cuts new tokens of streaming requests into chunks."""
 
     def __init__(self, slots: BatchSlots) -> None:
         self._slots = slots
         # By request; those that are coalesced apart, because each step looks at the others.
-        self._open: dict[bool, dict[str, list[_Stream]]] = {False: {}, True: {}}
+        self._open: dict[bool, dict[str, list[Sequence]]] = {False: {}, True: {}}
 
     def open(self, sequences: Iterable[Sequence]) -> None:
         """Stream the tokens that these sequences of one request sample from now on."""
         for sequence in sequences:
-            num_sent = len(sequence.tokens) - sequence.num_prompt
+            sequence.num_streamed = len(sequence.tokens) - sequence.num_prompt
             streams = self._open[sequence.request.coalesce]
-            stream = _Stream(sequence=sequence, num_sent=num_sent)
-            streams.setdefault(sequence.request.id, []).append(stream)
+            streams.setdefault(sequence.request.id, []).append(sequence)
 
     def take(self, *, coalesced: bool) -> dict[str, list[CompletionChunk]]:
         chunks: dict[str, list[CompletionChunk]] = {}
-        unfinished: dict[str, list[_Stream]] = {}
+        unfinished: dict[str, list[Sequence]] = {}
         for id, streams in self._open[coalesced].items():
-            left = [stream for stream in streams if stream.sequence.finish is None]
+            left = [sequence for sequence in streams if sequence.finish is None]
             if left:
                 unfinished[id] = left
             if left or not coalesced:
-                chunks[id] = [chunk for stream in streams if (chunk := self._chunk(stream))]
+                chunks[id] = [chunk for sequence in streams if (chunk := self._chunk(sequence))]
         self._open[coalesced] = unfinished
         return {id: new for id, new in chunks.items() if new}
 
-    def _chunk(self, stream: _Stream) -> CompletionChunk | None:
-        sequence, start = stream.sequence, stream.num_sent
+    def _chunk(self, sequence: Sequence) -> CompletionChunk | None:
+        start = sequence.num_streamed
         tokens, logprobs, versions = self._slots.sampled_by(sequence)
         if len(tokens) - start < sequence.request.min_chunk_tokens and sequence.finish is None:
             return None
         if sequence.request.coalesce and len(tokens) == start:
             return None
-        stream.num_sent = len(tokens)
+        sequence.num_streamed = len(tokens)
         truncates = sequence.request.sampling.truncates
         return CompletionChunk(
             member=sequence.member,

@@ -98,6 +98,7 @@ class Sequence:
     kv_history: KVHistory = ()
     guide: GrammarMatcher | None = None  # of the request's grammar
     finish: Finish | None = None  # once it has ended
+    num_streamed: int = 0  # if it streams: sampled tokens that chunks have, or that it came with
 
     @property
     def num_prompt(self) -> int:
@@ -202,14 +203,11 @@ def check_request(request: Request, *, max_context: int, vocab_size: int) -> Non
             f"Request {request.id!r} needs n and max_new_tokens of at least 1, and no empty"
             f" stop string; it has {request.n}, {sampling.max_new_tokens}, {sampling.stop}."
         )
-    if request.partial is not None:
-        _check_partial(request, request.partial)
-
-
-def _check_partial(request: Request, partial: Completion) -> None:
+    if (partial := request.partial) is None:
+        return
     if request.n != 1:
         raise TaskError(f"Request {request.id!r} resumes one completion but asks {request.n}.")
-    if request.sampling.truncates != (partial.kept is not None) and len(partial.tokens):
+    if sampling.truncates != (partial.kept is not None) and len(partial.tokens):
         raise TaskError(
             f"Request {request.id!r} resumes a completion that was sampled with other"
             " truncation; resume it with the settings it began with."
