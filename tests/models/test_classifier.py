@@ -11,9 +11,14 @@ from tiny_model import make_tiny_model
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from millrace.core.errors import ConfigError
-from millrace.models import incremental
-from millrace.models.classifier import Classifier, ClassifierInput, load_classifier
-from millrace.models.incremental import SequenceKv, SequenceKvCache
+from millrace.models import classifier as module
+from millrace.models.classifier import (
+    Classifier,
+    ClassifierInput,
+    SequenceKv,
+    SequenceKvCache,
+    load_classifier,
+)
 
 CLASSES = {
     "sequence": AutoModelForSequenceClassification,
@@ -98,7 +103,7 @@ def test_a_sequence_can_grow_token_by_token(tmp_path, monkeypatch):
     path = make_tiny_classifier(tmp_path, head="token", num_labels=2)
     classifier = load(path, "token", label=1)
     tokens, states, found = SEQUENCES[2], None, []
-    monkeypatch.setattr(incremental, "_FIRST_CAPACITY", 3)  # so that it fills again and again
+    monkeypatch.setattr(module, "_FIRST_CAPACITY", 3)  # so that it fills again and again
     for end in range(len(tokens)):
         one_input = ClassifierInput(tokens=tokens[: end + 1], ends=[end], past=states, keep=True)
         ((values, states),) = classifier.values([one_input])

@@ -191,8 +191,7 @@ class Selection(Protocol):
 
 
 class Sampler(Protocol):
-    """Chooses which of the waiting groups are trained next. It must be quick: the controller's
-    event loop calls it."""
+    """Chooses which waiting groups are trained next. The event loop calls it: it must be quick."""
 
     def num_needed(self, n: int) -> int:
         """Waiting groups among which a choice of n makes sense. A run that can never have that many

@@ -204,11 +204,9 @@ class EngineWorker(ModelWorker):
         """Whether a launch of the decode loop should end early: weights are staged, or a call other
         than Generate waits. Staging of new weights starts here, while the launch continues."""
         while (call := self._link.receive(0)) is not None:
-            if (
-                isinstance(call.message, messages.SwapWeights)
-                and not self._interrupt.needs_announcement
-            ):
-                self._stage(call.message.update, call)
+            message, may_stage = call.message, not self._interrupt.needs_announcement
+            if may_stage and isinstance(message, messages.SwapWeights):
+                self._stage(message.update, call)
             else:
                 self._arrived.append(call)
         has_urgent = any(not isinstance(call.message, messages.Generate) for call in self._arrived)

@@ -32,8 +32,7 @@ def load_model(
     attention: str,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model at `path` (directory or hub name) in eval mode. `attention` is a name registered
-    with transformers' AttentionInterface."""
+    """The model at `path`, a directory or hub name, in eval mode, with a registered attention."""
     model = load_pretrained(
         AutoModelForCausalLM,
         path,

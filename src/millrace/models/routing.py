@@ -164,8 +164,7 @@ def _forward_with_override(router: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def find_routing(model: PreTrainedModel) -> Routing | None:
-    """The routers of a model; None for a dense model. Raises ConfigError if it has experts whose
-    routers cannot be found."""
+    """The routers; None for a dense model. Raises ConfigError if routers cannot be found."""
     calls = _calls(model)
     if not calls and not any("expert" in name for name, _ in model.named_modules()):
         return None

@@ -65,12 +65,11 @@ class AdaptedProduct:
         self, slot: AdapterSlot, tensors: Mapping[str, Tensor], *, weights: Mapping[str, Tensor]
     ) -> None:
         """Lay out an adapter with these `tensors`, for a model with these `weights`."""
+        scale = slot.adapter.scale
         for layer, rows, columns in self._layers_of(slot):
             factors = factors_of(tensors, layer, dora=False)
             self.a[columns].copy_(factors.a, non_blocking=True)
-            b = factors.b
-            if slot.adapter.scale != 1.0:
-                b = b.float() * slot.adapter.scale
+            b = factors.b if scale == 1.0 else factors.b.float() * scale
             self.b[rows, columns].copy_(b, non_blocking=True)
         self.write_gains(slot, tensors, weights=weights)
 

@@ -22,9 +22,8 @@ from millrace.core.errors import ScoreError
 from millrace.core.records import Message, Prompt
 from millrace.core.spans import Timeline
 from millrace.inference.model_worker import PROGRESS_S, ModelWorker
-from millrace.models.classifier import ClassifierInput, load_classifier
+from millrace.models.classifier import ClassifierInput, SequenceKvCache, load_classifier
 from millrace.models.directory import load_tokenizer
-from millrace.models.incremental import SequenceKvCache
 from millrace.models.loading import resolve_device, resolve_dtype
 from millrace.scoring.reward_models.process import RewardModelSettings, Template
 

@@ -62,8 +62,7 @@ class Scheduler:
         self.waiting.add(leader)
 
     def plan(self, *, prefill_only: bool = False) -> BatchPlan | None:
-        """The next forward pass, or its prefill, if a decode loop does the rest; None if there is
-        nothing to compute."""
+        """The next pass, or its prefill if a decode loop does the rest; None without work."""
         self._free_blocks_for_writes()
         self._admit()
         slots = np.flatnonzero(self._slots.occupied)
