@@ -107,7 +107,8 @@ def test_engine_with_half_merged_adapter_serves_nothing_until_next_version():
     engine.add_request(make_request())
     engine.step()
     prepared = engine.prepare(adapter_for(engine, seed=1), version=1)
-    prepared.sources[-1] = prepared.sources[-1].to("meta")  # has no data to copy
+    live, new = prepared.pairs[-1]
+    prepared.pairs[-1] = live, new.to("meta")  # has no data to copy
     with pytest.raises(WeightError, match="serves nothing until a complete version"):
         engine.commit(prepared)
     assert engine.version is None
