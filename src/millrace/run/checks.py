@@ -164,11 +164,9 @@ def _joining(config: RunConfig) -> None:
 
 
 def _placement(config: RunConfig) -> None:
-    placement = config.placement
-    if len(placement.trainer) > 1:
+    if (num_devices := len(config.placement.trainer)) > 1:
         raise ConfigError(
-            f"placement.trainer names {len(placement.trainer)} devices, and the trainer runs on"
-            " one; keep one."
+            f"placement.trainer names {num_devices} devices, and the trainer runs on one; keep one."
         )
 
 

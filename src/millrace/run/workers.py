@@ -64,17 +64,12 @@ class RunWorkers:
         self.models = {name: EnginePool(replaces=True) for name in config.environment.models}
         """Models besides the policy, by name; their weights never change."""
         self._trainer = _TrainerReplica(self)
-        self._rollout_engines: list[str] = []  # names
+        self.engine_names: list[str] = []  # engines of the rollouts, serving or restarting
         self._numbers = itertools.count(config.engine.count + config.engine.remote)
 
     @property
     def trainer(self) -> TrainerGroup:
         return self._trainer.trainer
-
-    @property
-    def engine_names(self) -> list[str]:
-        """Engines of the rollouts, serving or restarting."""
-        return list(self._rollout_engines)
 
     async def start(self, *others: Coroutine[Any, Any, object]) -> None:
         """Start all workers concurrently, and run `others` beside them."""
@@ -84,7 +79,7 @@ class RunWorkers:
         async with asyncio.TaskGroup() as starting:
             for i in range(num_local + num_remote):
                 name, is_remote = f"engine-{i}", i >= num_local
-                self._rollout_engines.append(name)
+                self.engine_names.append(name)
                 start = self._start_remote if is_remote else self._start_local
                 engine = self._replica(name, self.engines, start)
                 starting.create_task(add(engine, policy=joining if is_remote else None))
@@ -107,12 +102,12 @@ class RunWorkers:
         name = f"engine-{next(self._numbers)}"
         engine = self._replica(name, self.engines, self._start_local, joins_late=True)
         await self.worker_pool.add(engine)
-        self._rollout_engines.append(name)
+        self.engine_names.append(name)
         return name
 
     async def remove_engine(self, name: str) -> None:
         """Let an engine finish its sequences, then stop it for good."""
-        names = self._rollout_engines
+        names = self.engine_names
         if name not in names:
             raise ConfigError(
                 f"The run has no engine {name!r}; its engines are {', '.join(names)}."

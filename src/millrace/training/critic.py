@@ -125,7 +125,7 @@ class Critic(TrainableModel):
         *,
         estimator: GaeEstimator,
         learning_rate: float,
-        warmup_steps: int = 0,  # in which the policy does not learn
+        warmup_steps: int = 0,
         value_clip: float | None = None,  # PPO value clip; None disables it
         loss_weight: float = 0.5,
         settings: TrainSettings,
@@ -137,15 +137,11 @@ class Critic(TrainableModel):
         )
         self._estimator = estimator
         self._learning_rate = learning_rate
-        self._warmup_steps = warmup_steps
+        self.warmup_steps = warmup_steps  # in which only the critic learns
         self._value_clip = value_clip
         self._loss_weight = loss_weight
         self._value_metrics: dict[str, float] = {}  # of the step's batches
         self._updates: list[dict[str, float]] = []  # metrics of each update of the step
-
-    def is_warming_up(self, step: int) -> bool:
-        """Whether only the critic learns in this step; `step` counts from 0."""
-        return step < self._warmup_steps
 
     def estimate_advantages(self, batches: Sequence[Batch]) -> tuple[Batch, ...]:
         """The batches of a step with advantages, values and returns; called before its updates."""
@@ -154,8 +150,7 @@ class Critic(TrainableModel):
         return self._estimator.normalized(estimated)
 
     def update(self, batch: Batch) -> bool:
-        """Run one optimizer update towards the returns of an estimated batch. Returns False, and
-        changes nothing, if the gradient is not finite."""
+        """Update once towards the returns; False, and no change, if the gradient is not finite."""
         gradient = self.clipped_gradient(batch, lambda part: self.value_loss(part, batch))
         if not gradient.is_finite:
             return False

@@ -48,8 +48,7 @@ class StepsOnRecord:
     def __init__(
         self, redo: Callable[..., AsyncIterator[tuple[int, Batches]]], *, version: int
     ) -> None:
-        """`redo`: reads the steps from `after` (excluded) `through` a version. `version`: the
-        trainer's at the start."""
+        """`redo` reads the steps `after` a version `through` another; `version`: the trainer's."""
         self._redo = redo
         self._version = version
 
@@ -133,8 +132,7 @@ class TrainerGroup:
         self._unreleased: list[WeightUpdate] = []  # published by the present group
 
     async def step(self, batch: Batch, *more: Batch, version: int) -> Stepped:
-        """Run one optimizer update for each batch. The weights become `version` and are published
-        in the background."""
+        """Update on each batch; the weights become `version`, published in the background."""
         step = TrainStep(batch=batch, version=version, more=more)
         reply = await self._call(step, timeout_s=self._step_timeout_s)
         assert isinstance(reply, Stepped)

@@ -98,8 +98,7 @@ class TrainableModel:
 
     @torch.no_grad()
     def annotate(self, batch: Batch, compute: Callable[[Microbatch], Microbatch]) -> Batch:
-        """The batch with each microbatch replaced by what `compute` makes of it, without a
-        gradient. Microbatches that do not fit into memory are split."""
+        """Replace each microbatch by compute() of it, without a gradient; large ones are split."""
         parts, _ = self._in_parts(batch, compute)
         return replace(batch, microbatches=tuple(parts))
 
@@ -213,11 +212,8 @@ class PolicyModel(TrainableModel):
         super().__init__(module, module, settings=settings, on_forward=on_forward)
         self._adapter = adapter
         self._replay = replay
+        self.replays_routes = replay is not None
         self._logprob_chunk = logprob_chunk
-
-    @property
-    def replays_routes(self) -> bool:
-        return self._replay is not None
 
     def logprobs(
         self, microbatch: Microbatch, *, topk_ids: np.ndarray | None = None

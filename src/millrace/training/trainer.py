@@ -132,7 +132,7 @@ class Trainer:
 
     @property
     def _is_critic_warmup(self) -> bool:
-        return self._critic is not None and self._critic.is_warming_up(self.steps_done)
+        return self._critic is not None and self.steps_done < self._critic.warmup_steps
 
     def _with_logprobs(self, batches: tuple[Batch, ...]) -> tuple[tuple[Batch, ...], int]:
         """The batches with the proximal and reference logprobs that the loss needs, and how many

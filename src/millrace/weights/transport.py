@@ -22,8 +22,7 @@ from millrace.weights.transports.shm import ShmRecvBackend, ShmSendBackend
 def resolve_transport(
     transport: str, *, device: torch.device, engine_device: torch.device, is_one_host: bool
 ) -> str:
-    """The transport that "auto" stands for; other names are returned as they are. `device` is the
-    trainer's own."""
+    """What "auto" stands for; other names are returned as they are. `device`: the trainer's."""
     if transport != "auto":
         return transport
     if not is_one_host:

@@ -86,8 +86,7 @@ class FaultInjector:
         self._hanging: dict[int, TargetProcess] = {}  # by index in kills, until the run notices
 
     def inject(self, num_kills: int, *, step_s: float, seed: int) -> None:
-        """Kill processes until the run has finished; raises Stuck if it does not. `step_s`: the
-        duration of an undisturbed step."""
+        """Kill processes until the run ends; raises Stuck if it does not. `step_s`: undisturbed."""
         for plan in plans(num_kills, steps=self._target.steps, seed=seed):
             if self._wait(plan, step_s=step_s):
                 self._execute(plan)
@@ -191,4 +190,5 @@ class FaultInjector:
             time.sleep(LOOK_S)
 
     def _stuck(self, what: str) -> Stuck:
-        return Stuck(f"{what} The end of its output:\n{self._target.last_output}")
+        lines = self._target.console.read_text(errors="replace").splitlines()
+        return Stuck("\n".join([f"{what} The end of its output:", *lines[-20:]]))

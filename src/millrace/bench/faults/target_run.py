@@ -163,10 +163,6 @@ class TargetRun:
         assert self._process is not None
         return self._process.poll()
 
-    @property
-    def last_output(self) -> str:
-        return "\n".join(self.console.read_text(errors="replace").splitlines()[-20:])
-
     def live_processes(self) -> list[TargetProcess]:
         """The controller and its workers that are alive."""
         if self.exit_code is not None:
@@ -194,11 +190,9 @@ class StepSeen:
 
 
 class RunChecker:
-    """Watches a run from outside: when each step was done, and with which groups.
-
-    It reads metrics.jsonl and one episode of each group in rollouts/. The journal writes neither,
-    so the checker can contradict it. Called from one thread, from time to time.
-    """
+    """Watches a run from outside: when each step was done, and with which groups. It reads
+    metrics.jsonl and one episode of each group in rollouts/. The journal writes neither, so the
+    checker can contradict it. Called from one thread, from time to time."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir

@@ -38,12 +38,10 @@ SendTo = Callable[[Message], Awaitable[None]]
 
 @dataclass(kw_only=True, eq=False)
 class JoinedProcess:
-    """The process of a worker on another host; created when the host is admitted.
-
-    No signal reaches it, and its exit status is unknown here. Its end shows in one of three ways:
-    its host reports it, its connection is gone when the next heartbeat is sent, or it does not
-    answer heartbeats for too long. Promise: one of the three happens, so exited() returns.
-    """
+    """The process of a worker on another host; created when the host is admitted. No signal reaches
+    it, and its exit status is unknown here. Its end shows in one of three ways: its host reports
+    it, its connection is gone when the next heartbeat is sent, or it does not answer heartbeats for
+    too long. Promise: one of the three happens, so exited() returns."""
 
     name: str
     host: str

@@ -39,7 +39,12 @@ class JoinTicket(
 @contextlib.contextmanager
 def ticket_file(ticket: JoinTicket, path: Path) -> Iterator[None]:
     """Keep the ticket at `path` while the context lasts."""
-    _check_path(path)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        # An existing file may only be the ticket of a run that was killed.
+        if path.is_dir() or _decode(path.read_bytes()) is None:
+            raise ConfigError(
+                f"cluster.ticket = {str(path)!r} exists and is not a ticket; choose another path."
+            )
     text = msgspec.json.format(msgspec.json.encode(ticket), indent=2) + b"\n"
     try:
         _write_privately(path, text)
@@ -77,15 +82,6 @@ def read_ticket(path: Path) -> JoinTicket:
             f"{str(path)!r} is not a complete ticket; copy it again from the run's cluster.ticket."
         )
     return ticket
-
-
-def _check_path(path: Path) -> None:
-    """An existing file may only be the ticket of a run that was killed."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        if path.is_dir() or _decode(path.read_bytes()) is None:
-            raise ConfigError(
-                f"cluster.ticket = {str(path)!r} exists and is not a ticket; choose another path."
-            )
 
 
 def _decode(data: bytes) -> JoinTicket | None:

@@ -134,8 +134,7 @@ class SkippedSteps:
 
 
 def _rows(group: Group) -> Iterator[dict[str, Any]]:
-    """One row per rollout; arrays have one value per token, and `sampled` marks trained tokens. NaN
-    becomes null."""
+    """One per rollout; arrays are by token, `sampled` marks trained tokens. NaN becomes null."""
     by_token = iter(group.token_advantages or ())
     for index, episode in enumerate(group.episodes):
         for rollout in episode.rollouts:

@@ -92,9 +92,7 @@ class TraceWriter:
 
 def _condensed(spans: Iterable[Span]) -> Iterator[Span]:
     """Join large batches by activity: durations stay exact, the order within a batch is lost.
-
-    A worker that changes its activity hundreds of times a second would fill the disk otherwise.
-    """
+    A worker that changes its activity hundreds of times a second would fill the disk otherwise."""
     by_worker: dict[str, list[Span]] = {}
     for span in spans:
         by_worker.setdefault(span.worker, []).append(span)

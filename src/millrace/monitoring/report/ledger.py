@@ -66,7 +66,9 @@ def _rows(report: LedgerReport) -> Iterator[tuple[str, int, str]]:
     ledger = report.ledger
     yield "issued", ledger.next_number, f"0-{ledger.next_number - 1}" if ledger.next_number else ""
     trained = _ranges(report.closed.get(TRAINED, []))
-    steps = f"by {_num_applied(ledger)} steps"
+    # Versions begin at 0, and each step makes one.
+    begun = [version for version, step in ledger.steps.items() if not step.is_applied]
+    steps = f"by {min(begun, default=ledger.last_step + 1) - 1} steps"
     yield TRAINED, ledger.totals[TRAINED], f"{steps}: {trained}" if trained else steps
     for status, count in sorted(ledger.totals.items()):
         if status != TRAINED:
@@ -76,12 +78,6 @@ def _rows(report: LedgerReport) -> Iterator[tuple[str, int, str]]:
     for version, step in list(ledger.steps.items())[-STEPS_SHOWN:]:
         replayed = f"; replayed {_ranges(step.replayed)}" if step.replayed else ""
         yield f"step {version}, {step.status}", len(step.numbers), _ranges(step.fresh) + replayed
-
-
-def _num_applied(ledger: Ledger) -> int:
-    """Steps that were applied; versions begin at 0, and each step makes one."""
-    begun = [version for version, step in ledger.steps.items() if not step.is_applied]
-    return min(begun, default=ledger.last_step + 1) - 1
 
 
 def _ranges(numbers: Iterable[int]) -> str:

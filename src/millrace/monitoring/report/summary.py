@@ -6,6 +6,7 @@ Promise: reads only. A missing or incomplete file costs only the rows that it wo
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -53,10 +54,10 @@ def summary_rows(path: str | Path) -> Rows:
         yield "throughput", f"{samples} samples/s, {tokens} tokens/s"
     if staleness := _values(metrics, "staleness/mean"):
         most = max(_values(metrics, "staleness/max"))
-        yield "staleness", f"mean {_mean(staleness):.2f}, max {most}"
+        yield "staleness", f"mean {fmean(staleness):.2f}, max {most}"
     if spreads := _values(metrics, "version_spread/rollout_mean"):
-        of_group = _mean(_values(metrics, "version_spread/group_mean"))
-        yield "version spread", f"{_mean(spreads):.2f} per rollout, {of_group:.2f} per group"
+        of_group = fmean(_values(metrics, "version_spread/group_mean"))
+        yield "version spread", f"{fmean(spreads):.2f} per rollout, {of_group:.2f} per group"
     yield from _workers(run_dir, last)
     yield from _losses(metrics)
     for number, file in enumerate(_files(run_dir)):
@@ -135,10 +136,6 @@ def _losses(metrics: list[dict[str, Any]]) -> Rows:
 
 def _values(metrics: list[dict[str, Any]], key: str) -> list[Any]:
     return [row[key] for row in metrics if row.get(key) is not None]
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _files(run_dir: RunDir) -> Iterator[Path]:

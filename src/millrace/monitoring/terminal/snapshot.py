@@ -57,10 +57,8 @@ class RunSnapshot:
 
 
 class DownsampledSeries:
-    """Values in order, in bounded memory.
-
-    Beyond `max_points`, neighbours are replaced by their mean; the first and the last value stay.
-    """
+    """Values in order, in bounded memory: beyond `max_points`, neighbours are replaced by their
+    mean; the first and the last value stay."""
 
     def __init__(self, *, max_points: int = 2048) -> None:
         self._max_points = max_points

@@ -31,8 +31,7 @@ def counts(reasons: Mapping[str, int]) -> str:
 
 
 def curve(values: Sequence[float], *, columns: int, rows: int) -> tuple[list[str], float, float]:
-    """An area chart: its lines, top first, and the values at its bottom and top. Long histories are
-    averaged into `columns` columns."""
+    """An area chart of means: its lines, top first, and the values at its bottom and top."""
     means = _resample(values, columns)
     low, high = min(means), max(means)
     levels = rows * (len(BLOCKS) - 1)

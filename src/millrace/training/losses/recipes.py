@@ -23,6 +23,7 @@ DEFAULT = "clipped"
 DEFAULT_SURROGATE = "clip"
 PREFERENCE = "online_dpo"
 
+_DECOUPLED = {"low": 0.2, "high": 0.2, "correction": "truncate", "correction_high": 5.0}
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "clipped": {"low": 0.2, "high": 0.28, "max_ratio": 2.0},
     "ppo": {"low": 0.2, "high": 0.2, "dual": 3.0},
@@ -39,20 +40,8 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "kimi": {"surrogate": "kimi", "tau": 0.1},
     "sapo": {"surrogate": "sapo", "aggregation": "sequence"},
     "prime_rl": {"surrogate": "prime_rl"},
-    "decoupled_ppo": {
-        "anchor": "proximal",
-        "low": 0.2,
-        "high": 0.2,
-        "correction": "truncate",
-        "correction_high": 5.0,
-    },
-    "a3po": {
-        "anchor": "interpolated",
-        "low": 0.2,
-        "high": 0.2,
-        "correction": "truncate",
-        "correction_high": 5.0,
-    },
+    "decoupled_ppo": {"anchor": "proximal", **_DECOUPLED},
+    "a3po": {"anchor": "interpolated", **_DECOUPLED},
     "distil": {"surrogate": "reinforce", "cap": 5.0, "distil": "reverse_kl", "reward_weight": 0.0},
 }
 

@@ -153,8 +153,7 @@ def _samples(group: Group, *, critic: bool) -> list[_Sample]:
 
 
 def _compared(samples: Sequence[list[_Sample]]) -> list[list[_Sample]]:
-    """The rollouts of each group that have an advantage. If there are none at all, one rollout
-    without an advantage, so that the step still takes place."""
+    """Rollouts with an advantage, by group; if none has one, the first, so that there is a step."""
     found = [[one for one in of_group if one.advantages.any()] for of_group in samples]
     return [of_group for of_group in found if of_group] or [samples[0][:1]]
 

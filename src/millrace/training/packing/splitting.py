@@ -29,8 +29,7 @@ class RowLimit:
         self._most = sys.maxsize
 
     def fitting(self, batch: Batch) -> tuple[list[Microbatch], int]:
-        """The batch's microbatches with trained tokens, split where they exceed the limit, and the
-        number of splits."""
+        """Microbatches with trained tokens, split to meet the limit, and the number of splits."""
         waiting = [m for m in batch.microbatches if len(m.targets)][::-1]
         parts: list[Microbatch] = []
         num_splits = 0
@@ -45,8 +44,7 @@ class RowLimit:
         return parts, num_splits
 
     def lower(self, part: Microbatch) -> None:
-        """Lower the limit below `part`, which did not fit into memory; raises RunFailed if `part`
-        cannot be split."""
+        """Lower the limit below `part`, which did not fit; raises RunFailed if it has no halves."""
         self._most = len(part.tokens) - 1
         if halves(part) is None:
             raise RunFailed(
@@ -57,8 +55,7 @@ class RowLimit:
 
 
 def halves(whole: Microbatch) -> tuple[Microbatch, Microbatch] | None:
-    """Two microbatches of about as many trained tokens each; None if there is only one rollout, or
-    one group that must stay together."""
+    """Two parts of about as many trained tokens; None if all are of one rollout or one group."""
     numbers = whole.rollouts if whole.groups is None else whole.groups
     second = np.searchsorted(numbers, numbers[0], side="right")  # end of the first one
     if second == len(numbers):

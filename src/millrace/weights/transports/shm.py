@@ -72,8 +72,7 @@ class ShmSendBackend(SendBackend):
 
 
 class ShmRecvBackend(RecvBackend):
-    """Engine side: maps segments read-only and keeps the last few. Fetched memory is valid until
-    the version is released."""
+    """Engine side: maps segments read-only, which are valid until release, and keeps a few."""
 
     def __init__(self, *, keep: int = 3) -> None:
         self._keep = keep
