@@ -5,9 +5,9 @@ from dataclasses import replace
 from synthetic_run import make_run, metrics_row
 
 from millrace.core.spans import ScorerLoad
+from millrace.monitoring.activity import ScorerRates, limit_text, total_text
 from millrace.monitoring.files.metrics import MetricsLog
 from millrace.monitoring.report.summary import summary_rows
-from millrace.monitoring.scorer_load import ScorerRates, limit_text, total_text
 
 LOAD = ScorerLoad(
     concurrency=4,

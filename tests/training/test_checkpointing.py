@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from millrace.cluster.messages import Copied, Message, SaveCheckpoint, Saved
+from millrace.controller.checkpointing import Checkpointing
 from millrace.core.errors import CheckpointError, MillraceError, WorkerError
-from millrace.training.checkpoints.schedule import Checkpointing
 from millrace.training.group import StepsInMemory, TrainerGroup
 
 

@@ -20,7 +20,6 @@ from millrace.monitoring.files.trace import read_trace
 from millrace.run.train import train
 
 WARM_UP_STEPS = 3
-
 GROUPS, GROUP_SIZE = 8, 8  # per step
 
 

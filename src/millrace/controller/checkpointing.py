@@ -8,12 +8,99 @@ Runs on the controller's event loop.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from millrace.config import RunConfig
 from millrace.controller.batches import Batches
-from millrace.training.checkpoints.schedule import Checkpointing
+from millrace.core.errors import CheckpointError, WorkerError
+from millrace.training.group import TrainerGroup
+
+
+class Checkpointing:
+    """Promise: a step waits for the copy of the trainer's state and never for the disk. One
+    checkpoint is written at a time; another one that is due meanwhile is skipped and counted,
+    except the last, which waits. `on_saved` is called when a checkpoint is on the disk."""
+
+    def __init__(
+        self, trainer: TrainerGroup, *, folder: Path, warn: Callable[[str], None], version: int = 0
+    ) -> None:
+        """`version` of the checkpoint that the run resumes from; 0 = none."""
+        self.newest = folder / f"step_{version}" if version else None  # on the disk
+        self.num_skipped = 0
+        self._trainer = trainer
+        self._folder = folder
+        self._warn = warn
+        self._writing: asyncio.Task[None] | None = None
+        self._version = 0  # of the checkpoint being written
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    async def save(
+        self,
+        version: int,
+        *,
+        run_state: dict[str, Any],
+        on_saved: Callable[[], None],
+        is_last: bool = False,
+    ) -> None:
+        """Start a checkpoint and return once the trainer may continue. A failure is a warning. The
+        last checkpoint is on the disk when this returns, and a failure is raised."""
+        if is_last:
+            if self._writing is not None:
+                await self._writing
+            await self._write(version, run_state, on_saved, is_last=True)
+            return
+        if self.is_writing:
+            self.num_skipped += 1
+            self._warn(
+                f"The checkpoint of step {version} was skipped because that of step"
+                f" {self._version} is still being written ({self.num_skipped} skipped so far);"
+                " raise checkpoint.every_steps, or set run_dir to a faster disk."
+            )
+            return
+        copied = asyncio.Event()
+
+        async def write() -> None:
+            try:
+                await self._write(version, run_state, on_saved, on_copied=copied.set)
+            # The supervisor reports and replaces a dead trainer.
+            except (CheckpointError, WorkerError) as error:
+                self._warn(f"{error} The run continues without the checkpoint of step {version}.")
+            finally:
+                copied.set()
+
+        self._version = version
+        self._writing = asyncio.create_task(write())
+        await copied.wait()
+
+    def close(self) -> None:
+        """Stop waiting for the checkpoint being written; the trainer finishes it if it can."""
+        if self._writing is not None:
+            self._writing.cancel()
+
+    async def _write(
+        self,
+        version: int,
+        run_state: dict[str, Any],
+        on_saved: Callable[[], None],
+        *,
+        is_last: bool = False,
+        on_copied: Callable[[], None] = lambda: None,
+    ) -> None:
+        directory = self._folder / f"step_{version}"
+        saved = await self._trainer.save(
+            directory, run_state=run_state, is_last=is_last, on_copied=on_copied
+        )
+        if saved.complaint is not None:
+            self._warn(saved.complaint)
+        self.newest = directory
+        on_saved()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,13 +13,13 @@ from millrace.controller.batches import TakenBatch
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.evaluation import EvalSet
 from millrace.core.records import Group
+from millrace.monitoring.activity import queue_text
 from millrace.monitoring.files.episodes import SkippedSteps
 from millrace.monitoring.monitor import SCORES, RunMonitor
-from millrace.monitoring.scorer_load import queue_text
 from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.monitoring.terminal.text import counts
 from millrace.training.packing.packer import minibatches_of
-from millrace.weights.http_notifier import HttpNotifier
+from millrace.weights.broadcaster import HttpNotifier
 
 
 @dataclass(kw_only=True, slots=True)

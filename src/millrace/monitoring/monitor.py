@@ -15,13 +15,19 @@ from millrace.config import RunConfig
 from millrace.core.files import reason as failure_reason
 from millrace.core.records import Group
 from millrace.core.spans import Span
-from millrace.monitoring.activity import STARTING, Activity, mean_by_role, role_of
+from millrace.monitoring.activity import (
+    STARTING,
+    Activity,
+    ScorerRates,
+    limit_text,
+    mean_by_role,
+    role_of,
+)
 from millrace.monitoring.files.episodes import StepLog, recording_row, sample_row
 from millrace.monitoring.files.metrics import MetricsLog, read_metrics
 from millrace.monitoring.files.trace import TraceWriter
 from millrace.monitoring.group_metrics import group_metrics
 from millrace.monitoring.run_dir import RunDir
-from millrace.monitoring.scorer_load import ScorerRates, limit_text
 from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
 from millrace.monitoring.terminal.snapshot import DownsampledSeries, RunGauges, RunSnapshot
 from millrace.monitoring.throughput import Throughput, run_rates

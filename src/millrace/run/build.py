@@ -8,7 +8,7 @@ from millrace.config import RunConfig
 from millrace.controller.admission import Admission, SyncBarrier
 from millrace.controller.batches import Batches
 from millrace.controller.buffer import Buffer
-from millrace.controller.checkpointing import Covered, RunCheckpoints
+from millrace.controller.checkpointing import Checkpointing, Covered, RunCheckpoints
 from millrace.controller.controller import Controller
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.eval_schedule import (
@@ -31,10 +31,8 @@ from millrace.monitoring.run_dir import RunDir
 from millrace.run.resume import Cursor
 from millrace.scoring.pool import ScorerPool
 from millrace.tasks.streams import TaskStream
-from millrace.training.checkpoints.schedule import Checkpointing
 from millrace.training.group import StepsOnRecord, TrainerGroup
-from millrace.weights.broadcaster import Subscription, VersionBroadcaster
-from millrace.weights.http_notifier import HttpNotifier
+from millrace.weights.broadcaster import HttpNotifier, Subscription, VersionBroadcaster
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

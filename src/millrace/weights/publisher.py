@@ -37,7 +37,6 @@ class WeightSnapshot:
         self.is_announced = True  # False = only lent
         self.tensors: dict[str, torch.Tensor] = {}
         self._layout: object = None  # of what it has memory for
-
         self._device: torch.device | None = None  # set if the weights are on a GPU
         self._copied: torch.cuda.Event | None = None  # likewise
         self._stream: torch.cuda.Stream | None = None

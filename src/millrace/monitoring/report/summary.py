@@ -12,11 +12,10 @@ from typing import Any
 from rich.table import Table
 
 from millrace.core.errors import ConfigError
-from millrace.monitoring.activity import Activity, Shares
+from millrace.monitoring.activity import MIN_SHARE, Activity, Shares, total_text
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.run_dir import RunDir
-from millrace.monitoring.scorer_load import MIN_SHARE, total_text
 from millrace.monitoring.terminal.text import counts, curve, duration, rate
 from millrace.monitoring.throughput import run_rates
 
