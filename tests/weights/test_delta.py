@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from millrace.core.errors import WeightError
 from millrace.core.records import Delta, WeightUpdate
-from millrace.weights import delta
+from millrace.weights import packing
 
 
 def update_of(payload: torch.Tensor, *, changed: int, word_bytes: int) -> WeightUpdate:
@@ -29,7 +29,7 @@ def update_of(payload: torch.Tensor, *, changed: int, word_bytes: int) -> Weight
 def blob_of(changes: tuple[torch.Tensor, torch.Tensor], update: WeightUpdate) -> torch.Tensor:
     assert update.delta is not None
     blob = torch.zeros(update.delta.num_bytes, dtype=torch.uint8)
-    delta.write(changes, into=blob)
+    packing.write_delta(changes, into=blob)
     return blob
 
 
@@ -46,14 +46,16 @@ def test_delta_applied_to_its_base_gives_the_new_payload(
     new = base.clone()
     for position, value in edits.items():
         new[position] = value
-    changes = delta.find(new, base, word_bytes=word_bytes)
+    changes = packing.find_delta(new, base, word_bytes=word_bytes)
     assert changes is not None  # at most 5 of 16 or 32 words
     update = update_of(new, changed=len(changes[0]), word_bytes=word_bytes)
     assert update.delta is not None
     assert update.delta.num_bytes < len(new)
-    delta.check(update, update.delta)
+    packing.check_delta(update, update.delta)
     result = torch.full_like(base, 7)
-    delta.apply(blob_of(changes, update), delta=update.delta, base=base, into=result, version=2)
+    packing.apply_delta(
+        blob_of(changes, update), delta=update.delta, base=base, into=result, version=2
+    )
     assert torch.equal(result, new)
 
 
@@ -61,9 +63,9 @@ def test_delta_is_smaller_than_the_full_payload():
     base = torch.zeros(60, dtype=torch.uint8)  # 30 words of 2 bytes; a change takes 6
     new = base.clone()
     new[: 9 * 2 : 2] = 1
-    assert delta.find(new, base, word_bytes=2) is not None
+    assert packing.find_delta(new, base, word_bytes=2) is not None
     new[9 * 2] = 1
-    assert delta.find(new, base, word_bytes=2) is None
+    assert packing.find_delta(new, base, word_bytes=2) is None
 
 
 @pytest.mark.parametrize("index", [-1, 32, 2**31 - 1])
@@ -74,7 +76,9 @@ def test_index_outside_the_payload_is_refused_before_anything_is_written(index: 
     into = torch.full_like(base, 7)
     assert update.delta is not None
     with pytest.raises(WeightError, match="has an index outside its payload"):
-        delta.apply(blob_of(changes, update), delta=update.delta, base=base, into=into, version=2)
+        packing.apply_delta(
+            blob_of(changes, update), delta=update.delta, base=base, into=into, version=2
+        )
     assert torch.all(into == 7)
 
 
@@ -83,4 +87,4 @@ def test_a_delta_of_an_impossible_size_is_refused(change: dict[str, int]):
     update = update_of(torch.zeros(64, dtype=torch.uint8), changed=1, word_bytes=2)
     assert update.delta is not None
     with pytest.raises(WeightError, match="impossible size"):
-        delta.check(update, dataclasses.replace(update.delta, **change))
+        packing.check_delta(update, dataclasses.replace(update.delta, **change))

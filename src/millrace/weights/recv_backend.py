@@ -14,7 +14,6 @@ import torch
 
 from millrace.core.errors import WeightError
 from millrace.core.records import Delta, TensorSpec, WeightUpdate
-from millrace.weights import delta as deltas
 from millrace.weights import packing
 from millrace.weights.packing import checksum
 
@@ -125,7 +124,9 @@ class StagingReceiver:
             assert delta is not None
             assert newest is not None
             payload = self._staging.take(update, device=newest.device)
-            deltas.apply(blob, delta=delta, base=newest, into=payload, version=update.version)
+            packing.apply_delta(
+                blob, delta=delta, base=newest, into=payload, version=update.version
+            )
         elif kind == "mapped" and self._keep_base:
             payload = self._staging.take(update).copy_(payload)
         if checksum(payload) != update.checksum:
@@ -146,6 +147,6 @@ class StagingReceiver:
             )
         packing.check_manifest(update.tensors, num_bytes=update.num_bytes)
         if update.delta is not None:
-            deltas.check(update, update.delta)
+            packing.check_delta(update, update.delta)
         if self._expected is not None:
             packing.check_fits(update.tensors, expected=self._expected, dtype=self._dtype)

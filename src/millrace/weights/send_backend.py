@@ -17,7 +17,7 @@ import torch
 
 from millrace.core.errors import WeightError
 from millrace.core.records import Delta, TensorSpec, WeightUpdate
-from millrace.weights import delta, packing
+from millrace.weights import packing
 from millrace.weights.packing import checksum
 
 MAX_HELD = 3
@@ -165,12 +165,12 @@ class PackingSender:
         if base is None or base.layout != slot.layout:
             return None
         payload = slot.payload.flat
-        changes = delta.find(payload, base.payload.flat, word_bytes=self.dtype.itemsize)
+        changes = packing.find_delta(payload, base.payload.flat, word_bytes=self.dtype.itemsize)
         if changes is None:
             return None
         num_bytes = sum(part.nbytes for part in changes)
         slot.delta = self._backend.allocate(num_bytes, device=payload.device)
-        delta.write(changes, into=slot.delta.flat)
+        packing.write_delta(changes, into=slot.delta.flat)
         return Delta(
             base=base.checksum,
             num_changed=len(changes[0]),
