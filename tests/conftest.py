@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 # tests/fakes.py is imported by name from every folder below.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -12,6 +13,10 @@ from tiny_model import make_tiny_model
 
 from millrace.cluster.fork_server import shared_fork_server
 from millrace.environments.threads import LoopThread
+
+# The same examples in every run, and no limit on the time of one, which depends on the machine.
+settings.register_profile("millrace", deadline=None, derandomize=True)
+settings.load_profile("millrace")
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ from project import REPOSITORY
 DISPLAYED_TIMES = {
     "core/spans.py",
     "scoring/services/endpoint.py",
-    "serving/api/chat.py",
     "serving/api/completions.py",
     "serving/served_model.py",
     "monitoring/trackers.py",

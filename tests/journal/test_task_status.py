@@ -15,7 +15,7 @@ from millrace.journal.ledger import LedgerStep
 
 
 @given(st.lists(st.sampled_from(["train", "filter", "fail", "crash", "cover"]), max_size=40))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_task_has_its_status_after_any_history(tmp_path_factory, events):
     folder = tmp_path_factory.mktemp("journal")
     expected: dict[str, list[int]] = {}

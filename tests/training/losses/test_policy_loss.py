@@ -44,7 +44,7 @@ def on_policy(tokens: TokenBatch) -> TokenBatch:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(REWARDED, st.sampled_from(["token", "sequence"]), LENGTHS, SEEDS)
 def test_on_policy_every_recipe_has_the_policy_gradient(name, aggregation, lengths, seed):
     tokens = on_policy(random_tokens(lengths, seed=seed))
@@ -56,7 +56,7 @@ def test_on_policy_every_recipe_has_the_policy_gradient(name, aggregation, lengt
     assert not loss(tokens)[1]["clip_ratio"].any()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(NAMES, CHANGES, LENGTHS, SEEDS, st.data())
 def test_a_batch_has_one_loss_and_gradient_however_it_is_split(name, change, lengths, seed, data):
     tokens = random_tokens(lengths, seed=seed)
@@ -73,7 +73,7 @@ def test_a_batch_has_one_loss_and_gradient_however_it_is_split(name, change, len
         torch.testing.assert_close(of_parts, values)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(NAMES, LENGTHS, SEEDS)
 def test_masked_tokens_have_no_gradient_and_the_others_keep_theirs(name, lengths, seed):
     tokens = random_tokens(lengths, seed=seed)
