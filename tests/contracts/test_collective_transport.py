@@ -128,6 +128,7 @@ def test_delta_is_sent_only_if_every_engine_holds_its_base():
         member.close()
 
 
+@pytest.mark.slow
 def test_hanging_engine_times_out_and_the_others_get_the_version():
     sender = new_sender(torch.float32, num_engines=2, timeout_s=1.0)
     survivor = receiver_by_name("collective", timeout_s=1.0)

@@ -285,6 +285,7 @@ class TransportContract:
             assert_arrived(receiver.stage(sender.publish(version, sent)), sent, torch.float32)
             sender.release(version)
 
+    @pytest.mark.slow
     def test_500_versions_to_another_process_keep_memory_and_descriptors_flat(
         self, sender: WeightSender, remote: RemoteReceiver
     ):

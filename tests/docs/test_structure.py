@@ -1,6 +1,7 @@
 """Class names are unique, and files, functions and folders are small enough to read."""
 
 import ast
+import functools
 from collections import defaultdict
 from pathlib import Path
 
@@ -13,6 +14,7 @@ MAX_FOLDER_FILES = 12
 DRAWERS = {"utils", "util", "common", "misc", "helpers", "helper", "base", "manager"}
 
 
+@functools.cache
 def modules() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 

@@ -23,6 +23,7 @@ async def two_turns(task: mr.Task, agent: mr.Agent) -> dict[str, float]:
     return {"asker": float("1" in second.text), "answerer": float(len(answer.text) % 2)}
 
 
+@pytest.mark.slow
 def test_run_trains_on_rewards_of_the_environment(tmp_path):
     result = mr.train(
         model=str(make_tiny_model(tmp_path / "model")),

@@ -151,7 +151,8 @@ def test_engine_with_half_applied_swap_serves_nothing_until_next_version():
     assert completion.versions.tolist() == [0] + [2] * (len(completion.versions) - 1)
 
 
-@pytest.mark.parametrize("kv", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_500_swaps_leave_memory_flat(kv: str):
     engine = make_engine(kv=kv, eos_ids=())
     versions = [weights(seed=seed) for seed in (0, 1)]

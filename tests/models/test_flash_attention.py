@@ -130,6 +130,7 @@ def test_the_merged_gradient_is_that_of_finite_differences(lengths, parents):
     )
 
 
+@pytest.mark.slow
 def test_the_operator_passes_opcheck():
     lengths, parents = LAYOUTS["families and others"]
     inputs = inputs_of(sum(lengths))

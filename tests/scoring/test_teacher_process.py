@@ -138,6 +138,7 @@ def test_self_teacher_averages_versions_and_survives_invalid_weights(link, tmp_p
     np.testing.assert_allclose(one.logprobs, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 async def test_swap_during_scoring_never_mixes_versions_in_a_sequence(hub, tmp_path):
     save_model(tmp_path / "model")
     teacher = await start_teacher(

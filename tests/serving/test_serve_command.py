@@ -66,6 +66,7 @@ async def test_seeded_replies_are_equal_for_all_endpoints(client):
         assert done.versions == [0] * len(done.token_ids) == [0] * len(own)
 
 
+@pytest.mark.slow
 async def test_256_concurrent_streams_all_finish(client):
     async def stream(seed: int) -> tuple[str, int]:
         text, num_chunks = "", 0
