@@ -34,6 +34,6 @@ def test_run_trains_and_saves_policy_and_critic(tmp_path):
     assert all(row["critic/loss"] > 0 for row in rows)
     assert AutoModelForCausalLM.from_pretrained(result.checkpoint)
     assert (result.checkpoint / CRITIC).is_dir()
-    without = {**settings, "critic": None, "trainer": {"steps": 4}}
+    without = {**settings, "critic": None, "trainer": {"steps": 4}, "scoring": {"workers": 1}}
     with pytest.raises(ConfigError, match="trained with a critic; to resume, add the"):
         mr.train(without, tasks=TASKS, scorers=[share_of_digits], resume=True)

@@ -49,5 +49,7 @@ def test_run_trains_on_branches(tmp_path, by):
         assert sorted(parents, key=str) == [0, 0, 0, None]
         trained = sum(r.num_sampled for m in members for r in episode_of(m.episode).rollouts)
         turns = [turn for member in members for turn in member.episode.turns]
-        assert trained == sum(len(turn.tokens) - turn.num_shared for turn in turns)
+        assert trained == sum(
+            len(turn.completion.tokens) - turn.completion.num_shared for turn in turns
+        )
         assert np.isfinite([line.advantage for line in members]).all()
