@@ -19,7 +19,7 @@ from millrace.monitoring.monitor import SCORES, RunMonitor
 from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.monitoring.terminal.text import counts
 from millrace.training.packing.packer import minibatches_of
-from millrace.weights.broadcaster import HttpNotifier
+from millrace.weights.http_notifier import HttpNotifier
 
 
 @dataclass(kw_only=True, slots=True)

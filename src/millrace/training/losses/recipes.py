@@ -1,32 +1,27 @@
-"""Losses by name: online DPO, and recipes, each a table of settings for the parts of PolicyLoss.
+"""Losses by name: a recipe is a table of settings for the parts of PolicyLoss.
 
     [loss]
     type = "gspo"       # a recipe
     high = 5e-4         # replaces a setting of the recipe
 
 Promise: a wrong key, value or combination is reported in one sentence before any process starts.
-N = trained tokens of a microbatch.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from millrace.core.errors import ConfigError, suggestion
-from millrace.core.plugins import build_plugin, load_reference, plugin
-from millrace.training.losses.loss import Loss, Positive, TokenBatch
+from millrace.core.plugins import build_plugin, load_reference
+from millrace.training.losses.loss import Loss
 from millrace.training.losses.policy_loss import PolicyLoss
+from millrace.training.losses.preference import PreferenceLoss
 from millrace.training.losses.surrogates import SURROGATES
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SECTION = "loss"
 DEFAULT = "clipped"
 DEFAULT_SURROGATE = "clip"
 PREFERENCE = "online_dpo"
-
-Reference = Literal["engine", "reference"]
 
 _DECOUPLED = {"low": 0.2, "high": 0.2, "correction": "truncate", "correction_high": 5.0}
 RECIPES: Mapping[str, Mapping[str, Any]] = {
@@ -58,43 +53,6 @@ ADVANTAGES: Mapping[str, Mapping[str, Any]] = {
     PREFERENCE: {"type": "best_worst"},
     "kimi": {"type": "group", "normalize_std": False},
 }
-
-
-@plugin
-class PreferenceLoss:
-    """DPO (arXiv 2305.18290) on fresh pairs: -log sigmoid(beta * margin), averaged over pairs.
-
-    The margin is the sum of log pi - reference over the tokens of the better sequence, minus that
-    of the worse. The sign of the advantages ("best_worst") says which is which. A pair lies in one
-    microbatch, so the batch's loss does not depend on how it is split.
-    """
-
-    beta: Positive = 0.1
-    """DPO beta: coefficient of the implicit reward, above 0."""
-    reference: Reference = "engine"
-    """Reference policy of DPO: "engine", the logprobs that tokens were sampled with, or
-    "reference", a reference model."""
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.reference == "reference"
-
-    def __call__(self, tokens: TokenBatch) -> "tuple[Tensor, Mapping[str, Tensor]]":
-        groups = tokens.groups
-        assert groups is not None, "batches for a preference loss are packed with pairs=True"
-        reference = tokens.reference_logprobs if self.needs_reference else tokens.engine_logprobs
-        assert reference is not None, "a run without a reference model is refused at its start"
-        sign = tokens.advantages.sign()
-        margin = groups.sum(sign * (tokens.trainer_logprobs - reference))  # [N]; of its group
-        has_pair = groups.sum(sign.abs()) > 0
-        per_group = margin.new_zeros(()).logaddexp(-self.beta * margin) * has_pair
-        loss = (per_group / groups.lengths[groups.ids]).sum() / tokens.num_groups
-        metrics = {
-            "preference/margin": margin.detach(),
-            "preference/accuracy": (margin > 0).float(),
-        }
-        return loss, metrics
-
 
 # The classes of the parts of a PolicyLoss, by its fields.
 _PARTS: Mapping[str, Any] = {
