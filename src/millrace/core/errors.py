@@ -96,7 +96,7 @@ class RestartLimitExceeded(RunFailed):
 
 @contextlib.contextmanager
 def first_cause() -> Generator[None]:
-    """Raise a single error, one of ours if possible, in place of a group."""
+    """Raise a single error in place of an exception group, a MillraceError if it has one."""
     try:
         yield
     except BaseExceptionGroup as group:
