@@ -157,7 +157,6 @@ def test_a_checkpoint_written_during_later_steps_holds_its_own_weights_and_momen
         for _ in range(5):
             trainer.step(batch())
         writing.result()
-    assert snapshot.version == 2
     written = load_file(tmp_path / "model.safetensors")
     for name, value in written.items():
         torch.testing.assert_close(value, weights[name].cpu(), rtol=0, atol=0, msg=name)
