@@ -211,6 +211,8 @@ class StartTrainer(Message, frozen=True):
 
     config: dict[str, Any]
     checkpoint: str | None
+    rank: int = 0
+    rendezvous: str = ""  # "tcp://HOST:PORT" where rank 0 listens for the others; "" = one rank
 
 
 class TrainStep(Message, frozen=True):
