@@ -25,7 +25,8 @@ class PlacementConfig(Section):
     """Each value is "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N"."""
 
     trainer: Devices = ("auto",)
-    """Device of the trainer, and of its critic."""
+    """Device of the trainer and of its critic, or a list with one device for each of trainer.ranks.
+    "auto" or "cuda" alone gives each rank a GPU of its own; a GPU listed twice is shared."""
     engines: Devices = ("auto",)
     """Device of the engines, or a list of devices that the engines, and after them those of
     evaluate.engines, use in turn."""
@@ -85,8 +86,8 @@ class ClusterConfig(Section):
     """Time limit in seconds for a worker to start and load its model. Other hosts have at least
     600 seconds to join."""
     threads: PositiveInt | None = None
-    """Number of CPU threads of the trainer and of each engine. By default they share the cores of
-    their host evenly."""
+    """Number of CPU threads of each rank of the trainer and of each engine. By default they share
+    the cores of their host evenly."""
     share_gpu: ShareGpu = "auto"
     """Sharing of a GPU by engines and trainer: "mps" = concurrent kernels through NVIDIA MPS, whose
     daemon the run starts and stops; "time_slices" = without MPS; "auto" = MPS where it is installed

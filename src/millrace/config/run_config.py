@@ -113,6 +113,12 @@ class RunConfig(Section):
         placement = self.placement.model_copy(update={"engines": (device,)})
         return self.model_copy(update={"placement": placement})
 
+    def of_rank(self, rank: int) -> Self:
+        """The settings of one rank of the trainer, with its own device alone."""
+        device = self.placement.trainer[rank % len(self.placement.trainer)]
+        placement = self.placement.model_copy(update={"trainer": (device,)})
+        return self.model_copy(update={"placement": placement})
+
     @field_validator("model", mode="before")
     @classmethod
     def _model_may_be_a_path(cls, value: Any) -> Any:

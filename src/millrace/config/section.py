@@ -28,20 +28,23 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 
 
-_POSITIVE = TypeAdapter[float](PositiveFloat)
+def _or_auto(kind: Any) -> PlainValidator:
+    """Validates a value of this kind or "auto"; a union would report both of its halves."""
+    adapter = TypeAdapter[Any](kind)
+
+    def validate(value: Any) -> Any:
+        if value == "auto":
+            return value
+        try:
+            return adapter.validate_python(value)
+        except ValidationError as error:
+            raise ValueError(f"{error.errors()[0]['msg']}, or 'auto'") from None
+
+    return PlainValidator(validate)
 
 
-def _positive_or_auto(value: Any) -> Any:
-    """A union would report both of its halves."""
-    if value == "auto":
-        return value
-    try:
-        return _POSITIVE.validate_python(value)
-    except ValidationError as error:
-        raise ValueError(f"{error.errors()[0]['msg']}, or 'auto'") from None
-
-
-PositiveFloatOrAuto = Annotated[float | Literal["auto"], PlainValidator(_positive_or_auto)]
+PositiveFloatOrAuto = Annotated[float | Literal["auto"], _or_auto(PositiveFloat)]
+PositiveIntOrAuto = Annotated[int | Literal["auto"], _or_auto(PositiveInt)]
 
 
 TypeAlone = BeforeValidator(lambda value: {"type": value} if isinstance(value, str) else value)

@@ -27,11 +27,13 @@ from millrace.config.section import (
     PositiveFloat,
     PositiveFloatOrAuto,
     PositiveInt,
+    PositiveIntOrAuto,
     Section,
     Share,
     forbid,
 )
 from millrace.core.errors import suggestion
+from millrace.core.mesh import MeshSizes
 from millrace.core.staleness import Measure, StalenessLimit
 
 ALL_LINEAR = "all-linear"
@@ -100,6 +102,21 @@ class BufferConfig(Section):
         return table
 
 
+class MeshConfig(Section):
+    dp_replicate: PositiveInt = 1
+    """Number of copies of the sharded model (HSDP)."""
+    dp_shard: PositiveIntOrAuto = "auto"
+    """Number of ranks that FSDP shards weights, gradients and optimizer state over. "auto" is
+    trainer.ranks / (dp_replicate * cp * tp)."""
+    cp: PositiveInt = 1
+    """Number of ranks that share the rows of each microbatch (context parallelism)."""
+    tp: PositiveInt = 1
+    """Number of ranks that share each matrix product (tensor parallelism)."""
+    ep: PositiveInt = 1
+    """Number of ranks that share the experts of a mixture (expert parallelism). It divides
+    dp_shard * cp."""
+
+
 class TrainerConfig(Section):
     steps: PositiveInt = 100
     """Number of training steps. Each step makes one version of the weights."""
@@ -126,6 +143,22 @@ class TrainerConfig(Section):
     replay_routes: bool = True
     """Replay of expert routes in a mixture of experts: the trainer sends each token to the experts
     that the engine chose; see docs/explanation/expert-routing.md."""
+    ranks: PositiveInt = 1
+    """Number of processes that train together, one per GPU (placement.trainer)."""
+    mesh: MeshConfig = MeshConfig()
+    """Division of the work among the ranks. dp_replicate * dp_shard * cp * tp is trainer.ranks."""
+
+    @property
+    def mesh_sizes(self) -> MeshSizes:
+        mesh = self.mesh
+        others = mesh.dp_replicate * mesh.cp * mesh.tp
+        return MeshSizes(
+            dp_replicate=mesh.dp_replicate,
+            dp_shard=max(1, self.ranks // others) if mesh.dp_shard == "auto" else mesh.dp_shard,
+            cp=mesh.cp,
+            tp=mesh.tp,
+            ep=mesh.ep,
+        )
 
 
 class OptimizerConfig(Section):

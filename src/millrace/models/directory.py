@@ -63,11 +63,10 @@ def context_limit(
     return length
 
 
-def has_experts(path: str, *, trust_remote_code: bool = False) -> bool:
-    """True if the configuration of the model at `path` describes a mixture of experts."""
-    config = text_config(path, trust_remote_code=trust_remote_code)
+def num_experts(config: "PreTrainedConfig") -> int:
+    """Number of experts in each layer of a mixture of experts; 0 for a dense model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any(getattr(config, name, None) for name in names)
+    return next((number for name in names if (number := getattr(config, name, None))), 0)
 
 
 def text_config(

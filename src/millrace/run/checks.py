@@ -10,6 +10,7 @@ from pathlib import Path
 from millrace.config import RunConfig, TaskPlace
 from millrace.core.errors import ConfigError, suggestion
 from millrace.core.records import Sampling
+from millrace.run.mesh_checks import check_mesh
 from millrace.scoring.advantages.estimators import CRITIC, PAIRS
 from millrace.scoring.registry import ScorerSpec
 from millrace.scoring.reward_models.process import RewardModelSettings
@@ -26,7 +27,7 @@ TeacherSpecs = Sequence[tuple[ScorerSpec, Teacher | SelfTeacher]]
 
 def check_settings(config: RunConfig) -> None:
     """Check what needs nothing but the settings."""
-    for check in (_tasks, _evaluation, _steps, _buffer, _replay, _engines, _adapters, _placement):
+    for check in (_tasks, _evaluation, _steps, _buffer, _replay, _engines, _adapters, check_mesh):
         check(config)
     if config.engine.remote > 0:
         _joining(config)
@@ -163,15 +164,8 @@ def _joining(config: RunConfig) -> None:
         )
 
 
-def _placement(config: RunConfig) -> None:
-    if (num_devices := len(config.placement.trainer)) > 1:
-        raise ConfigError(
-            f"placement.trainer names {num_devices} devices, and the trainer runs on one; keep one."
-        )
-
-
 def local_devices(config: RunConfig) -> list[str]:
-    """The devices of the trainer and of all engines on this host, one for each process."""
+    """The devices of the trainer's ranks and of all engines on this host, one for each process."""
     return [device for _, device in _places(config)]
 
 
@@ -192,7 +186,7 @@ def check_devices(config: RunConfig, resolve: Callable[[str], object]) -> None:
 def _places(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The setting and the device of each process on this host that computes."""
     placement, models = config.placement, config.environment.models
-    yield "placement.trainer", placement.trainer[0]
+    yield from (("placement.trainer", device) for device in placement.trainer)
     num_engines = config.engine.count + config.evaluate.engines
     yield from (("placement.engines", placement.engine(i)) for i in range(num_engines))
     for name, model in models.items():

@@ -23,7 +23,7 @@ from millrace.environments.role_models import RoleModel
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.inference.backend import check_capabilities, load_backend, seed_warnings
 from millrace.journal import JournalHistory
-from millrace.models.directory import context_length, has_experts, load_tokenizer, text_config
+from millrace.models.directory import context_length, load_tokenizer, num_experts, text_config
 from millrace.monitoring.trackers import Tracker, build_trackers
 from millrace.run.checks import (
     check_devices,
@@ -36,6 +36,7 @@ from millrace.run.checks import (
     teachers_in,
 )
 from millrace.run.environment import build_environment, load_models, resolve_recipe
+from millrace.run.mesh_checks import check_model_mesh, rank_devices, rank_warnings
 from millrace.run.resume import Cursor, find_resume_point
 from millrace.scoring.advantages.estimators import CRITIC, TREE, build_advantages
 from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer, resolve_scorers
@@ -126,6 +127,7 @@ def prepare(
     capabilities = load_backend(config.engine).capabilities
     # Files of the model are read from here on, which imports torch.
     tokenizer, max_context = _read_model(config)
+    config = _place_ranks(config)
     _check_files(config, capabilities)
     _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
@@ -151,7 +153,11 @@ def prepare(
         checkpoint=point.checkpoint,
         cursor=point.cursor,
         history=point.history,
-        warnings=(*point.warnings, *seed_warnings(config.engine, capabilities)),
+        warnings=(
+            *point.warnings,
+            *seed_warnings(config.engine, capabilities),
+            *rank_warnings(config),
+        ),
     )
     for spec in specs:
         if isinstance(spec.type, Teacher | SelfTeacher | Reference):
@@ -193,8 +199,16 @@ def _read_model(config: RunConfig) -> tuple[Any, int]:
     return tokenizer, context_length(path, wanted=wanted, setting=setting, trust_remote_code=trust)
 
 
+def _place_ranks(config: RunConfig) -> RunConfig:
+    """Give each rank of the trainer its device."""
+    import torch
+
+    devices = rank_devices(config, num_gpus=torch.cuda.device_count())
+    return _with(config, placement={"trainer": devices})
+
+
 def _check_files(config: RunConfig, capabilities: frozenset[Capability]) -> None:
-    """Check devices, adapters, and what the engine backend must offer for this model."""
+    """Check devices, adapters, and what mesh and engine backend must offer for this model."""
     from millrace.models.loading import resolve_device
     from millrace.models.lora.factors import require_peft
     from millrace.models.lora.folders import check_resident
@@ -206,8 +220,9 @@ def _check_files(config: RunConfig, capabilities: frozenset[Capability]) -> None
         for name, folder in config.engine.adapters.items():
             check_resident(name, Path(folder))
     model = config.model
-    is_mixture = has_experts(model.path, trust_remote_code=model.trust_remote_code)
-    check_capabilities(config, capabilities, has_experts=is_mixture)
+    found = text_config(model.path, trust_remote_code=model.trust_remote_code)
+    check_model_mesh(config.trainer.mesh_sizes, found, path=model.path)
+    check_capabilities(config, capabilities, has_experts=num_experts(found) > 0)
 
 
 def _shaping(config: RunConfig, *, scorers: Sequence[str]) -> Shaping:
@@ -291,7 +306,7 @@ def _resolve_auto(config: RunConfig) -> RunConfig:
     engine, trainer, placement = config.engine, config.trainer, config.placement
     num_engines = engine.count + config.evaluate.engines
     num_engines += sum(model.engine.count for model in config.environment.models.values())
-    threads = max(1, available_cores() // (num_engines + 1))
+    threads = max(1, available_cores() // (num_engines + trainer.ranks))
     engine_device = placement.engine(0) if engine.count > 0 else placement.trainer[0]
     return _with(
         config,

@@ -1,0 +1,113 @@
+from importlib.metadata import version
+
+import pytest
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from millrace.config import load_config
+from millrace.core.errors import ConfigError
+from millrace.core.mesh import MeshSizes
+from millrace.run import mesh_checks
+from millrace.run.mesh_checks import check_mesh, check_model_mesh, rank_devices, rank_warnings
+
+DENSE = Qwen3Config(num_attention_heads=12, num_key_value_heads=4)
+MIXTURE = Qwen3MoeConfig(num_attention_heads=8, num_key_value_heads=4, num_experts=6)
+
+
+def config_of(*, ranks=1, mesh=None, devices="auto"):
+    return load_config(
+        {
+            "model": "m",
+            "trainer": {"ranks": ranks, "mesh": mesh or {}},
+            "placement": {"trainer": devices},
+        }
+    )
+
+
+def refusal_of(check, *args, **kwargs) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_ranks_that_the_mesh_does_not_name_shard_the_model():
+    assert config_of().trainer.mesh_sizes == MeshSizes()
+    config = config_of(ranks=8, mesh={"dp_replicate": 2, "tp": 2})
+    assert config.trainer.mesh_sizes == MeshSizes(dp_replicate=2, dp_shard=2, tp=2)
+    assert config.trainer.mesh_sizes.num_data_ranks == 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "message"),
+    [
+        (8, {"dp_shard": 4}, "dp_replicate 1 * dp_shard 4 * cp 1 * tp 1 = 4 ranks, but"),
+        (3, {"dp_replicate": 2}, "= 2 ranks, but trainer.ranks = 3; make them equal."),
+        (1, {"tp": 2}, "= 2 ranks, but trainer.ranks = 1; make them equal."),
+        (6, {"ep": 4}, "trainer.mesh.ep = 4 does not divide dp_shard * cp = 6; choose a divisor."),
+        (2, {"ep": 2}, "trainer.mesh.ep = 2 is not supported yet; set it to 1."),
+    ],
+)
+def test_impossible_mesh_is_refused(ranks, mesh, message):
+    assert message in refusal_of(check_mesh, config_of(ranks=ranks, mesh=mesh))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "devices", "message"),
+    [
+        (1, ["cuda:0", "cuda:1"], "names 2 devices for trainer.ranks = 1; name one for each rank"),
+        (4, ["cuda:0", "cuda:1"], "names 2 devices for trainer.ranks = 4"),
+        (2, "cuda:0", "names 1 device for trainer.ranks = 2"),
+        (2, ["cuda:0", "cpu"], "mixes 'cpu' with other devices"),
+    ],
+)
+def test_devices_that_do_not_fit_the_ranks_are_refused(ranks, devices, message):
+    assert message in refusal_of(check_mesh, config_of(ranks=ranks, devices=devices))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "model", "message"),
+    [
+        (MeshSizes(tp=8), DENSE, "has 12 attention heads, which trainer.mesh.tp * cp = 8 ranks"),
+        (MeshSizes(tp=2, cp=3), DENSE, "has 4 key-value heads, which trainer.mesh.tp * cp = 6"),
+        (MeshSizes(dp_shard=2, ep=2), DENSE, "ep = 2 shares experts, and model 'm' has none"),
+        (MeshSizes(dp_shard=4, ep=4), MIXTURE, "has 6 experts, which trainer.mesh.ep = 4 ranks"),
+    ],
+)
+def test_mesh_that_cannot_share_the_model_is_refused(sizes, model, message):
+    assert message in refusal_of(check_model_mesh, sizes, model, path="m")
+
+
+def test_mesh_that_shares_the_model_evenly_is_accepted():
+    check_model_mesh(MeshSizes(tp=2, cp=2), DENSE, path="m")
+    check_model_mesh(MeshSizes(dp_shard=3, ep=3), MIXTURE, path="m")
+
+
+def test_each_rank_has_a_gpu_of_its_own_unless_the_user_lists_one_twice():
+    assert rank_devices(config_of(ranks=2), num_gpus=2) == ("cuda:0", "cuda:1")
+    assert rank_devices(config_of(ranks=2, devices="cuda"), num_gpus=8) == ("cuda:0", "cuda:1")
+    assert rank_devices(config_of(ranks=2), num_gpus=0) == ("cpu", "cpu")
+    assert rank_devices(config_of(ranks=2, devices="cpu"), num_gpus=1) == ("cpu", "cpu")
+    shared = config_of(ranks=2, devices=["cuda:0", "cuda:0"])
+    assert rank_devices(shared, num_gpus=1) == ("cuda:0", "cuda:0")
+    assert rank_devices(config_of(), num_gpus=2) == ("auto",)
+    message = refusal_of(rank_devices, config_of(ranks=3), num_gpus=2)
+    assert "trainer.ranks = 3 need a GPU each, and PyTorch sees 2" in message
+
+
+def test_each_rank_sees_its_own_device_only():
+    config = config_of(ranks=2, devices=["cuda:3", "cuda:5"])
+    assert [config.of_rank(rank).placement.trainer for rank in range(2)] == [
+        ("cuda:3",),
+        ("cuda:5",),
+    ]
+
+
+def test_several_ranks_warn_about_versions_that_were_not_tried(monkeypatch):
+    monkeypatch.setattr(mesh_checks, "TRIED", {"torch": "2.0", "transformers": "5.22"})
+    (warning,) = rank_warnings(config_of(ranks=2))
+    assert "was tested with torch 2.0 and transformers 5.22, and here are torch" in warning
+    assert rank_warnings(config_of()) == []
+    release = ".".join(version("torch").split(".")[:2])
+    installed = {"torch": release, "transformers": version("transformers").rpartition(".")[0]}
+    monkeypatch.setattr(mesh_checks, "TRIED", installed)
+    assert rank_warnings(config_of(ranks=2)) == []
