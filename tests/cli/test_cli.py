@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+from project import make_project
 
 from millrace.cli.commands import interrupted_state
 from millrace.cli.main import main, report, split_settings
@@ -168,6 +169,43 @@ def test_interrupted_run_reports_its_folder_and_how_to_resume(tmp_path):
     )
     (run_dir.checkpoints / "step_20").mkdir()
     assert interrupted_state(str(run_dir.path)).endswith("x; --resume continues from step_20")
+
+
+# Under torchrun
+
+
+def test_torchrun_starts_the_run_in_rank_0_alone(tmp_path, monkeypatch, capsys):
+    def variables() -> dict[str, str]:
+        return {name: os.environ[name] for name in ("RANK", "MASTER_PORT") if name in os.environ}
+
+    for rank in ("1", "0"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        monkeypatch.setenv("MASTER_PORT", "29500")
+        monkeypatch.setenv("RANK", rank)
+        code = main(["train", str(tmp_path / "missing.toml")])
+        assert code == (2 if rank == "0" else 0)
+        assert variables() == {}
+    said = capsys.readouterr()
+    assert said.out == "Rank 1 of torchrun has nothing to do: rank 0 starts the trainer's ranks.\n"
+    assert said.err.count("error: ") == 1
+
+
+@pytest.mark.slow
+def test_run_under_torchrun_is_the_same_run(tmp_path):
+    make_project(tmp_path, trainer={"steps": 1})
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = subprocess.run(
+        [sys.executable, *torchrun, "-m", "millrace", "train", "run.toml"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained 1 step") == 1
+    assert "Rank 1 of torchrun has nothing to do" in done.stdout
 
 
 # Init

@@ -411,7 +411,7 @@ def test_placement_of_an_unknown_model_is_refused_with_the_nearest_name():
     ("placement", "message"),
     [
         ({"trainer": "gpu"}, "Setting 'placement.trainer.0' = 'gpu'"),
-        ({"trainer": ["cuda:0", "cuda:1"]}, "names 2 devices, and the trainer runs on one"),
+        ({"trainer": ["cuda:0", "cuda:1"]}, "names 2 devices for trainer.ranks = 1"),
         ({"engines": []}, "Setting 'placement.engines' = []"),
     ],
 )

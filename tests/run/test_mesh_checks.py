@@ -6,7 +6,6 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.core.mesh import MeshSizes
-from millrace.run import mesh_checks
 from millrace.run.mesh_checks import check_mesh, check_model_mesh, rank_devices, rank_warnings
 
 DENSE = Qwen3Config(num_attention_heads=12, num_key_value_heads=4)
@@ -102,12 +101,9 @@ def test_each_rank_sees_its_own_device_only():
     ]
 
 
-def test_several_ranks_warn_about_versions_that_were_not_tried(monkeypatch):
-    monkeypatch.setattr(mesh_checks, "TRIED", {"torch": "2.0", "transformers": "5.22"})
-    (warning,) = rank_warnings(config_of(ranks=2))
+def test_several_ranks_warn_about_versions_that_were_not_tried():
+    (warning,) = rank_warnings(config_of(ranks=2), tried={"torch": "2.0", "transformers": "5.22"})
     assert "was tested with torch 2.0 and transformers 5.22, and here are torch" in warning
-    assert rank_warnings(config_of()) == []
-    release = ".".join(version("torch").split(".")[:2])
-    installed = {"torch": release, "transformers": version("transformers").rpartition(".")[0]}
-    monkeypatch.setattr(mesh_checks, "TRIED", installed)
-    assert rank_warnings(config_of(ranks=2)) == []
+    assert rank_warnings(config_of(), tried={"torch": "2.0"}) == []
+    tried = {name: ".".join(version(name).split(".")[:2]) for name in ("torch", "transformers")}
+    assert rank_warnings(config_of(ranks=2), tried=tried) == []

@@ -295,6 +295,8 @@ def test_ranks_get_equally_many_microbatches_and_together_the_whole_batch(num_ra
     assert sorted(trained) == sorted(expected)
     rows = [sum(len(m.tokens) for m in share.microbatches) for share in shares]
     assert max(rows) / np.mean(rows) < 1.15
+    assert whole.balance == 1
+    assert batch.balance == pytest.approx(np.mean(rows) / max(rows), abs=0.01)  # short rows
 
 
 def test_a_rank_without_rollouts_gets_a_microbatch_without_trained_tokens():
@@ -302,6 +304,7 @@ def test_a_rank_without_rollouts_gets_a_microbatch_without_trained_tokens():
     assert len(batch.microbatches) == 4
     counts = [len(m.targets) for m in batch.microbatches]
     assert sorted(counts) == [0, 0, 0, batch.num_trained_tokens]
+    assert batch.balance == 0.25  # one of four ranks has work
     for micro in batch.microbatches:
         assert micro.lengths.sum() == len(micro.tokens) == len(micro.positions) > 0
         for name in ("predictors", "rollouts", "advantages", "temperatures", "versions"):

@@ -17,6 +17,7 @@ from millrace.cluster.messages import (
     TrainStep,
 )
 from millrace.core.errors import CheckpointError, WorkerError
+from millrace.core.mesh import MeshSizes
 from millrace.core.records import WeightUpdate
 from millrace.training.group import StepsInMemory, TrainerGroup
 
@@ -76,8 +77,9 @@ class FakeWorker:
         return [(m.version, m.publish) for m in self.calls if isinstance(m, TrainStep)]
 
 
-def make_group(*ranks, version=0) -> TrainerGroup:
-    return TrainerGroup(ranks, past=StepsInMemory(version=version))  # pyright: ignore
+def make_group(*ranks, version=0, sizes=None) -> TrainerGroup:
+    sizes = sizes or MeshSizes(dp_shard=len(ranks))
+    return TrainerGroup(ranks, past=StepsInMemory(version=version), sizes=sizes)  # pyright: ignore
 
 
 def save(group, directory, *, is_last, on_copied=lambda: None):
@@ -164,6 +166,15 @@ async def test_each_rank_steps_on_its_own_share_of_the_batch():
         for share in (step.batch, *step.more):
             assert (len(share.microbatches), share.num_ranks) == (2, 1)
             assert share.num_trained_tokens == batch.num_trained_tokens
+
+
+async def test_ranks_that_compute_a_microbatch_together_get_the_same_share():
+    ranks = [FakeWorker() for _ in range(4)]
+    first, second = (dataclasses.replace(BATCH.microbatches[0]) for _ in range(2))
+    batch = dataclasses.replace(BATCH, microbatches=(first, second), num_ranks=2)
+    await make_group(*ranks, sizes=MeshSizes(dp_shard=2, tp=2)).step(batch, version=1)
+    shares = [rank.calls[0].batch.microbatches for rank in ranks]
+    assert shares == [(first,), (first,), (second,), (second,)]
 
 
 async def test_death_of_one_rank_ends_the_others_and_the_step_runs_on_the_next_group():

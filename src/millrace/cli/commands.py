@@ -5,6 +5,8 @@ Nothing heavy is imported before a command needs it.
 
 import argparse
 import importlib
+import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +16,10 @@ if TYPE_CHECKING:
     from millrace.run.train import RunResult
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+# What torchrun tells its processes. The ranks that a run starts must not take it for theirs.
+TORCHRUN = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_\w+|TORCHELASTIC_\w+"
+)
 FROM_MAIN = ("command", "run", "settings")  # what main() adds to the options of every command
 
 
@@ -40,6 +46,9 @@ def init(args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace) -> int:
+    if (rank := _leave_torchrun()) > 0:
+        print(f"Rank {rank} of torchrun has nothing to do: rank 0 starts the trainer's ranks.")
+        return DONE
     from millrace.config import load_config, parse_override
 
     overrides = {key: parse_override(key, value) for key, value in args.settings.items()}
@@ -59,6 +68,16 @@ def train(args: argparse.Namespace) -> int:
         return INTERRUPTED
     print(_outcome(result))
     return DONE
+
+
+def _leave_torchrun() -> int:
+    """Forget that torchrun started this process; returns its rank, 0 without torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 0
+    rank = int(os.environ["RANK"])
+    for name in filter(TORCHRUN.fullmatch, list(os.environ)):
+        del os.environ[name]
+    return rank
 
 
 def serve(args: argparse.Namespace) -> None:

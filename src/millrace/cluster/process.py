@@ -48,7 +48,7 @@ class Process:
     async def dump_stacks(self) -> tuple[str, str]:
         """Have the process write the stacks of its threads to its log; returns the outcome, with
         the path of the log, and the end of the log."""
-        if self._is_stopped():
+        if self.is_stopped:
             outcome = "it is stopped (SIGSTOP), so its stacks are not in its log"
         else:
             size = self.log.stat().st_size
@@ -60,7 +60,9 @@ class Process:
         self._stacks = f"{outcome}, {self.log}"
         return self._stacks, self.log_tail()
 
-    def _is_stopped(self) -> bool:
+    @property
+    def is_stopped(self) -> bool:
+        """True after SIGSTOP."""
         try:
             status = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:  # it has ended, or this is not Linux

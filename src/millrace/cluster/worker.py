@@ -63,6 +63,11 @@ class Worker:
         return self._process.host if isinstance(self._process, JoinedProcess) else None
 
     @property
+    def is_stopped(self) -> bool:
+        """True while its process on this host is stopped by SIGSTOP."""
+        return isinstance(self._process, Process) and self._process.is_stopped
+
+    @property
     def is_gone(self) -> bool:
         """True once its process has ended."""
         return self._gone is not None and self._gone.done()

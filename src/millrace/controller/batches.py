@@ -123,6 +123,7 @@ class Batches:
                 microbatch_tokens=trainer.microbatch_tokens,
                 pairs=self.config.scoring.advantages.get("type") == PAIRS,
                 critic=self.config.critic is not None,
+                num_ranks=trainer.mesh_sizes.num_data_ranks,
             )
             for minibatch in minibatches_of(groups, num_minibatches=trainer.minibatches)
         )

@@ -5,6 +5,7 @@ Runs on the controller's event loop.
 
 import asyncio
 from dataclasses import dataclass
+from statistics import fmean
 
 from millrace.cluster.messages import Stepped
 from millrace.config import RunConfig
@@ -67,6 +68,7 @@ class RunReporter:
         await self._save_skipped(stepped, taken.groups)
         metrics = {
             **stepped.metrics,
+            "trainer/balance": fmean(batch.balance for batch in taken.batches),
             "buffer/wait_s": self.dispatcher.buffer.wait_s,
             "buffer/admission_held_s": sum(self.dispatcher.admission.held_s.values()),
         }

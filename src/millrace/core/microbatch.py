@@ -102,7 +102,8 @@ class Batch:
     num_sequences: int
     num_trained_tokens: int
     num_groups: int = 0
-    num_ranks: int = 1
+    num_ranks: int = 1  # shares that it is divided into
+    balance: float = 1.0  # mean cost of the ranks' shares, divided by the largest
 
     def of_rank(self, rank: int) -> "Batch":
         """The microbatches of one rank, with the totals of the whole batch."""

@@ -6,10 +6,11 @@ errors that need no model file are reported before.
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from millrace.core.errors import ConfigError, nearest
 
@@ -67,6 +68,30 @@ def num_experts(config: "PreTrainedConfig") -> int:
     """Number of experts in each layer of a mixture of experts; 0 for a dense model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return next((number for name in names if (number := getattr(config, name, None))), 0)
+
+
+def num_weights(path: str) -> int | None:
+    """Number of weights of a model, read from the headers of its safetensors files; None if the
+    files are not on this machine."""
+    folder = Path(path)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(path, "config.json")
+        folder = Path(cached).parent if isinstance(cached, str) else folder
+    index, names = folder / "model.safetensors.index.json", ["model.safetensors"]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    files = [folder / name for name in names]
+    if not all(file.is_file() for file in files):
+        return None
+    return sum(map(_weights_in, files))
+
+
+def _weights_in(file: Path) -> int:
+    with safe_open(file, framework="np") as tensors:
+        names = tensors.keys()
+        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
 
 
 def text_config(

@@ -228,7 +228,7 @@ class RunMonitor:
                 f"a group failed (later failures are only counted): {gauges.last_failure}"
             )
         workers = self._activity.recent()
-        trainer = workers.get("trainer")
+        trainer = mean_by_role(workers).get("trainer")
         waited = 0.0 if trainer is None else trainer.waiting.get(SCORES, 0.0)
         self._progress.show(
             RunSnapshot(

@@ -3,6 +3,7 @@
 Promise: a mesh that cannot work is refused in one sentence before any worker starts. Torch-free.
 """
 
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -93,16 +94,16 @@ def rank_devices(config: RunConfig, *, num_gpus: int) -> tuple[str, ...]:
     return tuple(f"cuda:{i}" if d in ("auto", "cuda") else d for i, d in enumerate(named))
 
 
-def rank_warnings(config: RunConfig) -> list[str]:
+def rank_warnings(config: RunConfig, *, tried: Mapping[str, str] = TRIED) -> list[str]:
     """A warning if several ranks were never tested with the installed versions."""
-    found = {name: version(name) for name in TRIED}
+    found = {name: version(name) for name in tried}
     if config.trainer.ranks == 1 or all(
-        found[name].startswith(f"{TRIED[name]}.") for name in TRIED
+        found[name].startswith(f"{tried[name]}.") for name in tried
     ):
         return []
     return [
         f"trainer.ranks = {config.trainer.ranks} was tested with"
-        f" {' and '.join(f'{name} {number}' for name, number in TRIED.items())}, and here are"
+        f" {' and '.join(f'{name} {number}' for name, number in tried.items())}, and here are"
         f" {' and '.join(f'{name} {number}' for name, number in found.items())}; compare the first"
         " steps with those of one rank."
     ]

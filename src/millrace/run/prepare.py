@@ -153,11 +153,7 @@ def prepare(
         checkpoint=point.checkpoint,
         cursor=point.cursor,
         history=point.history,
-        warnings=(
-            *point.warnings,
-            *seed_warnings(config.engine, capabilities),
-            *rank_warnings(config),
-        ),
+        warnings=(*point.warnings, *_warnings(config, capabilities)),
     )
     for spec in specs:
         if isinstance(spec.type, Teacher | SelfTeacher | Reference):
@@ -197,6 +193,10 @@ def _read_model(config: RunConfig) -> tuple[Any, int]:
     wanted, setting = config.engine.max_context, "engine.max_context"
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     return tokenizer, context_length(path, wanted=wanted, setting=setting, trust_remote_code=trust)
+
+
+def _warnings(config: RunConfig, capabilities: frozenset[Capability]) -> list[str]:
+    return [*seed_warnings(config.engine, capabilities), *rank_warnings(config)]
 
 
 def _place_ranks(config: RunConfig) -> RunConfig:

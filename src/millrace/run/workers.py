@@ -1,8 +1,8 @@
 """The engines and the trainer of one run: their start, their replacements, and their number.
 
 Promise: a worker that serves has loaded its model; one that could not load it has ended. An engine
-that dies is restarted with the newest weights. A trainer that dies is restarted from the last
-checkpoint and repeats the steps since then with the same batches; calls to it wait meanwhile.
+that dies is restarted with the newest weights. A trainer of which a rank dies is restarted from the
+last checkpoint and repeats the steps since then with the same batches; calls to it wait meanwhile.
 Engines can be added and removed while the run lasts.
 
 Runs on the controller's event loop.
@@ -10,17 +10,20 @@ Runs on the controller's event loop.
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from millrace.cluster.hub import Hub
 from millrace.cluster.messages import Message, StartEngine, StartTrainer
 from millrace.cluster.mps import below_normal
+from millrace.cluster.supervision.group import GroupReplica
 from millrace.cluster.supervision.pool import WorkerPool
-from millrace.cluster.supervision.replica import WorkerReplica
 from millrace.cluster.worker import Worker
 from millrace.config import EngineConfig, RunConfig, WeightsConfig
 from millrace.core.errors import ConfigError, WeightError
@@ -175,13 +178,6 @@ class RunWorkers:
         except ConfigError as error:
             raise ConfigError(f"For environment.models.{model}: {error}") from error
 
-    async def start_trainer(self, checkpoint: Path | None) -> Worker:
-        start = StartTrainer(
-            config=self._config.model_dump(mode="json"),
-            checkpoint=None if checkpoint is None else str(checkpoint),
-        )
-        return await self._launch("trainer", start, module="millrace.training.worker")
-
     def _start_engine(self, config: RunConfig, *, is_late: bool) -> StartEngine:
         # A late engine gets the newest weights before it serves. The checkpoint that the run
         # resumed from may be gone by then; the model never is.
@@ -197,8 +193,7 @@ class RunWorkers:
 
     async def _launch(self, name: str, start: Message, *, module: str) -> Worker:
         self.on_phase(name, "starting the process")
-        env = below_normal(self.gpu_env) if name == "trainer" else self.gpu_env
-        return await self._load(await self.hub.launch(name, module, env=env), start)
+        return await self._load(await self.hub.launch(name, module, env=self.gpu_env), start)
 
     async def _load(self, worker: Worker, start: Message) -> Worker:
         self.on_phase(worker.name, "loading")
@@ -219,22 +214,25 @@ class RunWorkers:
                 await self.trainer.release(update)
 
 
-class _TrainerReplica(WorkerReplica):
-    """The trainer process, restarted from the newest checkpoint."""
+class _TrainerReplica(GroupReplica):
+    """The ranks of the trainer, restarted together from the newest checkpoint."""
 
     def __init__(self, workers: RunWorkers) -> None:
         prepared, config = workers.prepared, workers.prepared.config
+        ranks = config.trainer.ranks
         super().__init__(
             "trainer",
+            members=["trainer"] if ranks == 1 else [f"trainer-{rank}" for rank in range(ranks)],
             hang_timeout_s=config.supervision.hang_timeout_s,
             first_hang_timeout_s=config.cluster.start_timeout_s,
         )
+        self._config = config
         self._run_dir = Path(config.run_dir)
         # A run that may go without a step for longer has steps that take longer.
         self._step_timeout_s = max(MIN_STEP_TIMEOUT_S, config.supervision.stall_timeout_s)
         self._workers = workers
         self._checkpoint = prepared.checkpoint
-        self._version = prepared.cursor.version  # of the weights that the process has loaded
+        self._version = prepared.cursor.version  # of the weights that the ranks have loaded
         self._trainer: TrainerGroup | None = None
 
     @property
@@ -242,21 +240,25 @@ class _TrainerReplica(WorkerReplica):
         assert self._trainer is not None, "the trainer is started first"
         return self._trainer
 
-    async def launch(self, *, is_restart: bool) -> Worker:
+    async def launch(self, name: str) -> Worker:
+        self._workers.on_phase(name, "starting the process")
+        env = below_normal(self._workers.gpu_env)
+        return await self._workers.hub.launch(name, "millrace.training.worker", env=env)
+
+    async def attach(self, workers: Sequence[Worker], *, is_restart: bool) -> None:
         checkpoint = self._checkpoint
         if is_restart:
             found = await asyncio.to_thread(newest_checkpoint, self._run_dir)
             checkpoint = found.directory or self._checkpoint
             self._version = 0 if checkpoint is None else int(read_run_state(checkpoint)["version"])
-        return await self._workers.start_trainer(checkpoint)
-
-    async def attach(self, worker: Worker, *, is_restart: bool) -> None:
+        await self._load(workers, checkpoint)
         if is_restart:
-            update = await self.trainer.replace([worker], version=self._version)
+            update = await self.trainer.replace(workers, version=self._version)
             self._workers.on_restored(update)
             return
         self._trainer = TrainerGroup(
-            [worker],
+            workers,
+            sizes=self._config.trainer.mesh_sizes,
             past=StepsInMemory(version=self._version),
             step_timeout_s=self._step_timeout_s,
             save_timeout_s=SAVE_TIMEOUT_S,
@@ -264,6 +266,28 @@ class _TrainerReplica(WorkerReplica):
 
     def detach(self) -> None:
         self.trainer.lose()
+
+    async def _load(self, workers: Sequence[Worker], checkpoint: Path | None) -> None:
+        """Let all ranks load at once; they find each other at a port that is free now."""
+        start = StartTrainer(
+            config=self._config.model_dump(mode="json"),
+            checkpoint=None if checkpoint is None else str(checkpoint),
+            rendezvous="" if len(workers) == 1 else f"tcp://127.0.0.1:{_free_port()}",
+        )
+
+        async def load(rank: int, worker: Worker) -> None:
+            self._workers.on_phase(worker.name, "loading")
+            message = msgspec.structs.replace(start, rank=rank)
+            await worker.call(message, timeout_s=self._config.cluster.start_timeout_s)
+            self._workers.on_phase(worker.name, None)
+
+        await asyncio.gather(*(load(rank, worker) for rank, worker in enumerate(workers)))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _absolute(model: str) -> str:

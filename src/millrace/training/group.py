@@ -34,6 +34,7 @@ from millrace.cluster.messages import (
 )
 from millrace.cluster.worker import Worker
 from millrace.core.errors import CheckpointError, RunFailed, WorkerError
+from millrace.core.mesh import MeshSizes
 from millrace.core.microbatch import Batch
 from millrace.core.records import WeightUpdate
 
@@ -120,10 +121,13 @@ class TrainerGroup:
         ranks: Sequence[Worker],
         *,
         past: StepsInMemory | StepsOnRecord,
+        sizes: MeshSizes | None = None,
         step_timeout_s: float | None = None,
         save_timeout_s: float | None = None,
     ) -> None:
+        """`sizes`: of the mesh; None = one rank."""
         self.past = past
+        self._sizes = sizes or MeshSizes()
         self.num_redone = 0  # steps that were repeated after a death
         self._step_timeout_s = step_timeout_s
         self._save_timeout_s = save_timeout_s
@@ -217,9 +221,9 @@ class TrainerGroup:
         timeout_s = self._step_timeout_s
         async for following, (batch, *more) in self.past.after(version):
             step = TrainStep(batch=batch, version=following, more=tuple(more), publish=False)
-            await _call_ranks(ranks, step, timeout_s=timeout_s)
+            await self._call_ranks(ranks, step, timeout_s=timeout_s, expect_progress=True)
             self.num_redone += 1
-        reply = await _call_ranks(ranks, Lend(), timeout_s=timeout_s)
+        reply = await self._call_ranks(ranks, Lend(), timeout_s=timeout_s, expect_progress=True)
         assert isinstance(reply, Published)
         self._unreleased.append(reply.update)
         self._ranks = ranks
@@ -244,7 +248,7 @@ class TrainerGroup:
                 self._replaced.clear()
                 await self._replaced.wait()
             try:
-                return await _call_ranks(
+                return await self._call_ranks(
                     ranks, message, timeout_s=timeout_s, on_part=on_part, expect_progress=True
                 )
             except WorkerError:
@@ -254,38 +258,38 @@ class TrainerGroup:
                     self.lose()
                 on_death(len(ranks))
 
-
-async def _call_ranks(
-    ranks: Sequence[Worker],
-    message: Message,
-    *,
-    timeout_s: float | None,
-    on_part: Callable[[Part], None] | None = None,
-    expect_progress: bool = False,
-) -> Message:
-    """The reply of rank 0, once all ranks have replied; the first error is raised at once."""
-    calls = (
-        worker.call(
-            _share_of(message, rank=rank, num_ranks=len(ranks)),
-            timeout_s=timeout_s,
-            kill_on_timeout=True,
-            expect_progress=expect_progress,
-            on_part=on_part,
+    async def _call_ranks(
+        self,
+        ranks: Sequence[Worker],
+        message: Message,
+        *,
+        timeout_s: float | None,
+        on_part: Callable[[Part], None] | None = None,
+        expect_progress: bool = False,
+    ) -> Message:
+        """The reply of rank 0, once all ranks have replied; the first error is raised at once."""
+        calls = (
+            worker.call(
+                _share_of(message, data_rank=self._sizes.data_rank(rank)),
+                timeout_s=timeout_s,
+                kill_on_timeout=True,
+                expect_progress=expect_progress,
+                on_part=on_part,
+            )
+            for rank, worker in enumerate(ranks)
         )
-        for rank, worker in enumerate(ranks)
-    )
-    first, *others = await asyncio.gather(*calls)
-    assert all(type(other) is type(first) for other in others), "ranks take the same decisions"
-    return first
+        first, *others = await asyncio.gather(*calls)
+        assert all(type(other) is type(first) for other in others), "ranks take the same decisions"
+        return first
 
 
-def _share_of(message: Message, *, rank: int, num_ranks: int) -> Message:
-    if not isinstance(message, TrainStep) or num_ranks == 1:
+def _share_of(message: Message, *, data_rank: int) -> Message:
+    if not isinstance(message, TrainStep) or message.batch.num_ranks == 1:
         return message
     return msgspec.structs.replace(
         message,
-        batch=message.batch.of_rank(rank),
-        more=tuple(batch.of_rank(rank) for batch in message.more),
+        batch=message.batch.of_rank(data_rank),
+        more=tuple(batch.of_rank(data_rank) for batch in message.more),
     )
 
 

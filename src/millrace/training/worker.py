@@ -32,8 +32,11 @@ from millrace.core import files as storage
 from millrace.core.errors import CheckpointError
 from millrace.core.spans import Timeline
 from millrace.models.directory import load_tokenizer
+from millrace.models.loading import resolve_device
 from millrace.training.build import build_sender, build_trainer, seed_everything
 from millrace.training.checkpoints.snapshot import CheckpointWriter
+from millrace.training.memory import check_memory, device_bytes
+from millrace.training.parallel.ranks import Ranks
 from millrace.weights.publisher import Publisher
 
 PROGRESS_S = 0.25
@@ -53,11 +56,30 @@ class TrainerWorker:
         make_writer: type[CheckpointWriter] = CheckpointWriter,
     ) -> None:
         config = RunConfig.model_validate(message.config)
+        devices = config.placement.trainer
+        config = config.of_rank(message.rank)
         if config.cluster.threads is not None:
             torch.set_num_threads(config.cluster.threads)
-        seed_everything(config.seed)
+        device = resolve_device(config.placement.trainer[0])
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         # The checkpoint of an adapter holds no model, so the base model comes from the config.
         path = config.model.path if config.lora else message.checkpoint or config.model.path
+        check_memory(
+            config,
+            path=path,
+            num_sharing=devices.count(config.placement.trainer[0]),
+            total_bytes=device_bytes(device),
+        )
+        seed_everything(config.seed)
+        self._ranks = Ranks.join(  # before the model is loaded: each rank loads its shard
+            config.trainer.mesh_sizes,
+            rank=message.rank,
+            rendezvous=message.rendezvous,
+            device=device,
+            backend="gloo" if len(set(devices)) < len(devices) else None,  # NCCL shares no GPU
+            timeout_s=config.supervision.stall_timeout_s,  # a hung rank is found before that
+        )
         self._trainer = build_trainer(config, path=path, on_forward=self._on_forward)
         if message.checkpoint is not None:
             self._trainer.restore(Path(message.checkpoint))

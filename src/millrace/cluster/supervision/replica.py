@@ -115,9 +115,11 @@ class WorkerReplica:
                 timeout_s=self._hang_timeout_s, first_timeout_s=self._first_hang_timeout_s
             )
             if stalled_s is not None:
-                await worker.fail_hung(
-                    f"made no progress for {stalled_s:.0f} s (supervision.hang_timeout_s)"
-                )
+                await worker.fail_hung(no_progress(stalled_s))
+
+
+def no_progress(stalled_s: float) -> str:
+    return f"made no progress for {stalled_s:.0f} s (supervision.hang_timeout_s)"
 
 
 class ModuleReplica(WorkerReplica):

@@ -27,6 +27,10 @@ class ProgressWatchdog:
         self._work: float | None = None  # as last reported
         self._has_begun = False
 
+    @property
+    def work(self) -> float:
+        return self._work or 0.0
+
     @contextlib.contextmanager
     def expect_progress(self) -> Iterator[None]:
         """A call is in flight. Time counts only while there is one."""

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from millrace.core.errors import ConfigError
-from millrace.monitoring.activity import MIN_SHARE, Activity, Shares, total_text
+from millrace.monitoring.activity import MIN_SHARE, Activity, Shares, mean_by_role, total_text
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.run_dir import RunDir
@@ -86,7 +86,7 @@ def _workers(run_dir: RunDir, last: Mapping[str, Any]) -> Rows:
     workers = activity.total()
     for worker, shares in workers.items():
         yield worker, "never started serving" if shares is None else _worker(shares)
-    trainer = workers.get("trainer")
+    trainer = mean_by_role(workers).get("trainer")
     waited = 0.0 if trainer is None else trainer.waiting.get("scores", 0.0)
     if waited >= MIN_SHARE:
         yield "scoring", f"limited the run: the trainer waited for scores {waited:.0%} of its time"

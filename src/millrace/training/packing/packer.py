@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
 import numpy as np
 
@@ -70,6 +71,10 @@ class _Family:
         return self.num_rows + PAIR_COST * pairs / 2
 
 
+_Bundle = Sequence[_Family]  # families that stay in one microbatch
+_Shares = Sequence[Sequence[Sequence[_Bundle]]]  # by rank and microbatch
+
+
 def pack(
     groups: Sequence[Group],
     *,
@@ -98,12 +103,14 @@ def pack(
             # Parts of less than twice the shared rows would mostly repeat these.
             for part in _split(family, budget=min(microbatch_tokens, max(limit, 2 * family.shared)))
         ]
+    ranks = _fill_ranks(bundles, budget=microbatch_tokens, num_ranks=num_ranks)
     return Batch(
-        microbatches=_microbatches(bundles, microbatch_tokens, pairs=pairs, num_ranks=num_ranks),
+        microbatches=_microbatches(ranks, pairs=pairs),
         num_sequences=sum(len(of_group) for of_group in samples),
         num_trained_tokens=sum(len(one.advantages) for of_group in samples for one in of_group),
         num_groups=len(samples),
         num_ranks=num_ranks,
+        balance=_balance(ranks),
     )
 
 
@@ -114,19 +121,27 @@ def minibatches_of(groups: Sequence[Group], *, num_minibatches: int) -> list[Seq
     return [groups[begin:end] for begin, end in pairwise(bounds)]
 
 
-def _microbatches(
-    bundles: Sequence[Sequence[_Family]], budget: int, *, pairs: bool, num_ranks: int
-) -> tuple[Microbatch, ...]:
-    """Bundles in microbatches, those of rank 0 first; a bundle is never split."""
+def _fill_ranks(bundles: Sequence[_Bundle], *, budget: int, num_ranks: int) -> _Shares:
+    """The bundles of each microbatch of each rank; a bundle is never split."""
     sizes = [sum(family.num_rows for family in bundle) for bundle in bundles]
     if num_ranks == 1:
-        bins = fill_bins(sizes, budget=budget)
+        ranks = [fill_bins(sizes, budget=budget)]
     else:
         costs = [sum(family.cost for family in bundle) for bundle in bundles]
         ranks = fill_rank_bins(sizes, costs, budget=budget, num_ranks=num_ranks)
-        bins = [bin_ for rank in ranks for bin_ in rank]
-    filled = [_lay_out([bundles[i] for i in bin_], pairs=pairs) if bin_ else None for bin_ in bins]
+    return [[[bundles[i] for i in bin_] for bin_ in rank] for rank in ranks]
+
+
+def _microbatches(ranks: _Shares, *, pairs: bool) -> tuple[Microbatch, ...]:
+    """The microbatches of all ranks, those of rank 0 first."""
+    filled = [_lay_out(bin_, pairs=pairs) if bin_ else None for rank in ranks for bin_ in rank]
     return tuple(placeholder(next(filter(None, filled))) if m is None else m for m in filled)
+
+
+def _balance(ranks: _Shares) -> float:
+    """Mean cost of a rank, divided by the largest; 1 = ranks never wait for each other."""
+    costs = [sum(f.cost for bin_ in rank for bundle in bin_ for f in bundle) for rank in ranks]
+    return fmean(costs) / max(costs)
 
 
 def _samples(group: Group, *, critic: bool) -> list[_Sample]:
@@ -215,7 +230,7 @@ def _alike(families: list[_Family]) -> list[_Family]:
     return [_Family(shared=0, branches=(branch,)) for branch in branches]
 
 
-def _lay_out(bundles: Sequence[Sequence[_Family]], *, pairs: bool) -> Microbatch:
+def _lay_out(bundles: Sequence[_Bundle], *, pairs: bool) -> Microbatch:
     """One microbatch: shared rows first, then their continuations, then single branches."""
     bundles = sorted(bundles, key=lambda bundle: bundle[0].shared == 0)
     families = [family for bundle in bundles for family in bundle]
