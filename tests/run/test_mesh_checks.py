@@ -12,7 +12,7 @@ DENSE = Qwen3Config(num_attention_heads=12, num_key_value_heads=4)
 MIXTURE = Qwen3MoeConfig(num_attention_heads=8, num_key_value_heads=4, num_experts=6)
 
 
-def config_of(*, ranks=1, mesh=None, devices="auto"):
+def config_of(*, ranks=1, mesh=None, devices: str | list[str] = "auto"):
     return load_config(
         {
             "model": "m",

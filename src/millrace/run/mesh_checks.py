@@ -39,7 +39,7 @@ def check_mesh(config: RunConfig) -> None:
     for name in UNSUPPORTED:
         if (size := getattr(sizes, name)) > 1:
             raise ConfigError(f"trainer.mesh.{name} = {size} is not supported yet; set it to 1.")
-    if len(devices) != ranks and (len(devices) > 1 or ":" in devices[0]):
+    if len(devices) != ranks and (len(devices) > 1 or any(":" in device for device in devices)):
         raise ConfigError(
             f"placement.trainer names {_count(len(devices), 'device')} for trainer.ranks = {ranks};"
             " name one for each rank, or 'auto' alone."

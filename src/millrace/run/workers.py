@@ -230,7 +230,7 @@ class _TrainerReplica(GroupReplica):
         self._run_dir = Path(config.run_dir)
         # A run that may go without a step for longer has steps that take longer.
         self._step_timeout_s = max(MIN_STEP_TIMEOUT_S, config.supervision.stall_timeout_s)
-        self._workers = workers
+        self._run_workers = workers
         self._checkpoint = prepared.checkpoint
         self._version = prepared.cursor.version  # of the weights that the ranks have loaded
         self._trainer: TrainerGroup | None = None
@@ -241,9 +241,9 @@ class _TrainerReplica(GroupReplica):
         return self._trainer
 
     async def launch(self, name: str) -> Worker:
-        self._workers.on_phase(name, "starting the process")
-        env = below_normal(self._workers.gpu_env)
-        return await self._workers.hub.launch(name, "millrace.training.worker", env=env)
+        self._run_workers.on_phase(name, "starting the process")
+        env = below_normal(self._run_workers.gpu_env)
+        return await self._run_workers.hub.launch(name, "millrace.training.worker", env=env)
 
     async def attach(self, workers: Sequence[Worker], *, is_restart: bool) -> None:
         checkpoint = self._checkpoint
@@ -254,7 +254,7 @@ class _TrainerReplica(GroupReplica):
         await self._load(workers, checkpoint)
         if is_restart:
             update = await self.trainer.replace(workers, version=self._version)
-            self._workers.on_restored(update)
+            self._run_workers.on_restored(update)
             return
         self._trainer = TrainerGroup(
             workers,
@@ -276,10 +276,10 @@ class _TrainerReplica(GroupReplica):
         )
 
         async def load(rank: int, worker: Worker) -> None:
-            self._workers.on_phase(worker.name, "loading")
+            self._run_workers.on_phase(worker.name, "loading")
             message = msgspec.structs.replace(start, rank=rank)
             await worker.call(message, timeout_s=self._config.cluster.start_timeout_s)
-            self._workers.on_phase(worker.name, None)
+            self._run_workers.on_phase(worker.name, None)
 
         await asyncio.gather(*(load(rank, worker) for rank, worker in enumerate(workers)))
 
