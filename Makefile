@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # --no-compile: Python compiles modules when it imports them, and most of torch is never imported.
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
+# Many short processes import torch, so compiled modules are kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-slow test-gpu test-adapters check audit format bench chaos wheelhouse clean
 
