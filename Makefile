@@ -74,12 +74,15 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
 	@echo "Installing pinned dependencies into $(VENV) (a minute or two) ..."
-	$(PIP) install --no-compile -r requirements.txt
+	$(PIP) install --no-compile --no-warn-conflicts -r requirements.txt
 	$(PIP) install --no-compile --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
-	$(PIP) install --no-compile -r requirements-dev.txt
+# In parallel: with --no-deps, pip installs nothing that requirements.txt has. `pip check` follows in
+# tools/verify_dependencies.py.
+$(VENV)/.installed-dev: pyproject.toml requirements.txt requirements-dev.txt | $(VENV)/bin/python
+	$(MAKE) --no-print-directory $(VENV)/.installed & installing=$$!; \
+		$(PIP) install --no-compile --no-deps -r requirements-dev.txt && wait $$installing
 	@touch $@
 
 # Wheels for a machine without a network that has PyTorch and transformers; see
