@@ -14,6 +14,7 @@ event loop; this module, run as a program, is the server. Hubs share a server. E
 """
 
 import asyncio
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -252,7 +253,7 @@ def main() -> None:
             _become_worker(request, middle=middle, writer=writer)
             sys.argv = request["arguments"]
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-            return
+            _exit()
         os.close(writer)
         os.waitpid(middle, 0)
         os.write(1, os.read(reader, 32) + b"\n")  # empty if the worker could not start
@@ -285,6 +286,16 @@ def _become_worker(request: dict[str, Any], *, middle: int, writer: int) -> None
     except BaseException:  # noqa: BLE001 - the server replies that it failed
         traceback.print_exc()
         os._exit(1)
+
+
+def _exit() -> None:
+    """End a worker as multiprocessing does. Destroying all imported modules would take a second,
+    because the first write to each page of the server copies it."""
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _set_command_line(command: list[str]) -> None:
