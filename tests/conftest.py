@@ -1,15 +1,16 @@
+"""Fixtures of all tests. Only functions import torch here: the process that starts the workers of
+pytest-xdist reads this file as well, and runs no test."""
+
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 
 # tests/fakes.py is imported by name from every folder below.
 sys.path.insert(0, str(Path(__file__).parent))
-
-from tiny_model import make_tiny_model
 
 from millrace.cluster.fork_server import shared_fork_server
 from millrace.environments.threads import LoopThread
@@ -22,6 +23,8 @@ settings.load_profile("millrace")
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
     """A directory with a model, for all tests that only read it."""
+    from tiny_model import make_tiny_model
+
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
@@ -39,9 +42,21 @@ def thread() -> Iterator[LoopThread]:
         yield thread
 
 
+def pytest_collectstart() -> None:
+    gc.disable()  # nearly all objects that are created now belong to modules, and stay
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # or each full collection during the tests would visit all modules again
+    gc.enable()
