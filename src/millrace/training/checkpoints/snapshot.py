@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 from torch.utils._pytree import tree_map
 
 from millrace.core.errors import CheckpointError
@@ -121,6 +122,8 @@ def host_copy(tree: Any) -> Any:
     def copied(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        if is_traceable_wrapper_subclass(value):  # sharded or quantized; has no memory of its own
+            return transform_subclass(value, lambda _, inner: copied(inner))
         key = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
         if value.numel() == 0 or key not in known:  # empty tensors share the address 0
             known[key] = value.detach().to("cpu", copy=True)
