@@ -38,6 +38,9 @@ from millrace.core.staleness import Measure, StalenessLimit
 
 ALL_LINEAR = "all-linear"
 ADAMW = "adamw"
+MUON = "muon"
+ADAMW_8BIT = "adamw8bit"
+OPTIMIZERS = (ADAMW, MUON, ADAMW_8BIT)
 
 
 class ReplayConfig(Section):
@@ -165,8 +168,9 @@ class OptimizerConfig(Section):
     model_config = ConfigDict(extra="allow")
 
     type: str = ADAMW
-    """Optimizer class: "adamw", or "module:Class" of a torch.optim.Optimizer, whose further
-    arguments are keys of this table."""
+    """Optimizer: "adamw", "muon" (Muon for the matrices of the layers, AdamW for the rest),
+    "adamw8bit" (AdamW with 8-bit state, from torchao), or "module:Class" of a
+    torch.optim.Optimizer, whose further arguments are keys of this table."""
     learning_rate: PositiveFloatOrAuto = "auto"
     """Peak learning rate, above 0. "auto" is 1e-6 for all weights, where reinforcement learning
     needs small steps, and 1e-4 with [lora], whose low-rank factors start at zero and need larger
@@ -184,6 +188,9 @@ class OptimizerConfig(Section):
     """Weight decay of matrices, at least 0. Norms and biases have none."""
     max_grad_norm: PositiveFloat = 1.0
     """Maximum norm of the gradient, above 0. Larger gradients are scaled down."""
+    offload: bool = False
+    """Optimizer state in host memory instead of GPU memory. Each update copies it to the GPU and
+    back, a few hundred megabytes at a time, and computes the same."""
 
     @property
     def type_arguments(self) -> dict[str, Any]:
@@ -191,11 +198,11 @@ class OptimizerConfig(Section):
         return dict(self.model_extra or {})
 
     @model_validator(mode="after")
-    def _adamw_has_no_further_keys(self) -> Self:
-        if self.type == ADAMW and self.model_extra:
+    def _built_in_ones_have_no_further_keys(self) -> Self:
+        if self.type in OPTIMIZERS and self.model_extra:
             forbid(type(self).__name__, self.model_extra)
-        if self.type != ADAMW and ":" not in self.type:
-            hint = suggestion(self.type, (ADAMW,), otherwise="built in")
+        if self.type not in OPTIMIZERS and ":" not in self.type:
+            hint = suggestion(self.type, OPTIMIZERS, otherwise="built in")
             raise ValueError(f"type = {self.type!r} is not a built-in optimizer; {hint}")
         return self
 

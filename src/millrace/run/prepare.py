@@ -12,6 +12,7 @@ from typing import Any
 
 from millrace.cluster.process import available_cores
 from millrace.config import RunConfig
+from millrace.config.training import ADAMW_8BIT
 from millrace.controller.orders import check_room
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.protocols import Advantages, Capability
@@ -212,10 +213,13 @@ def _check_files(config: RunConfig, capabilities: frozenset[Capability]) -> None
     from millrace.models.loading import resolve_device
     from millrace.models.lora.factors import require_peft
     from millrace.models.lora.folders import check_resident
+    from millrace.training.optimizer import require_torchao
 
     check_devices(config, resolve_device)
     if config.lora is not None:
         require_peft()
+    if config.optimizer.type == ADAMW_8BIT:
+        require_torchao()
     if config.engine.count > 0:  # other hosts have folders of their own
         for name, folder in config.engine.adapters.items():
             check_resident(name, Path(folder))

@@ -86,6 +86,7 @@ def train_settings(config: RunConfig) -> TrainSettings:
         betas=optimizer.betas,
         weight_decay=optimizer.weight_decay,
         max_grad_norm=optimizer.max_grad_norm,
+        offload_optimizer=optimizer.offload,
         compute_dtype=resolve_dtype(settings.dtype, resolve_device(config.placement.trainer[0])),
         gradient_checkpointing=settings.gradient_checkpointing,
         compile_layers=settings.compile,

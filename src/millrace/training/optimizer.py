@@ -1,32 +1,42 @@
 """How a model is trained: precision, optimizer, learning-rate schedule and float16 loss scale.
 
+Optimizers work on the shards of a sharded model. Muon needs whole matrices, so it gathers one
+matrix at a time; all ranks compute its update, and each keeps its shard.
+
 Most gradients of a language model are smaller than the smallest float16 number. So the loss is
 multiplied by a power of two before the backward pass and the gradients are divided by it
 afterwards. The power is as large as it has recently been without an overflow.
 """
 
+import functools
+import importlib.util
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from millrace.config.training import ADAMW
-from millrace.core.errors import ConfigError
+from millrace.config.training import ADAMW, ADAMW_8BIT, MUON
+from millrace.core.errors import CheckpointError, ConfigError
 from millrace.core.plugins import load_reference
+from millrace.training.offload import OffloadedOptimizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSettings:
     """Settings that the policy and its critic share."""
 
-    optimizer: str = ADAMW  # or "module:Class" of a torch.optim.Optimizer
+    optimizer: str = ADAMW  # or MUON, ADAMW_8BIT, "module:Class" of a torch.optim.Optimizer
     optimizer_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     weight_decay: float = 0.0  # of matrices; norms and biases are not decayed
     max_grad_norm: float = 1.0
+    offload_optimizer: bool = False  # its state is in host memory
     compute_dtype: torch.dtype = torch.float32  # weights and optimizer state are always float32
     gradient_checkpointing: bool = False
     compile_layers: bool = False
@@ -64,15 +74,47 @@ class Schedule:
 
 def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
     """The optimizer of all parameters; the trainer sets the learning rate before each step."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        # Norms and biases are not decayed: that changes scale, not complexity.
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    if settings.optimizer == MUON:
+        made = _muon(model, settings)
+    else:
+        groups = _groups((p for p in model.parameters() if p.requires_grad), settings)
+        if settings.optimizer == ADAMW:
+            made = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, fused=True)
+        elif settings.optimizer == ADAMW_8BIT:
+            made = _adamw_8bit(groups, settings)
+        else:
+            made = _user_optimizer(groups, settings)
+    if settings.offload_optimizer:
+        made = OffloadedOptimizer(made)
+    for group in made.param_groups:
+        group["type"] = settings.optimizer
+    made.register_load_state_dict_pre_hook(functools.partial(_check_type, settings.optimizer))
+    return made
+
+
+def _check_type(name: str, _: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    for group in state["param_groups"]:  # earlier checkpoints have no type
+        if (found := group.get("type", name)) != name:
+            raise CheckpointError(
+                f"The checkpoint was written with optimizer.type = {found!r}, and the run has"
+                f" {name!r}, which cannot use its state; set optimizer.type to {found!r}."
+            )
+
+
+def _groups(parameters: Iterable[Tensor], settings: TrainSettings) -> list[dict[str, Any]]:
+    """Parameter groups. Norms and biases are not decayed: that changes scale, not complexity. A
+    fused update takes parameters of one mesh, and experts may have a mesh of their own."""
+    groups: dict[Any, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups[parameter.ndim < 2, mesh].append(parameter)
+    return [
+        {"params": params, "weight_decay": 0.0 if is_vector else settings.weight_decay}
+        for (is_vector, _), params in sorted(groups.items(), key=lambda item: item[0][0])
     ]
-    groups = [group for group in groups if group["params"]]
-    if settings.optimizer == ADAMW:
-        return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, fused=True)
+
+
+def _user_optimizer(groups: list[dict[str, Any]], settings: TrainSettings) -> torch.optim.Optimizer:
     name = settings.optimizer  # the user's own class, given lr and the further keys of [optimizer]
     try:
         made = load_reference(name)(groups, lr=0.0, **settings.optimizer_options)
@@ -81,6 +123,99 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Op
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(f"optimizer.type = {name!r} is not a torch.optim.Optimizer.")
     return made
+
+
+def require_torchao() -> None:
+    """Raise ConfigError unless torchao is installed."""
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            f"optimizer.type = {ADAMW_8BIT!r} needs torchao, which is not installed; run `pip"
+            f" install torchao`, or use {ADAMW!r} with optimizer.offload = true."
+        )
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], settings: TrainSettings) -> torch.optim.Optimizer:
+    require_torchao()
+    from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+
+    made = AdamW8bit(groups, lr=0.0, betas=settings.betas)
+    made.register_step_pre_hook(_learning_rates_to_tensors)
+    return made
+
+
+def _learning_rates_to_tensors(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """torchao compiles its update, and a learning rate that is a number would be a constant."""
+    for group in optimizer.param_groups:
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
+
+
+def _muon(model: nn.Module, settings: TrainSettings) -> "MuonAdamW":
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    hidden = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter in hidden]
+    if not matrices:
+        raise ConfigError(
+            f"optimizer.type = {MUON!r} found no trained matrix in the layers of"
+            f" {type(model).__name__}; use {ADAMW!r}."
+        )
+    others = (parameter for parameter in trained if parameter not in hidden)
+    return MuonAdamW(
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        _groups(others, settings),
+        betas=settings.betas,
+    )
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for the matrices of the layers and AdamW for all else: embeddings, head, norms, biases
+    and stacked experts. Both make steps of similar size, so they share a learning rate."""
+
+    def __init__(
+        self,
+        matrices: dict[str, Any],
+        others: list[dict[str, Any]],
+        *,
+        betas: tuple[float, float],
+    ) -> None:
+        self._parts: dict[str, torch.optim.Optimizer] = {
+            MUON: torch.optim.Muon([matrices], lr=0.0, adjust_lr_fn="match_rms_adamw")
+        }
+        if others:
+            self._parts[ADAMW] = torch.optim.AdamW(others, lr=0.0, betas=betas, fused=True)
+        groups = [
+            {**group, "algorithm": name}
+            for name, part in self._parts.items()
+            for group in part.param_groups
+        ]
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            if group["algorithm"] == MUON and isinstance(group["params"][0], DTensor):
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._step_gathered(group, parameter)
+            else:
+                self._step_part(group, self.state)
+
+    def _step_part(self, group: dict[str, Any], state: Any) -> None:
+        part = self._parts[group["algorithm"]]
+        part.param_groups, part.state = [group], state
+        part.step()
+
+    def _step_gathered(self, group: dict[str, Any], shard: DTensor) -> None:
+        assert isinstance(shard.grad, DTensor)
+        moment = self.state[shard].setdefault("momentum_buffer", torch.zeros_like(shard.grad))
+        whole, whole_moment = nn.Parameter(shard.full_tensor()), moment.full_tensor()
+        whole.grad = shard.grad.full_tensor()
+        state = {whole: {"momentum_buffer": whole_moment}}
+        self._step_part({**group, "params": [whole]}, state)
+        for part, full in ((shard, whole.detach()), (moment, whole_moment)):
+            part.copy_(
+                distribute_tensor(full, part.device_mesh, part.placements, src_data_rank=None)
+            )
 
 
 _INITIAL = 2.0**16
