@@ -36,10 +36,11 @@ class FakeWorker:
     name = "trainer"
 
     def __init__(
-        self, *, version=0, dies_at=None, fails_at=None, hangs_at=None, copies=False
+        self, *, version=0, rank=0, dies_at=None, fails_at=None, hangs_at=None, copies=False
     ) -> None:
         self.dead = asyncio.get_running_loop().create_future()
         self.version = version
+        self.rank = rank
         self.dies_at, self.fails_at, self.hangs_at = dies_at, fails_at, hangs_at
         self.copies = copies  # say Copied before anything else happens
         self.calls = []
@@ -62,7 +63,7 @@ class FakeWorker:
                 assert message.version == self.version + 1
                 self.version += 1
                 return Stepped(version=message.version, metrics={})
-            case Lend():
+            case Lend() if self.rank == 0:
                 return Published(update=make_update(self.version))
             case SaveCheckpoint():
                 return Saved(version=self.version)
@@ -188,6 +189,15 @@ async def test_death_of_one_rank_ends_the_others_and_the_step_runs_on_the_next_g
     await group.replace(replacements, version=0)  # pyright: ignore
     assert (await stepping).version == 1
     assert [rank.steps for rank in replacements] == [[(1, True)], [(1, True)]]
+
+
+async def test_all_ranks_take_part_in_a_loan_and_rank_0_releases_it():
+    ranks = [FakeWorker(version=3), FakeWorker(version=3, rank=1)]
+    group = make_group(*ranks)
+    update = await group.borrow()
+    assert update.version == 3
+    await group.release(update)
+    assert [rank.calls for rank in ranks] == [[Lend(), Release(version=3)], [Lend()]]
 
 
 async def test_steps_continue_when_all_ranks_have_copied_their_state(tmp_path):

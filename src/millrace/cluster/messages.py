@@ -237,7 +237,8 @@ class Published(Message, frozen=True):
 
 
 class Lend(Message, frozen=True):
-    """Make the newest version readable for an engine that joins late. -> Published"""
+    """Make the newest version readable for an engine that joins late. -> Published; Done from ranks
+    other than 0"""
 
 
 class Release(Message, frozen=True):

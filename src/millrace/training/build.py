@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from millrace.config import CriticConfig, RunConfig
+from millrace.core.protocols import WeightSender
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.loading import load_model, resolve_device, resolve_dtype
 from millrace.models.lora.trained import TrainedAdapter
@@ -16,8 +17,10 @@ from millrace.models.routing import RouteReplay, check_replay, find_routing
 from millrace.training.critic import Critic, GaeEstimator
 from millrace.training.losses.recipes import build_loss
 from millrace.training.optimizer import Schedule, TrainSettings
+from millrace.training.parallel.ranks import Ranks
 from millrace.training.policy_model import PolicyModel
 from millrace.training.trainer import Trainer
+from millrace.weights.gathering import GatheringSender
 from millrace.weights.send_backend import PackingSender
 from millrace.weights.transport import listening_address, make_sender, resolve_transport
 
@@ -93,7 +96,15 @@ def train_settings(config: RunConfig) -> TrainSettings:
     )
 
 
-def build_sender(config: RunConfig) -> PackingSender:
+def build_sender(config: RunConfig, *, ranks: Ranks | None = None) -> WeightSender:
+    """The sender of one rank; several ranks gather their weights to rank 0, which has the
+    transport."""
+    if ranks is None or ranks.is_alone:
+        return _build_transport(config)
+    return GatheringSender(lambda: _build_transport(config), timeout_s=config.weights.timeout_s)
+
+
+def _build_transport(config: RunConfig) -> PackingSender:
     weights, engine = config.weights, config.engine
     device = resolve_device(config.placement.trainer[0])
     engine_device = _engine_device(config)

@@ -6,7 +6,8 @@ group is lost with it. A weight update belongs to the group that published it an
 
 All ranks get the same calls, and each gets its own share of every batch. Ranks reduce gradients,
 decisions and metrics among themselves, so their replies agree and the group returns that of rank 0.
-Rank 0 also publishes the weights. Nothing outside this package depends on the number of ranks.
+Rank 0 also publishes the weights, which it gathers from the others. Nothing outside this package
+depends on the number of ranks.
 
 If the group dies, its replacement repeats the steps since a checkpoint, from memory or the journal.
 Runs on the controller's event loop.
@@ -279,7 +280,9 @@ class TrainerGroup:
             for rank, worker in enumerate(ranks)
         )
         first, *others = await asyncio.gather(*calls)
-        assert all(type(other) is type(first) for other in others), "ranks take the same decisions"
+        if not isinstance(message, Lend):  # which the other ranks only confirm
+            kinds = {type(reply) for reply in (first, *others)}
+            assert len(kinds) == 1, "ranks take the same decisions"
         return first
 
 

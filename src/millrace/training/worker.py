@@ -30,6 +30,7 @@ from millrace.cluster.messages import (
 from millrace.config import RunConfig
 from millrace.core import files as storage
 from millrace.core.errors import CheckpointError
+from millrace.core.records import WeightUpdate
 from millrace.core.spans import Timeline
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import resolve_device
@@ -96,8 +97,8 @@ class TrainerWorker:
         self._timeline = timeline
         self._reported_at = time.monotonic()
         self._publisher = Publisher(
-            build_sender(config),
-            emit=lambda update: link.emit(Published(update=update)),
+            build_sender(config, ranks=self._ranks),
+            emit=self._announce,
             patience_s=config.weights.timeout_s,
         )
 
@@ -119,12 +120,8 @@ class TrainerWorker:
     def _handle(self, call: WorkerCall) -> bool:
         """Answer one call; False = stop."""
         message = call.message
-        if isinstance(message, Lend):  # replied to when the weights can be read
-            self._publisher.lend(
-                self._trainer.steps_done,
-                self._trainer.policy.weights(),
-                answer=lambda update: call.reply(Published(update=update)),
-            )
+        if isinstance(message, Lend):
+            self._lend(call)
             return True
         reply: Message = Done()
         try:
@@ -150,6 +147,25 @@ class TrainerWorker:
             self._publisher.publish(self._trainer.steps_done, self._trainer.policy.weights())
             self._report_progress()
         return not isinstance(message, Stop)
+
+    def _lend(self, call: WorkerCall) -> None:
+        """Rank 0 replies when the weights can be read. The others offer it their shards, which it
+        does not gather if its version is still readable; the next version then replaces them."""
+        version, weights = self._trainer.steps_done, self._trainer.policy.weights()
+        if self._ranks.rank == 0:
+            self._publisher.lend(
+                version, weights, answer=lambda update: call.reply(Published(update=update))
+            )
+        else:
+            self._publisher.publish(version, weights)
+            call.reply(Done())
+
+    def _announce(self, update: WeightUpdate) -> None:
+        """In the publisher's thread."""
+        if self._ranks.rank == 0:
+            self._link.emit(Published(update=update))
+        else:
+            self._publisher.release(update.version)  # rank 0 holds its bytes
 
     def _step(self, message: TrainStep) -> Stepped:
         assert message.version == self._trainer.steps_done + 1, "a step makes the next version"

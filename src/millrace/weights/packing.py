@@ -69,7 +69,9 @@ def pack(
 ) -> None:
     """Copy the tensors, cast as their specs say, into a payload."""
     if sharded := [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]:
-        raise WeightError(f"{sharded[0]!r} is sharded over several ranks; gather it first.")
+        raise WeightError(
+            f"{sharded[0]!r} is sharded over several ranks; publish it with a GatheringSender."
+        )
     views = unpack(specs, payload)
     copy_all(views.values(), [tensors[name] for name in views])
 
@@ -198,6 +200,18 @@ def write_delta(changes: tuple[torch.Tensor, torch.Tensor], *, into: torch.Tenso
     end = indices.numel() * indices.itemsize
     into[:end].view(indices.dtype).copy_(indices)
     into[end:].view(values.dtype).copy_(values)
+
+
+def describe_changes(num_changed: int, *, num_bytes: int, word_bytes: int) -> Delta:
+    """The delta of a buffer that only the ranks of a trainer exchange."""
+    index_bytes = _index_dtype(num_bytes // word_bytes).itemsize
+    return Delta(
+        base=0,
+        num_changed=num_changed,
+        word_bytes=word_bytes,
+        num_bytes=num_changed * (index_bytes + word_bytes),
+        location="",
+    )
 
 
 def check_delta(update: WeightUpdate, delta: Delta) -> None:

@@ -9,6 +9,9 @@ Threads: the trainer's main thread calls publish, release and close; only the pu
 uses the sender. Bounds: two snapshots exist, one being sent and one pending. An error in the thread
 ends it and is raised by the next call. If there is no space, the newest weights are tried again for
 `patience_s`.
+
+With sharded weights (DTensor), a snapshot is this rank's shards. Each rank has a publisher, and
+their senders gather (gathering.py).
 """
 
 import contextlib
@@ -24,7 +27,8 @@ import torch
 from millrace.core.protocols import WeightSender
 from millrace.core.records import WeightUpdate
 from millrace.weights.packing import copy_all, transfer_dtype
-from millrace.weights.send_backend import NoSpace
+from millrace.weights.send_backend import NoSpace, Superseded
+from millrace.weights.shards import local_part
 
 RETRY_S = 1.0
 
@@ -37,6 +41,7 @@ class WeightSnapshot:
         self.is_announced = True  # False = only lent
         self.tensors: dict[str, torch.Tensor] = {}
         self._layout: object = None  # of what it has memory for
+        self._parts: list[torch.Tensor] = []  # of `tensors` on this rank
         self._device: torch.device | None = None  # set if the weights are on a GPU
         self._copied: torch.cuda.Event | None = None  # likewise
         self._stream: torch.cuda.Stream | None = None
@@ -46,7 +51,12 @@ class WeightSnapshot:
     ) -> None:
         self.version = version
         # The trainer waits for this, so everything else is done once per layout.
-        layout = (dtype, [(name, t.shape, t.dtype, t.device) for name, t in tensors.items()])
+        parts = [local_part(tensor) for tensor in tensors.values()]
+        layout = (
+            dtype,
+            [(name, tensor.shape) for name, tensor in tensors.items()],
+            [(part.shape, part.dtype, part.device) for part in parts],
+        )
         if layout != self._layout:
             self._layout = None  # until the memory is allocated
             self.tensors = {
@@ -55,9 +65,10 @@ class WeightSnapshot:
                 )
                 for name, tensor in tensors.items()
             }
-            self._device = next((t.device for t in self.tensors.values() if t.is_cuda), None)
+            self._parts = [local_part(tensor) for tensor in self.tensors.values()]
+            self._device = next((part.device for part in self._parts if part.is_cuda), None)
             self._layout = layout
-        copy_all(self.tensors.values(), tensors.values())
+        copy_all(self._parts, parts)
         if self._device is not None:
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(self._device))
@@ -203,6 +214,12 @@ class Publisher:
                 update = self._sender.publish(snapshot.version, snapshot.tensors)
         except NoSpace as error:
             self._try_later(snapshot, error)
+            return
+        except Superseded:  # another rank has a newer version, which follows here, too
+            with self._changed:
+                self._sending = None
+                self._spare.append(snapshot)
+                self.superseded += snapshot.is_announced
             return
         self._no_space_since_s = None
         with self._changed:

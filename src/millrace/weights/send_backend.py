@@ -9,7 +9,7 @@ difference. The full payload is always available, for an engine that holds anoth
 Used by one thread.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,10 +22,16 @@ from millrace.weights.packing import checksum
 
 MAX_HELD = 3
 Payload = Literal["full", "delta"]
+# packing.pack(), or its replacement if the tensors are sharded over ranks.
+Pack = Callable[[Mapping[str, torch.Tensor], Sequence[TensorSpec], torch.Tensor], None]
 
 
 class NoSpace(WeightError):
     """There is no space for a version now; there may be later."""
+
+
+class Superseded(WeightError):
+    """A newer version is sent instead; this one may be dropped."""
 
 
 class Memory:
@@ -61,7 +67,7 @@ class SendBackend:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _PayloadSlot:
+class PayloadSlot:
     """Memory for one version, reused for versions of the same layout. The bytes between two tensors
     stay zero, so equal weights are equal bytes."""
 
@@ -86,18 +92,20 @@ class PackingSender:
         self, backend: SendBackend, *, dtype: torch.dtype, payload: Payload = "full"
     ) -> None:
         self.dtype = dtype  # of floating-point weights during the transfer
+        self.payload: Payload = payload
         self._backend = backend
-        self._payload = payload
-        self._free: list[_PayloadSlot] = []
-        self._held: dict[int, _PayloadSlot] = {}  # by version
-        self._newest: _PayloadSlot | None = None  # base of the next delta, released or not
+        self._free: list[PayloadSlot] = []
+        self._held: dict[int, PayloadSlot] = {}  # by version
+        self._newest: PayloadSlot | None = None  # base of the next delta, released or not
 
     @property
     def has_room(self) -> bool:
         """False while MAX_HELD versions are not released."""
         return len(self._held) < MAX_HELD
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> WeightUpdate:
+    def publish(
+        self, version: int, tensors: Mapping[str, torch.Tensor], *, pack: Pack = packing.pack
+    ) -> WeightUpdate:
         if version in self._held:
             raise WeightError(f"Version {version} is already published.")
         if not self.has_room:
@@ -109,7 +117,7 @@ class PackingSender:
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         slot = self._take(specs, num_bytes, device=device)
         try:
-            packing.pack(tensors, specs, slot.payload.flat)
+            pack(tensors, specs, slot.payload.flat)
             update = WeightUpdate(
                 version=version,
                 tensors=specs,
@@ -126,10 +134,15 @@ class PackingSender:
             raise
         slot.version, slot.checksum = version, update.checksum
         self._held[version] = slot
-        if self._payload == "delta":
+        if self.payload == "delta":
             previous, self._newest = self._newest, slot
             self._recycle(previous)
         return update
+
+    def base_for(self, layout: Sequence[TensorSpec]) -> PayloadSlot | None:
+        """The version whose difference from the next one, of this layout, will be sent."""
+        newest = self._newest
+        return newest if newest is not None and newest.layout == layout else None
 
     def release(self, version: int) -> None:
         if version not in self._held:
@@ -150,19 +163,18 @@ class PackingSender:
 
     def _take(
         self, layout: tuple[TensorSpec, ...], num_bytes: int, *, device: torch.device
-    ) -> _PayloadSlot:
+    ) -> PayloadSlot:
         """A free slot of this layout. Slots of another layout are closed: the model changed."""
         while self._free:
             slot = self._free.pop(0)
             if slot.layout == layout:
                 return slot
             slot.close()
-        return _PayloadSlot(layout=layout, payload=self._backend.allocate(num_bytes, device=device))
+        return PayloadSlot(layout=layout, payload=self._backend.allocate(num_bytes, device=device))
 
-    def _find_delta(self, slot: _PayloadSlot) -> Delta | None:
+    def _find_delta(self, slot: PayloadSlot) -> Delta | None:
         """The difference between the slot and the newest version, written to its own memory."""
-        base = self._newest
-        if base is None or base.layout != slot.layout:
+        if (base := self.base_for(slot.layout)) is None:
             return None
         payload = slot.payload.flat
         changes = packing.find_delta(payload, base.payload.flat, word_bytes=self.dtype.itemsize)
@@ -179,7 +191,7 @@ class PackingSender:
             location=slot.delta.location,
         )
 
-    def _recycle(self, slot: _PayloadSlot | None) -> None:
+    def _recycle(self, slot: PayloadSlot | None) -> None:
         """Free a slot unless engines or the next delta still need it."""
         if slot is not None and slot is not self._newest and slot.version not in self._held:
             self._free.append(slot)
