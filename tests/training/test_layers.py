@@ -9,7 +9,8 @@ from batches import batch_of, mixed_rollouts, sharing_rollouts, trainer_of
 from torch._dynamo.utils import counters
 
 from millrace.core.errors import ConfigError
-from millrace.training.layers import checkpoint_layers, compile_layers, decoder_layers
+from millrace.models.sharding import decoder_layers
+from millrace.training.layers import checkpoint_layers, compile_layers
 
 
 def batches():

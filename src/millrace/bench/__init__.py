@@ -9,6 +9,7 @@ BENCHES = {
     "chaos": "kill processes of a run at random, and check that nothing is lost",
     "engine": "tokens per second of the embedded engine, next to the memory's floor",
     "pipeline": "the same work synchronously and asynchronously, on the same cores",
+    "ranks": "whether several trainer ranks compute what one rank computes",
     "sync": "what new weights cost, per transport, while an engine decodes",
     "train": "tokens per second and FLOP/s of the trainer's step, next to matmul's",
 }

@@ -6,8 +6,8 @@ followed by final_logits gives the model's own logits. Other models are refused 
 T = tokens of one forward pass, D = hidden size.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.distributed import DistributedConfig
+from transformers.distributed.mixin import DistributedMixin
 from transformers.utils import logging as transformers_logging
 
 from millrace.core.errors import ConfigError
@@ -31,21 +34,60 @@ def load_model(
     device: torch.device,
     attention: str,
     trust_remote_code: bool = False,
+    shard: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel:
-    """The model at `path`, a directory or hub name, in eval mode, with a registered attention."""
-    model = load_pretrained(
-        AutoModelForCausalLM,
-        path,
-        setting="model.path",
-        remedy="save it again with save_pretrained",
-        dtype=dtype,
-        attn_implementation=PROBE_ATTENTION,
-        trust_remote_code=trust_remote_code,
-    )
-    model.to(device).eval()
-    check_supported(model, path=path)
+    """The model at `path`, a directory or hub name, in eval mode, with a registered attention.
+    `shard` turns weights, which have no memory yet, into DTensors: each rank loads its shards."""
+    with nullcontext() if shard is None else _loading_shards(shard, device):
+        model = load_pretrained(
+            AutoModelForCausalLM,
+            path,
+            setting="model.path",
+            remedy="save it again with save_pretrained",
+            dtype=dtype,
+            attn_implementation=PROBE_ATTENTION,
+            trust_remote_code=trust_remote_code,
+            **({} if shard is None else {"distributed_config": DistributedConfig()}),
+        )
+    if shard is None:
+        model.to(device)
+    else:
+        del model.config.distributed_config  # it would be saved with the model
+    model.eval()
+    if not isinstance(model.base_model, FSDPModule):  # a critic has no use for its logits
+        check_supported(model, path=path)
     model.set_attn_implementation(attention)
     return model
+
+
+@contextmanager
+def _loading_shards(
+    shard: Callable[[PreTrainedModel], None], device: torch.device
+) -> Iterator[None]:
+    """A context in which from_pretrained(distributed_config=...) divides models as `shard` does.
+    transformers' own division has no replicas, and sees neither a critic's root nor adapters."""
+
+    class Meshes:
+        def get_mesh(self, names: object) -> None:
+            """Its loader finds the mesh in the tensors."""
+
+    def prepare(cls: type, config: Any, **_: Any) -> tuple[Any, torch.device, Meshes]:
+        return config, device, Meshes()
+
+    def distribute(cls: type, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
+        model.tie_weights()  # before they are sharded: a tied weight is one shard
+        shard(model)
+        return model
+
+    own = {"prepare_distribute_model": prepare, "maybe_distribute_model": distribute}
+    before = {name: vars(DistributedMixin)[name] for name in own}
+    for name, function in own.items():
+        setattr(DistributedMixin, name, classmethod(function))
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(DistributedMixin, name, method)
 
 
 def load_pretrained(

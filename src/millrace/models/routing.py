@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from millrace.core.completions import unknown_id
 from millrace.core.errors import ConfigError
+from millrace.models.sharding import inside
 from millrace.models.support import PROBE_ATTENTION
 
 _MAX_UINT8_EXPERTS = 255  # one value of a byte is reserved for unknown routes
@@ -258,5 +259,6 @@ def _calls(model: PreTrainedModel) -> list[_ExpertCall]:
         stack.callback(model.set_attn_implementation, attention)
         model.set_attn_implementation(PROBE_ATTENTION)  # it needs no layout or cache
         with torch.no_grad(), recorder:
-            model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+            inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
+            inside(model, lambda: model.base_model(**inputs, use_cache=False))
     return recorder.calls

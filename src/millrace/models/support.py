@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from millrace.core.errors import ConfigError
 from millrace.models.logprobs import final_logits
+from millrace.models.sharding import inside
 
 PROBE_ATTENTION = "millrace_probe"
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
@@ -63,7 +64,13 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     tokens[_PROBE_TOKENS] = config.vocab_size - 1
     positions = torch.arange(_PROBE_TOKENS, device=model.device).repeat(2)
     inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
-    hidden = model.base_model(**inputs, use_cache=False, millrace_probe=probe).last_hidden_state[0]
+
+    def compute() -> tuple[Tensor, Tensor]:
+        output = model.base_model(**inputs, use_cache=False, millrace_probe=probe)
+        hidden = output.last_hidden_state[0]
+        return hidden, final_logits(model, hidden)
+
+    hidden, logits = inside(model, compute)
     if not probe.windows:
         return (
             "its attention does not go through transformers' AttentionInterface with all arguments"
@@ -74,8 +81,8 @@ def _obstacle(model: PreTrainedModel) -> str | None:
         return "it does not pass the sliding window to its attention function"
     if not is_close(hidden[1:_PROBE_TOKENS], hidden[_PROBE_TOKENS + 1 :], dtype=model.dtype):
         return "its tokens influence each other outside the attention function"
-    logits = model(**inputs, use_cache=False, millrace_probe=_Probe()).logits[0]
-    if not is_close(final_logits(model, hidden), logits, dtype=model.dtype):
+    expected = model(**inputs, use_cache=False, millrace_probe=_Probe()).logits[0]
+    if not is_close(logits, expected, dtype=model.dtype):
         return "final_logits does not reproduce its logits from its hidden states"
     return None
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from millrace.config import CriticConfig, RunConfig
@@ -14,6 +15,7 @@ from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.loading import load_model, resolve_device, resolve_dtype
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.routing import RouteReplay, check_replay, find_routing
+from millrace.models.sharding import shard
 from millrace.training.critic import Critic, GaeEstimator
 from millrace.training.losses.recipes import build_loss
 from millrace.training.optimizer import Schedule, TrainSettings
@@ -26,13 +28,18 @@ from millrace.weights.transport import listening_address, make_sender, resolve_t
 
 
 def build_trainer(
-    config: RunConfig, *, path: str, on_forward: Callable[[], None] = lambda: None
+    config: RunConfig,
+    *,
+    path: str,
+    ranks: Ranks | None = None,
+    on_forward: Callable[[], None] = lambda: None,
 ) -> Trainer:
-    """The trainer with the weights at `path`."""
+    """The trainer with the weights at `path`; `ranks` share it (None = one rank)."""
+    ranks = ranks or Ranks()
     optimizer, critic = config.optimizer, config.critic
     return Trainer(
-        build_policy(config, path=path, on_forward=on_forward),
-        critic=critic and build_critic(config, critic, on_forward=on_forward),
+        build_policy(config, path=path, ranks=ranks, on_forward=on_forward),
+        critic=critic and build_critic(config, critic, ranks=ranks, on_forward=on_forward),
         loss=build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens),
         schedule=Schedule(
             learning_rate=config.learning_rate,
@@ -45,13 +52,16 @@ def build_trainer(
     )
 
 
-def build_policy(config: RunConfig, *, path: str, on_forward: Callable[[], None]) -> PolicyModel:
-    model = _load(config, path=path)
+def build_policy(
+    config: RunConfig, *, path: str, ranks: Ranks, on_forward: Callable[[], None]
+) -> PolicyModel:
+    model = _load(config, path=path, ranks=ranks, root=lambda model: model)
     return PolicyModel(
         model,
         settings=train_settings(config),
         adapter=config.lora and TrainedAdapter(model, config.lora, model_path=path),
         replay=_build_replay(model) if config.trainer.replay_routes else None,
+        ranks=ranks,
         on_forward=on_forward,
     )
 
@@ -66,17 +76,23 @@ def _build_replay(model: PreTrainedModel) -> RouteReplay | None:
 
 
 def build_critic(
-    config: RunConfig, settings: CriticConfig, *, on_forward: Callable[[], None]
+    config: RunConfig, settings: CriticConfig, *, ranks: Ranks, on_forward: Callable[[], None]
 ) -> Critic:
     """The critic as it is before its first update."""
     options = {key: value for key, value in config.scoring.advantages.items() if key != "type"}
     return Critic(
-        _load(config, path=settings.path or config.model.path),
+        _load(
+            config,
+            path=settings.path or config.model.path,
+            ranks=ranks,
+            root=lambda model: model.base_model,  # its head is not used
+        ),
         estimator=GaeEstimator(**options),
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
         value_clip=settings.value_clip,
         settings=train_settings(config),
+        ranks=ranks,
         on_forward=on_forward,
     )
 
@@ -140,11 +156,17 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _load(config: RunConfig, *, path: str) -> PreTrainedModel:
+def _load(
+    config: RunConfig, *, path: str, ranks: Ranks, root: Callable[[PreTrainedModel], nn.Module]
+) -> PreTrainedModel:
+    def shard_over_ranks(model: PreTrainedModel) -> None:
+        shard(model, root=root(model), mesh=ranks.fsdp_mesh)
+
     return load_model(
         path,
         dtype=torch.float32,
         device=resolve_device(config.placement.trainer[0]),
         attention=PACKED_ATTENTION,
         trust_remote_code=config.model.trust_remote_code,
+        shard=None if ranks.is_alone else shard_over_ranks,
     )

@@ -26,6 +26,7 @@ from millrace.core.returns import gae
 from millrace.scoring.advantages.estimators import GaeAdvantages
 from millrace.training.checkpoints.snapshot import Write, host_copy
 from millrace.training.optimizer import TrainSettings
+from millrace.training.parallel.ranks import Ranks
 from millrace.training.policy_model import TrainableModel
 from millrace.training.token_batches import as_tensor
 
@@ -61,11 +62,11 @@ class GaeEstimator(GaeAdvantages):
             returns=(advantages + values).astype(np.float32),
         )
 
-    def normalized(self, batches: Sequence[Batch]) -> tuple[Batch, ...]:
+    def normalized(self, batches: Sequence[Batch], ranks: Ranks) -> tuple[Batch, ...]:
         """The estimated batches of one step with normalized advantages, if that is on."""
         if not self.normalize:
             return tuple(batches)
-        advantages = _of_step(batches, "advantages")
+        advantages = _of_step(batches, "advantages", ranks)
         mean, deviation = advantages.mean(), advantages.std() + _EPSILON
 
         def normalize(part: Microbatch) -> Microbatch:
@@ -78,8 +79,8 @@ class GaeEstimator(GaeAdvantages):
         )
 
 
-def value_metrics(batches: Sequence[Batch]) -> dict[str, float]:
-    values, returns = _of_step(batches, "values"), _of_step(batches, "returns")
+def value_metrics(batches: Sequence[Batch], ranks: Ranks) -> dict[str, float]:
+    values, returns = _of_step(batches, "values", ranks), _of_step(batches, "returns", ranks)
     variance, error = float(returns.var()), float((returns - values).var())
     # 1 = values equal returns; 0 = values are no better than one constant. Equal returns have no
     # variance to explain.
@@ -91,9 +92,12 @@ def value_metrics(batches: Sequence[Batch]) -> dict[str, float]:
     }
 
 
-def _of_step(batches: Sequence[Batch], name: str) -> np.ndarray:  # [trained tokens] float64
-    parts = [getattr(m, name) for batch in batches for m in batch.microbatches]
-    return np.concatenate(parts, dtype=np.float64)
+def _of_step(
+    batches: Sequence[Batch], name: str, ranks: Ranks
+) -> np.ndarray:  # [trained tokens of all ranks] float64
+    parts = [getattr(m, name) for batch in batches for m in batch.microbatches if len(m.targets)]
+    own = np.concatenate([np.zeros(0), *parts], dtype=np.float64)
+    return np.concatenate(ranks.gather(own))
 
 
 class ValueModel(nn.Module):
@@ -129,11 +133,12 @@ class Critic(TrainableModel):
         value_clip: float | None = None,  # PPO value clip; None disables it
         loss_weight: float = 0.5,
         settings: TrainSettings,
+        ranks: Ranks | None = None,
         on_forward: Callable[[], None] = lambda: None,
     ) -> None:
         value_model = ValueModel(model)
         super().__init__(
-            value_model, value_model.backbone, settings=settings, on_forward=on_forward
+            value_model, value_model.backbone, settings=settings, ranks=ranks, on_forward=on_forward
         )
         self._estimator = estimator
         self._learning_rate = learning_rate
@@ -146,8 +151,8 @@ class Critic(TrainableModel):
     def estimate_advantages(self, batches: Sequence[Batch]) -> tuple[Batch, ...]:
         """The batches of a step with advantages, values and returns; called before its updates."""
         estimated = [self.annotate(batch, self._estimate) for batch in batches]
-        self._value_metrics, self._updates = value_metrics(estimated), []
-        return self._estimator.normalized(estimated)
+        self._value_metrics, self._updates = value_metrics(estimated, self.ranks), []
+        return self._estimator.normalized(estimated, self.ranks)
 
     def update(self, batch: Batch) -> bool:
         """Update once towards the returns; False, and no change, if the gradient is not finite."""
@@ -156,7 +161,8 @@ class Critic(TrainableModel):
             return False
         self.apply_gradient(learning_rate=self._learning_rate)
         self.free_gradient()  # the policy needs the memory
-        value_loss = torch.stack(gradient.outputs).sum().item()
+        own_share = torch.stack(gradient.outputs).sum().item() if gradient.outputs else 0.0
+        value_loss = self.ranks.sum([own_share])[0] / self.ranks.num_per_share
         self._updates.append({"critic/loss": value_loss, "critic/grad_norm": gradient.norm})
         return True
 
@@ -171,6 +177,9 @@ class Critic(TrainableModel):
         hidden = self.hidden_states(microbatch)
         chosen = as_tensor(rows, np.int64, self.device)
         return self.module.values(hidden.index_select(0, chosen))
+
+    def idle_pass(self, part: Microbatch) -> Tensor:
+        return self.values(part, part.predictors).sum()
 
     def state(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer_state()}

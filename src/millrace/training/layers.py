@@ -26,9 +26,9 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from millrace.core.errors import ConfigError
+from millrace.models.sharding import decoder_layers
 from millrace.training.optimizer import TrainSettings
 
 _PROBE_ROWS = 3
@@ -67,10 +67,6 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     transformers needs train mode, and the model stays in eval mode."""
     for layer in decoder_layers(model):
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-def decoder_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 def prepare_experts(model: PreTrainedModel) -> None:

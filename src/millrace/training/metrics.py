@@ -1,12 +1,15 @@
 """Metrics of one step, accumulated over its microbatches.
 
 Promise: every mean is over the trained tokens of the whole step, so no number depends on how it was
-split. Sums stay on the device, in float64, until the step is over: one wait per step. Ranks can add
-their sums, so the metrics of several ranks are those of the whole step, too.
+split. Sums stay on the device, in float64, until the step is over: one wait per step. Then the sums
+of all ranks are added, so the metrics are those of the whole step, however many ranks share it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,35 +57,31 @@ class StepMetrics:
         self._num_microbatches += 1
 
     def extend(self, other: "StepMetrics") -> None:
-        assert other._extremes is not None, "the other part is empty"
-        self._accumulate(other._sums, other._extremes)
-        self._num_tokens += other._num_tokens
-        self._num_microbatches += other._num_microbatches
+        if other._extremes is not None:
+            self._accumulate(other._sums, other._extremes)
+            self._num_tokens += other._num_tokens
+            self._num_microbatches += other._num_microbatches
 
     @property
     def loss(self) -> Tensor:
         return self._sums["_loss"]
 
+    def on_host(self) -> "HostSums":
+        """Waits for the device once."""
+        if self._extremes is None:
+            return HostSums()
+        columns = [*self._sums.values(), self._extremes]
+        values = torch.cat([column.double().flatten() for column in columns]).cpu().numpy()
+        *sums, extremes = np.split(values, np.cumsum([column.numel() for column in columns])[:-1])
+        return HostSums(
+            sums=dict(zip(self._sums, sums, strict=True)),
+            extremes=extremes,
+            num_tokens=self._num_tokens,
+            num_microbatches=self._num_microbatches,
+        )
+
     def summary(self) -> dict[str, float]:
-        """The metrics by name; needs at least one microbatch."""
-        assert self._extremes is not None, "add() comes before summary()"
-        means = {n: s / self._num_tokens for n, s in self._sums.items() if not n.startswith("_")}
-        squares = self._sums["_ratio_squares"] / self._num_tokens
-        tensors = {
-            **means,
-            "loss": self.loss,
-            "ratio/max": self._extremes[0],
-            "ratio/min": -self._extremes[1],
-            # As a share of the tokens: (sum r)^2 / (n sum r^2).
-            "ratio/effective_sample_size": means["ratio/mean"].square() / squares,
-            **_quantiles(self._sums["_histogram"]),
-        }
-        values = torch.stack(list(tensors.values())).tolist()
-        return {
-            **dict(zip(tensors, values, strict=True)),
-            "batch/trained_tokens": float(self._num_tokens),
-            "batch/microbatches": float(self._num_microbatches),
-        }
+        return summarize([self.on_host()])
 
     def _accumulate(self, sums: Mapping[str, Tensor], extremes: Tensor) -> None:
         for name, total in sums.items():
@@ -97,18 +96,51 @@ def _histogram(log_ratio: Tensor) -> Tensor:  # [NUM_BINS] float64
     return torch.histc(bounded, NUM_BINS, min=-LOG_RANGE, max=LOG_RANGE).double()
 
 
-def _quantiles(histogram: Tensor) -> dict[str, Tensor]:
-    below = histogram.cumsum(0)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HostSums:
+    """The sums of one rank's step."""
+
+    sums: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])  # float64
+    extremes: np.ndarray = field(default_factory=lambda: np.full(2, -np.inf))
+    num_tokens: int = 0
+    num_microbatches: int = 0
+
+
+def summarize(ranks: Sequence[HostSums]) -> dict[str, float]:
+    """The metrics of a step by name, from the sums of all ranks; needs at least one microbatch."""
+    names = next(rank.sums for rank in ranks if rank.sums)
+    num_tokens = sum(rank.num_tokens for rank in ranks)
+    with np.errstate(all="ignore"):  # metrics of a skipped update may be infinite
+        sums = {name: sum(rank.sums[name] for rank in ranks if rank.sums) for name in names}
+        greatest, minus_least = np.max([rank.extremes for rank in ranks], axis=0)
+        means = {n: float(s[0]) / num_tokens for n, s in sums.items() if not n.startswith("_")}
+        squares = sums["_ratio_squares"] / num_tokens
+        # As a share of the tokens: (sum r)^2 / (n sum r^2).
+        effective_size = np.square(means["ratio/mean"]) / squares
+    return {
+        **means,
+        "loss": float(sums["_loss"][0]),
+        "ratio/max": float(greatest),
+        "ratio/min": -float(minus_least),
+        "ratio/effective_sample_size": float(effective_size[0]),
+        **_quantiles(sums["_histogram"]),
+        "batch/trained_tokens": float(num_tokens),
+        "batch/microbatches": float(sum(rank.num_microbatches for rank in ranks)),
+    }
+
+
+def _quantiles(histogram: np.ndarray) -> dict[str, float]:
+    below = histogram.cumsum()
     width = 2 * LOG_RANGE / NUM_BINS
     return {
-        name: (((below < share * below[-1]).sum() - NUM_BINS // 2) * width).double().exp()
+        name: math.exp((int((below < share * below[-1]).sum()) - NUM_BINS // 2) * width)
         for name, share in QUANTILES.items()
     }
 
 
-def replayed_share(batches: Sequence[Batch]) -> float:
-    """Share of the computed rows whose expert routes are replayed from the engine."""
-    parts = [part for batch in batches for part in batch.microbatches]
+def replayed_rows(batches: Sequence[Batch]) -> tuple[int, int]:
+    """Number of computed rows whose expert routes are replayed from the engine, and of all."""
+    parts = [part for batch in batches for part in batch.microbatches if len(part.targets)]
     routes = [part.routes[:, 0, 0] for part in parts if part.routes is not None]
     known = sum(int((first != unknown_id(first.dtype)).sum()) for first in routes)
-    return known / sum(len(part.tokens) for part in parts)
+    return known, sum(len(part.tokens) for part in parts)

@@ -27,16 +27,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from millrace.core.errors import RunFailed
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.models.attention.layout import PackedLayout
 from millrace.models.loading import hidden_states, write_model
 from millrace.models.logprobs import KeptRows, chunked_distributions
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.routing import RouteReplay
+from millrace.models.sharding import inside
 from millrace.training.checkpoints.snapshot import Write, host_copy
 from millrace.training.layers import prepare_layers
 from millrace.training.optimizer import LossScale, TrainSettings, build_optimizer
-from millrace.training.packing.splitting import RowLimit
+from millrace.training.packing.splitting import RowLimit, placeholder
+from millrace.training.parallel.gradients import scale, squared_norm, sum_replicated
+from millrace.training.parallel.ranks import Ranks
 from millrace.training.token_batches import PolicyOutput, as_tensor
 
 # The loss of one microbatch, and whatever the caller wants to keep of that forward pass.
@@ -63,11 +67,13 @@ class TrainableModel:
         backbone: PreTrainedModel,
         *,
         settings: TrainSettings,
+        ranks: Ranks | None = None,  # None = one
         on_forward: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_forward` is called before each forward pass, as a sign of progress."""
         assert all(parameter.dtype == torch.float32 for parameter in module.parameters())
         self.module = module
+        self.ranks = ranks or Ranks()
         self._backbone = backbone
         self._settings = settings
         self._on_forward = on_forward
@@ -99,22 +105,36 @@ class TrainableModel:
     @torch.no_grad()
     def annotate(self, batch: Batch, compute: Callable[[Microbatch], Microbatch]) -> Batch:
         """Replace each microbatch by compute() of it, without a gradient; large ones are split."""
-        parts, _ = self._in_parts(batch, compute)
+
+        def run(part: Microbatch) -> Microbatch:
+            if len(part.targets):
+                return compute(part)
+            self.idle_pass(part)
+            return part
+
+        parts, _ = self._in_parts(batch, run)
         return replace(batch, microbatches=tuple(parts))
 
     def accumulate(self, batch: Batch, loss: LossFunction) -> Gradient:
-        """Compute the gradient of a batch, summed over its microbatches."""
+        """Compute the gradient of a batch, summed over its microbatches and over all ranks."""
 
-        def backward(part: Microbatch) -> tuple[Tensor, Any]:
+        def backward(part: Microbatch) -> tuple[Tensor, Any] | None:
+            if not len(part.targets):
+                self.idle_pass(part).backward()
+                return None
             value, output = loss(part)
             (value * self._loss_scale.value).backward()
             return value.detach(), output
 
         results, num_splits = self._in_parts(batch, backward, before=self.free_gradient)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        results = [result for result in results if result is not None]
         for value, _ in results:
             total += value
-        self._loss_scale.unscale(p.grad for p in self.module.parameters() if p.grad is not None)
+        gradients = self._gradients()
+        if not self.ranks.is_alone:
+            sum_replicated(gradients, self.ranks.gradient_mesh)
+        self._loss_scale.unscale(gradients)
         outputs = [output for _, output in results]
         return Gradient(loss=total, outputs=outputs, num_splits=num_splits)
 
@@ -124,11 +144,7 @@ class TrainableModel:
         first_scale = self._loss_scale.value
         while True:
             gradient = self.accumulate(batch, loss)
-            norm = nn.utils.clip_grad_norm_(
-                self.module.parameters(), max_norm=self._settings.max_grad_norm
-            )
-            # One wait for the device.
-            total, grad_norm = torch.stack([gradient.loss, norm.double()]).tolist()
+            total, grad_norm = self._clip(gradient.loss)
             overflowed = math.isfinite(total) and not math.isfinite(grad_norm)
             if not (overflowed and self._loss_scale.lower()):
                 break
@@ -138,6 +154,29 @@ class TrainableModel:
         else:
             self._loss_scale.value = first_scale
         return replace(gradient, norm=grad_norm, is_finite=is_finite)
+
+    def _clip(self, loss: Tensor) -> tuple[float, float]:
+        """Clip the gradient; returns the loss and the norm over all ranks."""
+        max_norm = self._settings.max_grad_norm
+        if self.ranks.is_alone:
+            norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm=max_norm)
+            # One wait for the device.
+            total, grad_norm = torch.stack([loss, norm.double()]).tolist()
+            return total, grad_norm
+        gradients = self._gradients()
+        squared = squared_norm(gradients, num_ranks=self.ranks.sizes.num_ranks)
+        total, squared_sum = self.ranks.sum(torch.stack([loss, squared]).tolist())
+        grad_norm = math.sqrt(squared_sum)
+        scale(gradients, min(1.0, max_norm / (grad_norm + 1e-6)))
+        return total / self.ranks.num_per_share, grad_norm
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.module.parameters() if p.grad is not None]
+
+    def idle_pass(self, part: Microbatch) -> Tensor:
+        """A forward pass without trained tokens, for a rank that has fewer microbatches than the
+        others: the same collectives, and a loss of 0."""
+        raise NotImplementedError
 
     def apply_gradient(self, *, learning_rate: float) -> None:
         """Run one optimizer step with the gradient that was computed last."""
@@ -171,27 +210,40 @@ class TrainableModel:
     ) -> tuple[list[Any], int]:
         """The results of `run` for the microbatches of a batch, and the number of splits. A
         microbatch that does not fit into memory may leave half of its gradient behind. So the batch
-        is started again, with a call of `before`, and all microbatches of that size are split."""
+        is started again, with a call of `before`, and all microbatches of that size are split. All
+        ranks run equally many."""
         while True:
             parts, num_splits = self._row_limit.fitting(batch)
+            if self.ranks.is_alone:
+                parts = [part for part in parts if len(part.targets)]
+            else:
+                parts += [placeholder(parts[0])] * (self.ranks.most(len(parts)) - len(parts))
             before()
             results: list[Any] = []
             for part in parts:
-                result = _unless_out_of_memory(run, part)
-                if result is None:
+                if not _unless_out_of_memory(run, part, results):
                     self._row_limit.lower(part)
                     break
-                results.append(result)
             else:
                 return results, num_splits
+            if not self.ranks.is_alone:  # the others wait for it in the middle of a pass
+                raise RunFailed(
+                    f"A microbatch of {len(part.tokens)} tokens does not fit into the memory of"
+                    f" the trainer's rank {self.ranks.rank}; lower trainer.microbatch_tokens, or"
+                    " set trainer.gradient_checkpointing to true."
+                )
 
 
-def _unless_out_of_memory(run: Callable[[Microbatch], Any], part: Microbatch) -> Any:
-    """A separate function, so that a failed graph is freed before the next try."""
+def _unless_out_of_memory(
+    run: Callable[[Microbatch], Any], part: Microbatch, results: list[Any]
+) -> bool:
+    """Append the result of `run`; False if it does not fit into memory. A separate function, so
+    that a failed graph is freed before the next try."""
     try:
-        return run(part)
+        results.append(run(part))
     except torch.OutOfMemoryError:
-        return None
+        return False
+    return True
 
 
 class PolicyModel(TrainableModel):
@@ -207,9 +259,10 @@ class PolicyModel(TrainableModel):
         adapter: TrainedAdapter | None = None,  # in the module; None = all weights are trained
         replay: RouteReplay | None = None,  # of the module's routers; None = they choose themselves
         logprob_chunk: int = 1024,  # trained tokens whose logits exist at one time
+        ranks: Ranks | None = None,
         on_forward: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(module, module, settings=settings, on_forward=on_forward)
+        super().__init__(module, module, settings=settings, ranks=ranks, on_forward=on_forward)
         self._adapter = adapter
         self._replay = replay
         self.replays_routes = replay is not None
@@ -221,6 +274,12 @@ class PolicyModel(TrainableModel):
         """Logprobs of the trained tokens, in order, in the distributions they were sampled from:
         at their temperatures, among their kept ids, with their expert routes. `topk_ids` [N, K]
         asks for logprobs of further ids."""
+        return inside(self.module, lambda: self._logprobs(microbatch, topk_ids))
+
+    def idle_pass(self, part: Microbatch) -> Tensor:
+        return self.logprobs(part).logprobs.sum()
+
+    def _logprobs(self, microbatch: Microbatch, topk_ids: np.ndarray | None) -> PolicyOutput:
         device = self.device
         if self._replay is not None:
             self._replay.begin(microbatch.routes, device=device)

@@ -29,7 +29,7 @@ from millrace.training.checkpoints.snapshot import (
 )
 from millrace.training.critic import Critic
 from millrace.training.losses.loss import AdaptiveLoss, Loss, loss_needs
-from millrace.training.metrics import StepMetrics, replayed_share
+from millrace.training.metrics import StepMetrics, replayed_rows, summarize
 from millrace.training.optimizer import Schedule
 from millrace.training.policy_model import Gradient, PolicyModel
 from millrace.training.token_batches import token_batch
@@ -53,7 +53,7 @@ class Trainer:
         self.steps_done = 0  # = the Version of the weights
         self.skipped: tuple[int, ...] = ()  # batches of the last step whose updates were skipped
         self._loss = loss
-        self._critic = critic
+        self.critic = critic
         self._schedule = schedule
         self._epochs = epochs
 
@@ -61,8 +61,8 @@ class Trainer:
         """Make one version: in each epoch one optimizer update per batch. Returns the metrics of
         all updates, without those that were skipped, unless all were."""
         assert batches, "a step needs a batch"
-        if self._critic is not None:
-            batches = self._critic.estimate_advantages(batches)
+        if self.critic is not None:
+            batches = self.critic.estimate_advantages(batches)
         batches, num_proximal = self._with_logprobs(batches)
         batches *= self._epochs
         learning_rate = 0.0 if self._is_critic_warmup else self._schedule.at(self.steps_done)
@@ -70,17 +70,22 @@ class Trainer:
         self.skipped = tuple(i for i, update in enumerate(updates) if not update.is_finite)
         self.steps_done += 1
         counted = [update for update in updates if update.is_finite] or updates
-        summary = _merged([_merged(update.outputs) for update in counted]).summary()
+        summary, num_splits, num_proximal, replayed_share = self._over_ranks(
+            _merged([_merged(update.outputs) for update in counted]),
+            num_splits=sum(update.num_splits for update in updates),
+            num_proximal=num_proximal,
+            rows=replayed_rows(batches),
+        )
         if isinstance(self._loss, AdaptiveLoss) and counted[0].is_finite:
             self._loss = self._loss.adapted(summary)
-        if self._critic is not None:
-            summary |= self._critic.step_metrics()
+        if self.critic is not None:
+            summary |= self.critic.step_metrics()
         if self.policy.replays_routes:
-            summary["routing/replayed_share"] = replayed_share(batches)
+            summary["routing/replayed_share"] = replayed_share
         return {
             **summary,
             "loss": summary["loss"] / len(counted),
-            "batch/microbatch_splits": float(sum(update.num_splits for update in updates)),
+            "batch/microbatch_splits": float(num_splits),
             "loss_scale": self.policy.loss_scale,
             "batch/proximal_microbatches": float(num_proximal),
             "grad_norm": sum(update.norm for update in counted) / len(counted),
@@ -98,9 +103,9 @@ class Trainer:
             "random": random_state(self.policy.device),
             "loss": self._loss.state() if isinstance(self._loss, AdaptiveLoss) else {},
         }
-        if self._critic is not None:
-            writers.append(self._critic.writer(CRITIC))
-            state["critic"] = self._critic.state()
+        if self.critic is not None:
+            writers.append(self.critic.writer(CRITIC))
+            state["critic"] = self.critic.state()
         return TrainerSnapshot(state=host_copy(state), writers=tuple(writers))
 
     def restore(self, folder: Path) -> None:
@@ -112,8 +117,8 @@ class Trainer:
             self.steps_done = state["steps_done"]
             if isinstance(self._loss, AdaptiveLoss):
                 self._loss = self._loss.with_state(state["loss"])
-            if self._critic is not None:
-                self._critic.restore(folder / CRITIC, state["critic"])
+            if self.critic is not None:
+                self.critic.restore(folder / CRITIC, state["critic"])
         except _READING_ERRORS as error:
             raise CheckpointError(
                 f"The trainer state in {str(folder)!r} cannot be read ({type(error).__name__});"
@@ -123,16 +128,24 @@ class Trainer:
 
     def state_bytes(self) -> int:
         """Approximate size of a snapshot, in memory and on the disk."""
-        of_critic = 0 if self._critic is None else self._critic.state_bytes()
+        of_critic = 0 if self.critic is None else self.critic.state_bytes()
         return self.policy.state_bytes() + of_critic
 
     def accumulate(self, batch: Batch) -> tuple[Tensor, StepMetrics]:
         gradient = self.policy.accumulate(batch, lambda part: self._microbatch_loss(part, batch))
         return gradient.loss, _merged(gradient.outputs)
 
+    def _over_ranks(
+        self, metrics: StepMetrics, *, num_splits: int, num_proximal: int, rows: tuple[int, int]
+    ) -> tuple[dict[str, float], int, int, float]:
+        """The summary of all ranks' metrics, the sums of their counts, and the share of rows."""
+        found = self.policy.ranks.gather((metrics.on_host(), num_splits, num_proximal, *rows))
+        sums, splits, proximal, replayed, computed = zip(*found, strict=True)
+        return summarize(sums), sum(splits), sum(proximal), sum(replayed) / sum(computed)
+
     @property
     def _is_critic_warmup(self) -> bool:
-        return self._critic is not None and self.steps_done < self._critic.warmup_steps
+        return self.critic is not None and self.steps_done < self.critic.warmup_steps
 
     def _with_logprobs(self, batches: tuple[Batch, ...]) -> tuple[tuple[Batch, ...], int]:
         """The batches with the proximal and reference logprobs that the loss needs, and how many
@@ -141,7 +154,8 @@ class Trainer:
         # In the first update of a step, proximal logprobs are the trainer's own.
         if len(batches) * self._epochs > 1 and loss_needs(self._loss, "proximal"):
             batches = tuple(map(self.policy.with_proximal_logprobs, batches))
-            num_proximal = sum(len(batch.microbatches) for batch in batches)
+            parts = [part for batch in batches for part in batch.microbatches]
+            num_proximal = sum(len(part.targets) > 0 for part in parts)
         if loss_needs(self._loss, "reference"):
             batches = tuple(map(self.policy.with_reference_logprobs, batches))
         return batches, num_proximal
@@ -152,7 +166,7 @@ class Trainer:
             batch, lambda part: self._microbatch_loss(part, batch)
         )
         # The critic learns first: either both learn from a batch or neither does.
-        is_finite = gradient.is_finite and (self._critic is None or self._critic.update(batch))
+        is_finite = gradient.is_finite and (self.critic is None or self.critic.update(batch))
         if is_finite and not self._is_critic_warmup:
             self.policy.apply_gradient(learning_rate=learning_rate)
         return replace(gradient, is_finite=is_finite)

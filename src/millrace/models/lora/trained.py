@@ -5,6 +5,7 @@ Promise: PeftModel.from_pretrained loads what write() wrote.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from millrace.config import LoraConfig
 from millrace.core.errors import CheckpointError
 from millrace.models.lora.factors import adapter_of, factors_of, merged, require_peft, tensor_names
 from millrace.models.lora.folders import NAME_PREFIX, WEIGHTS_FILE, read_checkpoint
+from millrace.models.sharding import whole_units
 
 _ADAPTER = "default"  # PEFT's name of a model's only adapter
 
@@ -41,7 +43,15 @@ class TrainedAdapter:
             use_dora=lora.dora,
             base_model_name_or_path=str(Path(model_path).absolute()) if is_local else model_path,
         )
-        peft.inject_adapter_in_model(self._settings, model, adapter_name=_ADAPTER)
+        targets = {id(model.get_submodule(name)): name for name in names}
+        for unit in whole_units(model) if lora.dora else [model]:  # DoRA reads the weights
+            here = [targets[id(module)] for module in unit.modules() if id(module) in targets]
+            if here:
+                settings = replace(self._settings, target_modules=here)
+                peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+            targets = {key: name for key, name in targets.items() if name not in here}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".lora_" in name)
         model.eval()  # new modules start in train mode
         self._model = model
         self._layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}

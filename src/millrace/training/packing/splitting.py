@@ -29,8 +29,8 @@ class RowLimit:
         self._most = sys.maxsize
 
     def fitting(self, batch: Batch) -> tuple[list[Microbatch], int]:
-        """Microbatches with trained tokens, split to meet the limit, and the number of splits."""
-        waiting = [m for m in batch.microbatches if len(m.targets)][::-1]
+        """Microbatches split to meet the limit, and the number of splits."""
+        waiting = list(batch.microbatches)[::-1]
         parts: list[Microbatch] = []
         num_splits = 0
         while waiting:

@@ -8,16 +8,18 @@ averaged. Used by the trainer's main thread.
 """
 
 import functools
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from millrace.core.errors import RunFailed
 from millrace.core.mesh import MeshSizes
 
+Value = TypeVar("Value")
 NAMES = ("dp_replicate", "dp_shard", "cp", "tp")  # dimensions of the mesh, the slowest first
 
 
@@ -27,6 +29,8 @@ class Ranks:
         self.sizes = sizes or MeshSizes()
         self._mesh = mesh
         self.rank = 0 if mesh is None else dist.get_rank()
+        # Decisions are taken on the host, so they do not wait for a GPU.
+        self._control: Any = None if mesh is None else dist.new_group(backend="gloo")
 
     @classmethod
     def join(
@@ -75,26 +79,42 @@ class Ranks:
     def data_rank(self) -> int:
         return self.sizes.data_rank(self.rank)
 
-    def sum_over_data(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks with different microbatches; changes `tensor` in place."""
-        if self.sizes.num_data_ranks > 1:
-            dist.all_reduce(tensor, group=self._data_mesh.get_group())
-        return tensor
+    @property
+    def num_per_share(self) -> int:
+        """Number of ranks that compute the same microbatches together."""
+        return self.sizes.cp * self.sizes.tp
 
-    def max_over_data(self, tensor: Tensor) -> Tensor:
-        """Elementwise maximum over ranks with different microbatches; changes it in place."""
-        if self.sizes.num_data_ranks > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._data_mesh.get_group())
-        return tensor
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Elementwise sum over all ranks."""
+        if self._mesh is None:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self._control)
+        return total.tolist()
 
-    def most(self, number: int, device: torch.device) -> int:
+    def most(self, number: int) -> int:
         """The largest number of all ranks."""
         if self._mesh is None:
             return number
-        largest = torch.tensor(number, device=device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        largest = torch.tensor(number)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._control)
         return int(largest)
 
+    def gather(self, value: Value) -> list[Value]:
+        """The values of all ranks with different microbatches, in their order."""
+        if self._mesh is None:
+            return [value]
+        found: list[Any] = [None] * self.sizes.num_ranks
+        dist.all_gather_object(found, value, group=self._control)
+        return found[:: self.num_per_share]
+
     @functools.cached_property
-    def _data_mesh(self) -> DeviceMesh:
-        return self.mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    def fsdp_mesh(self) -> DeviceMesh:
+        """Ranks that FSDP shards over, and before them its replicas, if there are any."""
+        shards = self.mesh["dp_shard", "cp"]._flatten("fsdp")
+        return shards if self.sizes.dp_replicate == 1 else self.mesh["dp_replicate", "fsdp"]
+
+    @functools.cached_property
+    def gradient_mesh(self) -> DeviceMesh:
+        """Ranks that have different gradients of the same weights."""
+        return self.mesh["dp_replicate", "dp_shard", "cp"]._flatten("gradients")

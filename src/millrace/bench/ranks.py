@@ -1,0 +1,329 @@
+"""`millrace bench ranks`: whether a trainer of several ranks computes what one rank computes.
+
+Every feature trains a tiny model with random weights for two steps, on one rank and on each mesh,
+from the same uneven batches. Compared are the metrics and the clipped gradient of every parameter
+in the first step, and every parameter after the second. The table shows the worst of them:
+max |difference| / max |value|, in float32. Equal losses alone would not show a wrong gradient.
+"""
+
+import multiprocessing
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+from millrace.bench import bench_parser, write_result
+from millrace.config import RunConfig
+from millrace.core.mesh import MeshSizes
+from millrace.core.microbatch import Batch
+from millrace.core.records import (
+    Episode,
+    Group,
+    Kept,
+    Rollout,
+    Sampling,
+    Score,
+    Task,
+    TeacherLogprobs,
+)
+from millrace.training.build import build_trainer, seed_everything
+from millrace.training.losses.recipes import PREFERENCE, RECIPES
+from millrace.training.packing.packer import minibatches_of, pack
+from millrace.training.parallel.ranks import Ranks
+from millrace.training.trainer import Trainer
+
+LIMIT = 1e-6
+STEPS = 2
+VOCAB, LAYERS, NUM_EXPERTS, TOP_K = 256, 2, 8, 2
+MESHES = {
+    "fsdp 2": MeshSizes(dp_shard=2),
+    "fsdp 4": MeshSizes(dp_shard=4),
+    "hsdp 2x2": MeshSizes(dp_replicate=2, dp_shard=2),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Feature:
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the run
+    is_mixture: bool = False
+    minibatches: int = 1
+    num_groups: int = 4  # of 2 to 4 rollouts, so that shares are uneven
+    num_kept: int = 0  # ids that truncated sampling kept
+    has_routes: bool = False  # of the engine, which are replayed
+
+
+FEATURES = {
+    **{name: Feature(settings={"loss": {"type": name}}) for name in (*RECIPES, PREFERENCE)},
+    "reference": Feature(settings={"loss": {"type": "grpo", "kl": 0.1}}),
+    "teacher's top k": Feature(settings={"loss": {"type": "distil", "distil": "forward_kl"}}),
+    "critic": Feature(
+        settings={"scoring": {"advantages": {"type": "gae"}}, "critic": {"learning_rate": 1e-3}}
+    ),
+    "minibatches": Feature(settings={"loss": {"type": "decoupled_ppo"}}, minibatches=2),
+    "lora": Feature(settings={"lora": {"rank": 4}, "loss": {"type": "grpo", "kl": 0.1}}),
+    "dora": Feature(settings={"lora": {"rank": 4, "dora": True}}),
+    "kept ids": Feature(num_kept=30),
+    "checkpointing": Feature(settings={"trainer": {"gradient_checkpointing": True}}),
+    "one group": Feature(num_groups=1),  # some ranks have nothing to train
+    "mixture": Feature(is_mixture=True),
+    "route replay": Feature(is_mixture=True, has_routes=True),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = bench_parser("ranks")
+    parser.add_argument("--mesh", nargs="+", choices=MESHES, default=[*MESHES])
+    parser.add_argument("--feature", nargs="+", choices=FEATURES, default=[*FEATURES])
+    args = parser.parse_args(argv)
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, gloo on CPUs")
+    meshes = {name: MESHES[name] for name in args.mesh}
+    table = compare({name: FEATURES[name] for name in args.feature}, meshes)
+    for feature, row in table.items():
+        cells = "".join(f"  {mesh} {worst:.1e}" for mesh, worst in row.items())
+        print(f"{feature:<16}{cells}")
+    write_result({"torch": torch.__version__, "differences": table}, args.json)
+    return 0 if all(worst < LIMIT for row in table.values() for worst in row.values()) else 1
+
+
+def compare(
+    features: Mapping[str, Feature], meshes: Mapping[str, MeshSizes]
+) -> dict[str, dict[str, float]]:
+    """The worst difference from one rank, by feature and mesh."""
+    with tempfile.TemporaryDirectory(prefix="millrace-ranks-") as folder:
+        for is_mixture in {feature.is_mixture for feature in features.values()}:
+            _make_model(Path(folder), is_mixture=is_mixture)
+        numbers = {size.num_data_ranks for size in meshes.values()}
+        expected = {
+            num: _run(features, MeshSizes(), Path(folder), num_shares=num) for num in numbers
+        }
+        found = {
+            name: _run(features, sizes, Path(folder), num_shares=sizes.num_data_ranks)
+            for name, sizes in meshes.items()
+        }
+    return {
+        feature: {
+            name: _difference(found[name][feature], expected[sizes.num_data_ranks][feature])
+            for name, sizes in meshes.items()
+        }
+        for feature in features
+    }
+
+
+Numbers = dict[str, np.ndarray]
+
+
+def _difference(ours: Numbers, expected: Numbers) -> float:
+    """The largest difference of any array, relative to its largest value."""
+    assert ours.keys() == expected.keys(), "all ranks name the same parameters and metrics"
+    return max(_relative(ours[name], expected[name]) for name in expected)
+
+
+def _relative(ours: np.ndarray, expected: np.ndarray) -> float:
+    assert ours.shape == expected.shape, "gathered parameters are whole"
+    # Metrics, which are single numbers, may be near 0 because larger ones cancel.
+    scale = np.abs(expected).max(initial=1.0 if expected.ndim == 0 else 1e-30)
+    return float(np.abs(ours - expected).max(initial=0.0) / scale)
+
+
+def _run(
+    features: Mapping[str, Feature], sizes: MeshSizes, folder: Path, *, num_shares: int
+) -> dict[str, Numbers]:
+    """The numbers of each feature, from as many processes as the mesh has ranks. Batches are packed
+    for `num_shares` ranks: one rank then computes all shares."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        rendezvous = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    result, sender = context.Pipe(duplex=False)
+    processes = [
+        context.Process(
+            target=_run_rank,
+            args=(features, sizes, folder, num_shares, rank, rendezvous, rank == 0 and sender),
+        )
+        for rank in range(sizes.num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    sender.close()
+    try:
+        return result.recv()
+    finally:
+        for process in processes:
+            process.join()
+
+
+def _run_rank(
+    features: Mapping[str, Feature],
+    sizes: MeshSizes,
+    folder: Path,
+    num_shares: int,
+    rank: int,
+    rendezvous: str,
+    sender: Any,
+) -> None:
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    ranks = Ranks.join(sizes, rank=rank, rendezvous=rendezvous, device=device, timeout_s=60)
+    numbers = {
+        name: train(feature, ranks, folder, num_shares=num_shares)
+        for name, feature in features.items()
+    }
+    if sender:
+        sender.send(numbers)
+
+
+def train(feature: Feature, ranks: Ranks, folder: Path, *, num_shares: int) -> Numbers:
+    """What is compared, by name; whole on every rank."""
+    path = folder / _model_name(is_mixture=feature.is_mixture)
+    config = RunConfig.model_validate(
+        {
+            "model": str(path),
+            "run_dir": str(folder / "run"),
+            "scorers": ["exact"],
+            "tasks": {"path": str(folder / "tasks.jsonl")},
+            # Adam's first steps would turn rounding errors of tiny gradients into whole steps.
+            "optimizer": {"type": "torch.optim:SGD", "learning_rate": 2e-3, "momentum": 0.9},
+            "placement": {"trainer": "cpu"},
+            **feature.settings,
+        }
+    )
+    seed_everything(config.seed)
+    trainer = build_trainer(config, path=str(path), ranks=ranks)
+    numbers: Numbers = {}
+    for step in range(STEPS):
+        batches = _batches(feature, config, step=step, num_ranks=num_shares)
+        if not ranks.is_alone:
+            batches = [batch.of_rank(ranks.data_rank) for batch in batches]
+        metrics = trainer.step(*batches)
+        if step == 0:  # later ones start from weights that differ by rounding
+            numbers |= _comparable(metrics) | _gradients(trainer)
+    return numbers | _parameters(trainer)
+
+
+# These say how a batch was divided, which depends on the number of ranks.
+_OF_THE_DIVISION = ("batch/microbatches", "batch/microbatch_splits", "batch/proximal_microbatches")
+
+
+def _comparable(metrics: Mapping[str, float]) -> Numbers:
+    return {n: np.array(v) for n, v in metrics.items() if n not in _OF_THE_DIVISION}
+
+
+def _parameters(trainer: Trainer) -> Numbers:
+    models = filter(None, (trainer.policy, trainer.critic))
+    named = [(type(m).__name__, *pair) for m in models for pair in m.module.named_parameters()]
+    return {f"{kind} {name}": _whole(parameter) for kind, name, parameter in named}
+
+
+def _gradients(trainer: Trainer) -> Numbers:
+    """Of the policy's last update; the critic frees its own, and its parameters show them."""
+    named = trainer.policy.module.named_parameters()
+    return {f"gradient {n}": _whole(p.grad) for n, p in named if p.grad is not None}
+
+
+def _whole(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).numpy().copy()
+
+
+def _model_name(*, is_mixture: bool) -> str:
+    return "mixture" if is_mixture else "dense"
+
+
+def _make_model(folder: Path, *, is_mixture: bool) -> None:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+    }
+    config = (
+        Qwen3MoeConfig(
+            moe_intermediate_size=32,
+            num_experts=NUM_EXPERTS,
+            num_experts_per_tok=TOP_K,
+            **shape,
+        )
+        if is_mixture
+        else Qwen3Config(tie_word_embeddings=True, **shape)
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder / _model_name(is_mixture=is_mixture))
+
+
+def _batches(feature: Feature, config: RunConfig, *, step: int, num_ranks: int) -> list[Batch]:
+    rng = np.random.default_rng(step)
+    groups = [_group(rng, feature, number=number) for number in range(feature.num_groups)]
+    return [
+        pack(
+            minibatch,
+            microbatch_tokens=64,
+            pairs=config.loss.get("type") == PREFERENCE,
+            critic=config.critic is not None,
+            num_ranks=num_ranks,
+        )
+        for minibatch in minibatches_of(groups, num_minibatches=feature.minibatches)
+    ]
+
+
+def _group(rng: np.random.Generator, feature: Feature, *, number: int) -> Group:
+    prompt = rng.integers(3, VOCAB, rng.integers(6, 12))
+    rollouts = [_rollout(rng, feature, prompt) for _ in range(rng.integers(2, 5))]
+    # Of one sign: sums that nearly cancel would show rounding, which depends on their order.
+    advantages = rng.uniform(0.2, 1.0, len(rollouts)).astype(np.float32)
+    if feature.settings.get("loss") == {"type": PREFERENCE}:
+        advantages[0] *= -1
+    return Group(
+        number=number,
+        task=Task(prompt=""),
+        episodes=tuple(Episode(turns=(), rollouts=(rollout,)) for rollout in rollouts),
+        scores=tuple(Score(total=float(value), parts={}) for value in advantages),
+        advantages=advantages,
+    )
+
+
+def _rollout(rng: np.random.Generator, feature: Feature, prompt: np.ndarray) -> Rollout:
+    tokens = np.append(prompt, rng.integers(3, VOCAB, rng.integers(2, 20))).astype(np.int32)
+    length = len(tokens)
+    mask = np.arange(length) >= len(prompt)
+    logprobs = np.where(mask, rng.normal(-5.5, 0.3, length), 0).astype(np.float32)
+    kept = None
+    if feature.num_kept:
+        rows = [rng.choice(VOCAB, feature.num_kept, replace=False) for _ in range(mask.sum())]
+        rows = [np.unique(np.append(*pair)) for pair in zip(rows, tokens[mask], strict=True)]
+        sizes = np.zeros(length, np.int64)
+        sizes[mask] = [len(row) for row in rows]
+        offsets = np.concatenate([np.zeros(1, np.int64), sizes.cumsum()])
+        kept = Kept(ids=np.concatenate(rows).astype(np.int32), offsets=offsets)
+    routes = None
+    if feature.has_routes:
+        experts = [rng.permutation(NUM_EXPERTS)[:TOP_K] for _ in range(length * LAYERS)]
+        routes = np.array(experts, np.uint8).reshape(length, LAYERS, TOP_K)
+    top_ids = np.array([rng.choice(VOCAB, 4, replace=False) for _ in range(length)], np.int32)
+    return Rollout(
+        tokens=tokens,
+        mask=mask,
+        engine_logprobs=logprobs,
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        sampling=Sampling(temperature=float(rng.choice([0.7, 1.0, 1.3]))),
+        kept=kept,
+        routes=routes,
+        reference_logprobs=logprobs - np.float32(0.1),
+        teacher=TeacherLogprobs(
+            logprobs=logprobs + np.float32(0.1),
+            top_ids=top_ids,
+            top_logprobs=np.full(top_ids.shape, -3.0, np.float32),
+        ),
+    )

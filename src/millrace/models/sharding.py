@@ -1,0 +1,74 @@
+"""Divides a model over the ranks of a trainer with FSDP2.
+
+Promise: no rank ever holds the whole model, and gradients are sums over the ranks, never means:
+losses divide by the totals of the whole batch.
+
+A unit of FSDP is a decoder layer, or everything outside of the layers: embeddings, final norm and
+head. The latter are used one by one, and the head once per chunk of tokens, so a caller does that
+inside() one forward pass of the root module, in which they are whole.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+Result = TypeVar("Result")
+
+
+def decoder_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def shard(model: PreTrainedModel, *, root: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard the weights of `root`, which is the model or a part of it that has all layers. With a
+    mesh of two dimensions, the first one holds replicas."""
+    for module in (*decoder_layers(model), root):
+        fully_shard(module, mesh=mesh)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        # A factor would otherwise be fused with the sum, which gloo cannot do.
+        module.set_force_sum_reduction_for_comms(True)
+    forward = root.forward
+
+    def forward_or_compute(
+        *args: Any, compute: Callable[[], Any] | None = None, **kwargs: Any
+    ) -> Any:
+        return forward(*args, **kwargs) if compute is None else compute()
+
+    root.forward = forward_or_compute
+
+    def reshard(*_: Any) -> None:
+        # A backward pass does this otherwise; without it, the next pass would miss an update.
+        if not torch.is_grad_enabled():
+            root.reshard()
+
+    root.register_forward_hook(reshard)
+
+
+def inside(root: nn.Module, compute: Callable[[], Result]) -> Result:
+    """compute() while the root's own weights are whole; its result may be differentiated."""
+    return root(compute=compute) if isinstance(root, FSDPModule) else compute()
+
+
+def whole_units(model: nn.Module) -> Iterator[nn.Module]:
+    """The units of a sharded model one after the other, each with whole weights as long as it is
+    the current one; the model itself if it is not sharded."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not units:
+        yield model
+    for unit in [*units[1:], *units[:1]]:  # the root is the last
+        unit.unshard()
+        yield unit
+        unit.reshard()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor; all of it if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
