@@ -81,7 +81,9 @@ class TrainerWorker:
             backend="gloo" if len(set(devices)) < len(devices) else None,  # NCCL shares no GPU
             timeout_s=config.supervision.stall_timeout_s,  # a hung rank is found before that
         )
-        self._trainer = build_trainer(config, path=path, on_forward=self._on_forward)
+        self._trainer = build_trainer(
+            config, path=path, ranks=self._ranks, on_forward=self._on_forward
+        )
         if message.checkpoint is not None:
             self._trainer.restore(Path(message.checkpoint))
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(
