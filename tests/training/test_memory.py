@@ -27,6 +27,9 @@ def test_weights_are_counted_without_loading_them(tmp_path):
     [
         ({}, 16),  # float32 weights, gradients and two moments
         ({"optimizer": {"type": "torch.optim:SGD"}}, 8),
+        ({"optimizer": {"type": "muon"}}, 12),
+        ({"optimizer": {"type": "adamw8bit"}}, 10),
+        ({"optimizer": {"offload": True}}, 8),
         ({"lora": {}}, 2),
         ({"trainer": {"ranks": 4}}, 4),
         ({"trainer": {"ranks": 4, "mesh": {"dp_replicate": 2}}}, 8),
