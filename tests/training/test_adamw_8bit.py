@@ -13,7 +13,7 @@ from millrace.training.optimizer import TrainSettings, build_optimizer
 pytest.importorskip("torchao")
 
 
-def model_of() -> torch.nn.Module:
+def model_of() -> torch.nn.Linear:
     torch.manual_seed(0)
     return torch.nn.Linear(64, 128, bias=False)
 

@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.multiprocessing.spawn import spawn
+from transformers import PreTrainedModel
 
 from millrace.config.training import ADAMW, MUON
 from millrace.training.checkpoints.snapshot import host_copy
@@ -18,7 +20,7 @@ from millrace.training.optimizer import TrainSettings, build_optimizer
 NUM_RANKS = 2
 
 
-def model_of() -> nn.Module:
+def model_of() -> PreTrainedModel:
     model = tiny_model(MIXTURE)
     torch.manual_seed(0)
     model.add_module("odd", nn.Linear(5, 3))  # two ranks cannot share three rows equally
@@ -32,7 +34,8 @@ def sharded_model() -> nn.Module:
     other = init_device_mesh("cpu", (1, NUM_RANKS), mesh_dim_names=("replicate", "shard"))
     for layer, own in zip(decoder_layers(model), (mesh, other), strict=True):
         fully_shard(layer, mesh=own)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -79,4 +82,4 @@ def compare_updates(settings: TrainSettings) -> None:
 
 def test_updates_of_shards_are_bit_for_bit_those_of_one_rank(tmp_path):
     # Raises what a rank raised.
-    torch.multiprocessing.spawn(compare, (str(tmp_path / "store"),), nprocs=NUM_RANKS)
+    spawn(compare, (str(tmp_path / "store"),), nprocs=NUM_RANKS)
