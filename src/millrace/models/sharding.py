@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -67,6 +68,28 @@ def whole_units(model: nn.Module) -> Iterator[nn.Module]:
         unit.unshard()
         yield unit
         unit.reshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor; every rank calls this for the same one."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor`, which is whole, sharded and placed as `like` is. Nothing is sent."""
+    if not isinstance(like, DTensor):
+        return tensor
+    mesh, placements = like.device_mesh, like.placements
+    shape, offset = compute_local_shape_and_global_offset(like.shape, mesh, placements)
+    part = tensor[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+    return DTensor.from_local(
+        part.to(like.device, copy=True).contiguous(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.plugins import plugin
 from millrace.core.returns import gae
+from millrace.models.sharding import shard_like
 from millrace.scoring.advantages.estimators import GaeAdvantages
 from millrace.training.checkpoints.snapshot import Write, host_copy
 from millrace.training.optimizer import TrainSettings
@@ -200,7 +201,7 @@ class Critic(TrainableModel):
         weights = load_file(folder / WEIGHTS_FILE)
         with torch.no_grad():
             for name, weight in self.weights().items():
-                weight.copy_(weights[name])
+                weight.copy_(shard_like(weights[name], weight))
         self.load_optimizer_state(state["optimizer"])
 
     def _estimate(self, part: Microbatch) -> Microbatch:

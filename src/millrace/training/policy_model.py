@@ -35,6 +35,7 @@ from millrace.models.logprobs import KeptRows, chunked_distributions
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.routing import RouteReplay
 from millrace.models.sharding import inside
+from millrace.training.checkpoints.optimizer_state import load_named_state, named_state
 from millrace.training.checkpoints.snapshot import Write, host_copy
 from millrace.training.layers import prepare_layers
 from millrace.training.optimizer import LossScale, TrainSettings, build_optimizer
@@ -192,10 +193,10 @@ class TrainableModel:
         return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
 
     def optimizer_state(self) -> dict[str, Any]:
-        return self._optimizer.state_dict()
+        return named_state(self._optimizer, self.module)
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state)
+        load_named_state(self._optimizer, self.module, state)
 
     def state_bytes(self) -> int:
         """Approximate size of a checkpoint: the weights and the optimizer's two moments of each."""
@@ -338,7 +339,8 @@ class PolicyModel(TrainableModel):
         its own copy of the weights, so any thread may call it later."""
         if self._adapter is None:
             assert merged_into is None, "only adapters can be merged"
-            return [partial(write_model, self.module, host_copy(self.module.state_dict()))]
+            weights = host_copy(self.module.state_dict(keep_vars=True))
+            return [partial(write_model, self.module, weights)]
         writers: list[Write] = [partial(self._adapter.write, host_copy(self.weights()))]
         if merged_into is not None:
             merged = host_copy(self._adapter.merged_weights())

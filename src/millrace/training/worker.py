@@ -193,6 +193,9 @@ class TrainerWorker:
                 f" {self._trainer.state_bytes()} bytes of memory there."
             ) from error
         call.send_part(Copied())
+        if self._ranks.rank > 0:  # rank 0 has gathered everything and writes it
+            call.reply(Saved(version=version))
+            return
         num_merged = self._trainer.policy.merged_bytes() if is_exported else 0
 
         def write(folder: Path) -> None:

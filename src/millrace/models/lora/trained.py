@@ -18,7 +18,7 @@ from millrace.config import LoraConfig
 from millrace.core.errors import CheckpointError
 from millrace.models.lora.factors import adapter_of, factors_of, merged, require_peft, tensor_names
 from millrace.models.lora.folders import NAME_PREFIX, WEIGHTS_FILE, read_checkpoint
-from millrace.models.sharding import whole_units
+from millrace.models.sharding import whole, whole_units
 
 _ADAPTER = "default"  # PEFT's name of a model's only adapter
 
@@ -101,13 +101,13 @@ class TrainedAdapter:
         for name, tensor in self._model.state_dict().items():
             layer, is_own, ending = name.partition(".base_layer.")
             if is_own and layer in self._layers:
-                weights[f"{layer}.{ending}"] = tensor
+                weights[f"{layer}.{ending}"] = whole(tensor)
             elif name.partition(".lora_")[0] not in self._layers:
-                weights[name] = tensor
+                weights[name] = whole(tensor)
         adapter, tensors = self._adapter, self.named_weights()
         for name, layer in self._layers.items():
             factors = factors_of(tensors, name, dora=adapter.is_dora)
             with torch.no_grad():
-                weight = merged(layer.base_layer.weight, factors, scale=adapter.scale)
+                weight = merged(whole(layer.base_layer.weight), factors, scale=adapter.scale)
             weights[f"{name}.weight"] = weight.cpu()
         return weights

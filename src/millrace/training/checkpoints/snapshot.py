@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 from torch.utils._pytree import tree_map
 
@@ -22,8 +24,9 @@ from millrace.core.errors import CheckpointError
 from millrace.training.checkpoints.directory import prune_checkpoints, write_checkpoint
 
 STATE_FILE = "trainer_state.pt"
-# Format of the trainer state. States without a number are of format 0, which is read the same way.
-STATE_FORMAT = 1
+# Format of the trainer state. Format 2 names the parameters of the optimizer's state, format 1 has
+# numbers. States without a format are read as format 1.
+STATE_FORMAT = 2
 
 Write = Callable[[Path], None]  # writes what it holds a copy of into a folder
 
@@ -92,7 +95,8 @@ class CheckpointWriter:
 
 def load_state(folder: Path) -> dict[str, Any]:
     """The trainer state in a checkpoint; refuses one that a later version of Millrace wrote."""
-    state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+    # Mapped: a rank reads its own part of the optimizer's state only.
+    state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=True)
     found = state.get("format", 0)
     if found > STATE_FORMAT:
         raise CheckpointError(
@@ -116,13 +120,19 @@ def restore_random_state(state: Mapping[str, Tensor], device: torch.device) -> N
 
 
 def host_copy(tree: Any) -> Any:
-    """The same dicts, lists and tuples with host copies of their tensors; tied ones stay tied."""
-    known: dict[tuple[Any, ...], Tensor] = {}
+    """The same dicts, lists and tuples with host copies of their tensors; tied ones stay tied. All
+    ranks call it together: rank 0 gets sharded tensors whole, the others get empty ones."""
+    known: dict[Any, Tensor] = {}
 
     def copied(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if is_traceable_wrapper_subclass(value):  # sharded or quantized; has no memory of its own
+        if isinstance(value, DTensor):
+            if id(value) not in known:
+                gathered = value.detach().full_tensor()
+                known[id(value)] = gathered.cpu() if dist.get_rank() == 0 else gathered.new_empty(0)
+            return known[id(value)]
+        if is_traceable_wrapper_subclass(value):  # quantized; has no memory of its own
             return transform_subclass(value, lambda _, inner: copied(inner))
         key = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
         if value.numel() == 0 or key not in known:  # empty tensors share the address 0

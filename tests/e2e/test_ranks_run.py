@@ -1,0 +1,41 @@
+"""Runs whose trainer has several ranks, with real processes."""
+
+import pytest
+from digits import TASKS, share_of_digits
+from tiny_model import make_tiny_model
+from transformers import AutoModelForCausalLM
+
+import millrace as mr
+from millrace.monitoring.files.metrics import read_metrics
+
+
+def settings_of(tmp_path, *, ranks: int, steps: int) -> dict:
+    return {
+        "model": str(tmp_path / "model"),
+        "run_dir": str(tmp_path / "run"),
+        "sampling": {"max_new_tokens": 12},
+        "rollout": {"group_size": 4},
+        "trainer": {"steps": steps, "groups_per_step": 4, "ranks": ranks},
+        "checkpoint": {"every_steps": 1},
+        "cluster": {"threads": 1},
+        "scoring": {"workers": 1},
+        "monitoring": {"progress": "off"},
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("extra", [{}, {"lora": {"rank": 4}}, {"critic": {"learning_rate": 1e-3}}])
+def test_run_continues_on_another_number_of_ranks(tmp_path, extra):
+    make_tiny_model(tmp_path / "model")
+    if "critic" in extra:
+        extra = {**extra, "scoring": {"workers": 1, "advantages": {"type": "gae"}}}
+    for steps, ranks in [(2, 2), (3, 1), (4, 4)]:
+        settings = {**settings_of(tmp_path, ranks=ranks, steps=steps), **extra}
+        result = mr.train(settings, tasks=TASKS, scorers=[share_of_digits], resume=steps > 2)
+        rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(1, steps + 1))
+        # The engines have the weights that the ranks trained.
+        assert all(row["mismatch/logprob"] < 0.05 for row in rows), rows
+    if "lora" not in extra:
+        assert AutoModelForCausalLM.from_pretrained(result.checkpoint)
