@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 import weakref
 from pathlib import Path
 from typing import Any, TextIO
@@ -316,7 +317,7 @@ def main() -> None:
         try:
             run_rank(rank, len(pipes), pipe)
         except BaseException:  # noqa: BLE001 - reported by its exit code
-            sys.excepthook(*sys.exc_info())
+            traceback.print_exc()
             os._exit(1)
         os._exit(0)
     print(json.dumps(pids), flush=True)

@@ -15,6 +15,7 @@ import sharded_trainer as trainer
 import torch
 
 from millrace.core.records import WeightUpdate
+from millrace.weights.send_backend import Payload
 from millrace.weights.transport import make_receiver, make_sender
 from millrace.weights.transports.disk import MARKER
 
@@ -83,7 +84,7 @@ def four(tmp_path_factory) -> Iterator[Ranks]:
     yield from running(tmp_path_factory.mktemp("four"), 4)
 
 
-def check_all_transports(ranks: Ranks, shape: str, payload: str) -> None:
+def check_all_transports(ranks: Ranks, shape: str, payload: Payload) -> None:
     """Every version that arrives equals that of a trainer with one rank."""
     ranks.begin(f"publish_by_all_transports {shape} {payload}")
     for transport in trainer.TRANSPORTS:
