@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from millrace.config import LoraConfig
 from millrace.core.errors import CheckpointError, ConfigError
 from millrace.models.loading import write_model
-from millrace.models.lora.factors import adapted_linears, require_peft
+from millrace.models.lora.factors import adapted_layers, require_peft
 from millrace.models.lora.folders import check_same_kind, read_checkpoint
 from millrace.models.lora.trained import TrainedAdapter
 
@@ -42,7 +42,7 @@ def logits(model) -> torch.Tensor:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_all_linear_is_every_linear_layer_but_the_head(architecture):
-    names = adapted_linears(tiny_model(architecture), LoraConfig())
+    names = adapted_layers(tiny_model(architecture), LoraConfig())
     parts = {name.rpartition(".")[2] for name in names}
     assert parts == {*("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")}
     assert len(names) == 2 * 7
@@ -52,13 +52,13 @@ def test_all_linear_is_every_linear_layer_but_the_head(architecture):
 def test_an_unknown_target_module_is_named_with_the_valid_ones(wrong):
     lora = LoraConfig(target_modules=("q_proj", wrong))
     with pytest.raises(ConfigError, match=rf"has '{wrong}'.* this model has down_proj, gate_proj"):
-        adapted_linears(tiny_model("llama"), lora)
+        adapted_layers(tiny_model("llama"), lora)
 
 
 @pytest.mark.parametrize("lora", SETTINGS.values(), ids=SETTINGS)
 def test_a_new_adapter_changes_no_output_and_only_it_is_trainable(lora):
     model = tiny_model("qwen3")
-    before, linears = logits(model), adapted_linears(model, lora)
+    before, linears = logits(model), adapted_layers(model, lora)
     adapter = TrainedAdapter(model, lora, model_path="tiny")
     torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-5 if lora.dora else 0)
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -225,8 +225,8 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 32.0
     """Scale of the update, above 0: it is multiplied by alpha / rank."""
     target_modules: Annotated[tuple[str, ...], OneOrMore, Field(min_length=1)] = (ALL_LINEAR,)
-    """Names of the layers to adapt, such as "q_proj". "all-linear" = every linear layer except the
-    head."""
+    """Names of the layers to adapt, such as "q_proj" or "experts.down_proj". "all-linear" = every
+    linear layer except the head, and in a mixture of experts the weights of all experts."""
     rslora: bool = False
     """Rank-stabilized scaling: alpha / sqrt(rank) instead of alpha / rank, so that a higher rank
     does not learn more slowly."""

@@ -17,7 +17,6 @@ import copy
 import functools
 import os
 import shutil
-from types import MethodType
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from millrace.core.errors import ConfigError
+from millrace.models.lora.experts import expert_modules
 from millrace.models.sharding import decoder_layers
 from millrace.training.optimizer import TrainSettings
 
@@ -70,13 +70,13 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 def prepare_experts(model: PreTrainedModel) -> None:
-    for module in model.modules():
-        if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
-            module.forward = MethodType(_forward_experts, module)
+    for module in expert_modules(model).values():
+        own: Any = module.forward  # of the class, or of an adapter
+        module.forward = functools.partial(_forward_experts, own.__func__, module)
 
 
 @torch.compiler.disable
-def _forward_experts(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward_experts(function: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     device = next(module.parameters()).device.type
     # The grouped product supports bfloat16. Its float16 support is unsure, so that stays float32.
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.bfloat16:
@@ -84,7 +84,7 @@ def _forward_experts(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weights = {name: w.bfloat16() for name, w in module.named_parameters(recurse=False)}
         module = copy.copy(module)
         vars(module)["_parameters"] = weights
-    return type(module).forward(module, *args, **kwargs)
+    return function(module, *args, **kwargs)
 
 
 class _Norm(torch.autograd.Function):

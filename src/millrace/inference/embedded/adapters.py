@@ -5,7 +5,7 @@ weights as they are. A new version is laid out while decoding continues, in copi
 tensors, so a commit only copies.
 
 A staging thread may call prepare() and prepare_gains(), which never write to live tensors. The
-engine's thread calls everything else. S, K, N, I, O as in decode/layers.py.
+engine's thread calls everything else. S, K, N, I, O as in decode/layers.py; E = experts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +19,12 @@ from millrace.core.errors import TaskError
 from millrace.inference.embedded.decode.layers import (
     AdapterChoice,
     FusedLinear,
+    UnmergedExpertUpdate,
     UnmergedLora,
     add_lora,
     fused_slice_of,
 )
+from millrace.models.lora.experts import add_update, aligned
 from millrace.models.lora.factors import Adapter, factors_of, gain, merged
 
 BASE = "base"  # name of the model without an adapter, if the policy is an adapter
@@ -95,17 +97,63 @@ class AdaptedProduct:
                 yield layer, rows, slice(offset + slot.columns.start, offset + slot.columns.stop)
 
 
-def _products(model: PreTrainedModel, slots: Sequence[AdapterSlot]) -> list[AdaptedProduct]:
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AdaptedExperts:
+    """A grouped product of experts, and everything that adapters add to it."""
+
+    owner: nn.Module
+    layer: str  # the name of the weight
+    a: Tensor  # [E, K, I]; K is rounded up to what grouped products need
+    b: Tensor  # [E, O, K]
+
+    def tensors(self) -> list[Tensor]:
+        return [self.a, self.b]
+
+    def clone(self) -> "AdaptedExperts":
+        return replace(self, a=self.a.clone(), b=self.b.clone())
+
+    def attach(self, choice: AdapterChoice) -> None:
+        """From now on, the product adds the adapters in these tensors."""
+        update = UnmergedExpertUpdate(self.a, self.b, choice=choice)
+        add_update(self.owner, self.layer.rpartition(".")[2], update)
+
+    def write(
+        self, slot: AdapterSlot, tensors: Mapping[str, Tensor], *, weights: Mapping[str, Tensor]
+    ) -> None:
+        """Lay out an adapter with these `tensors`."""
+        if self.layer in slot.adapter.layers:
+            factors = factors_of(tensors, self.layer, dora=False)
+            self.a[:, slot.columns].copy_(factors.a, non_blocking=True)
+            self.b[:, :, slot.columns].copy_(
+                factors.b.float() * slot.adapter.scale, non_blocking=True
+            )
+
+
+def _products(
+    model: PreTrainedModel, slots: Sequence[AdapterSlot]
+) -> list[AdaptedProduct | AdaptedExperts]:
     """All products that some adapter changes, without any adapter yet."""
+    num_columns = slots[-1].columns.stop
+    kind = {"dtype": model.dtype, "device": model.device}
     owners: dict[int, tuple[nn.Linear | FusedLinear, dict[str, slice]]] = {}
-    for layer in dict.fromkeys(layer for slot in slots for layer in slot.adapter.layers):
+    products: list[AdaptedProduct | AdaptedExperts] = []
+    shapes = {layer: shape for slot in slots for layer, shape in slot.adapter.layers.items()}
+    for layer, (*experts, num_out, num_in) in shapes.items():
+        if experts:
+            columns = aligned(num_columns)
+            products.append(
+                AdaptedExperts(
+                    owner=model.get_submodule(layer.rpartition(".")[0]),
+                    layer=layer,
+                    a=torch.zeros(*experts, columns, num_in, **kind),
+                    b=torch.zeros(*experts, num_out, columns, **kind),
+                )
+            )
+            continue
         owner, start, stop = fused_slice_of(model.get_submodule(layer))
         _, layers = owners.setdefault(id(owner), (owner, {}))
         layers[layer] = slice(start, stop)
-    num_columns = slots[-1].columns.stop
     has_gains = any(slot.adapter.is_dora for slot in slots)
-    kind = {"dtype": model.dtype, "device": model.device}
-    products: list[AdaptedProduct] = []
     for owner, layers in owners.values():
         num_out, num_in = owner.weight.shape
         width = len(layers) * num_columns
@@ -138,9 +186,9 @@ class AdapterBank:
         column_slots = torch.arange(len(ranks)).repeat_interleave(ranks).to(model.device)
         self._choice = AdapterChoice(column_slots, dtype=model.dtype)
         self._weights = {
-            f"{layer}.weight": model.get_submodule(layer).get_parameter("weight")
+            name: model.get_parameter(name)
             for slot in slots
-            for layer in slot.adapter.layers
+            for name in map(slot.adapter.weight_name, slot.adapter.layers)
         }
         self._products = _products(model, slots)
         for product in self._products:
@@ -185,7 +233,7 @@ class AdapterBank:
         """Pairs of live and new gains of frozen adapters, for new weights of the model."""
         pairs: list[tuple[Tensor, Tensor]] = []
         for live in self._products:
-            if live.gains is not None:
+            if isinstance(live, AdaptedProduct) and live.gains is not None:
                 gains = live.gains.clone()
                 staged = replace(live, gains=gains)
                 for slot in self._slots.values():
@@ -199,8 +247,8 @@ class AdapterMerger:
         """`model`: the base model, before its projections are fused."""
         self.adapter = adapter
         self._bases = {
-            name: model.get_submodule(name).get_parameter("weight").detach().clone()
-            for name in adapter.layers
+            layer: model.get_parameter(adapter.weight_name(layer)).detach().clone()
+            for layer in adapter.layers
         }
 
     def prepare(
@@ -212,5 +260,5 @@ class AdapterMerger:
         for layer, base in self._bases.items():
             factors = factors_of(tensors, layer, dora=is_dora).to(base.device, torch.float32)
             value = merged(base, factors, scale=scale).to(base.dtype)
-            pairs.append((live[f"{layer}.weight"], value))
+            pairs.append((live[self.adapter.weight_name(layer)], value))
         return pairs

@@ -1,10 +1,11 @@
-"""LoRA and DoRA: low-rank updates of a frozen model's linear layers.
+"""LoRA and DoRA: low-rank updates of a frozen model's linear layers and experts.
 
 Promise: trainer and engines agree on which layers are adapted, on the names of the tensors and on
 the merged weight. The head is never adapted. DoRA is LoRA with a magnitude: each row of the updated
 weight is scaled to a trained length.
 
-R = rank; I, O = input and output size of a layer.
+A layer is a linear module, or a 3-D parameter with the weights of experts, which has an A and a B
+for each expert. R = rank; I, O = input and output size of a layer, E = its experts.
 """
 
 import importlib.util
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from millrace.config import ALL_LINEAR, LoraConfig
 from millrace.core.errors import ConfigError
+from millrace.models.lora.experts import check_adaptable, expert_modules
 
 
 def require_peft() -> None:
@@ -33,8 +35,8 @@ def require_peft() -> None:
 class Factors:
     """The adapter's tensors of one layer."""
 
-    a: Tensor  # [R, I]
-    b: Tensor  # [O, R]
+    a: Tensor  # [R, I], or [E, R, I] of experts
+    b: Tensor  # [O, R], or [E, O, R]
     magnitude: Tensor | None  # [O]; DoRA's
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Factors":
@@ -49,7 +51,7 @@ class Factors:
 class Adapter:
     """The layers of a model that an adapter changes, and its tensors."""
 
-    layers: Mapping[str, tuple[int, int]]  # [O, I] of each, by name
+    layers: Mapping[str, tuple[int, ...]]  # [O, I] of each, or [E, O, I], by name
     rank: int
     scale: float  # of B A
     is_dora: bool = False
@@ -58,55 +60,68 @@ class Adapter:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the adapter's tensors, by name."""
         shapes: dict[str, tuple[int, ...]] = {}
-        for layer, (num_out, num_in) in self.layers.items():
-            sizes = ((self.rank, num_in), (num_out, self.rank), (num_out,))
+        for layer, (*experts, num_out, num_in) in self.layers.items():
+            sizes = ((*experts, self.rank, num_in), (*experts, num_out, self.rank), (num_out,))
             shapes |= dict(zip(tensor_names(layer, dora=self.is_dora), sizes, strict=False))
         return shapes
+
+    def weight_name(self, layer: str) -> str:
+        """The name of the parameter that a layer's adapter changes."""
+        return layer if len(self.layers[layer]) == 3 else f"{layer}.weight"
 
 
 def adapter_of(model: PreTrainedModel, lora: LoraConfig) -> Adapter:
     """The adapter that these settings describe, without tensors."""
-    layers = adapted_linears(model, lora).items()
     return Adapter(
-        layers={name: (layer.out_features, layer.in_features) for name, layer in layers},
+        layers=adapted_layers(model, lora),
         rank=lora.rank,
         scale=scale_of(lora.alpha, rank=lora.rank, rslora=lora.rslora),
         is_dora=lora.dora,
     )
 
 
-def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """The layers that can be adapted, by name."""
+def adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """The layers that can be adapted: [O, I] of linear layers, [E, O, I] of experts, by name."""
     head = model.get_output_embeddings()
-    return {
-        name: module
+    layers: dict[str, tuple[int, ...]] = {
+        name: (module.out_features, module.in_features)
         for name, module in model.named_modules()
         if type(module) is nn.Linear and module is not head
     }
+    for name, module in expert_modules(model).items():
+        layers |= {f"{name}.{n}": tuple(p.shape) for n, p in module.named_parameters(recurse=False)}
+    return layers
 
 
-def adapted_linears(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Linear]:
-    """The layers that the settings select, by name."""
-    linears = linear_layers(model)
-    if not linears:
+def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """The layers that the settings select, as adaptable_layers() describes them."""
+    layers = adaptable_layers(model)
+    if not layers:
         raise ConfigError(
             f"[lora] finds no linear layers in {type(model).__name__}; leave it out to train all"
             " weights."
         )
-    if ALL_LINEAR in lora.target_modules:
-        return linears
-    chosen: set[str] = set()
-    for target in lora.target_modules:
+    chosen: set[str] = set(layers) if ALL_LINEAR in lora.target_modules else set()
+    for target in set(lora.target_modules) - {ALL_LINEAR}:
         # PEFT's own rule for a list of names.
-        found = {name for name in linears if name == target or name.endswith(f".{target}")}
+        found = {name for name in layers if name == target or name.endswith(f".{target}")}
         chosen |= found
         if not found:
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
             raise ConfigError(
                 f"lora.target_modules has {target!r}, which is not an adaptable layer; this model"
                 f" has {known}."
             )
-    return {name: linear for name, linear in linears.items() if name in chosen}
+    experts = {
+        n: m for n, m in expert_modules(model).items() if any(c.startswith(f"{n}.") for c in chosen)
+    }
+    check_adaptable(experts.values())
+    if experts and lora.dora:
+        raise ConfigError(
+            "lora.dora = true cannot adapt experts; list the linear layers to adapt in"
+            " lora.target_modules, or set it to false."
+        )
+    return {name: shape for name, shape in layers.items() if name in chosen}
 
 
 def tensor_names(layer: str, *, dora: bool) -> tuple[str, ...]:
@@ -125,8 +140,9 @@ def scale_of(alpha: float, *, rank: int, rslora: bool) -> float:
 
 
 def merged(weight: Tensor, factors: Factors, *, scale: float) -> Tensor:
-    """The layer's weight with the adapter merged, [O, I] float32."""
-    updated = torch.addmm(weight.float(), factors.b, factors.a, alpha=scale)
+    """The layer's weight with the adapter merged, of the weight's shape, float32."""
+    product = torch.addmm if weight.ndim == 2 else torch.baddbmm
+    updated = product(weight.float(), factors.b, factors.a, alpha=scale)
     if factors.magnitude is None:
         return updated
     return updated * gain(updated, factors.magnitude)[:, None]

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from millrace.config import LoraConfig
 from millrace.core.errors import CheckpointError, ConfigError
-from millrace.models.lora.factors import Adapter, linear_layers, scale_of
+from millrace.models.lora.factors import Adapter, adaptable_layers, scale_of
+from millrace.models.lora.peft_layout import from_peft
 
 SETTINGS_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -29,7 +30,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "rank_pattern": ({},),
     "alpha_pattern": ({},),
     "layer_replication": (None,),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None,),
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
@@ -45,7 +45,7 @@ def read_checkpoint(folder: Path) -> dict[str, Tensor]:
     """The tensors of a trained adapter, on the host."""
     try:
         return _read_tensors(folder)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"The adapter in {str(folder)!r} cannot be read ({type(error).__name__}); remove that"
             " checkpoint to resume from the one before it."
@@ -117,7 +117,7 @@ def read_resident(name: str, folder: Path, *, model: PreTrainedModel) -> Adapter
         raise ConfigError(
             f"{setting} cannot be read ({type(error).__name__}); save the adapter again."
         ) from error
-    known = {n: (m.out_features, m.in_features) for n, m in linear_layers(model).items()}
+    known = adaptable_layers(model)
     layers = dict.fromkeys(tensor.partition(".lora_")[0] for tensor in tensors)
     if not layers:
         raise ConfigError(f"{setting} has no tensors; save the adapter again.")
@@ -152,5 +152,7 @@ def read_resident(name: str, folder: Path, *, model: PreTrainedModel) -> Adapter
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    tensors = load_file(folder / WEIGHTS_FILE)
-    return {name.removeprefix(NAME_PREFIX): tensor for name, tensor in tensors.items()}
+    loaded = load_file(folder / WEIGHTS_FILE)
+    tensors = {name.removeprefix(NAME_PREFIX): tensor for name, tensor in loaded.items()}
+    saved = json.loads((folder / SETTINGS_FILE).read_text())
+    return from_peft(tensors, targets=saved.get("target_parameters") or (), rank=saved["r"])

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.config import LoraConfig
 from millrace.core.errors import CheckpointError
+from millrace.models.lora.experts import TrainedUpdate, add_update
 from millrace.models.lora.factors import adapter_of, factors_of, merged, require_peft, tensor_names
 from millrace.models.lora.folders import NAME_PREFIX, WEIGHTS_FILE, read_checkpoint
+from millrace.models.lora.peft_layout import to_peft
 from millrace.models.sharding import whole, whole_units
 
 _ADAPTER = "default"  # PEFT's name of a model's only adapter
@@ -31,57 +33,92 @@ class TrainedAdapter:
         require_peft()
         import peft
 
+        self._model = model
         self._adapter = adapter_of(model, lora)
-        names = sorted(self._adapter.layers)
+        experts = [name for name, shape in self._adapter.layers.items() if len(shape) == 3]
+        linears = sorted(self._adapter.layers.keys() - set(experts))
         is_local = Path(model_path).exists()
         self._settings = peft.LoraConfig(
             task_type="CAUSAL_LM",
             r=lora.rank,
             lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType] - a quotient of it is used
-            target_modules=names,
+            target_modules=linears,
+            target_parameters=experts or None,
             use_rslora=lora.rslora,
             use_dora=lora.dora,
             base_model_name_or_path=str(Path(model_path).absolute()) if is_local else model_path,
         )
-        targets = {id(model.get_submodule(name)): name for name in names}
-        for unit in whole_units(model) if lora.dora else [model]:  # DoRA reads the weights
-            here = [targets[id(module)] for module in unit.modules() if id(module) in targets]
-            if here:
-                settings = replace(self._settings, target_modules=here)
-                peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
-            targets = {key: name for key, name in targets.items() if name not in here}
+        self._inject(linears)
+        self._experts = self._add_to_experts(experts)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".lora_" in name)
         model.eval()  # new modules start in train mode
-        self._model = model
-        self._layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
+
+    def _inject(self, linears: list[str]) -> None:
+        """Add PEFT's layers. It does not see the model's config, so that it takes names as they
+        are: of some mixtures it takes "gate_proj" for experts in earlier versions of
+        transformers."""
+        import peft
+
+        model, holder = self._model, nn.ModuleDict({"model": self._model})
+        targets = {id(model.get_submodule(name)): name for name in linears}
+        # DoRA reads the weights.
+        for unit in whole_units(model) if self._adapter.is_dora else [model]:
+            here = [targets[id(module)] for module in unit.modules() if id(module) in targets]
+            if here:
+                names = [f"model.{name}" for name in here]
+                settings = replace(self._settings, target_modules=names, target_parameters=None)
+                peft.inject_adapter_in_model(settings, holder, adapter_name=_ADAPTER)
+            targets = {key: name for key, name in targets.items() if name not in here}
+        self._linears: dict[str, Any] = {name: model.get_submodule(name) for name in linears}
+
+    def _add_to_experts(self, names: list[str]) -> dict[str, TrainedUpdate]:
+        updates: dict[str, TrainedUpdate] = {}
+        for name in names:
+            module, _, weight = name.rpartition(".")
+            updates[name] = TrainedUpdate(
+                self._model.get_parameter(name), rank=self._adapter.rank, scale=self._adapter.scale
+            )
+            add_update(self._model.get_submodule(module), weight, updates[name])
+        return updates
 
     def named_weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
-        is_dora = self._adapter.is_dora
-        for name, layer in self._layers.items():
-            parts = [layer.lora_A, layer.lora_B]
-            if is_dora:
-                parts.append(layer.lora_magnitude_vector)
-            for tensor, part in zip(tensor_names(name, dora=is_dora), parts, strict=True):
-                weights[tensor] = part[_ADAPTER].weight.detach()
+        for name in self._adapter.layers:
+            if name in self._experts:
+                update = self._experts[name]
+                tensors = [update.lora_A, update.lora_B]
+            else:
+                tensors = [part[_ADAPTER].weight for part in self._parts(self._linears[name])]
+            names = tensor_names(name, dora=self._adapter.is_dora)
+            weights |= {n: t.detach() for n, t in zip(names, tensors, strict=True)}
         return weights
+
+    def _parts(self, layer: Any) -> list[Any]:
+        magnitude = [layer.lora_magnitude_vector] if self._adapter.is_dora else []
+        return [layer.lora_A, layer.lora_B, *magnitude]
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """A context in which the model computes without the adapter."""
-        for layer in self._layers.values():
-            layer.enable_adapters(False)
+        self._enable(False)
         try:
             yield
         finally:
-            for layer in self._layers.values():
-                layer.enable_adapters(True)
+            self._enable(True)
+
+    def _enable(self, is_enabled: bool) -> None:
+        for layer in self._linears.values():
+            layer.enable_adapters(is_enabled)
+        for update in self._experts.values():
+            update.is_enabled = is_enabled
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Save a copy of named_weights() as a PEFT folder. Any thread may call this."""
         self._settings.save_pretrained(str(folder))
-        tensors = {f"{NAME_PREFIX}{name}": weight.cpu() for name, weight in weights.items()}
+        tensors = {
+            f"{NAME_PREFIX}{name}": weight.cpu() for name, weight in to_peft(weights).items()
+        }
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
     def load(self, folder: Path) -> None:
@@ -99,15 +136,12 @@ class TrainedAdapter:
         """Weights of the model with the adapter merged, by the names of the base model."""
         weights: dict[str, Tensor] = {}
         for name, tensor in self._model.state_dict().items():
-            layer, is_own, ending = name.partition(".base_layer.")
-            if is_own and layer in self._layers:
-                weights[f"{layer}.{ending}"] = whole(tensor)
-            elif name.partition(".lora_")[0] not in self._layers:
-                weights[name] = whole(tensor)
+            if ".lora_" not in name:
+                weights[name.replace(".base_layer.", ".")] = whole(tensor)
         adapter, tensors = self._adapter, self.named_weights()
-        for name, layer in self._layers.items():
-            factors = factors_of(tensors, name, dora=adapter.is_dora)
+        for layer in adapter.layers:
+            name = adapter.weight_name(layer)
+            factors = factors_of(tensors, layer, dora=adapter.is_dora)
             with torch.no_grad():
-                weight = merged(whole(layer.base_layer.weight), factors, scale=adapter.scale)
-            weights[f"{name}.weight"] = weight.cpu()
+                weights[name] = merged(weights[name], factors, scale=adapter.scale).cpu()
         return weights

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from millrace.inference.embedded.decode.attention import DecodeLayer, PrefillLayer
+from millrace.models.lora.experts import grouped
 
 _Forward = Callable[..., Any]  # a layer's forward; the first argument is the layer
 _SHORT_PREFILL = 8  # tokens; torch.compile would recompile for a pass of one token
@@ -75,6 +76,21 @@ class UnmergedLora:
         if bias is None:
             return (output * gain).to(output.dtype)
         return ((output - bias) * gain + bias).to(output.dtype)
+
+
+class UnmergedExpertUpdate:
+    """The adapters of one grouped product of experts. A plain object, as UnmergedLora."""
+
+    def __init__(self, a: Tensor, b: Tensor, *, choice: AdapterChoice) -> None:
+        self._a = frozen(a)  # [E, K, I]; E = experts, K is rounded up
+        self._b = frozen(b)  # [E, O, K]
+        self._choice = choice
+
+    def add(self, output: Tensor, x: Tensor, *, offsets: Tensor, tokens: Tensor) -> Tensor:
+        inner = grouped(x, self._a, offsets)
+        mask = self._choice.mask[tokens]
+        inner = inner * F.pad(mask, (0, inner.shape[1] - mask.shape[1]))
+        return output + grouped(inner, self._b, offsets)
 
 
 def add_lora(linear: nn.Linear, side: UnmergedLora) -> None:

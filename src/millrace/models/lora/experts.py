@@ -1,0 +1,133 @@
+"""LoRA of experts: the factors of every expert of a layer, multiplied group by group.
+
+transformers keeps the experts of a layer as two 3-D parameters of one module. An adapter of such a
+parameter has an A and a B for each expert, in one tensor each. forward_with_lora replaces the
+forward function of the module: it computes what transformers computes and adds (x Aᵀ) Bᵀ to each
+grouped product. The trainer and unmerged adapters of engines use the same function.
+
+E = experts, R = rank, I and O = input and output size, T = tokens of a pass, K = experts per token,
+S = T K rows of a grouped product, sorted by expert.
+"""
+
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from millrace.core.errors import ConfigError
+
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # [E, O, I] each; in the order of their use
+_ALIGNED = 8  # on a GPU, grouped products need rows of a multiple of 16 bytes
+
+
+class ExpertUpdate(Protocol):
+    """What an adapter adds to one grouped product."""
+
+    def add(self, output: Tensor, x: Tensor, *, offsets: Tensor, tokens: Tensor) -> Tensor:
+        """The output [S, O] for x [S, I] with the update added. `offsets` [E] int32: ends of the
+        experts' rows. `tokens` [S]: the token of each row."""
+        ...
+
+
+class TrainedUpdate(nn.Module):
+    """The factors of one expert weight in training. B is 0: a new adapter changes nothing."""
+
+    def __init__(self, weight: Tensor, *, rank: int, scale: float) -> None:
+        super().__init__()
+        num_experts, num_out, num_in = weight.shape
+        kind = {"dtype": torch.float32, "device": weight.device}
+        self.lora_A = nn.Parameter(torch.empty(num_experts, rank, num_in, **kind))
+        self.lora_B = nn.Parameter(torch.zeros(num_experts, num_out, rank, **kind))
+        nn.init.uniform_(self.lora_A, -(num_in**-0.5), num_in**-0.5)  # as PEFT initializes it
+        self.is_enabled = True
+        self._scale = scale
+
+    def add(self, output: Tensor, x: Tensor, *, offsets: Tensor, tokens: Tensor) -> Tensor:
+        if not self.is_enabled:
+            return output
+        a, b = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
+        padding = -a.shape[1] % _ALIGNED
+        inner = grouped(x, F.pad(a, (0, 0, 0, padding)), offsets)
+        return output + self._scale * grouped(inner, F.pad(b, (0, padding)), offsets)
+
+
+def aligned(rank: int) -> int:
+    """The rank, rounded up to what grouped products need."""
+    return rank + -rank % _ALIGNED
+
+
+def add_update(module: nn.Module, weight: str, update: ExpertUpdate) -> None:
+    """Make a module of experts add the update to its product with this weight. An update that is a
+    module becomes a part of it."""
+    holder: Any = module
+    if not hasattr(module, "expert_updates"):
+        is_module = isinstance(update, nn.Module)
+        holder.expert_updates = nn.ModuleDict() if is_module else {}
+        # One function for all layers: torch.compile would build a program for each closure.
+        module.forward = MethodType(forward_with_lora, module)
+    updates: Any = holder.expert_updates
+    updates[weight] = update
+
+
+def forward_with_lora(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """The output [T, O] of experts for hidden states [T, I], with indices and weights [T, K]."""
+    num_tokens, top_k = indices.shape
+    experts, order = indices.reshape(-1).sort()
+    tokens = order // top_k
+    # histc counts without a wait for the device. It takes no integers on CPUs.
+    ids = experts.float() if hidden.device.type == "cpu" else experts.int()
+    counts = torch.histc(ids, bins=module.num_experts, min=0, max=module.num_experts - 1)
+    offsets = counts.cumsum(0, dtype=torch.int32)
+    # Under expert parallelism, ids of other ranks' experts come last; no product computes them.
+    is_foreign = (experts >= module.num_experts)[:, None] if module._is_expert_parallel else None
+
+    def own(rows: Tensor) -> Tensor:
+        return rows if is_foreign is None else rows.masked_fill(is_foreign, 0.0)
+
+    def product(name: str, x: Tensor) -> Tensor:
+        weight = getattr(module, name)
+        x = x.to(weight.dtype)
+        output = grouped(x, weight, offsets)
+        if name in module.expert_updates:
+            output = module.expert_updates[name].add(output, x, offsets=offsets, tokens=tokens)
+        return own(output)
+
+    gated = module._apply_gate(product("gate_up_proj", own(hidden[tokens])))
+    weighted = product("down_proj", gated) * weights.reshape(-1)[order, None]
+    positions = torch.empty_like(order)
+    positions[order] = torch.arange(len(order), device=order.device)
+    return weighted[positions].view(num_tokens, top_k, -1).sum(1).to(hidden.dtype)
+
+
+def grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """x [S, I] times the transposed weight [E, O, I] of each row's expert: [S, O]."""
+    return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
+
+
+def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of experts, by name, whose weights are 3-D parameters."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "num_experts") and _sizes(module) & {3}
+    }
+
+
+def check_adaptable(modules: Iterable[nn.Module]) -> None:
+    """Raise ConfigError unless forward_with_lora computes what these experts compute."""
+    for module in modules:
+        own = {name: p.ndim for name, p in module.named_parameters(recurse=False)}
+        is_plain = own == dict.fromkeys(EXPERT_WEIGHTS, 3) and hasattr(module, "_apply_gate")
+        is_other = getattr(module, "is_transposed", False)
+        if not is_plain or is_other or getattr(module, "has_post_expert_norm", False):
+            raise ConfigError(
+                f"[lora] cannot adapt {type(module).__name__}, whose weights have another layout;"
+                " list the linear layers to adapt in lora.target_modules."
+            )
+
+
+def _sizes(module: nn.Module) -> set[int]:
+    return {parameter.ndim for parameter in module.parameters(recurse=False)}
