@@ -146,7 +146,7 @@ def _own_routes(policy: PolicyModel, routing: Routing, part: Microbatch) -> np.n
     chosen: list[torch.Tensor] = []
 
     class RouteRecorder:
-        def choose(self, own: torch.Tensor) -> torch.Tensor:
+        def choose(self, own: torch.Tensor, *, scores: torch.Tensor) -> torch.Tensor:
             chosen.append(own)
             return own
 

@@ -11,8 +11,8 @@ class _Astray:
         self._inner = inner
         self._num_experts = num_experts
 
-    def choose(self, own: torch.Tensor) -> torch.Tensor:
-        return self._inner.choose((own + 3) % self._num_experts)
+    def choose(self, own: torch.Tensor, *, scores: torch.Tensor) -> torch.Tensor:
+        return self._inner.choose((own + 3) % self._num_experts, scores=scores)
 
 
 def lead_astray(engine: EmbeddedEngine, *, num_experts: int) -> None:

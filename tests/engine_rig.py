@@ -163,7 +163,7 @@ def plain_logits(
 class _RecordedChoice:
     """A router's own choice, to be looked at."""
 
-    def choose(self, own: torch.Tensor) -> torch.Tensor:
+    def choose(self, own: torch.Tensor, *, scores: torch.Tensor) -> torch.Tensor:
         self.chosen = own
         return own
 

@@ -19,7 +19,7 @@ class RecordedChoice:
     def __init__(self) -> None:
         self.chosen: list[Tensor] = []
 
-    def choose(self, own: Tensor) -> Tensor:
+    def choose(self, own: Tensor, *, scores: Tensor) -> Tensor:
         self.chosen.append(own)
         return own
 

@@ -146,6 +146,9 @@ class TrainerConfig(Section):
     replay_routes: bool = True
     """Replay of expert routes in a mixture of experts: the trainer sends each token to the experts
     that the engine chose; see docs/explanation/expert-routing.md."""
+    router_aux_loss: NonNegativeFloat = 0.0
+    """Coefficient of the load-balancing loss of routers in a mixture of experts, such as 0.001. 0 =
+    no such loss. It needs trainer.replay_routes."""
     ranks: PositiveInt = 1
     """Number of processes that train together, one per GPU (placement.trainer)."""
     mesh: MeshConfig = MeshConfig()

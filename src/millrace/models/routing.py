@@ -12,7 +12,7 @@ Routers are found by running the model on a few tokens, not by name: experts are
 are called with expert indices and weights, both [T, K], and their router is the module in which a
 topk returned these indices.
 
-T = tokens of a pass, K = experts per token (top_k).
+T = tokens of a pass, K = experts per token (top_k), E = experts of a layer.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ _REMEDY = "set trainer.replay_routes to false"
 class RoutingRule(Protocol):
     """Decides or records the choice of a router. torch.compile traces it."""
 
-    def choose(self, own: Tensor) -> Tensor:
-        """The experts [T, K] int64, given those that the router chose itself."""
+    def choose(self, own: Tensor, *, scores: Tensor) -> Tensor:
+        """The experts [T, K] int64, given those that the router chose itself by scores [T, E]."""
         ...
 
 
@@ -50,6 +50,7 @@ class RoutingRule(Protocol):
 class Router:
     module: nn.Module  # its forward function makes the choice
     num_experts: int
+    has_probabilities: bool  # its scores are a distribution over all experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -112,18 +113,65 @@ class RouteReplay:
         for rule, rows in zip(self._rules, by_layer, strict=True):
             rule.rows = rows
 
+    def expert_load(self, rows: Tensor) -> Tensor:  # [layers, E] float64
+        """The number of times that the last pass sent these rows [N] to each expert."""
+        chosen = torch.stack([rule.chosen for rule in self._rules])[:, rows].flatten(1)
+        load = torch.zeros(
+            len(chosen), self._num_experts, dtype=torch.float64, device=chosen.device
+        )
+        return load.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=load.dtype))
+
+    def recorded_load(self, routes: Sequence[np.ndarray]) -> np.ndarray:  # [layers, E]
+        """The number of times that these routes, [N, layers, K] each, name each expert."""
+        load = np.zeros((len(self._rules), self._num_experts))
+        for part in routes:
+            for of_layer, row in zip(part.swapaxes(0, 1), load, strict=True):
+                known = of_layer[of_layer != unknown_id(part.dtype)]
+                row += np.bincount(known, minlength=self._num_experts)
+        return load
+
+    def penalize(self, load: np.ndarray, *, device: torch.device) -> None:
+        """From now on, penalties() are for this load of experts, [layers, E]."""
+        _, top_k = self._routing.shape
+        shares = load * (top_k / load.sum(1, keepdims=True).clip(min=1))
+        for rule, share in zip(
+            self._rules, torch.from_numpy(shares).to(device, torch.float32), strict=True
+        ):
+            rule.costs = share * self._num_experts
+
+    def penalties(self) -> Tensor:  # [T]; differentiable
+        """The load-balancing loss of each row of the last pass, as a mean over the layers: E Σ f p
+        over the experts, of the share f of the tokens that an expert gets and its probability p at
+        this row."""
+        return torch.stack([rule.penalty for rule in self._rules]).mean(0)
+
+    @property
+    def has_probabilities(self) -> bool:
+        return all(router.has_probabilities for router in self._routing.routers)
+
+    @property
+    def _num_experts(self) -> int:
+        return max(router.num_experts for router in self._routing.routers)
+
 
 class _Replayed:
     """The rule of one router: its recorded choice, where that is known."""
 
+    chosen: Tensor  # [T, K]; in the last pass
+    penalty: Tensor  # [T]; likewise, if there are costs
+
     def __init__(self, rows: Tensor | None = None) -> None:
         self.rows = rows  # [T, K]; -1 = unknown
+        self.costs: Tensor | None = None  # [E]; of probability
 
-    def choose(self, own: Tensor) -> Tensor:
-        if self.rows is None:
-            return own
-        rows = self.rows.long()
-        return torch.where(rows < 0, own, rows)
+    def choose(self, own: Tensor, *, scores: Tensor) -> Tensor:
+        self.chosen = own
+        if self.rows is not None:
+            rows = self.rows.long()
+            self.chosen = torch.where(rows < 0, own, rows)
+        if self.costs is not None:
+            self.penalty = (scores * self.costs).sum(-1)
+        return self.chosen
 
 
 class _TopkResult(NamedTuple):
@@ -151,7 +199,7 @@ class _TopkOverride(TorchFunctionMode):
         top_k = args[1] if len(args) > 1 else kwargs["k"]
         if scores.ndim != 2 or scores.shape[1] != self.num_experts or top_k != self.top_k:
             return result  # over groups of experts, for example
-        chosen = self.rule.choose(result[1])
+        chosen = self.rule.choose(result[1], scores=scores)
         return _TopkResult(scores.gather(-1, chosen), chosen)
 
 
@@ -195,6 +243,20 @@ def check_replay(model: PreTrainedModel, routing: Routing) -> None:
             )
 
 
+def check_aux_loss(replay: RouteReplay | None) -> None:
+    """Raise ConfigError unless a balancing loss is defined for the routers."""
+    if replay is None:
+        raise ConfigError(
+            "trainer.router_aux_loss needs a mixture of experts and trainer.replay_routes = true;"
+            " set it to 0."
+        )
+    if not replay.has_probabilities:
+        raise ConfigError(
+            "trainer.router_aux_loss needs routers that choose by softmax probabilities, and those"
+            " of this model do not; set it to 0."
+        )
+
+
 class _ExpertCall(NamedTuple):
     """One call of experts, and the router that chose them."""
 
@@ -219,7 +281,14 @@ class _CallRecorder(TorchFunctionMode):
         if is_topk(func):
             scores = args[0] if args else kwargs["input"]
             if scores.ndim == 2 and len(scores) == _PROBE_TOKENS and self._running:
-                router = Router(module=self._running[-1], num_experts=scores.shape[1])
+                sums = scores.sum(-1, dtype=torch.float32)
+                router = Router(
+                    module=self._running[-1],
+                    num_experts=scores.shape[1],
+                    has_probabilities=bool(
+                        (scores >= 0).all() and torch.allclose(sums, sums.new_ones(()), atol=1e-2)
+                    ),
+                )
                 self._topks.append((router, result[1]))
         return result
 

@@ -14,7 +14,7 @@ from millrace.core.protocols import WeightSender
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.loading import load_model, resolve_device, resolve_dtype
 from millrace.models.lora.trained import TrainedAdapter
-from millrace.models.routing import RouteReplay, check_replay, find_routing
+from millrace.models.routing import RouteReplay, check_aux_loss, check_replay, find_routing
 from millrace.models.sharding import shard
 from millrace.training.critic import Critic, GaeEstimator
 from millrace.training.losses.recipes import build_loss
@@ -49,6 +49,7 @@ def build_trainer(
             min_share=optimizer.min_lr_ratio,
         ),
         epochs=config.trainer.epochs,
+        router_aux_loss=config.trainer.router_aux_loss,
     )
 
 
@@ -56,11 +57,14 @@ def build_policy(
     config: RunConfig, *, path: str, ranks: Ranks, on_forward: Callable[[], None]
 ) -> PolicyModel:
     model = _load(config, path=path, ranks=ranks, root=lambda model: model)
+    replay = _build_replay(model) if config.trainer.replay_routes else None
+    if config.trainer.router_aux_loss:
+        check_aux_loss(replay)
     return PolicyModel(
         model,
         settings=train_settings(config),
         adapter=config.lora and TrainedAdapter(model, config.lora, model_path=path),
-        replay=_build_replay(model) if config.trainer.replay_routes else None,
+        replay=replay,
         ranks=ranks,
         on_forward=on_forward,
     )

@@ -28,14 +28,22 @@ class StepMetrics:
     """Sums of one step or one microbatch. Used by the trainer's thread."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}  # each a number, except the histogram [NUM_BINS]
+        self._sums: dict[str, Tensor] = {}  # numbers, a histogram [NUM_BINS] and loads
         self._extremes: Tensor | None = None  # [2] float64; the largest ratio, minus the smallest
         self._num_tokens = 0
         self._num_microbatches = 0
 
     @torch.no_grad()
-    def add(self, tokens: TokenBatch, *, loss: Tensor, named: Mapping[str, Tensor]) -> None:
-        """Add a microbatch; `named` are per-token metrics of the loss."""
+    def add(
+        self,
+        tokens: TokenBatch,
+        *,
+        loss: Tensor,
+        named: Mapping[str, Tensor],
+        expert_load: Tensor | None = None,
+    ) -> None:
+        """Add a microbatch; `named` are per-token metrics of the loss. `expert_load` [layers,
+        experts]: how many of its tokens each expert computed, in a mixture of experts."""
         log_ratio = tokens.trainer_logprobs.double() - tokens.engine_logprobs
         ratio = log_ratio.exp()
         per_token = {
@@ -52,6 +60,8 @@ class StepMetrics:
         sums = {name: values.sum(dtype=torch.float64) for name, values in per_token.items()}
         sums["_loss"] = loss.double()
         sums["_histogram"] = _histogram(log_ratio)
+        if expert_load is not None:
+            sums["_expert_load"] = expert_load
         self._accumulate(sums, torch.stack([ratio.max(), -ratio.min()]))
         self._num_tokens += len(ratio)
         self._num_microbatches += 1
@@ -74,7 +84,10 @@ class StepMetrics:
         values = torch.cat([column.double().flatten() for column in columns]).cpu().numpy()
         *sums, extremes = np.split(values, np.cumsum([column.numel() for column in columns])[:-1])
         return HostSums(
-            sums=dict(zip(self._sums, sums, strict=True)),
+            sums={
+                name: values.reshape(own.shape or 1)
+                for (name, own), values in zip(self._sums.items(), sums, strict=True)
+            },
             extremes=extremes,
             num_tokens=self._num_tokens,
             num_microbatches=self._num_microbatches,
@@ -124,6 +137,7 @@ def summarize(ranks: Sequence[HostSums]) -> dict[str, float]:
         "ratio/min": -float(minus_least),
         "ratio/effective_sample_size": float(effective_size[0]),
         **_quantiles(sums["_histogram"]),
+        **(_balance(sums["_expert_load"]) if "_expert_load" in sums else {}),
         "batch/trained_tokens": float(num_tokens),
         "batch/microbatches": float(sum(rank.num_microbatches for rank in ranks)),
     }
@@ -135,6 +149,18 @@ def _quantiles(histogram: np.ndarray) -> dict[str, float]:
     return {
         name: math.exp((int((below < share * below[-1]).sum()) - NUM_BINS // 2) * width)
         for name, share in QUANTILES.items()
+    }
+
+
+def _balance(load: np.ndarray) -> dict[str, float]:
+    """How evenly tokens are spread over experts: means over the layers of `load` [layers,
+    experts]."""
+    shares = load / load.sum(1, keepdims=True)
+    num_experts = load.shape[1]
+    entropies = -(shares * np.log(np.where(shares > 0, shares, 1))).sum(1)
+    return {
+        "moe/load_max": float(shares.max(1).mean()) * num_experts,
+        "moe/load_entropy": float(entropies.mean()) / math.log(num_experts),
     }
 
 

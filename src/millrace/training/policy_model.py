@@ -300,6 +300,34 @@ class PolicyModel(TrainableModel):
                 )
             )
 
+    def expert_load(self, microbatch: Microbatch) -> Tensor | None:  # [layers, experts]
+        """How many trained tokens each expert computed in the last pass, which was over this
+        microbatch; None if routes are not replayed."""
+        if self._replay is None:
+            return None
+        return self._replay.expert_load(as_tensor(microbatch.predictors, np.int64, self.device))
+
+    def set_batch_load(self, batch: Batch) -> None:
+        """Set the load that router_aux_loss() of the microbatches of this batch uses."""
+        assert self._replay is not None, "checked when the run starts"
+        load = self._replay.recorded_load(
+            [p.routes[p.predictors] for p in batch.microbatches if p.routes is not None]
+        )
+        summed = np.reshape(self.ranks.sum(load.ravel().tolist()), load.shape)
+        self._replay.penalize(summed, device=self.device)
+
+    def router_aux_loss(self, microbatch: Microbatch) -> Tensor:  # [N]; differentiable
+        """The load-balancing loss of each trained token in the last pass, which was over this
+        microbatch: the mean over the layers of E Σ_e f_e p_e, where p_e is the probability that the
+        router gave expert e for this token, and f_e the number of trained tokens of the whole batch
+        that expert e computes, divided by the number of these tokens. So the mean over the trained
+        tokens of a batch is that of Switch Transformers and does not depend on microbatches.
+        transformers' load_balancing_loss_func is the same for one layer; of several it averages f
+        and p before it multiplies them, so that layers may be unbalanced in opposite ways."""
+        assert self._replay is not None, "checked when the run starts"
+        rows = as_tensor(microbatch.predictors, np.int64, self.device)
+        return self._replay.penalties().index_select(0, rows)
+
     def with_proximal_logprobs(self, batch: Batch) -> Batch:
         """The batch with the logprobs of the policy as it is now, before the step changes it."""
         return self.annotate(

@@ -48,6 +48,7 @@ class Trainer:
         critic: Critic | None = None,  # None = batches bring their advantages
         schedule: Schedule,
         epochs: int = 1,  # passes of a step over its batches
+        router_aux_loss: float = 0.0,  # coefficient of PolicyModel.router_aux_loss()
     ) -> None:
         self.policy = policy
         self.steps_done = 0  # = the Version of the weights
@@ -56,6 +57,7 @@ class Trainer:
         self.critic = critic
         self._schedule = schedule
         self._epochs = epochs
+        self._router_aux_loss = router_aux_loss
 
     def step(self, *batches: Batch) -> dict[str, float]:
         """Make one version: in each epoch one optimizer update per batch. Returns the metrics of
@@ -162,6 +164,8 @@ class Trainer:
 
     def _update(self, batch: Batch, *, learning_rate: float) -> Gradient:
         assert batch.num_trained_tokens > 0, "a batch has trained tokens"
+        if self._router_aux_loss:
+            self.policy.set_batch_load(batch)
         gradient = self.policy.clipped_gradient(
             batch, lambda part: self._microbatch_loss(part, batch)
         )
@@ -176,8 +180,13 @@ class Trainer:
         output = self.policy.logprobs(part, topk_ids=topk_ids)
         tokens = token_batch(part, batch, output=output, version=self.steps_done)
         loss, named = self._loss(tokens)
+        if self._router_aux_loss:
+            penalties = self.policy.router_aux_loss(part)
+            loss = loss + self._router_aux_loss * penalties.sum() / batch.num_trained_tokens
+            named = {**named, "moe/aux_loss": penalties}
         metrics = StepMetrics()
-        metrics.add(tokens, loss=loss.detach(), named=named)
+        load = self.policy.expert_load(part)
+        metrics.add(tokens, loss=loss.detach(), named=named, expert_load=load)
         return loss, metrics
 
 

@@ -126,7 +126,7 @@ class _RecordedRouter:
         self._routes = routes  # [KV slots, K]
         self._pool = pool
 
-    def choose(self, own: Tensor) -> Tensor:
+    def choose(self, own: Tensor, *, scores: Tensor) -> Tensor:
         return torch.ops.millrace.record_routes(own, self._routes, self._pool.kv_slots)
 
 
