@@ -267,3 +267,28 @@ def test_adapters_of_experts_compute_in_half_precision_under_autocast(checkpoint
             ours = gradients[1][name]
             assert ours.dtype == torch.float32
             assert torch.cosine_similarity(ours.flatten(), gradient.flatten(), dim=0) > 0.9, name
+
+
+def test_frozen_matrices_in_bfloat16_compute_what_float32_copies_of_them_do():
+    (part,) = batch_of(sharing_rollouts(np.random.default_rng(1))).microbatches
+    results = []
+    for frozen_dtype in (torch.float32, torch.bfloat16):
+        model = tiny_model("qwen2_moe").bfloat16().to(frozen_dtype)
+        torch.manual_seed(3)
+        adapter = TrainedAdapter(model, LORA, model_path="tiny")
+        for weight in adapter.named_weights().values():
+            weight.copy_(torch.randn(weight.shape) * 0.2)
+        trainer = trainer_of(model, adapter=adapter, compute_dtype=torch.bfloat16)
+        logprobs = trainer.policy.logprobs(part).logprobs
+        logprobs.sum().backward()
+        gradients = gradients_of(model, trainer.policy.weights())
+        results.append({"logprobs": logprobs.detach(), **gradients})
+        dtypes = {p.dtype for p in model.parameters()}
+        assert dtypes == {torch.float32, frozen_dtype}
+        assert adapter.merged_weights()[f"{EXPERTS}.down_proj"].dtype == frozen_dtype
+    halves = [n for n, p in model.named_parameters() if p.dtype == torch.bfloat16]
+    assert all("_proj" in name or "shared_expert_gate" in name for name in halves)
+    assert not any(".lora_" in name or name.endswith("bias") for name in halves)
+    assert len(halves) == 2 * (4 + 2 + 4)
+    for name, expected in results[0].items():
+        assert torch.equal(results[1][name], expected), name

@@ -10,10 +10,12 @@ from astray import lead_astray
 from batches import batch_of, trainer_of
 from engine_rig import finish_all, make_engine, make_request, prompt_of, weights
 
+from millrace.config import LoraConfig
 from millrace.core.completions import unknown_id
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.records import Completion, Request, Rollout
 from millrace.environments.token_record import rollout_of
+from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.routing import RouteReplay, find_routing
 from millrace.training.layers import checkpoint_layers, compile_layers
 from millrace.training.packing.splitting import halves
@@ -125,6 +127,41 @@ def test_trainer_agrees_with_the_engine_after_a_swap_and_a_resume_on_another_eng
     rollouts = rollouts_of(requests, done)
     assert {int(v) for r in rollouts for v in r.versions[r.mask]} == {0, 1, 2}
     assert_replayed(rollouts)
+
+
+@pytest.mark.parametrize("apply", ["merged", "unmerged"])
+def test_routes_are_replayed_with_adapters_of_experts_and_resumed_partials(apply):
+    lora = LoraConfig(rank=3, apply=apply)
+    model = tiny_model(MIXTURE)
+    adapter = TrainedAdapter(model, lora, model_path="tiny")
+    torch.manual_seed(6)
+    for weight in adapter.named_weights().values():
+        weight.normal_(std=0.2)
+
+    def adapted_engine(version: int):
+        engine = astray_engine(lora=lora, decode_steps=1 + 2 * version)
+        engine.swap(adapter.named_weights(), version=version)
+        return engine
+
+    engine = adapted_engine(1)
+    shared, single = mixed_requests(num=2), mixed_requests(n=1)
+    single = [dataclasses.replace(request, id=f"single {request.id}") for request in single]
+    rollouts = rollouts_of(shared, finish_all(engine, shared))
+    for request in single:
+        engine.add_request(request)
+    for _ in range(3):
+        engine.step()
+    aborted = {f.id: f.completions[0] for f in engine.abort([r.id for r in single])}
+    assert all(len(partial.tokens) for partial in aborted.values())
+    rest = [dataclasses.replace(r, partial=aborted[r.id]) for r in single]
+    rollouts += rollouts_of(single, finish_all(adapted_engine(2), rest))
+    assert {int(v) for r in rollouts for v in r.versions[r.mask]} == {1, 2}
+    trainer = replaying(model, adapter=adapter)
+    for tokens in (10_000, 60):
+        batch = batch_of(rollouts, microbatch_tokens=tokens)
+        assert any((part.parents >= 0).any() for part in batch.microbatches)
+        assert differences(trainer, batch).max() < 2e-5
+    assert differences(trainer, without_routes(batch)).mean() > 1e-2
 
 
 def test_halves_of_a_microbatch_keep_their_routes():
@@ -255,3 +292,31 @@ def test_trainer_on_a_gpu_replays_the_routes_of_its_engine(compiles: bool):
     assert replayed < 0.1
     assert differences(trainer, without_routes(batch)).mean() > 5 * replayed
     assert trainer.step(batch)["routing/replayed_share"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("apply", ["merged", "unmerged"])
+@pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("rank", [4, 16])
+def test_engine_and_trainer_on_a_gpu_agree_on_adapters_of_experts(rank, compiles, apply):
+    lora = LoraConfig(rank=rank, apply=apply)
+    model = tiny_model(MIXTURE).to("cuda", torch.bfloat16)
+    adapter = TrainedAdapter(model, lora, model_path="tiny")
+    torch.manual_seed(6)
+    for weight in adapter.named_weights().values():
+        weight.normal_(std=0.1)
+    trainer = replaying(
+        model, adapter=adapter, compute_dtype=torch.bfloat16, compile_layers=compiles
+    )
+    half = {"device": "cuda", "dtype": torch.bfloat16, "decode_steps": 4}
+    engine = astray_engine(lora=lora, compile_layers=compiles, **half)
+    for version in (1, 2):
+        engine.swap(trainer.policy.weights(), version=version)
+        requests = mixed_requests()
+        batch = batch_of(rollouts_of(requests, finish_all(engine, requests)))
+        replayed = differences(trainer, batch).mean()
+        assert replayed < 0.1
+        assert differences(trainer, without_routes(batch)).mean() > 3 * replayed
+        metrics = trainer.step(batch)
+        assert metrics["skipped/updates"] == 0
+        assert metrics["moe/load_max"] >= 1

@@ -56,13 +56,15 @@ def build_trainer(
 def build_policy(
     config: RunConfig, *, path: str, ranks: Ranks, on_forward: Callable[[], None]
 ) -> PolicyModel:
-    model = _load(config, path=path, ranks=ranks, root=lambda model: model)
+    settings = train_settings(config)
+    dtype = _frozen_dtype(config, settings) if ranks.is_alone else torch.float32
+    model = _load(config, path=path, ranks=ranks, root=lambda model: model, dtype=dtype)
     replay = _build_replay(model) if config.trainer.replay_routes else None
     if config.trainer.router_aux_loss:
         check_aux_loss(replay)
     return PolicyModel(
         model,
-        settings=train_settings(config),
+        settings=settings,
         adapter=config.lora and TrainedAdapter(model, config.lora, model_path=path),
         replay=replay,
         ranks=ranks,
@@ -160,15 +162,27 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def _frozen_dtype(config: RunConfig, settings: TrainSettings) -> torch.dtype:
+    """The dtype of weights beneath an adapter: bfloat16 if they are used in bfloat16 only. DoRA
+    needs their norms in float32, and float16 passes compute experts in float32."""
+    is_half = settings.compute_dtype is torch.bfloat16
+    return torch.bfloat16 if is_half and config.lora and not config.lora.dora else torch.float32
+
+
 def _load(
-    config: RunConfig, *, path: str, ranks: Ranks, root: Callable[[PreTrainedModel], nn.Module]
+    config: RunConfig,
+    *,
+    path: str,
+    ranks: Ranks,
+    root: Callable[[PreTrainedModel], nn.Module],
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
     def shard_over_ranks(model: PreTrainedModel) -> None:
         shard(model, root=root(model), mesh=ranks.fsdp_mesh)
 
     return load_model(
         path,
-        dtype=torch.float32,
+        dtype=dtype,
         device=resolve_device(config.placement.trainer[0]),
         attention=PACKED_ATTENTION,
         trust_remote_code=config.model.trust_remote_code,

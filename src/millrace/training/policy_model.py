@@ -7,9 +7,9 @@ the policy has: logprobs, an adapter and replayed routes; Critic adds a value he
 decides what is learned and touches no module, so a sharded implementation replaces these classes.
 
 Promise: an out-of-memory error splits a microbatch and leaves the gradient of the batch unchanged.
-Weights and optimizer state are float32; bfloat16, or float16 with a scaled loss, is used for
-computing only. The module stays in eval mode, because dropout would make the trainer's distribution
-differ from the engine's.
+Trained weights and optimizer state are float32; bfloat16, or float16 with a scaled loss, is used
+for computing only. The module stays in eval mode, because dropout would make the trainer's
+distribution differ from the engine's.
 
 Used by one thread. T = rows of a microbatch, N = its trained tokens, D = hidden size, K = ids per
 token that a teacher gives logprobs for.
@@ -60,7 +60,8 @@ class Gradient:
 
 
 class TrainableModel:
-    """A float32 module whose backbone was loaded with PACKED_ATTENTION, and its optimizer."""
+    """A module whose backbone was loaded with PACKED_ATTENTION, and its optimizer. All parameters
+    are float32, except for frozen ones."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class TrainableModel:
         on_forward: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_forward` is called before each forward pass, as a sign of progress."""
-        assert all(parameter.dtype == torch.float32 for parameter in module.parameters())
+        assert all(p.dtype == torch.float32 for p in module.parameters() if p.requires_grad)
         self.module = module
         self.ranks = ranks or Ranks()
         self._backbone = backbone

@@ -52,7 +52,21 @@ class TrainedAdapter:
         self._experts = self._add_to_experts(experts)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".lora_" in name)
+        self._train_in_float32()
         model.eval()  # new modules start in train mode
+
+    def _train_in_float32(self) -> None:
+        """Convert a model that was loaded in 16 bits, except for frozen matrices. Autocast would
+        round these to 16 bits in each pass; the adapter, the residual stream and the head need
+        float32."""
+        head = self._model.get_output_embeddings()
+        for module in self._model.modules():
+            is_linear = isinstance(module, nn.Linear) and module is not head
+            for parameter in module.parameters(recurse=False):
+                is_matrix = parameter.ndim == 3 or (is_linear and parameter.ndim == 2)
+                is_kept = is_matrix and not parameter.requires_grad
+                if parameter.dtype != torch.float32 and not is_kept:
+                    parameter.data = parameter.data.float()
 
     def _inject(self, linears: list[str]) -> None:
         """Add PEFT's layers. It does not see the model's config, so that it takes names as they
@@ -143,5 +157,6 @@ class TrainedAdapter:
             name = adapter.weight_name(layer)
             factors = factors_of(tensors, layer, dora=adapter.is_dora)
             with torch.no_grad():
-                weights[name] = merged(weights[name], factors, scale=adapter.scale).cpu()
+                value = merged(weights[name], factors, scale=adapter.scale)
+            weights[name] = value.to("cpu", weights[name].dtype)
         return weights
