@@ -6,8 +6,6 @@ in the first step, and every parameter after the second. The table shows the wor
 max |difference| / max |value|, in float32. Equal losses alone would not show a wrong gradient.
 """
 
-import multiprocessing
-import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from millrace.bench import bench_parser, write_result
+from millrace.bench.rank_processes import run_ranks
 from millrace.config import RunConfig
 from millrace.core.mesh import MeshSizes
 from millrace.core.microbatch import Batch
@@ -44,6 +43,7 @@ LIMIT = 1e-6
 STEPS = 2
 VOCAB, LAYERS, NUM_EXPERTS, TOP_K = 256, 2, 8, 2
 MESHES = {
+    "fsdp 1": MeshSizes(),  # the code of several ranks; on a GPU, over NCCL
     "fsdp 2": MeshSizes(dp_shard=2),
     "fsdp 4": MeshSizes(dp_shard=4),
     "hsdp 2x2": MeshSizes(dp_replicate=2, dp_shard=2),
@@ -82,30 +82,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = bench_parser("ranks")
     parser.add_argument("--mesh", nargs="+", choices=MESHES, default=[*MESHES])
     parser.add_argument("--feature", nargs="+", choices=FEATURES, default=[*FEATURES])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args(argv)
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, gloo on CPUs")
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    print(", ".join(f"{name} {version}" for name, version in versions.items()))
     meshes = {name: MESHES[name] for name in args.mesh}
-    table = compare({name: FEATURES[name] for name in args.feature}, meshes)
+    features = {name: FEATURES[name] for name in args.feature}
+    table = compare(features, meshes, device=args.device)
     for feature, row in table.items():
         cells = "".join(f"  {mesh} {worst:.1e}" for mesh, worst in row.items())
         print(f"{feature:<16}{cells}")
-    write_result({"torch": torch.__version__, "differences": table}, args.json)
+    write_result({**versions, "device": args.device, "differences": table}, args.json)
     return 0 if all(worst < LIMIT for row in table.values() for worst in row.values()) else 1
 
 
 def compare(
-    features: Mapping[str, Feature], meshes: Mapping[str, MeshSizes]
+    features: Mapping[str, Feature], meshes: Mapping[str, MeshSizes], *, device: str = "cpu"
 ) -> dict[str, dict[str, float]]:
     """The worst difference from one rank, by feature and mesh."""
     with tempfile.TemporaryDirectory(prefix="millrace-ranks-") as folder:
         for is_mixture in {feature.is_mixture for feature in features.values()}:
             _make_model(Path(folder), is_mixture=is_mixture)
-        numbers = {size.num_data_ranks for size in meshes.values()}
+        numbers = {sizes.num_data_ranks for sizes in meshes.values()}
         expected = {
-            num: _run(features, MeshSizes(), Path(folder), num_shares=num) for num in numbers
+            num: run_ranks(_run, features, Path(folder), num, device, sizes=MeshSizes())
+            for num in numbers
         }
         found = {
-            name: _run(features, sizes, Path(folder), num_shares=sizes.num_data_ranks)
+            name: run_ranks(
+                _run,
+                features,
+                Path(folder),
+                sizes.num_data_ranks,
+                device,
+                sizes=sizes,
+                device=device,
+                sharded=True,
+            )
             for name, sizes in meshes.items()
         }
     return {
@@ -134,53 +147,17 @@ def _relative(ours: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _run(
-    features: Mapping[str, Feature], sizes: MeshSizes, folder: Path, *, num_shares: int
+    ranks: Ranks, features: Mapping[str, Feature], folder: Path, num_shares: int, device: str
 ) -> dict[str, Numbers]:
-    """The numbers of each feature, from as many processes as the mesh has ranks. Batches are packed
-    for `num_shares` ranks: one rank then computes all shares."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        rendezvous = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-    result, sender = context.Pipe(duplex=False)
-    processes = [
-        context.Process(
-            target=_run_rank,
-            args=(features, sizes, folder, num_shares, rank, rendezvous, rank == 0 and sender),
-        )
-        for rank in range(sizes.num_ranks)
-    ]
-    for process in processes:
-        process.start()
-    sender.close()
-    try:
-        return result.recv()
-    finally:
-        for process in processes:
-            process.join()
-
-
-def _run_rank(
-    features: Mapping[str, Feature],
-    sizes: MeshSizes,
-    folder: Path,
-    num_shares: int,
-    rank: int,
-    rendezvous: str,
-    sender: Any,
-) -> None:
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    ranks = Ranks.join(sizes, rank=rank, rendezvous=rendezvous, device=device, timeout_s=60)
-    numbers = {
-        name: train(feature, ranks, folder, num_shares=num_shares)
+    """The numbers of each feature. Batches are packed for `num_shares` ranks: a rank that is alone
+    computes all shares."""
+    return {
+        name: train(feature, ranks, folder, num_shares=num_shares, device=device)
         for name, feature in features.items()
     }
-    if sender:
-        sender.send(numbers)
 
 
-def train(feature: Feature, ranks: Ranks, folder: Path, *, num_shares: int) -> Numbers:
+def train(feature: Feature, ranks: Ranks, folder: Path, *, num_shares: int, device: str) -> Numbers:
     """What is compared, by name; whole on every rank."""
     path = folder / _model_name(is_mixture=feature.is_mixture)
     config = RunConfig.model_validate(
@@ -191,8 +168,9 @@ def train(feature: Feature, ranks: Ranks, folder: Path, *, num_shares: int) -> N
             "tasks": {"path": str(folder / "tasks.jsonl")},
             # Adam's first steps would turn rounding errors of tiny gradients into whole steps.
             "optimizer": {"type": "torch.optim:SGD", "learning_rate": 2e-3, "momentum": 0.9},
-            "placement": {"trainer": "cpu"},
+            "placement": {"trainer": device},
             **feature.settings,
+            "trainer": {"dtype": "float32", **feature.settings.get("trainer", {})},
         }
     )
     seed_everything(config.seed)
@@ -230,7 +208,7 @@ def _gradients(trainer: Trainer) -> Numbers:
 
 def _whole(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).numpy().copy()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().numpy().copy()
 
 
 def _model_name(*, is_mixture: bool) -> str:

@@ -16,14 +16,18 @@ import torch
 from transformers import PreTrainedModel
 
 from millrace.bench import bench_parser, write_result
+from millrace.bench.rank_processes import run_ranks
 from millrace.bench.workloads import best_s, chosen_device, described, make_model, shapes
+from millrace.core.mesh import MeshSizes
 from millrace.core.microbatch import Batch
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.logprobs import output_head
+from millrace.models.sharding import shard
 from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.packing.packer import pack
+from millrace.training.parallel.ranks import Ranks
 from millrace.training.policy_model import PolicyModel
 from millrace.training.trainer import Trainer
 
@@ -36,9 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--checkpointing", action="store_true", help="recompute layers in backward")
     parser.add_argument("--no-compile", action="store_true", help="do not fuse layers")
+    parser.add_argument("--ranks", type=int, default=1, help="that share the step with FSDP2 (1)")
+    parser.add_argument("--sharded", action="store_true", help="one rank with the code of several")
     args = parser.parse_args(argv)
     device, dtype = chosen_device(args)
-    result = measure(args, device=device, dtype=dtype)
+    threads = max(1, torch.get_num_threads() // args.ranks)
+    if args.ranks == 1 and not args.sharded:
+        result = measure(Ranks(), args, device, dtype)
+    else:
+        sizes = MeshSizes(dp_shard=args.ranks)
+        options = {"device": device.type, "threads": threads, "sharded": True}
+        result = run_ranks(measure, args, device, dtype, sizes=sizes, **options)
     for name, value in result.items():
         print(f"{name:<24}{value:,.3g}" if isinstance(value, float) else f"{name:<24}{value}")
     write_result(result, args.json)
@@ -46,8 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(
-    args: argparse.Namespace, *, device: torch.device, dtype: torch.dtype
+    ranks: Ranks, args: argparse.Namespace, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
+    """`num_tokens` are those of all ranks together."""
     on_gpu = device.type == "cuda"
     name = args.model or ("qwen3-1.7b" if on_gpu else "tiny")
     num_tokens = args.tokens or (16384 if on_gpu else 1024)
@@ -57,24 +70,28 @@ def measure(
         "compile_layers": on_gpu and not args.no_compile,
     }
     model, _ = make_model(name, dtype=torch.float32, device=device, attention=PACKED_ATTENTION)
+    if not ranks.is_alone:
+        shard(model, root=model, mesh=ranks.fsdp_mesh)
     trainer = Trainer(
-        PolicyModel(model, settings=TrainSettings(compute_dtype=dtype, **settings)),
+        PolicyModel(model, settings=TrainSettings(compute_dtype=dtype, **settings), ranks=ranks),
         loss=PolicyLoss(),
         schedule=Schedule(learning_rate=1e-6, total_steps=1000),
     )
-    batch = _batch(num_tokens, length=length, vocab=model.config.vocab_size)
+    whole = _batch(num_tokens, length=length, vocab=model.config.vocab_size, num_ranks=args.ranks)
+    flops = model_flops(model, whole)
+    batch = whole.of_rank(ranks.data_rank)
     trainer.step(batch)  # compiles, and creates the optimizer state
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     pass_s = best_s(lambda: trainer.accumulate(batch), repeats=args.repeats, device=device)
     step_s = best_s(lambda: trainer.step(batch), repeats=args.repeats, device=device)
-    flops = model_flops(model, batch)
     rate = matmul_rate(device, dtype)
     return {
         "model": name,
         **described(device, dtype),
         "tokens": num_tokens,
         "length": length,
+        "ranks": args.ranks,
         "microbatches": len(batch.microbatches),
         **settings,
         "tokens_per_s": num_tokens / pass_s,
@@ -119,8 +136,8 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / seconds
 
 
-def _batch(num_tokens: int, *, length: int, vocab: int) -> Batch:
-    """One microbatch of rollouts without common prefixes."""
+def _batch(num_tokens: int, *, length: int, vocab: int, num_ranks: int) -> Batch:
+    """One microbatch for each rank, of rollouts without common prefixes."""
     rng = np.random.default_rng(0)
     mask = np.arange(length) >= length // 8
     groups = []
@@ -140,4 +157,4 @@ def _batch(num_tokens: int, *, length: int, vocab: int) -> Batch:
                 advantages=np.array([(-1.0) ** number], dtype=np.float32),
             )
         )
-    return pack(groups, microbatch_tokens=num_tokens)
+    return pack(groups, microbatch_tokens=num_tokens, num_ranks=num_ranks)

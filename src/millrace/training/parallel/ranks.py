@@ -42,10 +42,12 @@ class Ranks:
         device: torch.device,
         backend: str | None = None,
         timeout_s: float = 600.0,
+        sharded: bool = False,
     ) -> "Ranks":
         """Wait for the other ranks at `rendezvous`, "tcp://HOST:PORT", where rank 0 listens. The
-        default backend is NCCL on GPUs and gloo on CPUs."""
-        if sizes.num_ranks == 1:
+        default backend is NCCL on GPUs and gloo on CPUs. With `sharded`, one rank uses the code of
+        several, for measurements."""
+        if sizes.num_ranks == 1 and not sharded:
             return cls(sizes)
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         try:

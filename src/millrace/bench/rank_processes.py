@@ -1,0 +1,65 @@
+"""Runs a function on every rank of a mesh, each in a process of its own."""
+
+import multiprocessing
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from millrace.core.errors import RunFailed
+from millrace.core.mesh import MeshSizes
+from millrace.training.parallel.ranks import Ranks
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    sizes: MeshSizes,
+    device: str = "cpu",
+    threads: int = 1,
+    sharded: bool = False,
+) -> Any:
+    """What function(ranks, *args) returns on rank 0. Ranks on "cuda" share one GPU. With `sharded`,
+    a single rank uses the code of several."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, function.__module__])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        rendezvous = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    receiver, sender = context.Pipe(duplex=False)
+    settings = (sizes, rendezvous, device, threads, sharded)
+    processes = [
+        context.Process(
+            target=_run_rank, args=(function, args, rank, settings, sender if rank == 0 else None)
+        )
+        for rank in range(sizes.num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        raise RunFailed("A rank failed; its error is above.") from None
+    finally:
+        for process in processes:
+            process.join()
+
+
+def _run_rank(
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, settings: Any, sender: Any
+) -> None:
+    sizes, rendezvous, device, threads, sharded = settings
+    torch.set_num_threads(threads)
+    ranks = Ranks.join(
+        sizes,
+        rank=rank,
+        rendezvous=rendezvous,
+        device=torch.device(device),
+        backend="gloo" if sizes.num_ranks > 1 else None,  # NCCL does not share a GPU
+        timeout_s=120,
+        sharded=sharded,
+    )
+    result = function(ranks, *args)
+    if sender is not None:
+        sender.send(result)
