@@ -75,6 +75,11 @@ FEATURES = {
     "one group": Feature(num_groups=1),  # some ranks have nothing to train
     "mixture": Feature(is_mixture=True),
     "route replay": Feature(is_mixture=True, has_routes=True),
+    "lora of experts": Feature(
+        settings={"lora": {"rank": 4}, "trainer": {"router_aux_loss": 0.1}},
+        is_mixture=True,
+        has_routes=True,
+    ),
 }
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from millrace.bench.ranks import FEATURES, LIMIT, MESHES, compare
 
-FAST = ("grpo", "critic", "lora", "minibatches", "one group", "route replay")
+FAST = ("grpo", "critic", "lora", "minibatches", "one group", "route replay", "lora of experts")
 
 
 def differences(features, meshes) -> dict[str, dict[str, float]]:
