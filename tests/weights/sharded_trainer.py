@@ -54,6 +54,7 @@ def full_weights(version: int) -> dict[str, torch.Tensor]:
         "both": torch.randn(5, 3, generator=draw),
         "large": torch.randn(101, 33, generator=draw),  # several buckets
         "wide": torch.randn(3, 5001, generator=draw),  # a row is several buckets
+        "twice": torch.randn(12, 4, generator=draw),
         "lonely": torch.randn(1, 8, generator=draw),  # on rank 0 alone
         "everywhere": torch.randn(11, generator=draw),
         "plain": torch.randn(4, generator=draw),
@@ -75,19 +76,19 @@ def small_model() -> torch.nn.Module:
 
 
 @functools.cache
-def make_mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    names = ("dp_replicate", "dp_shard")[-len(shape) :]
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+def make_mesh(text: str) -> DeviceMesh:
+    """For example "dp_shard=2" or "dp_replicate=2,dp_shard=2"."""
+    sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def sharded_weights(version: int, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Over a mesh of (dp_shard,) or (dp_replicate, dp_shard)."""
-    mesh = make_mesh(shape)
-    whole = [Replicate() for _ in shape]
-    rows, columns = [*whole[1:], Shard(0)], [*whole[1:], Shard(1)]
+def sharded_weights(version: int, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    dims = mesh.mesh_dim_names or ()
+    whole = [Replicate() for _ in dims]
+    sharded = [Shard(0) if name == "dp_shard" else Replicate() for name in dims]
     placements: dict[str, list[Any]] = {
-        "columns": columns,
-        "both": [Shard(0), Shard(1)][-len(shape) :],
+        "columns": [*whole[1:], Shard(1)],
+        "both": [Shard(0), Shard(1)][-len(dims) :],
         "everywhere": whole,
         "scalar": whole,
     }
@@ -98,10 +99,20 @@ def sharded_weights(version: int, shape: tuple[int, ...]) -> dict[str, torch.Ten
             model.get_parameter(name.removeprefix("fsdp.")).data.copy_(tensor)
         elif name == "plain":
             found[name] = tensor
+        elif name == "twice" and "tp" in dims:
+            found[name] = sharded_twice(tensor, mesh)
         else:
-            found[name] = distribute_tensor(tensor, mesh, placements.get(name, rows))
-    fully_shard(model, mesh=mesh)
+            found[name] = distribute_tensor(tensor, mesh, placements.get(name, sharded))
+    fully_shard(model, mesh=mesh["dp_shard"] if "tp" in dims else mesh)
     return found | {f"fsdp.{name}": p.detach() for name, p in model.named_parameters()}
+
+
+def sharded_twice(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Rows over tp, and those of each tp rank over dp_shard."""
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(distribute_tensor(tensor, mesh["tp"], [Shard(0)]))
+    fully_shard(module, mesh=mesh["dp_shard"])
+    return module.weight.detach()
 
 
 def overwrite(weights: dict[str, torch.Tensor]) -> None:
@@ -171,22 +182,18 @@ def wait_for_line() -> None:
     dist.barrier()
 
 
-def shape_of(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in text.split("x"))
-
-
-def publish_by_all_transports(shape: str, payload: str) -> None:
+def publish_by_all_transports(mesh: str, payload: str) -> None:
     for transport in TRANSPORTS:
         publisher = Publisher(gathering(transport, payload=payload), emit=print_from_rank_0)
         for version in VERSIONS:
-            weights = sharded_weights(version, shape_of(shape))
+            weights = sharded_weights(version, make_mesh(mesh))
             publisher.publish(version, weights)
             overwrite(weights)
             wait_for_line()
         publisher.close()
 
 
-def publish_after_a_failure(shape: str) -> None:
+def publish_after_a_failure() -> None:
     """The second version is gathered, but there is no space for it at first."""
     num_failures = 1
 
@@ -201,23 +208,23 @@ def publish_after_a_failure(shape: str) -> None:
     def make() -> PackingSender:
         return PackingSender(FullBackend(), dtype=torch.bfloat16, payload="delta")
 
-    sender = gathering_of(make)
-    sender.publish(1, sharded_weights(1, shape_of(shape)))
+    sender, mesh = gathering_of(make), make_mesh("dp_shard=2")
+    sender.publish(1, sharded_weights(1, mesh))
     try:
-        sender.publish(2, sharded_weights(3, shape_of(shape)))  # other values than the next try
+        sender.publish(2, sharded_weights(3, mesh))  # other values than the next try
     except NoSpace as error:
         print_of_all_ranks(str(error))
-    print_from_rank_0(sender.publish(2, sharded_weights(2, shape_of(shape))))
+    print_from_rank_0(sender.publish(2, sharded_weights(2, mesh)))
     wait_for_line()
     sender.close()
 
 
-def measure_what_is_gathered(shape: str, payload: str) -> None:
+def measure_what_is_gathered(mesh: str, payload: str) -> None:
     """Prints for each rank the peak of its memory, what it keeps and what it sends."""
     sender = gathering("shm", payload=payload)
-    sender.publish(1, sharded_weights(1, shape_of(shape)))  # makes the transport's own memory
+    sender.publish(1, sharded_weights(1, make_mesh(mesh)))  # makes the transport's own memory
     sender.release(1)
-    weights = sharded_weights(2, shape_of(shape))
+    weights = sharded_weights(2, make_mesh(mesh))
     with LiveBytes() as live:
         update = sender.publish(2, weights)
     assert update.num_bytes > 8 * BUCKET_BYTES
@@ -228,7 +235,7 @@ def measure_what_is_gathered(shape: str, payload: str) -> None:
 def race() -> None:
     """Each rank publishes at its own pace; every value of version N is N."""
     publisher = Publisher(gathering("shm"), emit=print_from_rank_0)
-    weight = distribute_tensor(torch.zeros(101, 33), make_mesh((2,)), [Shard(0)])
+    weight = distribute_tensor(torch.zeros(101, 33), make_mesh("dp_shard=2"), [Shard(0)])
     draw = torch.Generator().manual_seed(dist.get_rank())
     for version in range(1, NUM_RACED + 1):
         weight.to_local().fill_(version)
@@ -256,7 +263,7 @@ def step_while_a_gather_is_held_up() -> None:
     publisher = Publisher(sender, emit=print_from_rank_0)
     torch.manual_seed(0)
     model = small_model()
-    fully_shard(model, mesh=make_mesh((2,)))
+    fully_shard(model, mesh=make_mesh("dp_shard=2"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step() -> float:
@@ -281,7 +288,7 @@ def step_while_a_gather_is_held_up() -> None:
 def publish_for_ever() -> None:
     """Gather versions without a pause until a rank is lost."""
     sender = gathering("disk")
-    weight = distribute_tensor(torch.zeros(2000, 1000), make_mesh((2,)), [Shard(0)])
+    weight = distribute_tensor(torch.zeros(2000, 1000), make_mesh("dp_shard=2"), [Shard(0)])
     try:
         for version in itertools.count(1):
             weight.to_local().fill_(version)

@@ -19,6 +19,8 @@ from millrace.weights.send_backend import Payload
 from millrace.weights.transport import make_receiver, make_sender
 from millrace.weights.transports.disk import MARKER
 
+TWO, HSDP = "dp_shard=2", "dp_replicate=2,dp_shard=2"
+
 
 class Ranks:
     """The ranks of sharded_trainer.py."""
@@ -84,9 +86,9 @@ def four(tmp_path_factory) -> Iterator[Ranks]:
     yield from running(tmp_path_factory.mktemp("four"), 4)
 
 
-def check_all_transports(ranks: Ranks, shape: str, payload: Payload) -> None:
+def check_all_transports(ranks: Ranks, mesh: str, payload: Payload) -> None:
     """Every version that arrives equals that of a trainer with one rank."""
-    ranks.begin(f"publish_by_all_transports {shape} {payload}")
+    ranks.begin(f"publish_by_all_transports {mesh} {payload}")
     for transport in trainer.TRANSPORTS:
         receiver = make_receiver(transport, payload=payload)
         one_rank = make_sender("shm", dtype=torch.bfloat16, payload=payload)
@@ -116,31 +118,31 @@ def check_equal_but_for_locations(found: WeightUpdate, expected: WeightUpdate) -
 
 @pytest.mark.parametrize("payload", ["full", "delta"])
 def test_shards_of_two_ranks_arrive_as_the_weights_of_one(two, payload):
-    check_all_transports(two, "2", payload)
+    check_all_transports(two, TWO, payload)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("payload", ["full", "delta"])
-@pytest.mark.parametrize("shape", ["4", "2x2"])
-def test_shards_of_four_ranks_arrive_as_the_weights_of_one(four, shape, payload):
-    check_all_transports(four, shape, payload)
+@pytest.mark.parametrize("mesh", ["dp_shard=4", HSDP, "dp_shard=2,tp=2"])
+def test_shards_of_four_ranks_arrive_as_the_weights_of_one(four, mesh, payload):
+    check_all_transports(four, mesh, payload)
 
 
-def measure(ranks: Ranks, shape: str, payload: str) -> list[tuple[int, int, int]]:
-    ranks.begin(f"measure_what_is_gathered {shape} {payload}")
+def measure(ranks: Ranks, mesh: str, payload: str) -> list[tuple[int, int, int]]:
+    ranks.begin(f"measure_what_is_gathered {mesh} {payload}")
     return msgspec.json.decode(ranks.read_line(), type=list[tuple[int, int, int]])
 
 
 def test_no_rank_holds_more_than_two_buckets(two):
-    for peak, kept, _ in measure(two, "2", "full"):
+    for peak, kept, _ in measure(two, TWO, "full"):
         # Messages between ranks take less than half a bucket.
         assert trainer.BUCKET_BYTES < peak < 2.5 * trainer.BUCKET_BYTES
         assert kept == 0
 
 
 def test_changes_alone_are_sent_and_a_rank_keeps_its_own_shards(two):
-    shard_bytes = measure(two, "2", "full")[1][2]
-    peak, kept, sent = measure(two, "2", "delta")[1]
+    shard_bytes = measure(two, TWO, "full")[1][2]
+    peak, kept, sent = measure(two, TWO, "delta")[1]
     assert 0 < sent < shard_bytes / 10
     assert shard_bytes <= kept < 1.05 * shard_bytes  # pieces are padded
     assert peak < shard_bytes + 2.5 * trainer.BUCKET_BYTES
@@ -148,13 +150,13 @@ def test_changes_alone_are_sent_and_a_rank_keeps_its_own_shards(two):
 
 @pytest.mark.slow
 def test_a_replicated_shard_is_sent_once(four):
-    sent = [of_rank[2] for of_rank in measure(four, "2x2", "full")]
+    sent = [of_rank[2] for of_rank in measure(four, HSDP, "full")]
     assert sent[0] == 0
     assert sent[1] > 10 * max(sent[2:])  # only "both" is sharded over replicas
 
 
 def test_changes_since_a_version_that_failed_are_not_applied_to_an_older_base(two):
-    two.begin("publish_after_a_failure 2")
+    two.begin("publish_after_a_failure")
     assert two.read_line() == b'["There is no space.","There is no space."]\n'
     update = two.update()
     one_rank = make_sender("shm", dtype=torch.bfloat16, payload="delta")
