@@ -149,6 +149,19 @@ async def test_failed_start_names_the_worker_that_died_instead_of_the_one_that_m
     assert first.was_killed
 
 
+async def test_worker_that_hangs_while_callers_are_connected_fails_the_start():
+    workers = make_pair()
+
+    async def call():
+        with workers[1].watchdog.expect_progress():
+            raise await workers[1].dead
+
+    workers[0].watchdog.report(work=1, waits=False)
+    with pytest.raises(WorkerError, match="made no progress"):
+        await FakePair(*workers, attached=call()).start(is_restart=True)
+    assert all(worker.was_killed for worker in workers)
+
+
 @pytest.mark.parametrize("error", [ConfigError("No such model."), RunFailed("The steps are gone.")])
 async def test_other_errors_of_a_start_are_raised_and_all_workers_ended(error):
     async def fail():

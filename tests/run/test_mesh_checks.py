@@ -6,7 +6,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.core.mesh import MeshSizes
-from millrace.run.mesh_checks import check_mesh, check_model_mesh, rank_devices, rank_warnings
+from millrace.run.mesh_checks import check_gpus, check_mesh, check_model_mesh, rank_warnings
 
 DENSE = Qwen3Config(num_attention_heads=12, num_key_value_heads=4)
 MIXTURE = Qwen3MoeConfig(num_attention_heads=8, num_key_value_heads=4, num_experts=6)
@@ -82,23 +82,21 @@ def test_mesh_that_shares_the_model_evenly_is_accepted():
 
 
 def test_each_rank_has_a_gpu_of_its_own_unless_the_user_lists_one_twice():
-    assert rank_devices(config_of(ranks=2), num_gpus=2) == ("cuda:0", "cuda:1")
-    assert rank_devices(config_of(ranks=2, devices="cuda"), num_gpus=8) == ("cuda:0", "cuda:1")
-    assert rank_devices(config_of(ranks=2), num_gpus=0) == ("cpu", "cpu")
-    assert rank_devices(config_of(ranks=2, devices="cpu"), num_gpus=1) == ("cpu", "cpu")
+    assert config_of(ranks=2).rank_devices(num_gpus=2) == ("cuda:0", "cuda:1")
+    assert config_of(ranks=2, devices="cuda").rank_devices(num_gpus=8) == ("cuda:0", "cuda:1")
+    assert config_of(ranks=2).rank_devices(num_gpus=0) == ("cpu", "cpu")
+    assert config_of(ranks=2, devices="cpu").rank_devices(num_gpus=1) == ("cpu", "cpu")
     shared = config_of(ranks=2, devices=["cuda:0", "cuda:0"])
-    assert rank_devices(shared, num_gpus=1) == ("cuda:0", "cuda:0")
-    assert rank_devices(config_of(), num_gpus=2) == ("auto",)
-    message = refusal_of(rank_devices, config_of(ranks=3), num_gpus=2)
+    assert shared.rank_devices(num_gpus=1) == ("cuda:0", "cuda:0")
+    assert config_of().rank_devices(num_gpus=2) == ("auto",)
+    assert shared.trained_on("cuda:5").placement.trainer == ("cuda:5",)
+
+
+def test_more_ranks_than_gpus_are_refused_unless_they_share_them_on_purpose():
+    message = refusal_of(check_gpus, config_of(ranks=3), num_gpus=2)
     assert "trainer.ranks = 3 need a GPU each, and PyTorch sees 2" in message
-
-
-def test_each_rank_sees_its_own_device_only():
-    config = config_of(ranks=2, devices=["cuda:3", "cuda:5"])
-    assert [config.of_rank(rank).placement.trainer for rank in range(2)] == [
-        ("cuda:3",),
-        ("cuda:5",),
-    ]
+    check_gpus(config_of(ranks=3), num_gpus=0)
+    check_gpus(config_of(ranks=2, devices=["cuda:0", "cuda:0"]), num_gpus=1)
 
 
 def test_several_ranks_warn_about_versions_that_were_not_tried():

@@ -186,7 +186,10 @@ def check_devices(config: RunConfig, resolve: Callable[[str], object]) -> None:
 def _places(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The setting and the device of each process on this host that computes."""
     placement, models = config.placement, config.environment.models
-    yield from (("placement.trainer", device) for device in placement.trainer)
+    # A single device stands for one of each rank.
+    num_devices = len(placement.trainer)
+    for rank in range(config.trainer.ranks):
+        yield "placement.trainer", placement.trainer[rank % num_devices]
     num_engines = config.engine.count + config.evaluate.engines
     yield from (("placement.engines", placement.engine(i)) for i in range(num_engines))
     for name, model in models.items():

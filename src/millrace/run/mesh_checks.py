@@ -78,20 +78,14 @@ def check_model_mesh(sizes: MeshSizes, model: "PreTrainedConfig", *, path: str) 
         )
 
 
-def rank_devices(config: RunConfig, *, num_gpus: int) -> tuple[str, ...]:
-    """The device of each rank; a single rank keeps its setting."""
+def check_gpus(config: RunConfig, *, num_gpus: int) -> None:
+    """Check that ranks that share no GPU on purpose have one each."""
     ranks, devices = config.trainer.ranks, config.placement.trainer
-    if ranks == 1:
-        return devices
-    named = devices * ranks if len(devices) == 1 else devices
-    if num_gpus == 0:
-        return tuple("cpu" if device == "auto" else device for device in named)
-    if ranks > num_gpus and any(device in ("auto", "cuda") for device in named):
+    if 0 < num_gpus < ranks and ("auto" in devices or "cuda" in devices):
         raise ConfigError(
             f"trainer.ranks = {ranks} need a GPU each, and PyTorch sees {num_gpus}; lower"
             " trainer.ranks, or list the GPU of each rank in placement.trainer to share some."
         )
-    return tuple(f"cuda:{i}" if d in ("auto", "cuda") else d for i, d in enumerate(named))
 
 
 def rank_warnings(config: RunConfig, *, tried: Mapping[str, str] = TRIED) -> list[str]:

@@ -37,7 +37,7 @@ from millrace.run.checks import (
     teachers_in,
 )
 from millrace.run.environment import build_environment, load_models, resolve_recipe
-from millrace.run.mesh_checks import check_model_mesh, rank_devices, rank_warnings
+from millrace.run.mesh_checks import check_gpus, check_model_mesh, rank_warnings
 from millrace.run.resume import Cursor, find_resume_point
 from millrace.scoring.advantages.estimators import CRITIC, TREE, build_advantages
 from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer, resolve_scorers
@@ -128,7 +128,6 @@ def prepare(
     capabilities = load_backend(config.engine).capabilities
     # Files of the model are read from here on, which imports torch.
     tokenizer, max_context = _read_model(config)
-    config = _place_ranks(config)
     _check_files(config, capabilities)
     _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
@@ -200,21 +199,16 @@ def _warnings(config: RunConfig, capabilities: frozenset[Capability]) -> list[st
     return [*seed_warnings(config.engine, capabilities), *rank_warnings(config)]
 
 
-def _place_ranks(config: RunConfig) -> RunConfig:
-    """Give each rank of the trainer its device."""
-    import torch
-
-    devices = rank_devices(config, num_gpus=torch.cuda.device_count())
-    return _with(config, placement={"trainer": devices})
-
-
 def _check_files(config: RunConfig, capabilities: frozenset[Capability]) -> None:
     """Check devices, adapters, and what mesh and engine backend must offer for this model."""
+    import torch
+
     from millrace.models.loading import resolve_device
     from millrace.models.lora.factors import require_peft
     from millrace.models.lora.folders import check_resident
     from millrace.training.optimizer import require_torchao
 
+    check_gpus(config, num_gpus=torch.cuda.device_count())
     check_devices(config, resolve_device)
     if config.lora is not None:
         require_peft()

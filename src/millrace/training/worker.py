@@ -57,8 +57,8 @@ class TrainerWorker:
         make_writer: type[CheckpointWriter] = CheckpointWriter,
     ) -> None:
         config = RunConfig.model_validate(message.config)
-        devices = config.placement.trainer
-        config = config.of_rank(message.rank)
+        devices = config.rank_devices(num_gpus=torch.cuda.device_count())
+        config = config.trained_on(devices[message.rank])
         if config.cluster.threads is not None:
             torch.set_num_threads(config.cluster.threads)
         device = resolve_device(config.placement.trainer[0])
@@ -69,7 +69,7 @@ class TrainerWorker:
         check_memory(
             config,
             path=path,
-            num_sharing=devices.count(config.placement.trainer[0]),
+            num_sharing=devices.count(devices[message.rank]),
             total_bytes=device_bytes(device),
         )
         seed_everything(config.seed)
