@@ -121,10 +121,10 @@ class HostSums:
 
 def summarize(ranks: Sequence[HostSums]) -> dict[str, float]:
     """The metrics of a step by name, from the sums of all ranks; needs at least one microbatch."""
-    names = next(rank.sums for rank in ranks if rank.sums)
+    of_ranks = [rank.sums for rank in ranks if rank.sums]
     num_tokens = sum(rank.num_tokens for rank in ranks)
     with np.errstate(all="ignore"):  # metrics of a skipped update may be infinite
-        sums = {name: sum(rank.sums[name] for rank in ranks if rank.sums) for name in names}
+        sums = {name: np.sum([s[name] for s in of_ranks], axis=0) for name in of_ranks[0]}
         greatest, minus_least = np.max([rank.extremes for rank in ranks], axis=0)
         means = {n: float(s[0]) / num_tokens for n, s in sums.items() if not n.startswith("_")}
         squares = sums["_ratio_squares"] / num_tokens
