@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from millrace.bench import bench_parser, write_result
@@ -33,6 +32,7 @@ from millrace.core.records import (
     Task,
     TeacherLogprobs,
 )
+from millrace.models.sharding import whole
 from millrace.training.build import build_trainer, seed_everything
 from millrace.training.losses.recipes import PREFERENCE, RECIPES
 from millrace.training.packing.packer import minibatches_of, pack
@@ -212,8 +212,7 @@ def _gradients(trainer: Trainer) -> Numbers:
 
 
 def _whole(tensor: torch.Tensor) -> np.ndarray:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().numpy().copy()
+    return whole(tensor.detach()).cpu().numpy().copy()
 
 
 def _model_name(*, is_mixture: bool) -> str:

@@ -327,7 +327,10 @@ def _calls(model: PreTrainedModel) -> list[_ExpertCall]:
             stack.callback(module.register_forward_hook(recorder.after_forward).remove)
         stack.callback(model.set_attn_implementation, attention)
         model.set_attn_implementation(PROBE_ATTENTION)  # it needs no layout or cache
-        with torch.no_grad(), recorder:
+        # Frozen weights beneath an adapter may be bfloat16, and all others are float32.
+        is_mixed = len({parameter.dtype for parameter in model.parameters()}) > 1
+        mixed = torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=is_mixed)
+        with torch.no_grad(), mixed, recorder:
             inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
             inside(model, lambda: model.base_model(**inputs, use_cache=False))
     return recorder.calls

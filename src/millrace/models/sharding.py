@@ -8,10 +8,12 @@ head. The latter are used one by one, and the head once per chunk of tokens, so 
 inside() one forward pass of the root module, in which they are whole.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -72,7 +74,26 @@ def whole_units(model: nn.Module) -> Iterator[nn.Module]:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor; every rank calls this for the same one."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh = tensor.device_mesh
+    if mesh.device_type == "cpu" or dist.get_backend(mesh.get_group(0)) != dist.Backend.GLOO:
+        return tensor.full_tensor()
+    # Ranks that share a GPU: torch's gathering of DTensors over gloo crashes with device memory.
+    part = DTensor.from_local(
+        tensor.to_local().cpu(),
+        _host_mesh(mesh),
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+    return part.full_tensor().to(tensor.device)
+
+
+@functools.cache
+def _host_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:

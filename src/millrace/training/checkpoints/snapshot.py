@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transfor
 from torch.utils._pytree import tree_map
 
 from millrace.core.errors import CheckpointError
+from millrace.models.sharding import whole
 from millrace.training.checkpoints.directory import prune_checkpoints, write_checkpoint
 
 STATE_FILE = "trainer_state.pt"
@@ -129,7 +130,7 @@ def host_copy(tree: Any) -> Any:
             return value
         if isinstance(value, DTensor):
             if id(value) not in known:
-                gathered = value.detach().full_tensor()
+                gathered = whole(value.detach())
                 known[id(value)] = gathered.cpu() if dist.get_rank() == 0 else gathered.new_empty(0)
             return known[id(value)]
         if is_traceable_wrapper_subclass(value):  # quantized; has no memory of its own

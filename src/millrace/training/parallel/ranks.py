@@ -57,7 +57,7 @@ class Ranks:
                 rank=rank,
                 world_size=sizes.num_ranks,
                 timeout=timedelta(seconds=timeout_s),
-                device_id=device if backend == "nccl" else None,
+                device_id=torch.device("cuda", device.index or 0) if backend == "nccl" else None,
             )
         except (RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
