@@ -208,7 +208,9 @@ def _parameters(trainer: Trainer) -> Numbers:
 def _gradients(trainer: Trainer) -> Numbers:
     """Of the policy's last update; the critic frees its own, and its parameters show them."""
     named = trainer.policy.module.named_parameters()
-    return {f"gradient {n}": _whole(p.grad) for n, p in named if p.grad is not None}
+    found = {f"gradient {n}": _whole(p.grad) for n, p in named if p.grad is not None}
+    assert any(gradient.any() for gradient in found.values()), "there is something to compare"
+    return found
 
 
 def _whole(tensor: torch.Tensor) -> np.ndarray:
@@ -280,7 +282,8 @@ def _rollout(rng: np.random.Generator, feature: Feature, prompt: np.ndarray) -> 
     tokens = np.append(prompt, rng.integers(3, VOCAB, rng.integers(2, 20))).astype(np.int32)
     length = len(tokens)
     mask = np.arange(length) >= len(prompt)
-    logprobs = np.where(mask, rng.normal(-5.5, 0.3, length), 0).astype(np.float32)
+    mean = -np.log(feature.num_kept or VOCAB)  # near the policy's, so that no ratio is clipped
+    logprobs = np.where(mask, rng.normal(mean, 0.3, length), 0).astype(np.float32)
     kept = None
     if feature.num_kept:
         rows = [rng.choice(VOCAB, feature.num_kept, replace=False) for _ in range(mask.sum())]

@@ -112,12 +112,13 @@ class MeshConfig(Section):
     """Number of ranks that FSDP shards weights, gradients and optimizer state over. "auto" is
     trainer.ranks / (dp_replicate * cp * tp)."""
     cp: PositiveInt = 1
-    """Number of ranks that share the rows of each microbatch (context parallelism)."""
+    """Number of ranks that share the rows of each microbatch (context parallelism). It must be 1
+    so far."""
     tp: PositiveInt = 1
-    """Number of ranks that share each matrix product (tensor parallelism)."""
+    """Number of ranks that share each matrix product (tensor parallelism). It must be 1 so far."""
     ep: PositiveInt = 1
-    """Number of ranks that share the experts of a mixture (expert parallelism). It divides
-    dp_shard * cp."""
+    """Number of ranks that share the experts of a mixture (expert parallelism). It must be 1 so
+    far."""
 
 
 class TrainerConfig(Section):

@@ -32,12 +32,9 @@ def decoder_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
 def shard(model: PreTrainedModel, *, root: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the weights of `root`, which is the model or a part of it that has all layers. With a
     mesh of two dimensions, the first one holds replicas."""
-    for module in (*decoder_layers(model), root):
-        fully_shard(module, mesh=mesh)
-        assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(1.0)
-        # A factor would otherwise be fused with the sum, which gloo cannot do.
-        module.set_force_sum_reduction_for_comms(True)
+    for layer in decoder_layers(model):
+        _make_unit(layer, mesh)
+    reshard = _make_unit(root, mesh).reshard
     forward = root.forward
 
     def forward_or_compute(
@@ -47,12 +44,20 @@ def shard(model: PreTrainedModel, *, root: nn.Module, mesh: DeviceMesh) -> None:
 
     root.forward = forward_or_compute
 
-    def reshard(*_: Any) -> None:
-        # A backward pass does this otherwise; without it, the next pass would miss an update.
+    def reshard_unless_backward_does(*_: Any) -> None:
+        """If the root stayed whole, the next pass would miss an update."""
         if not torch.is_grad_enabled():
-            root.reshard()
+            reshard()
 
-    root.register_forward_hook(reshard)
+    root.register_forward_hook(reshard_unless_backward_does)
+
+
+def _make_unit(module: nn.Module, mesh: DeviceMesh) -> FSDPModule:
+    unit = fully_shard(module, mesh=mesh)
+    unit.set_gradient_divide_factor(1.0)
+    # A factor would otherwise be fused with the sum, which gloo cannot do.
+    unit.set_force_sum_reduction_for_comms(True)
+    return unit
 
 
 def inside(root: nn.Module, compute: Callable[[], Result]) -> Result:

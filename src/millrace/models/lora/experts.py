@@ -82,7 +82,8 @@ def forward_with_lora(module: Any, hidden: Tensor, indices: Tensor, weights: Ten
     counts = torch.histc(ids, bins=module.num_experts, min=0, max=module.num_experts - 1)
     offsets = counts.cumsum(0, dtype=torch.int32)
     # Under expert parallelism, ids of other ranks' experts come last; no product computes them.
-    is_foreign = (experts >= module.num_experts)[:, None] if module._is_expert_parallel else None
+    is_shared = getattr(module, "_is_expert_parallel", False)  # unknown to older transformers
+    is_foreign = (experts >= module.num_experts)[:, None] if is_shared else None
 
     def own(rows: Tensor) -> Tensor:
         return rows if is_foreign is None else rows.masked_fill(is_foreign, 0.0)

@@ -74,14 +74,15 @@ class TrainedAdapter:
         transformers."""
         import peft
 
-        model, holder = self._model, nn.ModuleDict({"model": self._model})
+        model = self._model
         targets = {id(model.get_submodule(name)): name for name in linears}
-        # DoRA reads the weights.
-        for unit in whole_units(model) if self._adapter.is_dora else [model]:
+        # PEFT reads shapes, and DoRA reads the weights.
+        for unit in whole_units(model):
             here = [targets[id(module)] for module in unit.modules() if id(module) in targets]
             if here:
                 names = [f"model.{name}" for name in here]
                 settings = replace(self._settings, target_modules=names, target_parameters=None)
+                holder = nn.ModuleDict({"model": model})
                 peft.inject_adapter_in_model(settings, holder, adapter_name=_ADAPTER)
             targets = {key: name for key, name in targets.items() if name not in here}
         self._linears: dict[str, Any] = {name: model.get_submodule(name) for name in linears}

@@ -26,7 +26,7 @@ def sum_replicated(gradients: Iterable[Tensor], mesh: DeviceMesh) -> None:
 def squared_norm(gradients: Sequence[Tensor], *, num_ranks: int) -> Tensor:
     """This rank's share of the squared norm, [] float64: a part that several ranks have is divided
     among them, so the sum over all ranks is the whole."""
-    norms = torch._foreach_norm([local_part(g).detach() for g in gradients], dtype=torch.float64)
+    norms = [torch.linalg.vector_norm(local_part(g), dtype=torch.float64) for g in gradients]
     squares = torch.stack(norms).square()
     copies = [num_ranks / _num_parts(gradient) for gradient in gradients]
     return (squares / squares.new_tensor(copies)).sum()
@@ -41,4 +41,5 @@ def _num_parts(tensor: Tensor) -> int:
 
 
 def scale(gradients: Sequence[Tensor], factor: float) -> None:
-    torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
+    for gradient in gradients:
+        local_part(gradient).mul_(factor)

@@ -113,8 +113,13 @@ class Ranks:
     @functools.cached_property
     def fsdp_mesh(self) -> DeviceMesh:
         """Ranks that FSDP shards over, and before them its replicas, if there are any."""
-        shards = self.mesh["dp_shard", "cp"]._flatten("fsdp")
-        return shards if self.sizes.dp_replicate == 1 else self.mesh["dp_replicate", "fsdp"]
+        sizes = self.sizes
+        if sizes.dp_replicate == 1:
+            return self.mesh["dp_shard", "cp"]._flatten("fsdp")
+        assert sizes.tp == 1, "with tensor parallelism, both are parts of one mesh"
+        numbers = torch.arange(sizes.num_ranks).view(sizes.dp_replicate, -1)
+        names = ("dp_replicate", "fsdp")
+        return DeviceMesh(self.mesh.device_type, numbers, mesh_dim_names=names)
 
     @functools.cached_property
     def gradient_mesh(self) -> DeviceMesh:
