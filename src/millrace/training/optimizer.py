@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from millrace.config.training import ADAMW, ADAMW_8BIT, MUON
 from millrace.core.errors import CheckpointError, ConfigError
 from millrace.core.plugins import load_reference
+from millrace.models.sharding import whole
 from millrace.training.offload import OffloadedOptimizer
 
 
@@ -208,11 +209,11 @@ class MuonAdamW(torch.optim.Optimizer):
     def _step_gathered(self, group: dict[str, Any], shard: DTensor) -> None:
         assert isinstance(shard.grad, DTensor)
         moment = self.state[shard].setdefault("momentum_buffer", torch.zeros_like(shard.grad))
-        whole, whole_moment = nn.Parameter(shard.full_tensor()), moment.full_tensor()
-        whole.grad = shard.grad.full_tensor()
-        state = {whole: {"momentum_buffer": whole_moment}}
-        self._step_part({**group, "params": [whole]}, state)
-        for part, full in ((shard, whole.detach()), (moment, whole_moment)):
+        matrix, whole_moment = nn.Parameter(whole(shard.detach())), whole(moment)
+        matrix.grad = whole(shard.grad)
+        state = {matrix: {"momentum_buffer": whole_moment}}
+        self._step_part({**group, "params": [matrix]}, state)
+        for part, full in ((shard, matrix.detach()), (moment, whole_moment)):
             part.copy_(
                 distribute_tensor(full, part.device_mesh, part.placements, src_data_rank=None)
             )
