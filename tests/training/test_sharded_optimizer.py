@@ -1,6 +1,7 @@
 """Optimizers over the shards of two ranks, against one rank with the same gradients."""
 
 import itertools
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.multiprocessing.spawn import spawn
 from transformers import PreTrainedModel
 
 from millrace.config.training import ADAMW, MUON
+from millrace.training.checkpoints.optimizer_state import load_named_state, named_state
 from millrace.training.checkpoints.snapshot import host_copy
 from millrace.training.layers import decoder_layers
 from millrace.training.optimizer import TrainSettings, build_optimizer
@@ -56,18 +58,23 @@ def compare(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
     for name, offload in itertools.product((ADAMW, MUON), (False, True)):
-        compare_updates(TrainSettings(optimizer=name, weight_decay=0.1, offload_optimizer=offload))
+        settings = TrainSettings(optimizer=name, weight_decay=0.1, offload_optimizer=offload)
+        compare_updates(settings, rank=rank, file=Path(f"{store}.state"))
     dist.destroy_process_group()
 
 
-def compare_updates(settings: TrainSettings) -> None:
+def compare_updates(settings: TrainSettings, *, rank: int, file: Path) -> None:
     whole, model = model_of(), sharded_model()
     expected, optimizer = build_optimizer(whole, settings), build_optimizer(model, settings)
     for seed in range(4):
         if seed == 2:  # resume from a copy of the state
-            state = host_copy(optimizer.state_dict())
+            state = host_copy(named_state(optimizer, model))
+            if rank == 0:
+                torch.save(state, file)
+            dist.barrier()
             optimizer = build_optimizer(model, settings)
-            optimizer.load_state_dict(state)
+            load_named_state(optimizer, model, torch.load(file, weights_only=True))
+            dist.barrier()  # the next test replaces the file
         update(whole, expected, seed)
         update(model, optimizer, seed)
     for (name, shard), weight in zip(model.named_parameters(), whole.parameters(), strict=True):

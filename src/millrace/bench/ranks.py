@@ -42,6 +42,8 @@ from millrace.training.trainer import Trainer
 LIMIT = 1e-6
 STEPS = 2
 VOCAB, LAYERS, NUM_EXPERTS, TOP_K = 256, 2, 8, 2
+# Adam's first steps would turn rounding errors of tiny gradients into whole steps.
+SGD = {"type": "torch.optim:SGD", "learning_rate": 2e-3, "momentum": 0.9}
 MESHES = {
     "fsdp 1": MeshSizes(),  # the code of several ranks; on a GPU, over NCCL
     "fsdp 2": MeshSizes(dp_shard=2),
@@ -67,11 +69,16 @@ FEATURES = {
     "critic": Feature(
         settings={"scoring": {"advantages": {"type": "gae"}}, "critic": {"learning_rate": 1e-3}}
     ),
-    "minibatches": Feature(settings={"loss": {"type": "decoupled_ppo"}}, minibatches=2),
+    # The second update starts from weights that differ by rounding, times the learning rate.
+    "minibatches": Feature(
+        settings={"loss": {"type": "decoupled_ppo"}, "optimizer": {**SGD, "learning_rate": 1e-4}},
+        minibatches=2,
+    ),
     "lora": Feature(settings={"lora": {"rank": 4}, "loss": {"type": "grpo", "kl": 0.1}}),
     "dora": Feature(settings={"lora": {"rank": 4, "dora": True}}),
     "kept ids": Feature(num_kept=30),
     "checkpointing": Feature(settings={"trainer": {"gradient_checkpointing": True}}),
+    "kept ids, one group": Feature(num_kept=30, num_groups=1),
     "one group": Feature(num_groups=1),  # some ranks have nothing to train
     "mixture": Feature(is_mixture=True),
     "route replay": Feature(is_mixture=True, has_routes=True),
@@ -171,8 +178,7 @@ def train(feature: Feature, ranks: Ranks, folder: Path, *, num_shares: int, devi
             "run_dir": str(folder / "run"),
             "scorers": ["exact"],
             "tasks": {"path": str(folder / "tasks.jsonl")},
-            # Adam's first steps would turn rounding errors of tiny gradients into whole steps.
-            "optimizer": {"type": "torch.optim:SGD", "learning_rate": 2e-3, "momentum": 0.9},
+            "optimizer": SGD,
             "placement": {"trainer": device},
             **feature.settings,
             "trainer": {"dtype": "float32", **feature.settings.get("trainer", {})},

@@ -81,19 +81,31 @@ def whole(tensor: Tensor) -> Tensor:
     """All of a tensor; every rank calls this for the same one."""
     if not isinstance(tensor, DTensor):
         return tensor
-    mesh = tensor.device_mesh
-    if mesh.device_type == "cpu" or dist.get_backend(mesh.get_group(0)) != dist.Backend.GLOO:
+    mesh, part = tensor.device_mesh, tensor.to_local()
+    is_gloo = dist.get_backend(mesh.get_group(0)) == dist.Backend.GLOO
+    # Over gloo, ranks share a GPU, and torch's gathering of DTensors crashes with device memory.
+    # Optimizer state may be on the host, which NCCL cannot send.
+    device_type = "cpu" if is_gloo else mesh.device_type
+    if part.device.type == mesh.device_type == device_type:
         return tensor.full_tensor()
-    # Ranks that share a GPU: torch's gathering of DTensors over gloo crashes with device memory.
-    part = DTensor.from_local(
-        tensor.to_local().cpu(),
-        _host_mesh(mesh),
+    moved = DTensor.from_local(
+        part.to(device_type),
+        _host_mesh(mesh) if is_gloo else mesh,
         tensor.placements,
         run_check=False,
         shape=tensor.shape,
         stride=tensor.stride(),
     )
-    return part.full_tensor().to(tensor.device)
+    return moved.full_tensor().to(part.device)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """On rank 0 a host copy of all of a sharded tensor, on other ranks an empty one. A tensor that
+    is not sharded is returned as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    everything = whole(tensor.detach())
+    return everything.to("cpu", copy=True) if dist.get_rank() == 0 else torch.empty(0)
 
 
 @functools.cache
@@ -101,15 +113,16 @@ def _host_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
 
 
-def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """`tensor`, which is whole, sharded and placed as `like` is. Nothing is sent."""
+def shard_like(tensor: Tensor, like: Tensor, *, device: torch.device | None = None) -> Tensor:
+    """`tensor`, which is whole, sharded as `like` is, on `device` (that of `like`). Nothing is
+    sent."""
     if not isinstance(like, DTensor):
         return tensor
     mesh, placements = like.device_mesh, like.placements
     shape, offset = compute_local_shape_and_global_offset(like.shape, mesh, placements)
     part = tensor[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
     return DTensor.from_local(
-        part.to(like.device, copy=True).contiguous(),
+        part.to(device or like.device, copy=True).contiguous(),
         mesh,
         placements,
         run_check=False,

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from millrace.config import RunConfig
+from millrace.config.training import ADAMW, ADAMW_8BIT
 from millrace.core.errors import ConfigError
 from millrace.core.mesh import MeshSizes
 from millrace.models.directory import num_experts
@@ -39,6 +40,11 @@ def check_mesh(config: RunConfig) -> None:
     for name in UNSUPPORTED:
         if (size := getattr(sizes, name)) > 1:
             raise ConfigError(f"trainer.mesh.{name} = {size} is not supported yet; set it to 1.")
+    if ranks > 1 and config.optimizer.type == ADAMW_8BIT:
+        raise ConfigError(
+            f"optimizer.type = {ADAMW_8BIT!r} is not supported with trainer.ranks = {ranks} yet;"
+            f" use {ADAMW!r}, with optimizer.offload = true if memory is short."
+        )
     if len(devices) != ranks and (len(devices) > 1 or any(":" in device for device in devices)):
         raise ConfigError(
             f"placement.trainer names {_count(len(devices), 'device')} for trainer.ranks = {ranks};"

@@ -98,7 +98,7 @@ def _of_step(
 ) -> np.ndarray:  # [trained tokens of all ranks] float64
     parts = [getattr(m, name) for batch in batches for m in batch.microbatches if len(m.targets)]
     own = np.concatenate([np.zeros(0), *parts], dtype=np.float64)
-    return np.concatenate(ranks.gather(own))
+    return np.concatenate(ranks.gather(own, np.ndarray))
 
 
 class ValueModel(nn.Module):

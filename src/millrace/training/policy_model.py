@@ -224,7 +224,6 @@ class TrainableModel:
             results: list[Any] = []
             for part in parts:
                 if not _unless_out_of_memory(run, part, results):
-                    self._row_limit.lower(part)
                     break
             else:
                 return results, num_splits
@@ -234,6 +233,7 @@ class TrainableModel:
                     f" the trainer's rank {self.ranks.rank}; lower trainer.microbatch_tokens, or"
                     " set trainer.gradient_checkpointing to true."
                 )
+            self._row_limit.lower(part)
 
 
 def _unless_out_of_memory(

@@ -29,7 +29,7 @@ from millrace.training.checkpoints.snapshot import (
 )
 from millrace.training.critic import Critic
 from millrace.training.losses.loss import AdaptiveLoss, Loss, loss_needs
-from millrace.training.metrics import StepMetrics, replayed_rows, summarize
+from millrace.training.metrics import HostSums, StepMetrics, replayed_rows, summarize
 from millrace.training.optimizer import Schedule
 from millrace.training.policy_model import Gradient, PolicyModel
 from millrace.training.token_batches import token_batch
@@ -141,7 +141,10 @@ class Trainer:
         self, metrics: StepMetrics, *, num_splits: int, num_proximal: int, rows: tuple[int, int]
     ) -> tuple[dict[str, float], int, int, float]:
         """The summary of all ranks' metrics, the sums of their counts, and the share of rows."""
-        found = self.policy.ranks.gather((metrics.on_host(), num_splits, num_proximal, *rows))
+        found = self.policy.ranks.gather(
+            (metrics.on_host(), num_splits, num_proximal, *rows),
+            tuple[HostSums, int, int, int, int],
+        )
         sums, splits, proximal, replayed, computed = zip(*found, strict=True)
         return summarize(sums), sum(splits), sum(proximal), sum(replayed) / sum(computed)
 

@@ -29,7 +29,7 @@ from millrace.cluster.messages import (
 )
 from millrace.config import RunConfig
 from millrace.core import files as storage
-from millrace.core.errors import CheckpointError
+from millrace.core.errors import CheckpointError, RunFailed
 from millrace.core.records import WeightUpdate
 from millrace.core.spans import Timeline
 from millrace.models.directory import load_tokenizer
@@ -187,7 +187,9 @@ class TrainerWorker:
         try:
             snapshot = self._trainer.snapshot(merged_into=MERGED if is_exported else None)
         except (MemoryError, RuntimeError) as error:
-            raise CheckpointError(
+            # Other ranks may be in the middle of a collective: only one rank alone can go on.
+            kind = CheckpointError if self._ranks.is_alone else RunFailed
+            raise kind(
                 f"Checkpoint {str(directory)!r} could not be made: the trainer's state could not be"
                 f" copied to the host ({storage.reason(error)}); it needs"
                 f" {self._trainer.state_bytes()} bytes of memory there."

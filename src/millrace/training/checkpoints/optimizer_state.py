@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from millrace.models.sharding import shard_like
+from millrace.training.offload import OffloadedOptimizer
 
 
 def named_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -41,10 +42,12 @@ def load_named_state(
         saved = state["state"]
     group_of = {name: group for group in groups for name in group["params"]}
     parameters = dict(module.named_parameters())
+    # The device may have no room for state that is offloaded.
+    device = torch.device("cpu") if isinstance(optimizer, OffloadedOptimizer) else None
     optimizer.load_state_dict(
         {
             "state": {
-                number: _sharded(saved[name], parameters[name])
+                number: _sharded(saved[name], parameters[name], device)
                 for number, name in names.items()
                 if name in saved
             },
@@ -63,9 +66,11 @@ def _names(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[int, str
     return {number: names[parameter] for number, parameter in enumerate(parameters)}
 
 
-def _sharded(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+def _sharded(
+    values: Mapping[str, Any], parameter: Tensor, device: torch.device | None
+) -> dict[str, Any]:
     return {
-        name: shard_like(value, parameter)
+        name: shard_like(value, parameter, device=device)
         if isinstance(value, Tensor) and value.shape == parameter.shape
         else value
         for name, value in values.items()

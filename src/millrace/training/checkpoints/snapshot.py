@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 from torch.utils._pytree import tree_map
 
 from millrace.core.errors import CheckpointError
-from millrace.models.sharding import whole
+from millrace.models.sharding import gathered
 from millrace.training.checkpoints.directory import prune_checkpoints, write_checkpoint
 
 STATE_FILE = "trainer_state.pt"
@@ -130,8 +129,7 @@ def host_copy(tree: Any) -> Any:
             return value
         if isinstance(value, DTensor):
             if id(value) not in known:
-                gathered = whole(value.detach())
-                known[id(value)] = gathered.cpu() if dist.get_rank() == 0 else gathered.new_empty(0)
+                known[id(value)] = gathered(value)
             return known[id(value)]
         if is_traceable_wrapper_subclass(value):  # quantized; has no memory of its own
             return transform_subclass(value, lambda _, inner: copied(inner))

@@ -77,7 +77,7 @@ def placeholder(like: Microbatch) -> Microbatch:
         parents=-one,
         predictors=like.predictors[:0],
         rollouts=like.rollouts[:0],
-        kept=None if like.kept is None else Kept(ids=like.kept.ids[:0], offsets=np.zeros(1, int)),
+        kept=None,
         routes=None if like.routes is None else like.routes[:1],
         last_rows=None if like.last_rows is None else like.last_rows[:0],
         **_token_fields(like, slice(0)),
