@@ -110,21 +110,17 @@ class Ranks:
         if self._mesh is None:
             return [value]
         own = msgspec.msgpack.encode([bytes(frame) for frame in encode(value)])
-        size = self.most(len(own))
-        padded = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
-        sizes, found = (
-            [torch.empty_like(like) for _ in range(self.sizes.num_ranks)]
-            for like in (torch.tensor(len(own)), padded)
-        )
+        sizes = [torch.tensor(0) for _ in range(self.sizes.num_ranks)]
         dist.all_gather(sizes, torch.tensor(len(own)), group=self._control)
-        dist.all_gather(found, padded, group=self._control)
+        padded = bytearray(own.ljust(int(max(sizes)), b"\0"))
+        sent = torch.frombuffer(padded, dtype=torch.uint8)
+        found = [torch.empty_like(sent) for _ in sizes]
+        dist.all_gather(found, sent, group=self._control)
+        texts = [data.numpy()[:n].tobytes() for data, n in zip(found, sizes, strict=True)]
         decoder = Decoder(kind)
-        shares = list(zip(sizes, found, strict=True))[:: self.num_per_share]
         return [
-            decoder.decode(
-                msgspec.msgpack.decode(data.numpy()[: int(n)].tobytes(), type=list[bytes])
-            )
-            for n, data in shares
+            decoder.decode(msgspec.msgpack.decode(text, type=list[bytes]))
+            for text in texts[:: self.num_per_share]
         ]
 
     @functools.cached_property
