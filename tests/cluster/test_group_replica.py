@@ -1,7 +1,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from fake_worker import FakeWorker
 from millrace.cluster.hub import Hub
 from millrace.cluster.supervision.group import GroupReplica
 from millrace.cluster.supervision.pool import RestartPolicy, WorkerPool
+from millrace.cluster.worker import Worker
 from millrace.core.errors import ConfigError, MillraceError, RunFailed, WorkerError
 
 HANG_S = 0.5
@@ -56,11 +57,15 @@ async def pool(hub, reports) -> AsyncIterator[WorkerPool]:
         yield pool
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-async def test_killed_worker_ends_the_others_and_all_start_again(hub, pool, reports, victim):
+async def started_pair(hub, pool) -> tuple[EchoPair, Sequence[Worker]]:
     pair = EchoPair(hub)
     await pool.add(pair)
-    first = await pair.attached.get()
+    return pair, await pair.attached.get()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_killed_worker_ends_the_others_and_all_start_again(hub, pool, reports, victim):
+    pair, first = await started_pair(hub, pool)
     os.kill(first[victim].pid, signal.SIGKILL)
     second = await pair.attached.get()
     assert all(worker.is_gone for worker in first)
@@ -73,9 +78,7 @@ async def test_killed_worker_ends_the_others_and_all_start_again(hub, pool, repo
 
 @pytest.mark.parametrize("victim", [0, 1])
 async def test_stopped_worker_is_found_although_all_stand_still(hub, pool, reports, victim):
-    pair = EchoPair(hub)
-    await pool.add(pair)
-    first = await pair.attached.get()
+    pair, first = await started_pair(hub, pool)
     os.kill(first[victim].pid, signal.SIGSTOP)
     calls = [worker.call(ask("echo after 3600"), expect_progress=True) for worker in first]
     errors = await asyncio.gather(*calls, return_exceptions=True)
