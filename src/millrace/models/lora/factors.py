@@ -102,7 +102,7 @@ def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, tuple[
             " weights."
         )
     chosen: set[str] = set(layers) if ALL_LINEAR in lora.target_modules else set()
-    for target in set(lora.target_modules) - {ALL_LINEAR}:
+    for target in (name for name in lora.target_modules if name != ALL_LINEAR):
         # PEFT's own rule for a list of names.
         found = {name for name in layers if name == target or name.endswith(f".{target}")}
         chosen |= found
