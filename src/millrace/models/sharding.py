@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 Result = TypeVar("Result")
 
 
-def decoder_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 

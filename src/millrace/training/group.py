@@ -33,13 +33,13 @@ from millrace.cluster.messages import (
     Stepped,
     TrainStep,
 )
+from millrace.cluster.supervision.group import DEATH_NOTICE_S
 from millrace.cluster.worker import Worker
 from millrace.core.errors import CheckpointError, RunFailed, WorkerError
 from millrace.core.mesh import MeshSizes
 from millrace.core.microbatch import Batch
 from millrace.core.records import WeightUpdate
 
-DEATH_NOTICE_S = 0.5  # a call may fail this long before its worker is known to be dead
 MAX_BYTES = 2**31
 Batches = tuple[Batch, ...]
 

@@ -19,12 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from millrace.config.training import ADAMW, ADAMW_8BIT, MUON
 from millrace.core.errors import CheckpointError, ConfigError
 from millrace.core.plugins import load_reference
-from millrace.models.sharding import whole
+from millrace.models.sharding import decoder_layers, whole
 from millrace.training.offload import OffloadedOptimizer
 
 
@@ -151,8 +150,7 @@ def _learning_rates_to_tensors(optimizer: torch.optim.Optimizer, *_: Any) -> Non
 
 
 def _muon(model: nn.Module, settings: TrainSettings) -> "MuonAdamW":
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    hidden = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
+    hidden = {p for layer in decoder_layers(model) for p in layer.parameters() if p.ndim == 2}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter in hidden]
     if not matrices:

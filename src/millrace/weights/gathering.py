@@ -29,10 +29,11 @@ import xxhash
 
 from millrace.core.errors import WeightError
 from millrace.core.records import Delta, TensorSpec, WeightUpdate
+from millrace.models.sharding import local_part
 from millrace.weights import packing
 from millrace.weights.gather_group import GatherGroup, RankLost
 from millrace.weights.send_backend import NoSpace, PackingSender, Payload, Superseded
-from millrace.weights.shards import Box, ShardPiece, box_of, local_part, plan
+from millrace.weights.shards import Box, ShardPiece, box_of, plan
 
 _CLOSING = 2**62  # the version that ranks agree on when they close
 _WHOLE = -1  # instead of the number of changed words: the bucket is sent whole

@@ -26,9 +26,9 @@ import torch
 
 from millrace.core.protocols import WeightSender
 from millrace.core.records import WeightUpdate
+from millrace.models.sharding import local_part
 from millrace.weights.packing import copy_all, transfer_dtype
 from millrace.weights.send_backend import NoSpace, Superseded
-from millrace.weights.shards import local_part
 
 RETRY_S = 1.0
 

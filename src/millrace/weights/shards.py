@@ -78,10 +78,6 @@ class ShardPiece:
         return -(-self.num_bytes // PIECE_ALIGN_BYTES) * PIECE_ALIGN_BYTES
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def box_of(name: str, tensor: torch.Tensor) -> Box:
     if not isinstance(tensor, DTensor):
         return Box(offset=(0,) * tensor.dim(), shape=tuple(tensor.shape))
