@@ -4,7 +4,20 @@ Promise: a decision is the same on all ranks. All ranks make the same calls in t
 one rank nothing is sent, and torch.distributed is not used.
 
 Losses divide by the totals of the whole batch, so what ranks have computed is summed, never
-averaged. Used by the trainer's main thread.
+averaged. All groups of ranks are parts of one mesh with the dimensions NAMES:
+
+- Ranks that differ only in cp or tp have the same share of the batch and compute the same loss.
+- Under tp they have the same hidden states, so gradients of weights that tp does not shard are the
+  same on all of them.
+- Under cp each has its own rows. All compute the loss from the logprobs of all rows, and the
+  backward pass gives each rank the gradient of its own rows.
+- So gradients are summed over dp_replicate, dp_shard and cp. FSDP, which shards over dp_shard and
+  cp (fsdp_mesh), does that for the weights it shards; gradient_mesh is for the others.
+- Experts are divided over ep. Ranks of one ep group, and those that differ in tp, send different
+  rows to them, so their gradients are summed over all ranks that have the same experts
+  (expert_mesh).
+
+Used by the trainer's main thread.
 """
 
 import functools
@@ -126,15 +139,34 @@ class Ranks:
     @functools.cached_property
     def fsdp_mesh(self) -> DeviceMesh:
         """Ranks that FSDP shards over, and before them its replicas, if there are any."""
-        sizes = self.sizes
-        if sizes.dp_replicate == 1:
-            return self.mesh["dp_shard", "cp"]._flatten("fsdp")
-        assert sizes.tp == 1, "with tensor parallelism, both are parts of one mesh"
-        numbers = torch.arange(sizes.num_ranks).view(sizes.dp_replicate, -1)
-        names = ("dp_replicate", "fsdp")
-        return DeviceMesh(self.mesh.device_type, numbers, mesh_dim_names=names)
+        return self._with_replicas(self.mesh, self.mesh["dp_shard", "cp"]._flatten("fsdp"))
 
     @functools.cached_property
     def gradient_mesh(self) -> DeviceMesh:
         """Ranks that have different gradients of the same weights."""
         return self.mesh["dp_replicate", "dp_shard", "cp"]._flatten("gradients")
+
+    @functools.cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """The dimensions dp_replicate, efsdp and ep of experts; neighbours share them."""
+        sizes = self.sizes
+        shape = (sizes.dp_replicate, sizes.dp_shard * sizes.cp * sizes.tp // sizes.ep, sizes.ep)
+        return init_device_mesh(
+            self.mesh.device_type, shape, mesh_dim_names=("dp_replicate", "efsdp", "ep")
+        )
+
+    @functools.cached_property
+    def expert_fsdp_mesh(self) -> DeviceMesh:
+        """fsdp_mesh of experts."""
+        return self._with_replicas(self.expert_mesh, self.expert_mesh["efsdp"])
+
+    @functools.cached_property
+    def expert_gradient_mesh(self) -> DeviceMesh:
+        """gradient_mesh of experts."""
+        return self.expert_mesh["dp_replicate", "efsdp"]._flatten("expert_gradients")
+
+    def _with_replicas(self, mesh: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
+        """FSDP joins this with the dimensions of tp or ep, so all are parts of one mesh."""
+        if self.sizes.dp_replicate == 1:
+            return shards
+        return DeviceMesh._concatenate([mesh["dp_replicate"], shards])
