@@ -1,10 +1,11 @@
 """`millrace bench train`: tokens per second and FLOP/s of the trainer's step, next to matmul's.
 
 One packed microbatch of random rollouts, forward and backward; the optimizer's step is timed by
-itself. FLOPs are those of the model: 6 per token and weight of its matrix products, those of causal
-attention over each rollout's own length, and those of the head at trained tokens only. What is
-computed twice to save memory counts once. The rate is compared with that of one large matrix
-product in the same dtype, measured in the same run.
+itself. FLOPs are those of the model: 6 per token and weight of its matrix products, or 4 where the
+weight is frozen; those of causal attention over each rollout's own length; and those of the head at
+trained tokens only. A token uses a few of the experts, and only these count. What is computed twice
+to save memory counts once. The rate is compared with that of one large matrix product in the same
+dtype, measured in the same run; so is the rate of the grouped products of a mixture of experts.
 """
 
 import argparse
@@ -13,16 +14,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.bench import bench_parser, write_result
 from millrace.bench.rank_processes import run_ranks
 from millrace.bench.workloads import best_s, chosen_device, described, make_model, shapes
+from millrace.config import LoraConfig
+from millrace.config.training import ADAMW, ADAMW_8BIT, MUON
 from millrace.core.mesh import MeshSizes
 from millrace.core.microbatch import Batch
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task
 from millrace.models.attention.packed import PACKED_ATTENTION
+from millrace.models.directory import num_experts
 from millrace.models.logprobs import output_head
+from millrace.models.lora.experts import EXPERT_WEIGHTS, expert_modules, grouped
+from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.sharding import shard
 from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule, TrainSettings
@@ -40,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--checkpointing", action="store_true", help="recompute layers in backward")
     parser.add_argument("--no-compile", action="store_true", help="do not fuse layers")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter of all layers")
+    parser.add_argument("--optimizer", default=ADAMW, help=f"{ADAMW}, {MUON} or {ADAMW_8BIT}")
+    parser.add_argument("--offload", action="store_true", help="optimizer state in host memory")
     parser.add_argument("--ranks", type=int, default=1, help="that share the step with FSDP2 (1)")
     parser.add_argument("--sharded", action="store_true", help="one rank with the code of several")
     args = parser.parse_args(argv)
@@ -65,18 +75,17 @@ def measure(
     name = args.model or ("qwen3-1.7b" if on_gpu else "tiny")
     num_tokens = args.tokens or (16384 if on_gpu else 1024)
     length = args.length or (2048 if on_gpu else 128)
-    settings = {
-        "gradient_checkpointing": args.checkpointing,
-        "compile_layers": on_gpu and not args.no_compile,
-    }
-    model, _ = make_model(name, dtype=torch.float32, device=device, attention=PACKED_ATTENTION)
-    if not ranks.is_alone:
-        shard(model, root=model, mesh=ranks.fsdp_mesh)
-    trainer = Trainer(
-        PolicyModel(model, settings=TrainSettings(compute_dtype=dtype, **settings), ranks=ranks),
-        loss=PolicyLoss(),
-        schedule=Schedule(learning_rate=1e-6, total_steps=1000),
+    settings = TrainSettings(
+        compute_dtype=dtype,
+        optimizer=args.optimizer,
+        offload_optimizer=args.offload,
+        gradient_checkpointing=args.checkpointing,
+        compile_layers=on_gpu and not args.no_compile,
     )
+    policy = _policy(name, settings, lora_rank=args.lora, device=device, ranks=ranks)
+    model = policy.module
+    schedule = Schedule(learning_rate=1e-6, total_steps=1000)
+    trainer = Trainer(policy, loss=PolicyLoss(), schedule=schedule)
     whole = _batch(num_tokens, length=length, vocab=model.config.vocab_size, num_ranks=args.ranks)
     flops = model_flops(model, whole)
     batch = whole.of_rank(ranks.data_rank)
@@ -86,6 +95,7 @@ def measure(
     pass_s = best_s(lambda: trainer.accumulate(batch), repeats=args.repeats, device=device)
     step_s = best_s(lambda: trainer.step(batch), repeats=args.repeats, device=device)
     rate = matmul_rate(device, dtype)
+    experts = expert_modules(model)
     return {
         "model": name,
         **described(device, dtype),
@@ -93,7 +103,11 @@ def measure(
         "length": length,
         "ranks": args.ranks,
         "microbatches": len(batch.microbatches),
-        **settings,
+        "lora": args.lora,
+        "optimizer": args.optimizer,
+        "offload": args.offload,
+        "gradient_checkpointing": settings.gradient_checkpointing,
+        "compile_layers": settings.compile_layers,
         "tokens_per_s": num_tokens / pass_s,
         "forward_backward_s": pass_s,
         "step_s": step_s,
@@ -101,31 +115,53 @@ def measure(
         "flops_per_s": flops / pass_s,
         "matmul_flops_per_s": rate,
         "mfu": flops / pass_s / rate,
+        "grouped_share": grouped_rate(model, num_tokens, dtype=dtype) / rate if experts else None,
         "peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
     }
 
 
+def _policy(
+    name: str, settings: TrainSettings, *, lora_rank: int | None, device: torch.device, ranks: Ranks
+) -> PolicyModel:
+    """The model as build_policy() makes it: frozen weights are in 16 bits, unless ranks share
+    them."""
+    is_half = lora_rank and settings.compute_dtype is torch.bfloat16 and ranks.is_alone
+    dtype = torch.bfloat16 if is_half else torch.float32
+    model, _ = make_model(name, dtype=dtype, device=device, attention=PACKED_ATTENTION)
+    if not ranks.is_alone:
+        shard(model, root=model, mesh=ranks.fsdp_mesh)
+    lora = LoraConfig(rank=lora_rank) if lora_rank else None
+    adapter = lora and TrainedAdapter(model, lora, model_path=name)
+    return PolicyModel(model, settings=settings, adapter=adapter, ranks=ranks)
+
+
 def model_flops(model: PreTrainedModel, batch: Batch) -> int:
-    """FLOPs of one batch: 2 per multiply-add in the forward pass, twice that in the backward."""
+    """FLOPs of one batch: 2 per multiply-add in the forward pass, as many in the backward pass for
+    the gradient of the input, and as many again for that of a weight that is trained."""
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    head = output_head(model)
-    layer_weights = sum(
-        module.weight.numel()
-        for module in model.modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
+    head, embeddings = output_head(model), model.get_input_embeddings()
+    not_layers = {*head.parameters(), *embeddings.parameters()}
+    share = config.num_experts_per_tok / num_experts(config) if num_experts(config) else 1
+    per_token = sum(
+        _flops(p) * (share if p.ndim == 3 else 1)
+        for p in model.parameters()
+        if p.ndim > 1 and p not in not_layers
     )
-    head_weights = sum(parameter.numel() for parameter in head.parameters())
+    per_target = sum(_flops(p) for p in head.parameters())
     total = 0
     for microbatch in batch.microbatches:
         lengths = microbatch.lengths.astype(np.int64)
         # Causal attention sees half of the L x L pairs; scores and values are two products.
         pairs = int((lengths * (lengths + 1)).sum()) // 2
-        attention = 2 * pairs * config.num_attention_heads * head_dim * config.num_hidden_layers
-        layers = layer_weights * len(microbatch.tokens)
-        logits = head_weights * len(microbatch.targets)
-        total += 6 * (layers + attention + logits)
+        total += 12 * pairs * config.num_attention_heads * head_dim * config.num_hidden_layers
+        total += int(per_token * len(microbatch.tokens)) + per_target * len(microbatch.targets)
     return total
+
+
+def _flops(weight: torch.nn.Parameter) -> int:
+    """Of one row, forward and backward."""
+    return weight.numel() * (6 if weight.requires_grad else 4)
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -134,6 +170,28 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     seconds = best_s(lambda: left @ right, repeats=10, device=device)
     return 2 * size**3 / seconds
+
+
+def grouped_rate(model: PreTrainedModel, num_tokens: int, *, dtype: torch.dtype) -> float:
+    """FLOP/s of the grouped products of one layer's experts with tokens that are routed at random,
+    forward and backward to the input."""
+    module: Any = next(iter(expert_modules(model).values()))
+    rows = num_tokens * model.config.get_text_config().num_experts_per_tok
+    chosen = torch.randint(module.num_experts, (rows,), device=model.device)
+    counts = torch.bincount(chosen, minlength=module.num_experts)
+    offsets = counts.cumsum(0, dtype=torch.int32)
+    seconds = flops = 0.0
+    for name in EXPERT_WEIGHTS:
+        weight = getattr(module, name).detach().to(dtype)  # [E, O, I]
+        x = torch.randn(rows, weight.shape[2], dtype=dtype, device=model.device).requires_grad_()
+        grad = torch.randn(rows, weight.shape[1], dtype=dtype, device=model.device)
+
+        def both(x: Tensor = x, weight: Tensor = weight, grad: Tensor = grad) -> None:
+            grouped(x, weight, offsets).backward(grad)
+
+        seconds += best_s(both, repeats=10, device=model.device)
+        flops += 4 * rows * weight[0].numel()
+    return flops / seconds
 
 
 def _batch(num_tokens: int, *, length: int, vocab: int, num_ranks: int) -> Batch:

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from millrace.core.errors import ConfigError
@@ -45,6 +46,24 @@ def shapes() -> dict[str, PreTrainedConfig]:
     """The published configurations, by name."""
     return {
         "qwen3-1.7b": _qwen3(151936, 2048, 6144, layers=28, heads=16, kv=8, dim=128, length=40960),
+        "qwen3-8b": _qwen3(
+            151936, 4096, 12288, layers=36, heads=32, kv=8, dim=128, length=40960, tied=False
+        ),
+        "qwen3-30b-a3b": Qwen3MoeConfig(
+            vocab_size=151936,
+            hidden_size=2048,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            max_position_embeddings=40960,
+            tie_word_embeddings=False,
+        ),
         "smollm2-135m": LlamaConfig(
             vocab_size=49152,
             hidden_size=576,
@@ -60,7 +79,16 @@ def shapes() -> dict[str, PreTrainedConfig]:
 
 
 def _qwen3(
-    vocab: int, hidden: int, mlp: int, *, layers: int, heads: int, kv: int, dim: int, length: int
+    vocab: int,
+    hidden: int,
+    mlp: int,
+    *,
+    layers: int,
+    heads: int,
+    kv: int,
+    dim: int,
+    length: int,
+    tied: bool = True,
 ) -> Qwen3Config:
     return Qwen3Config(
         vocab_size=vocab,
@@ -71,7 +99,7 @@ def _qwen3(
         num_key_value_heads=kv,
         head_dim=dim,
         max_position_embeddings=length,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
     )
 
 
