@@ -44,6 +44,7 @@ STEPS = 2
 VOCAB, LAYERS, NUM_EXPERTS, TOP_K = 256, 2, 8, 2
 # Adam's first steps would turn rounding errors of tiny gradients into whole steps.
 SGD = {"type": "torch.optim:SGD", "learning_rate": 2e-3, "momentum": 0.9}
+BFLOAT16 = {"trainer": {"dtype": "bfloat16"}}
 MESHES = {
     "fsdp 1": MeshSizes(),  # the code of several ranks; on a GPU, over NCCL
     "fsdp 2": MeshSizes(dp_shard=2),
@@ -78,6 +79,18 @@ FEATURES = {
     "dora": Feature(settings={"lora": {"rank": 4, "dora": True}}),
     "kept ids": Feature(num_kept=30),
     "checkpointing": Feature(settings={"trainer": {"gradient_checkpointing": True}}),
+    # Layers are gathered in 16 bits, and gradients are summed in float32, so that bars are equal.
+    "bfloat16": Feature(settings=BFLOAT16),
+    "bfloat16 critic": Feature(
+        settings={
+            "scoring": {"advantages": {"type": "gae"}},
+            "critic": {"learning_rate": 1e-3},
+            **BFLOAT16,
+        }
+    ),
+    "bfloat16 lora": Feature(settings={"lora": {"rank": 4}, **BFLOAT16}),
+    "bfloat16 mixture": Feature(settings=BFLOAT16, is_mixture=True, has_routes=True),
+    "float16 mixture": Feature(settings={"trainer": {"dtype": "float16"}}, is_mixture=True),
     "kept ids, one group": Feature(num_kept=30, num_groups=1),
     "one group": Feature(num_groups=1),  # some ranks have nothing to train
     "mixture": Feature(is_mixture=True),

@@ -6,17 +6,23 @@ losses divide by the totals of the whole batch.
 A unit of FSDP is a decoder layer, or everything outside of the layers: embeddings, final norm and
 head. The latter are used one by one, and the head once per chunk of tokens, so a caller does that
 inside() one forward pass of the root module, in which they are whole.
+
+With 16-bit compute, the matrices of a layer are gathered in 16 bits and used as they are: autocast
+would keep a 16-bit copy of every layer until the backward pass. What autocast computes in float32
+stays float32: embeddings and head, which the root gathers, and vectors such as the gains of norms,
+which are small and not sharded.
 """
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
@@ -29,18 +35,33 @@ def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
-def shard(model: PreTrainedModel, *, root: nn.Module, mesh: DeviceMesh) -> None:
+def shard(
+    model: PreTrainedModel,
+    *,
+    root: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Shard the weights of `root`, which is the model or a part of it that has all layers. With a
-    mesh of two dimensions, the first one holds replicas."""
-    for layer in decoder_layers(model):
-        _make_unit(layer, mesh)
-    reshard = _make_unit(root, mesh).reshard
+    mesh of two dimensions, the first one holds replicas. Layers are gathered in `dtype`; if that
+    has 16 bits, forward passes of the root run under autocast."""
+    is_half = dtype is not torch.float32
+    layers = decoder_layers(model)
+    vectors = {p for layer in layers for p in layer.parameters() if is_half and p.ndim < 2}
+    # Autocast decides the dtype of inputs: residual streams are float32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for layer in layers:
+        _make_unit(layer, mesh=mesh, mp_policy=policy, ignored_params=vectors)
+    reshard = _make_unit(root, mesh=mesh, ignored_params=vectors).reshard
     forward = root.forward
 
     def forward_or_compute(
         *args: Any, compute: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
-        return forward(*args, **kwargs) if compute is None else compute()
+        with torch.autocast(mesh.device_type, dtype=dtype) if is_half else nullcontext():
+            return forward(*args, **kwargs) if compute is None else compute()
 
     root.forward = forward_or_compute
 
@@ -52,8 +73,8 @@ def shard(model: PreTrainedModel, *, root: nn.Module, mesh: DeviceMesh) -> None:
     root.register_forward_hook(reshard_unless_backward_does)
 
 
-def _make_unit(module: nn.Module, mesh: DeviceMesh) -> FSDPModule:
-    unit = fully_shard(module, mesh=mesh)
+def _make_unit(module: nn.Module, **options: Any) -> FSDPModule:
+    unit = fully_shard(module, **options)
     unit.set_gradient_divide_factor(1.0)
     # A factor would otherwise be fused with the sum, which gloo cannot do.
     unit.set_force_sum_reduction_for_comms(True)

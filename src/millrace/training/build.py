@@ -57,8 +57,15 @@ def build_policy(
     config: RunConfig, *, path: str, ranks: Ranks, on_forward: Callable[[], None]
 ) -> PolicyModel:
     settings = train_settings(config)
-    dtype = _frozen_dtype(config, settings) if ranks.is_alone else torch.float32
-    model = _load(config, path=path, ranks=ranks, root=lambda model: model, dtype=dtype)
+    is_dora = config.lora is not None and config.lora.dora  # needs the norms of float32 weights
+    model = _load(
+        config,
+        path=path,
+        ranks=ranks,
+        root=lambda model: model,
+        compute_dtype=torch.float32 if is_dora else settings.compute_dtype,
+        dtype=_frozen_dtype(config, settings) if ranks.is_alone else torch.float32,
+    )
     replay = _build_replay(model) if config.trainer.replay_routes else None
     if config.trainer.router_aux_loss:
         check_aux_loss(replay)
@@ -85,6 +92,7 @@ def build_critic(
     config: RunConfig, settings: CriticConfig, *, ranks: Ranks, on_forward: Callable[[], None]
 ) -> Critic:
     """The critic as it is before its first update."""
+    train = train_settings(config)
     options = {key: value for key, value in config.scoring.advantages.items() if key != "type"}
     return Critic(
         _load(
@@ -92,12 +100,13 @@ def build_critic(
             path=settings.path or config.model.path,
             ranks=ranks,
             root=lambda model: model.base_model,  # its head is not used
+            compute_dtype=train.compute_dtype,
         ),
         estimator=GaeEstimator(**options),
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
         value_clip=settings.value_clip,
-        settings=train_settings(config),
+        settings=train,
         ranks=ranks,
         on_forward=on_forward,
     )
@@ -175,10 +184,11 @@ def _load(
     path: str,
     ranks: Ranks,
     root: Callable[[PreTrainedModel], nn.Module],
+    compute_dtype: torch.dtype,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
     def shard_over_ranks(model: PreTrainedModel) -> None:
-        shard(model, root=root(model), mesh=ranks.fsdp_mesh)
+        shard(model, root=root(model), mesh=ranks.fsdp_mesh, dtype=compute_dtype)
 
     return load_model(
         path,

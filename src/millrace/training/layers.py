@@ -78,10 +78,12 @@ def prepare_experts(model: PreTrainedModel) -> None:
 @torch.compiler.disable
 def _forward_experts(function: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     device = next(module.parameters()).device.type
-    # The grouped product supports bfloat16. Its float16 support is unsure, so that stays float32.
-    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.bfloat16:
+    if torch.is_autocast_enabled(device):
+        # The grouped product supports bfloat16. Its float16 support is unsure: that is float32.
+        is_bfloat16 = torch.get_autocast_dtype(device) is torch.bfloat16
+        dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         # A copy of the module has the cast weights; gradients reach the original weights.
-        weights = {name: w.bfloat16() for name, w in module.named_parameters(recurse=False)}
+        weights = {name: w.to(dtype) for name, w in module.named_parameters(recurse=False)}
         module = copy.copy(module)
         vars(module)["_parameters"] = weights
     return function(module, *args, **kwargs)
