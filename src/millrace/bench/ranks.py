@@ -3,7 +3,8 @@
 Every feature trains a tiny model with random weights for two steps, on one rank and on each mesh,
 from the same uneven batches. Compared are the metrics and the clipped gradient of every parameter
 in the first step, and every parameter after the second. The table shows the worst of them:
-max |difference| / max |value|, in float32. Equal losses alone would not show a wrong gradient.
+max |difference| / max |value|. Equal losses alone would not show a wrong gradient. Ranks round to
+16 bits where one rank does and add up in float32, so 16-bit compute has the same limit.
 """
 
 import tempfile
@@ -79,7 +80,7 @@ FEATURES = {
     "dora": Feature(settings={"lora": {"rank": 4, "dora": True}}),
     "kept ids": Feature(num_kept=30),
     "checkpointing": Feature(settings={"trainer": {"gradient_checkpointing": True}}),
-    # Layers are gathered in 16 bits, and gradients are summed in float32, so that bars are equal.
+    # Layers are gathered in 16 bits; ranks round as one rank does, and sum in float32.
     "bfloat16": Feature(settings=BFLOAT16),
     "bfloat16 critic": Feature(
         settings={
@@ -88,9 +89,16 @@ FEATURES = {
             **BFLOAT16,
         }
     ),
-    "bfloat16 lora": Feature(settings={"lora": {"rank": 4}, **BFLOAT16}),
-    "bfloat16 mixture": Feature(settings=BFLOAT16, is_mixture=True, has_routes=True),
-    "float16 mixture": Feature(settings={"trainer": {"dtype": "float16"}}, is_mixture=True),
+    "bfloat16 mixture": Feature(
+        settings={"trainer": {"dtype": "bfloat16", "gradient_checkpointing": True}},
+        is_mixture=True,
+        has_routes=True,
+    ),
+    "bfloat16 lora": Feature(
+        settings={"lora": {"rank": 4}, **BFLOAT16}, is_mixture=True, has_routes=True
+    ),
+    "bfloat16 dora": Feature(settings={"lora": {"rank": 4, "dora": True}, **BFLOAT16}),
+    "float16": Feature(settings={"trainer": {"dtype": "float16"}}),
     "kept ids, one group": Feature(num_kept=30, num_groups=1),
     "one group": Feature(num_groups=1),  # some ranks have nothing to train
     "mixture": Feature(is_mixture=True),
@@ -233,7 +241,7 @@ def _gradients(trainer: Trainer) -> Numbers:
 
 
 def _whole(tensor: torch.Tensor) -> np.ndarray:
-    return whole(tensor.detach()).cpu().numpy().copy()
+    return whole(tensor.detach()).to("cpu", torch.float32).numpy().copy()
 
 
 def _model_name(*, is_mixture: bool) -> str:
@@ -263,6 +271,7 @@ def _make_model(folder: Path, *, is_mixture: bool) -> None:
         else Qwen3Config(tie_word_embeddings=True, **shape)
     )
     model = AutoModelForCausalLM.from_config(config)
+    model.bfloat16().float()  # as models are stored, so that 16 bits hold them exactly
     model.save_pretrained(folder / _model_name(is_mixture=is_mixture))
 
 

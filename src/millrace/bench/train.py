@@ -123,9 +123,8 @@ def measure(
 def _policy(
     name: str, settings: TrainSettings, *, lora_rank: int | None, device: torch.device, ranks: Ranks
 ) -> PolicyModel:
-    """The model as build_policy() makes it: frozen weights are in 16 bits, unless ranks share
-    them."""
-    is_half = lora_rank and settings.compute_dtype is torch.bfloat16 and ranks.is_alone
+    """The model as build_policy() makes it: frozen weights are in 16 bits."""
+    is_half = lora_rank and settings.compute_dtype is torch.bfloat16
     dtype = torch.bfloat16 if is_half else torch.float32
     model, _ = make_model(name, dtype=dtype, device=device, attention=PACKED_ATTENTION)
     if not ranks.is_alone:

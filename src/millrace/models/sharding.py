@@ -44,10 +44,14 @@ def shard(
 ) -> None:
     """Shard the weights of `root`, which is the model or a part of it that has all layers. With a
     mesh of two dimensions, the first one holds replicas. Layers are gathered in `dtype`; if that
-    has 16 bits, forward passes of the root run under autocast."""
+    has 16 bits, forward passes of the root run under autocast, and the matrices of layers, if they
+    are to be frozen, may be in 16 bits before; all other weights become float32."""
     is_half = dtype is not torch.float32
     layers = decoder_layers(model)
-    vectors = {p for layer in layers for p in layer.parameters() if is_half and p.ndim < 2}
+    of_layers = {p for layer in layers for p in layer.parameters()}
+    vectors = {p for p in of_layers if is_half and p.ndim < 2}
+    for parameter in {*model.parameters()} - (of_layers - vectors):
+        parameter.data = parameter.data.float()
     # Autocast decides the dtype of inputs: residual streams are float32.
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False

@@ -64,7 +64,7 @@ def build_policy(
         ranks=ranks,
         root=lambda model: model,
         compute_dtype=torch.float32 if is_dora else settings.compute_dtype,
-        dtype=_frozen_dtype(config, settings) if ranks.is_alone else torch.float32,
+        dtype=frozen_dtype(config),
     )
     replay = _build_replay(model) if config.trainer.replay_routes else None
     if config.trainer.router_aux_loss:
@@ -171,10 +171,10 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _frozen_dtype(config: RunConfig, settings: TrainSettings) -> torch.dtype:
-    """The dtype of weights beneath an adapter: bfloat16 if they are used in bfloat16 only. DoRA
+def frozen_dtype(config: RunConfig) -> torch.dtype:
+    """The dtype of matrices beneath an adapter: bfloat16 if they are used in bfloat16 only. DoRA
     needs their norms in float32, and float16 passes compute experts in float32."""
-    is_half = settings.compute_dtype is torch.bfloat16
+    is_half = train_settings(config).compute_dtype is torch.bfloat16
     return torch.bfloat16 if is_half and config.lora and not config.lora.dora else torch.float32
 
 

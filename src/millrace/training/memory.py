@@ -13,6 +13,7 @@ from millrace.config import RunConfig
 from millrace.config.training import ADAMW, ADAMW_8BIT, MUON
 from millrace.core.errors import ConfigError
 from millrace.models.directory import num_weights
+from millrace.training.build import frozen_dtype
 
 GIB = 2**30
 _STATE_BYTES = {ADAMW: 8, MUON: 4, ADAMW_8BIT: 2}  # of the optimizer per weight, at least
@@ -42,7 +43,7 @@ def rank_bytes(config: RunConfig, *, num_weights: int) -> int:
     num_shards = sizes.num_ranks // sizes.dp_replicate
     optimizer = config.optimizer
     if config.lora is not None:
-        per_weight = 2  # frozen, in 16 bits or more
+        per_weight = frozen_dtype(config).itemsize
     else:
         per_weight = 8 + (0 if optimizer.offload else _STATE_BYTES.get(optimizer.type, 0))
     return num_weights * per_weight // num_shards

@@ -4,7 +4,10 @@ import pytest
 
 from millrace.bench.ranks import FEATURES, LIMIT, MESHES, compare
 
-FAST = ("grpo", "critic", "lora", "minibatches", "one group", "route replay", "lora of experts")
+FAST = (
+    *("grpo", "critic", "lora", "minibatches", "one group", "route replay", "lora of experts"),
+    *("bfloat16", "bfloat16 lora"),
+)
 
 
 def differences(features, meshes) -> dict[str, dict[str, float]]:

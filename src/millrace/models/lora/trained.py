@@ -60,13 +60,14 @@ class TrainedAdapter:
     def _train_in_float32(self) -> None:
         """Convert a model that was loaded in 16 bits, except for frozen matrices. Autocast would
         round these to 16 bits in each pass; the adapter, the residual stream and the head need
-        float32."""
+        float32. Sharded weights were loaded like this."""
         head = self._model.get_output_embeddings()
         for module in self._model.modules():
             is_linear = isinstance(module, nn.Linear) and module is not head
             for parameter in module.parameters(recurse=False):
                 is_matrix = parameter.ndim == 3 or (is_linear and parameter.ndim == 2)
                 is_kept = is_matrix and not parameter.requires_grad
+                is_kept = is_kept or isinstance(parameter, DTensor)
                 if parameter.dtype != torch.float32 and not is_kept:
                     parameter.data = parameter.data.float()
 
