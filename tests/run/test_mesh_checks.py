@@ -9,6 +9,11 @@ from millrace.core.mesh import MeshSizes
 from millrace.run.mesh_checks import check_gpus, check_mesh, check_model_mesh, rank_warnings
 
 DENSE = Qwen3Config(num_attention_heads=12, num_key_value_heads=4)
+DYNAMIC = Qwen3Config(
+    num_attention_heads=12,
+    num_key_value_heads=4,
+    rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+)
 MIXTURE = Qwen3MoeConfig(num_attention_heads=8, num_key_value_heads=4, num_experts=6)
 
 
@@ -68,6 +73,7 @@ def test_devices_that_do_not_fit_the_ranks_are_refused(ranks, devices, message):
     [
         (MeshSizes(tp=8), DENSE, "has 12 attention heads, which trainer.mesh.tp * cp = 8 ranks"),
         (MeshSizes(tp=2, cp=3), DENSE, "has 4 key-value heads, which trainer.mesh.tp * cp = 6"),
+        (MeshSizes(cp=2), DYNAMIC, "of type 'dynamic', which depend on all positions of a pass"),
         (MeshSizes(dp_shard=2, ep=2), DENSE, "ep = 2 shares experts, and model 'm' has none"),
         (MeshSizes(dp_shard=4, ep=4), MIXTURE, "has 6 experts, which trainer.mesh.ep = 4 ranks"),
     ],

@@ -51,6 +51,8 @@ MESHES = {
     "fsdp 2": MeshSizes(dp_shard=2),
     "fsdp 4": MeshSizes(dp_shard=4),
     "hsdp 2x2": MeshSizes(dp_replicate=2, dp_shard=2),
+    "cp 2": MeshSizes(cp=2),
+    "cp 2 fsdp 2": MeshSizes(cp=2, dp_shard=2),
 }
 
 

@@ -10,6 +10,7 @@ dtype, measured in the same run; so is the rate of the grouped products of a mix
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from millrace.models.directory import num_experts
 from millrace.models.logprobs import output_head
 from millrace.models.lora.experts import EXPERT_WEIGHTS, expert_modules, grouped
 from millrace.models.lora.trained import TrainedAdapter
-from millrace.models.sharding import shard
+from millrace.models.sharding import local_part, shard
 from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.packing.packer import pack
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--optimizer", default=ADAMW, help=f"{ADAMW}, {MUON} or {ADAMW_8BIT}")
     parser.add_argument("--offload", action="store_true", help="optimizer state in host memory")
     parser.add_argument("--ranks", type=int, default=1, help="that share the step with FSDP2 (1)")
+    parser.add_argument("--cp", type=int, default=1, help="ranks that share each microbatch (1)")
     parser.add_argument("--sharded", action="store_true", help="one rank with the code of several")
     args = parser.parse_args(argv)
     device, dtype = chosen_device(args)
@@ -58,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.ranks == 1 and not args.sharded:
         result = measure(Ranks(), args, device, dtype)
     else:
-        sizes = MeshSizes(dp_shard=args.ranks)
+        sizes = MeshSizes(dp_shard=args.ranks // args.cp, cp=args.cp)
         options = {"device": device.type, "threads": threads, "sharded": True}
         result = run_ranks(measure, args, device, dtype, sizes=sizes, **options)
     for name, value in result.items():
@@ -86,7 +88,8 @@ def measure(
     model = policy.module
     schedule = Schedule(learning_rate=1e-6, total_steps=1000)
     trainer = Trainer(policy, loss=PolicyLoss(), schedule=schedule)
-    whole = _batch(num_tokens, length=length, vocab=model.config.vocab_size, num_ranks=args.ranks)
+    num_shares = ranks.sizes.num_data_ranks
+    whole = _batch(num_tokens, length=length, vocab=model.config.vocab_size, num_ranks=num_shares)
     flops = model_flops(model, whole)
     batch = whole.of_rank(ranks.data_rank)
     trainer.step(batch)  # compiles, and creates the optimizer state
@@ -102,6 +105,7 @@ def measure(
         "tokens": num_tokens,
         "length": length,
         "ranks": args.ranks,
+        "cp": args.cp,
         "microbatches": len(batch.microbatches),
         "lora": args.lora,
         "optimizer": args.optimizer,
@@ -117,6 +121,7 @@ def measure(
         "mfu": flops / pass_s / rate,
         "grouped_share": grouped_rate(model, num_tokens, dtype=dtype) / rate if experts else None,
         "peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "activation_bytes": None if on_gpu else activation_bytes(trainer, batch),
     }
 
 
@@ -132,6 +137,24 @@ def _policy(
     lora = LoraConfig(rank=lora_rank) if lora_rank else None
     adapter = lora and TrainedAdapter(model, lora, model_path=name)
     return PolicyModel(model, settings=settings, adapter=adapter, ranks=ranks)
+
+
+def activation_bytes(trainer: Trainer, batch: Batch) -> int:
+    """Bytes that one rank keeps between the forward and the backward pass of a microbatch, without
+    weights."""
+    found: dict[int, int] = {}  # by address
+
+    def count(saved: torch.Tensor) -> torch.Tensor:
+        weights = {local_part(p).data_ptr() for p in trainer.policy.module.parameters()}
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    first = replace(batch, microbatches=batch.microbatches[:1])
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
+        trainer.accumulate(first)
+    return sum(found.values())
 
 
 def model_flops(model: PreTrainedModel, batch: Batch) -> int:

@@ -112,8 +112,8 @@ class MeshConfig(Section):
     """Number of ranks that FSDP shards weights, gradients and optimizer state over. "auto" is
     trainer.ranks / (dp_replicate * cp * tp)."""
     cp: PositiveInt = 1
-    """Number of ranks that share the rows of each microbatch (context parallelism). It must be 1
-    so far."""
+    """Number of ranks that share the rows of each microbatch (context parallelism), for sequences
+    whose activations one GPU cannot hold. It times tp divides the model's key-value heads."""
     tp: PositiveInt = 1
     """Number of ranks that share each matrix product (tensor parallelism). It must be 1 so far."""
     ep: PositiveInt = 1
@@ -132,8 +132,9 @@ class TrainerConfig(Section):
     epochs: PositiveInt = 1
     """Number of passes over the minibatches of a step."""
     microbatch_tokens: PositiveInt = 8192
-    """Token budget of one forward and backward pass. It bounds memory and does not change the
-    result; a longer sequence gets a pass of its own."""
+    """Token budget of one rank in one forward and backward pass; the trainer.mesh.cp ranks that
+    share a pass add theirs up. It bounds memory and does not change the result; a longer sequence
+    gets a pass of its own."""
     dtype: Dtype = "auto"
     """Data type of the computation; master weights and optimizer state stay float32. "auto" is
     bfloat16 on CUDA, which is several times as fast as float32, and float32 on a CPU. With

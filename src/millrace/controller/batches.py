@@ -117,13 +117,14 @@ class Batches:
 
     def _pack(self, fresh: list[Group], replayed: list[Group]) -> TakenBatch:
         groups, trainer = self.in_batch(interleave(fresh, replayed)), self.config.trainer
+        sizes = trainer.mesh_sizes
         batches = tuple(
             pack(
                 minibatch,
-                microbatch_tokens=trainer.microbatch_tokens,
+                microbatch_tokens=trainer.microbatch_tokens * sizes.cp,
                 pairs=self.config.scoring.advantages.get("type") == PAIRS,
                 critic=self.config.critic is not None,
-                num_ranks=trainer.mesh_sizes.num_data_ranks,
+                num_ranks=sizes.num_data_ranks,
             )
             for minibatch in minibatches_of(groups, num_minibatches=trainer.minibatches)
         )

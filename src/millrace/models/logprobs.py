@@ -334,7 +334,7 @@ def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _split_kept(kept: KeptRows | None, num_rows: int, chunk: int) -> list[KeptRows | None]:
     """One entry per chunk."""
-    if kept is None:
+    if kept is None or num_rows == 0:
         return [None] * max(1, -(-num_rows // chunk))
     return [*kept.split(chunk)]
 

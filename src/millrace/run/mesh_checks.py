@@ -5,7 +5,7 @@ Promise: a mesh that cannot work is refused in one sentence before any worker st
 
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from millrace.config import RunConfig
 from millrace.config.training import ADAMW, ADAMW_8BIT
@@ -16,7 +16,7 @@ from millrace.models.directory import num_experts
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-UNSUPPORTED = ("tp", "cp", "ep")  # dimensions of the mesh that must be 1 for now
+UNSUPPORTED = ("tp", "ep")  # dimensions of the mesh that must be 1 for now
 TRIED = {"torch": "2.13", "transformers": "5.22"}  # versions that several ranks were tested with
 
 
@@ -70,6 +70,11 @@ def check_model_mesh(sizes: MeshSizes, model: "PreTrainedConfig", *, path: str) 
                 f"Model {path!r} has {number} {name}, which trainer.mesh.tp * cp ="
                 f" {sizes.tp * sizes.cp} ranks cannot share evenly; choose a divisor of {number}."
             )
+    if sizes.cp > 1 and (kinds := _rope_types(model) & {"dynamic", "longrope"}):
+        raise ConfigError(
+            f"Model {path!r} has rotary embeddings of type {kinds.pop()!r}, which depend on all"
+            f" positions of a pass, and trainer.mesh.cp = {sizes.cp} divides them; set cp to 1."
+        )
     if sizes.ep == 1:
         return
     if (number := num_experts(model)) == 0:
@@ -107,6 +112,13 @@ def rank_warnings(config: RunConfig, *, tried: Mapping[str, str] = TRIED) -> lis
         f" {' and '.join(f'{name} {number}' for name, number in found.items())}; compare the first"
         " steps with those of one rank."
     ]
+
+
+def _rope_types(model: "PreTrainedConfig") -> set[str]:
+    """Of the whole model, or of each type of its layers."""
+    found: Mapping[str, Any] = getattr(model, "rope_parameters", None) or {}
+    tables = [found, *(value for value in found.values() if isinstance(value, dict))]
+    return {table["rope_type"] for table in tables if "rope_type" in table}
 
 
 def _product(sizes: MeshSizes) -> str:

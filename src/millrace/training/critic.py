@@ -176,8 +176,9 @@ class Critic(TrainableModel):
     def values(self, microbatch: Microbatch, rows: np.ndarray) -> Tensor:
         """float32 values of the states that end with the given rows; differentiable."""
         hidden = self.hidden_states(microbatch)
-        chosen = as_tensor(rows, np.int64, self.device)
-        return self.module.values(hidden.index_select(0, chosen))
+        own = self.ranks.context.own_tokens(rows, num_rows=len(microbatch.tokens))
+        chosen = as_tensor(own.rows, np.int64, self.device)
+        return own.gather(self.module.values(hidden.index_select(0, chosen)))
 
     def idle_pass(self, part: Microbatch) -> Tensor:
         return self.values(part, part.predictors).sum()

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from millrace.core.errors import RunFailed
 from millrace.core.microbatch import Batch, Microbatch
+from millrace.models.attention.context import OwnTokens
 from millrace.models.attention.layout import PackedLayout
 from millrace.models.loading import hidden_states, write_model
 from millrace.models.logprobs import KeptRows, chunked_distributions
@@ -39,7 +40,7 @@ from millrace.training.checkpoints.optimizer_state import load_named_state, name
 from millrace.training.checkpoints.snapshot import Write, host_copy
 from millrace.training.layers import prepare_layers
 from millrace.training.optimizer import LossScale, TrainSettings, build_optimizer
-from millrace.training.packing.splitting import RowLimit, placeholder
+from millrace.training.packing.splitting import RowLimit, kept_rows, placeholder
 from millrace.training.parallel.gradients import scale, squared_norm, sum_replicated
 from millrace.training.parallel.ranks import Ranks
 from millrace.training.token_batches import PolicyOutput, as_tensor
@@ -92,16 +93,19 @@ class TrainableModel:
     def loss_scale(self) -> float:
         return self._loss_scale.value
 
-    def hidden_states(self, microbatch: Microbatch) -> Tensor:  # [T, D]
+    def hidden_states(self, microbatch: Microbatch) -> Tensor:  # [rows of this rank, D]
         """The backbone's last hidden states; differentiable."""
         self._on_forward()
-        device = self.device
+        device, context = self.device, self.ranks.context
         with self._settings.autocast(device):
+            own = (context.own_rows(x) for x in (microbatch.tokens, microbatch.positions))
+            tokens, positions = (as_tensor(x, np.int64, device)[None] for x in own)
             return hidden_states(
                 self._backbone,
-                input_ids=as_tensor(microbatch.tokens, np.int64, device)[None],
-                position_ids=as_tensor(microbatch.positions, np.int64, device)[None],
+                input_ids=tokens,
+                position_ids=positions,
                 layout=PackedLayout(microbatch.lengths, parents=microbatch.parents, device=device),
+                context=context if context.size > 1 else None,
             )
 
     @torch.no_grad()
@@ -230,8 +234,8 @@ class TrainableModel:
             if not self.ranks.is_alone:  # the others wait for it in the middle of a pass
                 raise RunFailed(
                     f"A microbatch of {len(part.tokens)} tokens does not fit into the memory of"
-                    f" the trainer's rank {self.ranks.rank}; lower trainer.microbatch_tokens, or"
-                    " set trainer.gradient_checkpointing to true."
+                    f" the trainer's rank {self.ranks.rank}; lower trainer.microbatch_tokens,"
+                    " set trainer.gradient_checkpointing to true, or raise trainer.mesh.cp."
                 )
             self._row_limit.lower(part)
 
@@ -284,29 +288,41 @@ class PolicyModel(TrainableModel):
     def _logprobs(self, microbatch: Microbatch, topk_ids: np.ndarray | None) -> PolicyOutput:
         device = self.device
         if self._replay is not None:
-            self._replay.begin(microbatch.routes, device=device)
+            routes = microbatch.routes
+            own_routes = None if routes is None else self.ranks.context.own_rows(routes)
+            self._replay.begin(own_routes, device=device)
         hidden = self.hidden_states(microbatch)
-        kept = microbatch.kept
+        own, kept = self._own_tokens(microbatch), microbatch.kept
+        if kept is not None and own.chosen is not None:
+            kept = kept_rows(kept, own.chosen)
+        ids = None if topk_ids is None else as_tensor(own.of(topk_ids), np.int64, device)
         with self._settings.autocast(device):
-            return PolicyOutput(
-                *chunked_distributions(
-                    self.module,
-                    hidden.index_select(0, as_tensor(microbatch.predictors, np.int64, device)),
-                    as_tensor(microbatch.targets, np.int64, device),
-                    topk_ids=None if topk_ids is None else as_tensor(topk_ids, np.int64, device),
-                    temperatures=as_tensor(microbatch.temperatures, np.float32, device),
-                    kept=None if kept is None else KeptRows.of(kept, device=device),
-                    chunk=self._logprob_chunk,
-                    compiled=self._settings.compile_layers,
-                )
+            logprobs, entropies, topk = chunked_distributions(
+                self.module,
+                hidden.index_select(0, as_tensor(own.rows, np.int64, device)),
+                as_tensor(own.of(microbatch.targets), np.int64, device),
+                topk_ids=ids,
+                temperatures=as_tensor(own.of(microbatch.temperatures), np.float32, device),
+                kept=None if kept is None else KeptRows.of(kept, device=device),
+                chunk=self._logprob_chunk,
+                compiled=self._settings.compile_layers,
             )
+        topk = None if topk is None else own.gather(topk)
+        return PolicyOutput(own.gather(logprobs), own.gather(entropies), topk)
+
+    def _own_tokens(self, microbatch: Microbatch) -> OwnTokens:
+        """Trained tokens that this rank computes."""
+        rows, num_rows = microbatch.predictors, len(microbatch.tokens)
+        return self.ranks.context.own_tokens(rows, num_rows=num_rows)
 
     def expert_load(self, microbatch: Microbatch) -> Tensor | None:  # [layers, experts]
         """How many trained tokens each expert computed in the last pass, which was over this
         microbatch; None if routes are not replayed."""
         if self._replay is None:
             return None
-        return self._replay.expert_load(as_tensor(microbatch.predictors, np.int64, self.device))
+        own = self._own_tokens(microbatch)
+        load = self._replay.expert_load(as_tensor(own.rows, np.int64, self.device))
+        return self.ranks.context.sum(load)
 
     def set_batch_load(self, batch: Batch) -> None:
         """Set the load that router_aux_loss() of the microbatches of this batch uses."""
@@ -326,8 +342,9 @@ class PolicyModel(TrainableModel):
         transformers' load_balancing_loss_func is the same for one layer; of several it averages f
         and p before it multiplies them, so that layers may be unbalanced in opposite ways."""
         assert self._replay is not None, "checked when the run starts"
-        rows = as_tensor(microbatch.predictors, np.int64, self.device)
-        return self._replay.penalties().index_select(0, rows)
+        own = self._own_tokens(microbatch)
+        rows = as_tensor(own.rows, np.int64, self.device)
+        return own.gather(self._replay.penalties().index_select(0, rows))
 
     def with_proximal_logprobs(self, batch: Batch) -> Batch:
         """The batch with the logprobs of the policy as it is now, before the step changes it."""

@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 import torch.distributed as dist
 
 from millrace.bench import ranks as bench
@@ -14,6 +15,7 @@ COLLECTIVES = [
     name
     for name in (
         *("all_reduce", "all_gather", "reduce_scatter_tensor", "reduce_scatter_single"),
+        "all_to_all_single",
         *GATHER,
     )
     if hasattr(dist, name)
@@ -40,17 +42,26 @@ def sequences(ranks, features, folder) -> dict[str, list[list]]:
     found = {}
     for name, feature in features.items():
         calls.clear()
-        bench.train(feature, ranks, folder, num_shares=2, device="cpu")
-        found[name] = ranks.gather([str(call) for call in calls], list[str])
+        shares = ranks.sizes.num_data_ranks
+        bench.train(feature, ranks, folder, num_shares=shares, device="cpu")
+        found[name] = [[]] * ranks.sizes.num_ranks
+        dist.all_gather_object(found[name], [str(call) for call in calls])
     return found
 
 
-def test_ranks_make_the_same_collectives(tmp_path):
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        (MeshSizes(dp_shard=2), ("grpo", "critic", "lora", "minibatches", "one group")),
+        (MeshSizes(cp=2), ("grpo", "critic", "lora")),
+    ],
+)
+def test_ranks_make_the_same_collectives(tmp_path, sizes, names):
     bench._make_model(tmp_path, is_mixture=False)
-    names = ("grpo", "critic", "lora", "minibatches", "one group")
     features = {name: bench.FEATURES[name] for name in names}
-    found = run_ranks(sequences, features, tmp_path, sizes=MeshSizes(dp_shard=2))
+    found = run_ranks(sequences, features, tmp_path, sizes=sizes)
     for name, (first, second) in found.items():
         assert any(kind in call for call in first for kind in GATHER), name
         assert any("all_reduce" in call for call in first), name
+        assert any("all_to_all" in call for call in first) == (sizes.cp > 1), name
         assert first == second, name

@@ -21,6 +21,11 @@ def test_two_ranks_compute_what_one_rank_computes():
         assert row["fsdp 2"] < LIMIT, feature
 
 
+def test_ranks_that_share_microbatches_compute_what_one_rank_computes():
+    for feature, row in differences(("teacher's top k", "lora of experts"), ["cp 2"]).items():
+        assert row["cp 2"] < LIMIT, feature
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_feature_on_every_mesh():

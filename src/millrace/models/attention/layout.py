@@ -90,6 +90,7 @@ class PackedLayout:
         lengths = np.asarray(lengths, np.int64)
         parents = np.full(len(lengths), -1) if parents is None else np.asarray(parents, np.int64)
         self.lengths, self.parents = lengths, parents
+        self.num_rows = int(lengths.sum())
         self.num_parents = int(parents.max(initial=-1)) + 1
         is_child = parents >= 0
         self.num_children = int(is_child.sum())
@@ -114,7 +115,7 @@ class PackedLayout:
         keys = [keys for _, _, keys in parts]
         row_of_query = np.concatenate([rows.ravel() for rows in queries])
         is_padding = row_of_query < 0
-        query_of_row = np.empty(int(self.lengths.sum()), np.int64)
+        query_of_row = np.empty(self.num_rows, np.int64)
         query_of_row[row_of_query[~is_padding]] = np.flatnonzero(~is_padding)
         repeats = any(k is not q for q, k in zip(queries, keys, strict=True))
         row_of_key = np.concatenate([rows.ravel() for rows in keys]).clip(0) if repeats else None

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from millrace.models.attention.context import ContextGroup
 from millrace.models.attention.flash import flash_attention, flash_obstacle, flattened
 from millrace.models.attention.layout import Block, PackedLayout
 from millrace.models.support import register_attention
@@ -57,17 +58,21 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     layout: PackedLayout,
+    context: ContextGroup | None = None,  # None = one rank has all rows
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The signature transformers calls; returns [1, T, H, D_v]."""
+    """The signature transformers calls; returns [1, T, H, D_v]. With context parallelism, T are the
+    rows of this rank, and the layout is that of all rows."""
     packed = [x[0].transpose(0, 1) for x in (query, key, value)]  # each [T, H, D]
     if sliding_window is not None and sliding_window >= layout.longest:
         sliding_window = None
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         packed = [x.to(torch.get_autocast_dtype("cuda")) for x in packed]
+    if context is not None:
+        packed = context.to_heads(*packed, num_rows=layout.num_rows)
     q, k, v = packed
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     obstacle = "the tensors are not on a GPU"
@@ -78,6 +83,8 @@ def packed_attention(
     else:
         options = (layout, scale, sliding_window, softcap, obstacle)
         out: Any = _attend_in_blocks(q, k, v, *options)  # pyright: ignore[reportCallIssue]
+    if context is not None:
+        out = context.to_rows(out)
     return out[None], None
 
 

@@ -106,7 +106,7 @@ def _part(whole: Microbatch, chosen: np.ndarray) -> Microbatch:
         parents=new_segment[whole.parents[segments]],
         predictors=new_row[whole.predictors[chosen]],
         rollouts=rollouts - rollouts[0],
-        kept=None if whole.kept is None else _kept_rows(whole.kept, chosen),
+        kept=None if whole.kept is None else kept_rows(whole.kept, chosen),
         routes=None if whole.routes is None else whole.routes[rows],
         last_rows=None if last_rows is None else new_row[last_rows],
         **_token_fields(whole, chosen),
@@ -126,7 +126,8 @@ def _in_order(whole: Microbatch, used: np.ndarray) -> np.ndarray:
     return np.concatenate([parents, children, others])
 
 
-def _kept_rows(kept: Kept, chosen: np.ndarray) -> Kept:
+def kept_rows(kept: Kept, chosen: np.ndarray) -> Kept:
+    """The rows where `chosen` [N] is True."""
     sizes = np.diff(kept.offsets)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[chosen])])
     return Kept(ids=kept.ids[np.repeat(chosen, sizes)], offsets=offsets)

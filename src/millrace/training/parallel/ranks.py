@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from millrace.cluster.wire import Decoder, encode
 from millrace.core.errors import RunFailed
 from millrace.core.mesh import MeshSizes
+from millrace.models.attention.context import ContextGroup
 
 Value = TypeVar("Value")
 NAMES = ("dp_replicate", "dp_shard", "cp", "tp")  # dimensions of the mesh, the slowest first
@@ -135,6 +136,11 @@ class Ranks:
             decoder.decode(msgspec.msgpack.decode(text, type=list[bytes]))
             for text in texts[:: self.num_per_share]
         ]
+
+    @functools.cached_property
+    def context(self) -> ContextGroup:
+        """Ranks that share the rows of each microbatch."""
+        return ContextGroup(None if self.sizes.cp == 1 else self.mesh.get_group("cp"))
 
     @functools.cached_property
     def fsdp_mesh(self) -> DeviceMesh:

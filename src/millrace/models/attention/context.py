@@ -1,0 +1,138 @@
+"""Context parallelism by Ulysses (arXiv 2309.14509): ranks that share the rows of each microbatch.
+
+Every rank holds equally many contiguous rows, and computes embeddings, norms, matrix products and
+the head for these alone. Before attention, an all-to-all gives each rank all rows of its part of
+the heads, so layouts and kernels are those of one rank; a second one returns its own rows of all
+heads. What was computed for single tokens is gathered, so every rank has the whole loss.
+
+Promise: the sum of the ranks' gradients is the gradient of one rank. One rank copies and sends
+nothing.
+
+T = rows of a microbatch, n = rows of a rank, the last ones repeated where T is no multiple of cp,
+N = tokens, H = heads, D = head size, W = H * D / cp of all tensors that are exchanged together.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class ContextGroup:
+    """The ranks that share microbatches, as one of them sees them. Used by one thread."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """`group`: None = one rank."""
+        self._group = group
+        self.size = 1 if group is None else group.size()
+        self._index = 0 if group is None else group.rank()
+
+    def own_rows(self, rows: np.ndarray) -> np.ndarray:  # [T, ...] -> [n, ...]
+        if self.size == 1:
+            return rows
+        num_own = self._num_own(len(rows))
+        own = np.arange(num_own) + self._index * num_own
+        return rows[own.clip(max=len(rows) - 1)]
+
+    def own_tokens(self, rows: np.ndarray, *, num_rows: int) -> "OwnTokens":
+        """Those of the tokens at these rows [N] that this rank has; `num_rows` is T."""
+        if self.size == 1:
+            return OwnTokens(context=self, rows=rows, chosen=None)
+        num_own = self._num_own(num_rows)
+        within = rows - self._index * num_own
+        chosen = (within >= 0) & (within < num_own)
+        return OwnTokens(context=self, rows=within[chosen], chosen=chosen)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over the ranks, which continue with equal losses: a gradient is that of this
+        rank."""
+        return values if self._group is None else _Sum.apply(values, self._group)
+
+    def to_heads(self, *tensors: Tensor, num_rows: int) -> list[Tensor]:
+        """Own rows of all heads, [n, H, D] each -> all rows of own heads [T, H / cp, D]."""
+        # [n, cp, H / cp * D] each: heads are divided in order, so queries stay with their keys.
+        parts = [x.reshape(len(x), self.size, -1) for x in tensors]
+        together = _exchange(torch.cat(parts, -1), self, num_rows, True)
+        split = together.split([part.shape[-1] for part in parts], -1)
+        return [
+            part.unflatten(-1, (-1, x.shape[-1])).to(x.dtype)
+            for part, x in zip(split, tensors, strict=True)
+        ]
+
+    def to_rows(self, heads: Tensor) -> Tensor:
+        """All rows of own heads [T, H / cp, D] -> own rows of all heads [n, H, D]."""
+        own = _exchange(heads.flatten(1), self, len(heads), False)
+        return own.flatten(1).unflatten(-1, (-1, heads.shape[-1]))
+
+    def _num_own(self, num_rows: int) -> int:
+        return -(-num_rows // self.size)
+
+    def send_rows(self, own: Tensor, num_rows: int) -> Tensor:  # [n, cp, W] -> [T, W]
+        return self._all_to_all(own.transpose(0, 1)).flatten(0, 1)[:num_rows]
+
+    def send_heads(self, heads: Tensor, num_rows: int) -> Tensor:  # [T, W] -> [n, cp, W]
+        num_own = self._num_own(num_rows)
+        if padding := num_own * self.size - num_rows:
+            heads = torch.cat([heads, heads.new_zeros(padding, heads.shape[1])])
+        return self._all_to_all(heads.unflatten(0, (self.size, num_own))).transpose(0, 1)
+
+    def _all_to_all(self, sent: Tensor) -> Tensor:  # [cp, n, W]; by receiver -> by sender
+        sent = sent.contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        return received
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OwnTokens:
+    """Tokens of a microbatch whose rows a rank has."""
+
+    context: ContextGroup
+    rows: np.ndarray  # [own tokens] among the rank's rows
+    chosen: np.ndarray | None  # [N] bool; None = all
+
+    def of(self, values: np.ndarray) -> np.ndarray:  # [N, ...] -> [own tokens, ...]
+        return values if self.chosen is None else values[self.chosen]
+
+    def gather(self, values: Tensor) -> Tensor:  # [own tokens, ...] -> [N, ...]
+        """The values of all ranks; differentiable."""
+        if self.chosen is None:
+            return values
+        index = torch.from_numpy(np.flatnonzero(self.chosen)).to(values.device)
+        everything = values.new_zeros(len(self.chosen), *values.shape[1:])
+        return self.context.sum(everything.index_copy(0, index, values))
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows for heads, or the other way round: each is the other's gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, context: ContextGroup, num_rows: int, for_heads: bool
+    ) -> Tensor:
+        ctx.context, ctx.num_rows, ctx.for_heads = context, num_rows, for_heads
+        return (context.send_rows if for_heads else context.send_heads)(x, num_rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        context: ContextGroup = ctx.context
+        send = context.send_heads if ctx.for_heads else context.send_rows
+        return send(grads[0], ctx.num_rows), None, None, None
+
+
+_exchange: Any = torch.compiler.disable(_Exchange.apply)
