@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -108,9 +109,8 @@ while True:
     assert len(psutil.pids()) < before + 50
 
 
-def test_threads_work_until_their_memory_is_used_up(run):
-    ended = run("""
-import threading
+THREADS = """
+import ctypes, mmap, platform, threading
 gate, started = threading.Event(), 0
 def bomb():
     global started
@@ -118,10 +118,86 @@ def bomb():
         threading.Thread(target=gate.wait, daemon=True).start()
         started += 1
 attempt("bomb", bomb)
-print("few", started < 500)
 print("some", started > 2)
+print("few", started < 65)
+gate.set()
+# clone(flags, stack) until it fails; the new threads wait in a system call without their stack.
+loop = bytes.fromhex({
+    "x86_64": "5341544889d34d31e44939dc7d24b83800000031d24531d24531c00f054885c07407780e49ffc4ebe0"
+    "b8220000000f05ebf74c89e0415c5bc3",
+    "aarch64": "e90300aaea0301aaeb0302aa0c0080d29f010beb6a020054e00309aae1030aaa020080d2030080d2"
+    "040080d2881b80d2010000d4800000b44001f8b78c050091f4ffff17000080d2010080d2020080d2030080d2"
+    "280980d2010000d4faffff17e0030caac0035fd6",
+}[platform.machine()])
+memory = mmap.mmap(-1, 2**16, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+memory.write(loop)
+start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+clone = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_long)(start)
+CLONE_VM_FS_FILES_SIGHAND_THREAD = 0x100 | 0x200 | 0x400 | 0x800 | 0x10000
+print("raw", clone(CLONE_VM_FS_FILES_SIGHAND_THREAD, start + 2**15, 5_000) < 65)
+"""
+# As the user who runs the tests; if that is root, also as one whose real user is another.
+USERS = [None, 65_534] if os.getuid() == 0 else [None]
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_threads_work_up_to_a_limit_that_the_kernel_enforces(user):
+    script = (
+        "import sys\nfrom millrace.scoring.sandbox.calls import SandboxLimits, run_programs\n"
+        "limits = SandboxLimits(time_s=30.0)\n"
+        "for can_thread in (True, False):\n"
+        "    (ran,) = run_programs(sys.argv[1], [''], limits=limits, can_thread=can_thread)\n"
+        "    print(ran.ok, *ran.output.split())"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script, ATTEMPT + THREADS],
+        preexec_fn=None if user is None else lambda: os.setresuid(user, -1, -1),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    threads, no_threads = ran.stdout.splitlines()
+    assert threads == "True bomb RuntimeError None some True few True raw True"
+    assert no_threads == "True bomb RuntimeError None some False few True raw True"
+
+
+def test_code_and_tests_have_no_capability():
+    code = "import time\ndef wait():\n    time.sleep(1000)"
+    with watching(psutil.Process()) as seen:
+        kwargs = {"limits": LIMITS}
+        thread = threading.Thread(target=run_tests, args=(code, ["wait()"]), kwargs=kwargs)
+        thread.start()
+        wait_until(lambda: len(seen) == 2 and all(map(is_locked, seen)))
+        statuses = [status_of(process) for process in seen]
+        for process in seen:
+            process.kill()
+        thread.join()
+    for status in statuses:
+        held = {name: status[name] for name in ("CapPrm", "CapEff", "CapBnd", "CapAmb")}
+        assert set(held.values()) == {"0" * 16}
+        assert status["NoNewPrivs"] == "1"
+
+
+def test_code_cannot_raise_a_limit(run):
+    ended = run("""
+import resource
+for name in ("CPU", "AS", "FSIZE", "NOFILE", "NPROC"):
+    kind = getattr(resource, f"RLIMIT_{name}")
+    soft, hard = resource.getrlimit(kind)
+    attempt(name, lambda: resource.setrlimit(kind, (soft, hard + 1)))
+    attempt(f"p{name}", lambda: resource.prlimit(0, kind, (soft, hard + 1)))
 """)
-    assert ended == {"bomb": "RuntimeError", "few": "True", "some": "True"}
+    assert len(ended) == 10
+    assert set(ended.values()) <= {"ValueError", REFUSED}
+
+
+def status_of(process: psutil.Process) -> dict[str, str]:
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def is_locked(process: psutil.Process) -> bool:
+    return status_of(process)["Seccomp"] == "2"
 
 
 @pytest.mark.parametrize(

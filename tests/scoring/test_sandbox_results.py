@@ -1,4 +1,4 @@
-"""Messages between tests and the code under test, and results that the code cannot forge."""
+"""Messages between tests and the code under test."""
 
 import pytest
 from hypothesis import given, settings
@@ -8,127 +8,11 @@ from millrace.scoring.sandbox.calls import SandboxLimits, run_programs, run_test
 from millrace.scoring.sandbox.frames import pack, unpack, write_back
 
 LIMITS = SandboxLimits(time_s=30.0)
-FORGERIES = {
-    "leaves at once": "import os\nos._exit(0)",
-    "leaves politely": "import sys\nsys.exit(0)",
-    "leaves when called": "import os\ndef f(x): os._exit(0)",
-    "leaves by an exception": "def f(x): raise SystemExit(0)",
-    "prints results": """
-import json, os, struct
-data = json.dumps({"ok": True}).encode()
-for fd in range(64):
-    try: os.write(fd, (struct.pack("<Q", len(data)) + data) * 4)
-    except OSError: pass
-def f(x): return 0
-""",
-    "prints and leaves": """
-import json, os, struct
-data = json.dumps({"ok": True}).encode()
-def f(x):
-    for fd in range(64):
-        try: os.write(fd, (struct.pack("<Q", len(data)) + data) * 4)
-        except OSError: pass
-    os._exit(0)
-""",
-    "equals everything": """
-class Any:
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-    def __lt__(self, other): return True
-    __gt__ = __le__ = __ge__ = __lt__
-    def __sub__(self, other): return self
-    def __abs__(self): return self
-    def __bool__(self): return True
-def f(x): return Any()
-""",
-    "is a number that equals everything": """
-class Any(int):
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-def f(x): return Any(0)
-""",
-    "patches the harness": """
-import builtins, sys
-for name, module in list(sys.modules.items()):
-    if name.startswith("millrace") and not name.endswith("frames"):
-        for key, value in list(vars(module).items()):
-            if callable(value) and not key.startswith("__"):
-                setattr(module, key, lambda *args, **kwargs: {"ok": True, "value": True})
-builtins.AssertionError = SystemExit
-builtins.compile = builtins.exec = lambda *args: None
-def f(x): return 0
-""",
-    "replaces modules": """
-import sys
-for name in list(sys.modules):
-    if name not in ("sys", "builtins"):
-        sys.modules[name] = sys.modules["sys"]
-def f(x): return 0
-""",
-    "redefines what the tests use": """
-def abs(x): return 0
-def isinstance(*args): return True
-def f(x): return 0
-class AssertionError(Exception): pass
-__debug__name = "off"
-""",
-    "looks for the tests": """
-import gc, os, sys
-def hunt():
-    frame = sys._getframe()
-    while frame:
-        yield from frame.f_locals.values()
-        frame = frame.f_back
-    yield from gc.get_objects()
-def f(x):
-    for thing in hunt():
-        if isinstance(thing, str) and "f(20)" in thing and "hunt" not in thing:
-            return int(thing.split("==")[1])
-    for fd in range(5, 64):
-        try: print(os.read(fd, 1000))
-        except OSError: pass
-    return 0
-""",
-    "returns too much": "def f(x): return 'x' * 2**24",
-    "returns itself": "def f(x):\n    a = []\n    a.append(a)\n    return a",
-    "answers nonsense": """
-import os, struct
-for text in (b'[]', b'{"names": 3}', b'{"names": {"f": ["module", "os.no"]}}', b'\\xff'):
-    os.write(4, struct.pack("<Q", len(text)) + text)
-def f(x): return 0
-""",
-    "answers nonsense when called": """
-import os, struct
-def f(x):
-    text = b'{"value": ["Fraction", "1/0"]}'
-    os.write(4, struct.pack("<Q", len(text)) + text)
-""",
-    "does not load": "def f(x) return 0",
-    "needs what is not there": "import no_such_module\ndef f(x): return 400",
-}
-
-
-@pytest.mark.parametrize("name", FORGERIES)
-def test_no_forgery_passes_a_test(name):
-    tests = [
-        "assert f(20) == 400",
-        "assert abs(f(20) - 400) < 1e-6",
-        "try:\n    f(20) == 400 or 1/0\nexcept Exception:\n    raise AssertionError",
-    ]
-    honest = "def f(x): return x * x"
-    assert run_tests(honest, tests, limits=LIMITS) == [True] * 3
-    assert run_tests(FORGERIES[name], tests, limits=SandboxLimits(time_s=1.5)) == [False] * 3
-
-
-def test_exited_code_fails_even_a_test_that_expects_an_error():
-    expects = "try:\n    f()\nexcept BaseException:\n    pass\nelse:\n    assert False"
-    assert run_tests("def f(): raise KeyError", [expects], limits=LIMITS) == [True]
-    assert run_tests("import os\ndef f(): os._exit(0)", [expects], limits=LIMITS) == [False]
-
 
 CODE = """
 import math
-from collections import Counter, namedtuple
+from collections import Counter, deque, namedtuple
+from enum import Enum
 from fractions import Fraction
 class Empty(LookupError): pass
 class Stack:
@@ -154,6 +38,23 @@ def half(): return Fraction(1, 2)
 def size(stack): return len(stack)
 def fail(): int("x")
 def adder(n): return lambda x: x + n
+class Vector:
+    Unit = namedtuple("Unit", "x")
+    def __init__(self, x): self.x = x
+    def __mul__(self, k): return Vector(self.x * (k.x if isinstance(k, Vector) else k))
+    def __neg__(self): return Vector(-self.x)
+    def __eq__(self, other): return self.x == other.x
+    def __repr__(self): return f"Vector({self.x})"
+class Color(Enum):
+    RED = 1
+def nodes(n):
+    head = None
+    for i in range(n): head = Node(i, head)
+    return head
+class Node:
+    def __init__(self, title, next): self.title, self.next = title, next
+def windows(items): return deque(items, 2), range(len(items)), {1: 2}.keys()
+def turn(queue): queue.rotate(1)
 LIMIT = 10
 """
 
@@ -177,6 +78,16 @@ LIMIT = 10
         "assert list(count(3)) == [0, 1, 2] and sum(count(4)) == 6",
         "assert words('a b a') == {'a': 2, 'b': 1} and half() == 0.5",
         "assert adder(2)(3) == 5",
+        "from itertools import islice\ng = count(9)\nassert next(g) == 0\n"
+        "assert list(islice(g, 2)) == [1, 2] and list(islice(g, 2)) == [3, 4]",
+        "assert (Vector(2) * 3).x == 6 and -Vector(1) * Vector(2) == Vector(-2)",
+        "assert str(Vector(2)) == 'Vector(2)' and repr(-Vector(2)) == 'Vector(-2)'",
+        "assert Vector.Unit(1) == (1,) and Color.RED.value == 1 and Color['RED'] == Color.RED",
+        "node = nodes(2)\nwhile node.next: node = node.next\nassert node.title == 0",
+        "from collections import deque\n"
+        "assert windows([1, 2, 3]) == (deque([2, 3]), range(3), [1])\n"
+        "q = deque([1, 2, 3])\nturn(q)\nassert q == deque([3, 1, 2])",
+        "assert same(None, 1.5, {1}, (2,), {3: None})[0] == (None, 1.5, {1}, (2,), {3: None})",
         "try:\n    fail()\n    assert 0\nexcept ValueError as e:\n    assert 'literal' in str(e)",
         "from solution import same, Stack\nimport solution\nassert solution.LIMIT == 10",
         "def test_one(): assert LIMIT == 10\ndef check(f): assert f(1) == ((1,), {})\ncheck(same)",
@@ -196,6 +107,8 @@ def test_tests_use_the_code_like_a_local_module(test):
         "import sys\nsys.exit(0)",
         "assert Stack([1]) == [1]",
         "same(lambda: 1)",
+        "assert Vector(2) == 2",
+        "assert next(nodes(1)).title == 0",
     ],
 )
 def test_test_that_does_not_finish_fails(test):

@@ -6,7 +6,8 @@ runner and reach the code by messages (objects.py). So the code sees no test, ha
 results, and can answer only with data.
 
 Confined: the code cannot start a process, open a socket, write or delete a file, send a signal,
-trace a process, or exceed its limits on CPU time, memory, output and open files. It can read only
+trace a process, use a capability of root, or exceed its limits on CPU time, memory, threads, output
+and open files. It can read only
 Python's library and a few system files (lockdown.py lists them), or no file at all on kernels
 without Landlock. All its processes end with the call.
 

@@ -43,11 +43,17 @@ class SandboxRun:
 
 
 def run_programs(
-    code: str, inputs: Sequence[str], *, limits: SandboxLimits, can_read: bool = True
+    code: str,
+    inputs: Sequence[str],
+    *,
+    limits: SandboxLimits,
+    can_read: bool = True,
+    can_thread: bool = True,
 ) -> list[SandboxRun]:
     """Run the code as a script once per standard input. Runs beyond the time limit have failed."""
-    job = {"kind": "programs", "count": len(inputs)}
-    results = _run(job, list(inputs), code=code, limits=limits, can_read=can_read)
+    job: dict[str, Any] = {"kind": "programs", "count": len(inputs)}
+    job |= {"can_read": can_read, "can_thread": can_thread}
+    results = _run(job, list(inputs), code=code, limits=limits)
     runs = [SandboxRun(output=result["output"], ok=result["ok"]) for result in results]
     return runs + [SandboxRun(output="", ok=False)] * (len(inputs) - len(runs))
 
@@ -56,13 +62,14 @@ def run_tests(
     code: str, tests: Sequence[str], *, limits: SandboxLimits, can_read: bool = True
 ) -> list[bool]:
     """Return for each test whether it passes. The code is loaded once for all tests."""
-    results = _run({"kind": "tests"}, [list(tests)], code=code, limits=limits, can_read=can_read)
+    job = {"kind": "tests", "can_read": can_read, "can_thread": True}
+    results = _run(job, [list(tests)], code=code, limits=limits)
     passed = [result["ok"] is True for result in results]
     return passed + [False] * (len(tests) - len(passed))
 
 
 def _run(
-    job: dict[str, Any], inputs: list[Any], *, code: str, limits: SandboxLimits, can_read: bool
+    job: dict[str, Any], inputs: list[Any], *, code: str, limits: SandboxLimits
 ) -> list[dict[str, Any]]:
     """Start a runner, and collect its results until it ends or the time limit is reached."""
     if (reason := unsupported()) is not None:
@@ -74,7 +81,6 @@ def _run(
         "cpu_s": max(1, round(limits.time_s + 0.5)),
         "memory_bytes": limits.memory_bytes,
         "output_bytes": limits.output_bytes,
-        "can_read": can_read,
     }
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", START, ROOT],

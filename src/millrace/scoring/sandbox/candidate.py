@@ -17,6 +17,8 @@ from millrace.scoring.sandbox.frames import Packed, pack, receive, send, unpack
 MODULE = "solution"
 MAX_REQUEST_BYTES = 2**28
 
+ORDER = ("lt", "le", "gt", "ge")
+ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, *args, **kwargs: function(*args, **kwargs),
     "getattr": getattr,
@@ -30,10 +32,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "hash": hash,
     **{
         name: getattr(operator, name)
-        for name in (
-            *("getitem", "setitem", "delitem", "contains", "eq", "lt", "le", "gt", "ge"),
-            *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "matmul"),
-        )
+        for name in ("getitem", "setitem", "delitem", "eq", "neg", *ORDER, *ARITHMETIC)
     },
 }
 
@@ -53,7 +52,7 @@ class Handles:
 
     def _refer(self, thing: Any) -> Packed:
         if isinstance(thing, types.ModuleType):
-            return ["module", thing.__name__]
+            return ["module"]
         if isinstance(thing, type) and issubclass(thing, BaseException):
             return _pack_class(thing)
         if id(thing) not in self._numbers:

@@ -3,13 +3,14 @@
 Promise: a received message is plain data of at most the allowed size, from any sender. Nothing is
 read ahead, so a process forked between two frames never had the second one in memory. unpack()
 builds only plain builtin values, so no result has an __eq__ of the code under test. Subclasses
-(Counter, namedtuple) travel as the builtin they extend. The caller handles values that are not
-data.
+(Counter, namedtuple) travel as the builtin they extend, and views of a dict as lists. The caller
+handles values that are not data.
 """
 
 import json
 import os
 import struct
+from collections import deque
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -18,8 +19,9 @@ from typing import Any
 _HEADER = struct.Struct("<Q")
 Packed = Any  # None, bool, str, float, or a list [type, ...]
 _COLLECTIONS: dict[str, type] = {
-    kind.__name__: kind for kind in (list, tuple, set, frozenset, dict, bytes, bytearray)
+    kind.__name__: kind for kind in (list, tuple, set, frozenset, deque, bytes, bytearray)
 }
+_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 
 
 class FrameError(Exception):
@@ -93,7 +95,12 @@ def pack(value: Any, *, other: Callable[[Any], Packed]) -> Packed:
             ]
         case bytes() | bytearray():
             return ["bytes" if isinstance(value, bytes) else "bytearray", value.hex()]
-    for name in ("list", "tuple", "set", "frozenset"):
+        case range():
+            bounds = (value.start, value.stop, value.step)
+            return ["range", [pack(bound, other=other) for bound in bounds]]
+    if isinstance(value, _VIEWS):
+        value = list(value)
+    for name in ("list", "tuple", "set", "frozenset", "deque"):
         if isinstance(value, _COLLECTIONS[name]):
             return [name, [pack(item, other=other) for item in value]]
     return other(value)
@@ -116,7 +123,9 @@ def unpack(packed: Packed, *, other: Callable[[list[Any]], Any]) -> Any:
             return {unpack(k, other=other): unpack(item, other=other) for k, item in pairs}
         case ["bytes" | "bytearray" as name, str(text)]:
             return _COLLECTIONS[name].fromhex(text)
-        case ["list" | "tuple" | "set" | "frozenset" as name, list(items)]:
+        case ["range", list(bounds)]:
+            return range(*(unpack(bound, other=other) for bound in bounds))
+        case ["list" | "tuple" | "set" | "frozenset" | "deque" as name, list(items)]:
             return _COLLECTIONS[name](unpack(item, other=other) for item in items)
         case _:
             return other(packed)
@@ -138,6 +147,9 @@ def write_back(original: Any, changed: Any) -> Any:
         case (set(), set()):
             original.clear()
             original.update(changed)
+        case (deque(), deque()):
+            original.clear()
+            original.extend(changed)
         case _:
             return changed
     return original

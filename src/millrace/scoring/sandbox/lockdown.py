@@ -1,17 +1,21 @@
-"""Confines the current process for good: resource limits, Landlock, seccomp.
+"""Confines the current process for good: capabilities, resource limits, Landlock, seccomp.
 
-Resource limits bound its CPU time, memory and open files. Landlock restricts reading to Python's
-library. seccomp restricts system calls to those of syscalls.py. None of this needs privileges, and
-none can be undone.
+isolate() drops all capabilities, so that even root cannot raise a limit, and limits the number of
+threads. lock() bounds CPU time, memory and open files by resource limits, restricts reading to
+Python's library by Landlock, and system calls to those of syscalls.py by seccomp. None of this
+needs privileges, and none can be undone.
 
-Promise: lock() returns with all of it in force, or raises OSError. Without Landlock (Linux before
-5.13, or disabled) the process cannot open any file.
+Promise: both return with all of it in force, or raise OSError. Without Landlock (Linux before 5.13,
+or disabled) the process cannot open any file. The kernel counts threads by user, so a process needs
+a user of its own to be limited: root takes an unused one, and other users a user namespace (Linux
+5.14). Where neither is possible, the process cannot start threads.
 """
 
 import contextlib
 import ctypes
 import os
 import platform
+import re
 import resource
 import signal
 import struct
@@ -21,13 +25,18 @@ from pathlib import Path
 from millrace.scoring.sandbox.syscalls import ARCHITECTURES, seccomp_filter
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_GET_SECCOMP, PR_SET_SECCOMP = 1, 4, 21, 22
-PR_SET_NO_NEW_PRIVS = 38
+PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 24, 38, 47, 4
+CAPABILITY_VERSION_3 = 0x20080522
+CLONE_NEWUSER = 0x10000000
 SECCOMP_MODE_FILTER = 2
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 LANDLOCK_RULE_PATH_BENEATH = 1
 EXECUTE, READ_FILE, READ_DIR = 1 << 0, 1 << 2, 1 << 3
 ALL_ACCESS = (1 << 13) - 1  # all rights of the first version of Landlock
 OPEN_FILES = 64
+MAX_THREADS = 64  # of a runner and the code together
+# Where no user ids are assigned, and where containers that have 65536 of them assign none.
+UNUSED_IDS = ((1_900_000_000, 2**22), (61_184, 4_336))  # first, how many
 
 
 def unsupported() -> str | None:
@@ -53,8 +62,26 @@ def hide_memory() -> None:
     _prctl(PR_SET_DUMPABLE, 0)
 
 
-def lock(*, cpu_s: int, memory_bytes: int, can_read: bool = True) -> None:
-    """Confine this process. `can_read`: it may read Python's library, if Landlock is available."""
+def isolate() -> bool:
+    """Limit the threads of this process and its children, and drop all capabilities. Returns False
+    if the threads cannot be limited here."""
+    is_limited = _count_separately()
+    if is_limited:
+        _limit(resource.RLIMIT_NPROC, MAX_THREADS)
+    with contextlib.suppress(OSError):  # there is no such capability, or no right to drop it
+        for capability in range(64):
+            _prctl(PR_CAPBSET_DROP, capability)
+    with contextlib.suppress(OSError):  # Linux before 4.3 has none
+        _prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    header, none = struct.pack("Ii", CAPABILITY_VERSION_3, 0), bytes(24)
+    _checked(ctypes.CDLL(None, use_errno=True).capset(header, none))
+    os.close(os.open(os.__file__, os.O_RDONLY))  # root may have read it by a capability alone
+    return is_limited
+
+
+def lock(*, cpu_s: int, memory_bytes: int, can_read: bool = True, can_thread: bool = False) -> None:
+    """Confine this process. `can_read`: it may read Python's library, if Landlock is available.
+    `can_thread`: it may start threads, which isolate() has limited."""
     _limit(resource.RLIMIT_CPU, cpu_s)
     _limit(resource.RLIMIT_AS, memory_bytes)
     _limit(resource.RLIMIT_FSIZE, 0)
@@ -62,9 +89,25 @@ def lock(*, cpu_s: int, memory_bytes: int, can_read: bool = True) -> None:
     _limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     is_landlocked = can_read and _landlock(_library())
-    steps = ctypes.create_string_buffer(seccomp_filter(can_open=is_landlocked))
+    steps = ctypes.create_string_buffer(
+        seccomp_filter(can_open=is_landlocked, can_thread=can_thread)
+    )
     program = struct.pack("HxxxxxxP", (len(steps) - 1) // 8, ctypes.addressof(steps))
     _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.c_char_p(program))
+
+
+def _count_separately() -> bool:
+    """Let the kernel count the threads of this process apart from those of other processes."""
+    if os.getuid() == 0:
+        for first, how_many in UNUSED_IDS:
+            with contextlib.suppress(OSError):
+                # The effective user stays: it can read what it could read.
+                os.setresuid(first + os.getpid() % how_many, -1, -1)
+                return True
+        return False
+    release = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
+    unshare = ctypes.CDLL(None).unshare
+    return release >= (5, 14) and unshare(CLONE_NEWUSER) == 0
 
 
 def has_landlock() -> bool:

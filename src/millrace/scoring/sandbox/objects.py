@@ -1,16 +1,23 @@
 """Proxies through which tests use the functions, classes and objects of the code under test.
 
-Promise: data comes back as plain values. A proxy never compares equal to a plain value, and never
-compares less or greater, whatever the object behind it answers.
+Promise: data comes back as plain values, and no object of the code can pass for data. A proxy never
+equals a plain value and never compares less or greater. The name that the test uses decides what
+else a proxy can do, because the test's author chose it and the code did not:
+
+- Remote, the result of a call or an attribute. It has attributes and can be called, iterated once,
+  shown as text, and combined with other proxies. It has no length, items, truth value or arithmetic
+  with plain data, and none of the methods of numbers and texts: a test that expects data fails.
+- RemoteName, what a name of the code stands for. It has all attributes.
+- RemoteClass, for a name that starts with a capital letter, and RemoteInstance, the result of
+  calling it. The test uses a class of the code, so its length, items and operators are those of the
+  code. Arithmetic with plain data must not result in plain data.
 """
 
 import builtins
-import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from millrace.scoring.sandbox.candidate import OPERATIONS
+from millrace.scoring.sandbox.candidate import ARITHMETIC, ORDER
 from millrace.scoring.sandbox.frames import (
     FrameError,
     Packed,
@@ -20,6 +27,11 @@ from millrace.scoring.sandbox.frames import (
     unpack,
     write_back,
 )
+
+# Methods of values that cannot change. Tests call them on results that they expect to be data.
+DATA_METHODS = {
+    name for kind in (str, bytes, int, float, complex, tuple, frozenset) for name in dir(kind)
+}
 
 
 class Candidate:
@@ -38,7 +50,7 @@ class Candidate:
         """Return the names that the code defines. It cannot redefine builtins."""
         found = self._receive().get("names", {})
         return {
-            name: self._unpack(packed)
+            name: _renewed(self._unpack(packed), RemoteClass if _is_class(name) else RemoteName)
             for name, packed in found.items()
             if not (name.startswith("__") or hasattr(builtins, name))
         }
@@ -55,7 +67,10 @@ class Candidate:
             self._on_exit()
         reply = self._receive()
         if "error" in reply:
-            raise self._unpack(reply["error"])(str(reply.get("text", "")))
+            error = self._unpack(reply["error"])
+            if issubclass(error, StopIteration) and operation != "next":
+                error = RuntimeError  # as in a generator: it would end a loop of the test
+            raise error(str(reply.get("text", "")))
         if reply.get("after") is not None:  # functions may change their arguments
             changed_args, changed_kwargs = (self._unpack(packed) for packed in reply["after"])
             write_back([list(args), kwargs], [list(changed_args), changed_kwargs])
@@ -84,11 +99,8 @@ class Candidate:
                 return Remote(self, handle, kind)
             case ["error", str(name), str(base_name)]:
                 return self._error_class(name, base_name)
-            case ["module", str(name)] if name.partition(".")[0] in sys.stdlib_module_names:
-                # Not the code's own, which it may have changed.
-                return importlib.import_module(name)
-            case ["module", str()]:
-                return None
+            case ["module"]:
+                return None  # the runner imports the modules that a test uses
         raise ValueError(packed)
 
     def _error_class(self, name: str, base_name: str) -> type[Exception]:
@@ -109,18 +121,118 @@ class Remote:
 
     def __init__(self, candidate: Candidate, handle: int, kind: str) -> None:
         vars(self).update(_candidate=candidate, _handle=handle, _kind=kind)
+        vars(self).update(_iterator=None, _is_exhausted=False)
 
     def __getattr__(self, name: str) -> Any:
-        return self._candidate.ask("getattr", self, name)
+        if name.startswith("__"):
+            raise AttributeError(f"a {self._kind} of the code under test has no {name} here")
+        value = self._ask("getattr", name)
+        if isinstance(value, Remote) and name in DATA_METHODS:
+            raise AttributeError(f"the code under test returned a {self._kind}, which is not data")
+        return _renewed(value, RemoteClass) if _is_class(name) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._candidate.ask("setattr", self, name, value)
+        self._ask("setattr", name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._candidate.ask("call", self, *args, **kwargs)
+        return self._ask("call", *args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and self._candidate.ask("eq", self, other) is True
+        return isinstance(other, Remote) and self._ask("eq", other) is True
+
+    def __hash__(self) -> int:
+        return self._ask("hash")
+
+    def __str__(self) -> str:
+        return self._ask("str")
+
+    def __repr__(self) -> str:
+        return self._ask("repr")
+
+    def __iter__(self) -> Any:
+        """Iterate once, so that the code cannot answer differently the second time."""
+        if self._iterator is None:
+            iterator = self._ask("iter")
+            is_own = isinstance(iterator, Remote) and iterator._handle == self._handle
+            vars(self)["_iterator"] = self if is_own else iterator
+        elif self._iterator is not self or self._is_exhausted:
+            raise TypeError("a result of the code under test can be iterated once; use list()")
+        return self._iterator
+
+    def __next__(self) -> Any:
+        if self._is_exhausted:
+            raise StopIteration
+        try:
+            return self._ask("next")
+        except StopIteration:
+            vars(self)["_is_exhausted"] = True
+            raise
+
+    def _ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+        return self._candidate.ask(operation, self, *args, **kwargs)
+
+    def _combine(self, operation: str, other: Any) -> Any:
+        """The result of an operator, here with another proxy only."""
+        return self._ask(operation, other) if isinstance(other, Remote) else NotImplemented
+
+
+class RemoteName(Remote):
+    """Proxy of a name of the code: a function or an object."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = self._ask("getattr", name)
+        return _renewed(value, RemoteClass) if _is_class(name) else value
+
+
+class RemoteInstance(RemoteName):
+    """Proxy of an object that the test created from a class of the code."""
+
+    def __bool__(self) -> bool:
+        return self._ask("bool")
+
+    def __len__(self) -> int:
+        return self._ask("len")
+
+    def __iter__(self) -> Any:
+        return self._ask("iter")
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("getitem", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._ask("setitem", key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._ask("delitem", key)
+
+    def __neg__(self) -> Any:
+        return _renewed(self._ask("neg"), RemoteInstance)
+
+    def _combine(self, operation: str, other: Any) -> Any:
+        result = self._ask(operation, other)
+        if isinstance(other, RemoteInstance):
+            return _renewed(result, RemoteInstance)
+        if not isinstance(other, Remote) and not isinstance(result, Remote):
+            raise TypeError(f"a {self._kind} of the code under test cannot turn data into data")
+        return result
+
+
+class RemoteClass(RemoteInstance):
+    """Proxy of a name that starts with a capital letter."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _renewed(self._ask("call", *args, **kwargs), RemoteInstance)
+
+
+def _is_class(name: str) -> bool:
+    return name.lstrip("_")[:1].isupper()
+
+
+def _renewed(value: Any, kind: type[Remote]) -> Any:
+    """The same object behind a proxy of another kind; data is unchanged."""
+    if type(value) is not Remote:
+        return value
+    return kind(value._candidate, value._handle, value._kind)
 
 
 def _refer(value: Any) -> Packed:
@@ -129,15 +241,23 @@ def _refer(value: Any) -> Packed:
     raise TypeError(f"tests can pass data and the code's own objects, not a {type(value).__name__}")
 
 
-def _define(operation: str) -> None:
-    def method(self: Remote, *args: Any) -> Any:
-        is_order = operation in ("lt", "le", "gt", "ge")
-        if is_order and not all(isinstance(arg, Remote) for arg in args):
+def _define_order(operation: str) -> None:
+    def method(self: Remote, other: Any) -> Any:
+        if not isinstance(other, Remote):
             return NotImplemented
-        return self._candidate.ask(operation, self, *args)
+        return self._candidate.ask(operation, self, other) is True
 
     setattr(Remote, f"__{operation}__", method)
 
 
-for _name in OPERATIONS.keys() - {"call", "getattr", "setattr", "eq"}:  # defined above
-    _define(_name)
+def _define_operator(operation: str) -> None:
+    def method(self: Remote, other: Any) -> Any:
+        return self._combine(operation, other)
+
+    setattr(Remote, f"__{operation}__", method)
+
+
+for _name in ORDER:
+    _define_order(_name)
+for _name in ARITHMETIC:
+    _define_operator(_name)

@@ -5,6 +5,9 @@ forks the code before it reads any test, and closes its own pipes in the fork. T
 itself as well, because tests are code.
 """
 
+import ast
+import contextlib
+import importlib
 import os
 import sys
 import types
@@ -12,7 +15,13 @@ from typing import Any, NoReturn
 
 from millrace.scoring.sandbox.candidate import MODULE, run_program, serve
 from millrace.scoring.sandbox.frames import receive, send
-from millrace.scoring.sandbox.lockdown import die_with, has_landlock, hide_memory, lock
+from millrace.scoring.sandbox.lockdown import (
+    die_with,
+    has_landlock,
+    hide_memory,
+    isolate,
+    lock,
+)
 from millrace.scoring.sandbox.objects import Candidate
 
 MAX_INPUT_BYTES = 2**30
@@ -22,10 +31,12 @@ SPARE_FD = 100  # above every file descriptor of a runner
 
 def main() -> None:
     job = receive(0, max_bytes=MAX_INPUT_BYTES)
+    sys.path = [folder for folder in sys.path if folder != job["root"]]
+    job["can_read"] = job["can_read"] and has_landlock()
+    job["can_thread"] = isolate() and job["can_thread"]
     die_with(job["parent"])
     hide_memory()
-    sys.path = [folder for folder in sys.path if folder != job["root"]]
-    if job["can_read"] is False or not has_landlock():
+    if not job["can_read"]:
         _preload(job["code"])
     if job["kind"] == "programs":
         for _ in range(job["count"]):
@@ -63,10 +74,13 @@ def _run_tests(job: dict[str, Any]) -> None:
     os.close(requests)
     os.close(replies)
     tests = receive(0, max_bytes=MAX_INPUT_BYTES)
+    if not job["can_read"]:
+        for test in tests:
+            _preload(test)
     results = os.dup(1)
     for fd in (0, 1, 2):  # discard the output of tests
         os.dup2(null, fd)
-    lock(cpu_s=job["cpu_s"], memory_bytes=job["memory_bytes"], can_read=job["can_read"])
+    _lock(job)
     candidate = Candidate(
         requests=to_candidate,
         replies=from_candidate,
@@ -75,26 +89,52 @@ def _run_tests(job: dict[str, Any]) -> None:
     )
     try:
         names = candidate.names()
-    except Exception:  # noqa: BLE001 - the code may send anything
+    except BaseException:  # noqa: BLE001 - the code may send anything
         _exit()
     solution = types.ModuleType(MODULE)
     vars(solution).update(names)
     sys.modules[MODULE] = solution  # tests may import it
     for test in tests:
-        send(results, {"ok": _passes(test, dict(names))})
+        send(results, {"ok": _passes(test, dict(names), solution)})
 
 
-def _passes(test: str, names: dict[str, Any]) -> bool:
+def _passes(test: str, names: dict[str, Any], solution: types.ModuleType) -> bool:
     """Run the code of a test, and the functions named test_* that it defines."""
     names["__name__"] = "test"
     try:
-        exec(compile(test, "test.py", "exec"), names)
+        tree = ast.parse(test, "test.py")
+        vars(solution)["__all__"] = sorted(names.keys() - _bound(tree) - {"__name__"})
+        names |= _modules(tree)
+        exec(compile(tree, "test.py", "exec"), names)
         for name, value in list(names.items()):
             if name.startswith("test_") and isinstance(value, types.FunctionType):
                 value()
     except BaseException:  # noqa: BLE001 - any exception is a failed test
         return False
     return True
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    """Names that the test imports or defines: `from solution import *` does not replace them."""
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+    return bound
+
+
+def _modules(tree: ast.Module) -> dict[str, types.ModuleType]:
+    """The library modules that the test uses by name, imported or not. Code that defines a `math`
+    of its own must not decide what math.isclose() is."""
+    uses: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=name)) if name in sys.stdlib_module_names:
+                uses.setdefault(name, set()).add(node.attr)
+    found = {name: importlib.import_module(name) for name in uses}
+    return {name: module for name, module in found.items() if uses[name] <= vars(module).keys()}
 
 
 def _exit() -> NoReturn:
@@ -123,12 +163,17 @@ def _fork(job: dict[str, Any], *, fds: list[int]) -> int:
             os.dup2(SPARE_FD + index, index)
         signal = len(fds)
         os.closerange(signal + 1, os.sysconf("SC_OPEN_MAX"))
-        lock(cpu_s=job["cpu_s"], memory_bytes=job["memory_bytes"], can_read=job["can_read"])
+        _lock(job)
         os.write(signal, READY)
         os.close(signal)
     except BaseException:  # noqa: BLE001 - the runner sees the closed pipe
         os._exit(1)
     return 0
+
+
+def _lock(job: dict[str, Any]) -> None:
+    limits = {"cpu_s": job["cpu_s"], "memory_bytes": job["memory_bytes"]}
+    lock(**limits, can_read=job["can_read"], can_thread=job["can_thread"])
 
 
 def _read_to_end(fd: int, *, max_bytes: int) -> bytes | None:
@@ -145,10 +190,6 @@ def _read_to_end(fd: int, *, max_bytes: int) -> bytes | None:
 
 def _preload(code: str) -> None:
     """Import the standard library modules that the code names, because it cannot open files."""
-    import ast
-    import contextlib
-    import importlib
-
     importlib.import_module("_strptime")  # datetime imports it lazily
     try:
         tree = ast.parse(code)

@@ -65,7 +65,7 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 Instruction = tuple[int, int, int, int]  # code, steps if true, steps if false, operand
 
 
-def seccomp_filter(*, can_open: bool) -> bytes:
+def seccomp_filter(*, can_open: bool, can_thread: bool) -> bytes:
     """Return an array of sock_filter for this machine. `can_open`: files, for reading."""
     machine = platform.machine()
     column = list(ARCHITECTURES).index(machine)
@@ -81,7 +81,7 @@ def seccomp_filter(*, can_open: bool) -> bytes:
     for numbers in _MISSING.values():
         steps += _on(numbers[column], [_return(_ERRNO | errno.ENOSYS)])
     for name, (*numbers, decision) in _conditional().items():
-        if can_open or not name.startswith("open"):
+        if (can_open or not name.startswith("open")) and (can_thread or name != "clone"):
             steps += _on(numbers[column], decision)
     steps.append(_return(_ERRNO | errno.EPERM))
     return b"".join(struct.pack("HBBI", *step) for step in steps)
