@@ -3,22 +3,20 @@
 import asyncio
 import sqlite3
 import stat
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fakes import make_group
 from full_disk import files_of_at_most
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from journals import open_journal, read_history
 
 from millrace.core.errors import JournalError
 from millrace.core.records import Task
 from millrace.journal import Journal, read_journal
 from millrace.journal.database import NAME
-from millrace.journal.encoding import decode_group, encode_group
+from millrace.journal.encoding import encode_group
 
 
 async def admit(journal: Journal, *numbers: int) -> None:
@@ -266,20 +264,3 @@ async def test_each_commit_is_synced_to_the_disk(tmp_path):
     assert db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
     assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     await journal.close()
-
-
-@given(st.binary(max_size=200))
-@settings(max_examples=300)
-def test_arbitrary_bytes_are_a_group_or_an_error(data):
-    with suppress(JournalError):
-        decode_group(data, task=Task(prompt=""))
-
-
-@given(st.data())
-@settings(max_examples=200)
-def test_a_group_with_a_changed_byte_is_a_group_or_an_error(data):
-    payload = bytearray(encode_group(make_group(1, kept=True)))
-    at = data.draw(st.integers(0, len(payload) - 1))
-    payload[at] = data.draw(st.integers(0, 255))
-    with suppress(JournalError):
-        decode_group(bytes(payload), task=Task(prompt=""))

@@ -110,6 +110,9 @@ def open_writer(folder: Path, *, connect: Connect = connect_file) -> sqlite3.Con
 def open_reader(folder: Path) -> sqlite3.Connection:
     """A read-only connection; the run may be alive."""
     db = connect_file(f"file:{quote(str((folder / NAME).absolute()))}?mode=ro")
+    # A damaged length must not allocate more than there is.
+    num_bytes = sum(path.stat().st_size for path in folder.glob(f"{NAME}*"))
+    db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, max(num_bytes, PAGE_BYTES))
     db.execute("BEGIN")  # one snapshot for all that is read
     return db
 

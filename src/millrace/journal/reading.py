@@ -25,6 +25,8 @@ from millrace.journal.database import (
 from millrace.journal.encoding import checksum, decode_completion, decode_group
 from millrace.journal.ledger import TRAINED, UNKNOWN, Ledger, LedgerStep, Observation
 
+# SQLite stores any type in any column, so damage also shows as a value that does not fit.
+DAMAGED_VALUES = (ValueError, TypeError, KeyError, OverflowError)
 IS_OPEN = "status IN ('running', 'waiting', 'training')"  # as in the index open_tasks
 
 
@@ -116,7 +118,7 @@ def reading(folder: Path) -> Iterator[sqlite3.Connection | None]:
     try:
         with closing(open_reader(folder)) as db:
             yield db if has_ledger(db) else None
-    except sqlite3.Error as error:
+    except (sqlite3.Error, *DAMAGED_VALUES) as error:
         raise damaged(folder, error) from None
 
 
