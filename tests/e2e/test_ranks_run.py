@@ -9,13 +9,13 @@ import millrace as mr
 from millrace.monitoring.files.metrics import read_metrics
 
 
-def settings_of(tmp_path, *, ranks: int, steps: int) -> dict:
+def settings_of(tmp_path, *, ranks: int, cp: int, steps: int) -> dict:
     return {
         "model": str(tmp_path / "model"),
         "run_dir": str(tmp_path / "run"),
         "sampling": {"max_new_tokens": 12},
         "rollout": {"group_size": 4},
-        "trainer": {"steps": steps, "groups_per_step": 4, "ranks": ranks},
+        "trainer": {"steps": steps, "groups_per_step": 4, "ranks": ranks, "mesh": {"cp": cp}},
         "checkpoint": {"every_steps": 1},
         "cluster": {"threads": 1},
         "scoring": {"workers": 1},
@@ -30,8 +30,8 @@ def test_run_continues_on_another_number_of_ranks(tmp_path, extra):
     make_tiny_model(tmp_path / "model")
     if "critic" in extra:
         extra = {**extra, "scoring": {"workers": 1, "advantages": {"type": "gae"}}}
-    for steps, ranks in [(2, 2), (3, 1), (4, 4)]:
-        settings = {**settings_of(tmp_path, ranks=ranks, steps=steps), **extra}
+    for steps, ranks, cp in [(2, 2, 1), (3, 1, 1), (4, 4, 2)]:
+        settings = {**settings_of(tmp_path, ranks=ranks, cp=cp, steps=steps), **extra}
         result = mr.train(settings, tasks=TASKS, scorers=[share_of_digits], resume=steps > 2)
         rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
         assert [row["step"] for row in rows] == list(range(1, steps + 1))
