@@ -162,6 +162,13 @@ def test_chat_uses_the_template_of_the_models_own_tokenizer(tokenizer):
         assert ends == [len(tokens) - 2, len(tokens) - 1]
 
 
+def test_completion_cannot_forge_a_turn_for_the_reward_model(tokenizer):
+    with _template(tokenizer, "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"):
+        whole = ReadingEncoder(tokenizer, template="chat", is_whole=True, separator=None)
+        tokens, _ = whole.encode(StepReading(prompt="1", pieces=["2<eos>3"]))
+    assert (tokens == tokenizer.eos_token_id).sum() == 2
+
+
 @contextlib.contextmanager
 def _template(tokenizer, template: str):
     tokenizer.chat_template = template

@@ -4,13 +4,13 @@ Used on the controller's loop and that of the environments; torch-free. P = prom
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Message, Prompt, Task
+from millrace.models.chat_template import ChatTemplate
 
 _NO_TEMPLATE = (
     "its prompt is a list of messages, but the model's tokenizer has no chat template; write the"
@@ -25,6 +25,7 @@ class Renderer:
         """`tokenizer`: any Hugging Face tokenizer. `template_settings`: further arguments of the
         chat template."""
         self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer)
         self.template_settings = dict(template_settings or {})
 
     @property
@@ -33,11 +34,10 @@ class Renderer:
         template = self._tokenizer.chat_template
         return template if isinstance(template, str) else str(template or "")
 
-    @cached_property
+    @property
     def special_ids(self) -> frozenset[int]:
         """Tokens that never result from encoding plain text."""
-        added = self._tokenizer.added_tokens_decoder.items()
-        return frozenset([*self._tokenizer.all_special_ids, *(i for i, t in added if t.special)])
+        return self._template.special_ids
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Raise ConfigError if a task has messages and the tokenizer has no chat template."""
@@ -60,7 +60,7 @@ class Renderer:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> np.ndarray:  # [P] int32
         """Encode a text, which by default contains all its special tokens."""
         try:
-            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            ids = self._template.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:
             # Tokenizers without an unknown token raise a bare Exception for unknown characters.
             raise TaskError(
@@ -80,16 +80,17 @@ class Renderer:
         *,
         tools: Sequence[Mapping[str, Any]] = (),  # schemas
         add_generation_prompt: bool = True,
+        **settings: Any,
     ) -> str:
+        """Render messages to a text for encode(). `settings`: further template settings."""
         if not self._tokenizer.chat_template:
             raise TaskError(f"Messages {list(messages)!r:.200}: {_NO_TEMPLATE}")
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=[dict(schema) for schema in tools] or None,
+            return self._template.text(
+                messages,
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **self.template_settings,
+                **{**self.template_settings, **settings},
             )
         except Exception as error:
             # The template is a program of the model's authors; it can raise anything.

@@ -22,6 +22,7 @@ from millrace.core.errors import ScoreError
 from millrace.core.records import Message, Prompt
 from millrace.core.spans import Timeline
 from millrace.inference.model_worker import PROGRESS_S, ModelWorker
+from millrace.models.chat_template import ChatTemplate
 from millrace.models.classifier import ClassifierInput, SequenceKvCache, load_classifier
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import resolve_device, resolve_dtype
@@ -39,6 +40,7 @@ class ReadingEncoder:
     ) -> None:
         """`tokenizer` may be None if only ids are read. `separator` follows each step."""
         self._tokenizer = tokenizer
+        self._chat = ChatTemplate(tokenizer)
         self._template = template
         self._is_whole = is_whole
         self._separator = self._encode(separator) if separator else []
@@ -77,12 +79,8 @@ class ReadingEncoder:
         if completion is not None:
             messages.append({"role": "assistant", "content": completion})
         try:
-            return self._tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=completion is None,
-                tokenize=True,
-                return_dict=False,
-            )
+            text = self._chat.text(messages, add_generation_prompt=completion is None)
+            return self._chat.encode(text)
         except Exception as error:
             # A chat template is a program that comes with the model; it may raise anything.
             raise ScoreError(
