@@ -59,7 +59,11 @@ class InProcessEngine:
             self._listeners[request.id] = on_tokens
         self._waiting[request.id] = asyncio.get_running_loop().create_future()
         self._arrived.set()
-        return await self._waiting[request.id]
+        try:
+            return await self._waiting[request.id]
+        except asyncio.CancelledError:
+            self._deliver(self._engine.abort([request.id]))
+            raise
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
         return self._engine.score(requests)

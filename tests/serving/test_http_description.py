@@ -45,7 +45,7 @@ async def serve(model: Path, *, ready: "Future[tuple[str, asyncio.Event]]") -> N
         tool_format=FORMATS["hermes"],
         metrics=ServerMetrics(),
     )
-    app = make_app(served, key=KEY, limits=ServerLimits(), health=lambda: HEALTH)
+    app = make_app(served, keys=[KEY], limits=ServerLimits(), health=lambda: HEALTH)
     over = asyncio.Event()
     running = asyncio.create_task(remote.run())
     async with http_listener(app, host="127.0.0.1", port=0) as port:

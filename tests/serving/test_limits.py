@@ -9,10 +9,12 @@ import aiohttp
 import pytest
 from writing_engine import WritingEngine, served, until
 
+from millrace.serving.clients import MAX_CLIENTS, RateLimit
 from millrace.serving.options import ServerLimits
-from millrace.serving.server import MAX_CLIENTS, RateLimit
 
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+)
 SOON_S = 0.2
 LATE_S = 20.0  # only a failing test takes this long
 

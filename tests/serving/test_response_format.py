@@ -181,7 +181,7 @@ async def client_of(engine: EmbeddedEngine, *, form: str = "hermes"):
         tool_format=FORMATS[form],
         metrics=ServerMetrics(),
     )
-    app = make_app(model, key=None, limits=ServerLimits(), health=lambda: HEALTH)
+    app = make_app(model, limits=ServerLimits(), health=lambda: HEALTH)
     async with http_listener(app, host="127.0.0.1", port=0) as port:
         url = f"http://127.0.0.1:{port}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:

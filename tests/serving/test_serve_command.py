@@ -91,7 +91,7 @@ async def test_disconnected_client_frees_its_engine_slots(client, server, stream
     running = 'millrace_engine_running{engine="engine-0"}'
     ask = {"model": "tiny", "prompt": "abc", "n": 16, "max_tokens": 500}
     asking = asyncio.create_task(client.completions.create(**ask, temperature=0, stream=stream))
-    while await gauge(server, running) < 16:
+    while await gauge(server, running) < 12:  # a request leaves a quarter of the slots free
         assert not asking.done() or stream, "it was answered before the test could leave"
         await asyncio.sleep(0.02)
     if stream:

@@ -1,7 +1,7 @@
 """An engine that generates given texts token by token, and an HTTP client for it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -83,6 +83,7 @@ async def served(
     engine: SupportsGenerate,
     *,
     key: str | None = None,
+    hosts: Sequence[str] = (),
     limits: ServerLimits | None = None,
     form: str = "hermes",
     health: Callable[[], Health] = lambda: WELL,
@@ -98,7 +99,7 @@ async def served(
         metrics=ServerMetrics(),
     )
     limits = limits or ServerLimits()
-    app = make_app(model, key=key, limits=limits, health=health)
+    app = make_app(model, keys=[key] if key else [], hosts=hosts, limits=limits, health=health)
     async with http_listener(app, host="127.0.0.1", port=0, limits=limits) as port:
         url = f"http://127.0.0.1:{port}/v1"
         async with AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0) as client:

@@ -130,6 +130,7 @@ class Request:
     coalesce: bool = False  # if it streams: few chunks are enough, and none just before the end
     # None = the policy; else one of engine.adapters, or "base" = without the adapter in training.
     adapter: str | None = None
+    cache_salt: str = ""  # only requests with the same salt share cached KV of their prompts
     # Position of the first token to record routes for, if the model has any; None = no routes.
     routes_from: int | None = None
 

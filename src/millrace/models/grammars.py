@@ -17,6 +17,7 @@ import numpy as np
 from millrace.core.errors import TaskError
 
 _NUM_CACHED = 32  # compiled grammars
+MAX_SCHEMA_CHARACTERS = 2**15  # compiling takes time in proportion, in the server and the engine
 # JSON without whitespace: an uncertain model might sample whitespace forever.
 _WHITESPACE = {"whitespace_flexible": False}
 
@@ -35,6 +36,7 @@ def grammar_of(response_format: Mapping[str, Any] | None) -> str | None:
                 f"response_format = {response_format!r:.80} is unknown; its type is 'text',"
                 " 'json_object', or 'json_schema' with a json_schema that has a schema."
             )
+    _check_size(schema, source="response_format")
     matcher = _llguidance("response_format").LLMatcher
     grammar = matcher.grammar_from_json_schema(schema, overrides=_WHITESPACE)
     return _checked(matcher, grammar, source="response_format has a schema")
@@ -62,6 +64,7 @@ def call_grammar(
             }
         )
     schema = {"anyOf": calls, "$defs": definitions, "x-guidance": _WHITESPACE}
+    _check_size(schema, source="tool_choice")
     parts = [*([json.dumps(before)] if before else []), "call"]
     parts += [json.dumps(after)] if after else []
     matcher = _llguidance("tool_choice").LLMatcher
@@ -69,6 +72,14 @@ def call_grammar(
         f"start: {' '.join(parts)}\ncall: %json {json.dumps(schema)}"
     )
     return _checked(matcher, grammar, source="tool_choice requires tools with schemas")
+
+
+def _check_size(schema: Any, *, source: str) -> None:
+    if (size := len(json.dumps(schema, default=repr))) > MAX_SCHEMA_CHARACTERS:
+        raise TaskError(
+            f"{source} needs a schema of {size} characters, but at most {MAX_SCHEMA_CHARACTERS}"
+            " are compiled; simplify it."
+        )
 
 
 def _checked(matcher: Any, grammar: str, *, source: str) -> str:

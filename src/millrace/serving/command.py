@@ -70,6 +70,8 @@ async def _serve(settings: ServeSettings) -> None:
             name=settings.name,
             adapters=tuple(config.engine.adapters),
             max_context=max_context,
+            max_sequences=max(1, settings.engines) * config.engine.max_sequences,
+            separates_clients=len(settings.keys) > 1,
             tool_format=format_of("auto", template=str(tokenizer.chat_template or "")),
             metrics=metrics,
         )
@@ -78,7 +80,8 @@ async def _serve(settings: ServeSettings) -> None:
         ) as score_pool:
             app = make_app(
                 served,
-                key=settings.key,
+                keys=settings.keys,
+                hosts=settings.hosts,
                 limits=settings.limits,
                 health=lambda: _health(pool, count=settings.engines),
                 score_pool=score_pool,

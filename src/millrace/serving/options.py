@@ -26,6 +26,7 @@ examples:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerLimits:
     body_bytes: int = 4 * 2**20
+    completions: int = 256  # of one request: prompts times n
     requests: int = 1024  # concurrent
     rate: float = 1000.0  # requests per second and client
     wait_s: float = 60.0  # of a request, for an engine while none is ready
@@ -36,6 +37,7 @@ class ServerLimits:
 LIMIT_OPTIONS = {  # field of ServerLimits, and help
     "--max-requests": ("requests", "concurrent requests; further ones get status 429"),
     "--max-rate": ("rate", "requests per second and client"),
+    "--max-completions": ("completions", "completions of one request: its prompts times n"),
     "--max-body-bytes": ("body_bytes", "size of one request body"),
     "--max-wait": ("wait_s", "seconds that a request waits while no engine is ready"),
 }
@@ -50,7 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
     add("--port", type=int, default=8000, help="0 chooses a free port (default: 8000)")
     add("--name", help="model name for clients (default: MODEL's last part)")
-    add("--api-key-file", type=Path, metavar="FILE")
+    keys = "file with API keys, one per line; each is a client of its own"
+    add("--api-key-file", type=Path, metavar="FILE", help=keys)
+    hosts = "name in the Host header that a server without a key accepts; can be repeated"
+    add("--allowed-host", action="append", default=[], metavar="NAME", help=hosts)
     for option, (field, text) in LIMIT_OPTIONS.items():
         default = getattr(ServerLimits(), field)
         text = f"{text} (default: {default})"

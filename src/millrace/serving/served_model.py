@@ -1,27 +1,37 @@
 """A model behind its engines, as the endpoints use it: prompts in, completions or chunks out.
 
-Promise: closing a stream frees its slots in the engines. Runs on the server's event loop. Prompts
-are rendered in one thread, because a long prompt would delay all streams.
+Promise: closing a stream frees its slots in the engines. A text that is far too long for the
+context is refused before all of it is tokenised. Runs on the server's event loop. Requests are
+prepared (templates, grammars, tokens) in one thread, because a long prompt would delay all streams.
 """
 
 import asyncio
 import contextlib
 import copy
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import numpy as np
 
 from millrace.core.errors import MillraceError, first_cause
-from millrace.core.protocols import SupportsGenerate
+from millrace.core.protocols import OnTokens, SupportsGenerate
 from millrace.core.records import Completion, CompletionChunk, Finish, Message, Request
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.tools.calls import ToolFormat
 from millrace.serving.api.bodies import OpenAIBody
 from millrace.serving.api.errors import ApiError
+from millrace.serving.clients import Client
+from millrace.serving.fair_queue import FairQueue, Flow
 from millrace.serving.metrics import ServerMetrics
+
+# A longer text is first encoded in pieces, until they exceed the context twice.
+_CHARACTERS_PER_TOKEN = 8
+_PIECE_CHARACTERS = 16384
+T = TypeVar("T")
 
 
 class ServedModel:
@@ -33,44 +43,64 @@ class ServedModel:
         name: str,
         adapters: Sequence[str] = (),
         max_context: int,
+        max_sequences: int = 64,
+        separates_clients: bool = False,
         tool_format: ToolFormat,
         metrics: ServerMetrics,
     ) -> None:
-        """`engine`: None refuses all requests to generate."""
+        """`engine`: None refuses all requests to generate. `max_sequences`: that the engines run at
+        a time. `separates_clients`: there are several, and none gets all places."""
         self.name = name
         self.created = int(time.time())
         self.tool_format = tool_format
         self.metrics = metrics
         self._engine = engine
-        # Tokenizers are not thread-safe: one for the event loop, one for the rendering thread.
-        self._tokenizer, self._rendering_tokenizer = tokenizer, copy.deepcopy(tokenizer)
+        # Tokenizers are not thread-safe: one for the event loop, one for the preparing thread.
+        self._tokenizer, self._renderer = tokenizer, Renderer(copy.deepcopy(tokenizer))
         self._adapters = tuple(adapters)
         self._max_context = max_context
-        self._rendering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
+        self._queue = FairQueue(max_sequences, separates_clients=separates_clients)
+        self._preparing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prepare")
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names that clients can request: the model and its adapters."""
         return (self.name, *self._adapters)
 
-    async def chat_prompt(
+    async def prepare(self, make: Callable[[], T]) -> T:
+        """Run `make` in the thread that prepares requests."""
+        return await asyncio.get_running_loop().run_in_executor(self._preparing, make)
+
+    def chat_prompt(
         self,
         messages: Sequence[Message],
         *,
         tools: Sequence[dict[str, Any]] = (),
         template_settings: Mapping[str, Any] | None = None,
     ) -> np.ndarray:  # [P] int32
-        def render() -> np.ndarray:
-            renderer = Renderer(self._rendering_tokenizer, template_settings=template_settings)
-            return renderer.encode(renderer.chat_text(messages, tools=tools))
+        """Called inside prepare(), like text_prompt()."""
+        text = self._renderer.chat_text(messages, tools=tools, **(template_settings or {}))
+        self._refuse_long(text)
+        return self._renderer.encode(text)
 
-        return await asyncio.get_running_loop().run_in_executor(self._rendering, render)
-
-    async def text_prompt(self, prompt: str | list[int]) -> np.ndarray:  # [P] int32
+    def text_prompt(self, prompt: str | list[int]) -> np.ndarray:  # [P] int32
         if not isinstance(prompt, str):
             return np.array(prompt, np.int32)
-        render = Renderer(self._rendering_tokenizer).render
-        return await asyncio.get_running_loop().run_in_executor(self._rendering, render, prompt)
+        self._refuse_long(prompt)
+        return self._renderer.render(prompt)
+
+    def _refuse_long(self, text: str) -> None:
+        if len(text) <= _CHARACTERS_PER_TOKEN * self._max_context:
+            return
+        num_tokens = 0
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            num_tokens += len(self._renderer.encode(text[start : start + _PIECE_CHARACTERS]))
+            if num_tokens > 2 * self._max_context:
+                raise ApiError(
+                    f"The prompt has {len(text)} characters, far more than the"
+                    f" {self._max_context} tokens of the context; shorten the prompt.",
+                    code="context_length_exceeded",
+                )
 
     def request(
         self,
@@ -78,6 +108,7 @@ class ServedModel:
         prompt: np.ndarray,
         body: OpenAIBody,
         *,
+        client: Client,
         max_tokens: int | None,
         index: int = 0,
         grammar: str | None = None,
@@ -101,6 +132,7 @@ class ServedModel:
                 f" {self._max_context}, including the reply; shorten the prompt.",
                 code="context_length_exceeded",
             )
+        session = body.prompt_cache_key if isinstance(body.prompt_cache_key, str) else None
         return Request(
             id=id,
             prompt=prompt,
@@ -108,16 +140,20 @@ class ServedModel:
             n=body.num_choices,
             seed=body.drawn_seed(),
             index=index,
-            session=body.prompt_cache_key if isinstance(body.prompt_cache_key, str) else None,
+            session=session and client.cache_salt + session,
+            cache_salt=client.cache_salt,
             adapter=body.model if body.model in self._adapters else None,
         )
 
-    async def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        assert self._engine is not None, "checked by request()"
-        start_s = time.monotonic()
+    async def complete(self, requests: Sequence[Request], *, client: Client) -> list[Completion]:
+        start_s, flow = time.monotonic(), Flow(client.name)
         with first_cause():
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._engine.generate(r)) for r in requests]
+                tasks = [
+                    group.create_task(self._generate(flow, part))
+                    for request in requests
+                    for part in self._queue.parts(request)
+                ]
         self.metrics.request_s.observe(time.monotonic() - start_s)
         completions = [completion for task in tasks for completion in task.result()]
         for completion in completions:
@@ -125,25 +161,38 @@ class ServedModel:
         self._count(requests, sum(len(completion.tokens) for completion in completions))
         return completions
 
+    async def _generate(
+        self, flow: Flow, part: Request, on_tokens: OnTokens | None = None
+    ) -> list[Completion]:
+        assert self._engine is not None, "checked by request()"
+        async with self._queue.places(flow, part) as held:
+            part = replace(part, priority=held.started.result())
+            completions = await self._engine.generate(part, on_tokens)
+            held.num_sampled = sum(len(completion.tokens) for completion in completions)
+            return completions
+
     async def stream(
-        self, requests: Sequence[Request]
+        self, requests: Sequence[Request], *, client: Client
     ) -> AsyncGenerator[tuple[int, CompletionChunk]]:
         """Yield chunks as they are sampled, with the number of their completion among all
         requests. Closing the generator ends the requests."""
         # Not bounded here: max_new_tokens bounds the chunks.
         queue: asyncio.Queue[tuple[int, CompletionChunk] | None] = asyncio.Queue()
+        flow = Flow(client.name)
 
-        async def run(first: int, request: Request) -> None:
-            assert self._engine is not None, "checked by request()"
-            await self._engine.generate(
-                request, lambda chunk: queue.put_nowait((first + chunk.member, chunk))
+        async def run(first: int, part: Request) -> None:
+            await self._generate(
+                flow, part, lambda chunk: queue.put_nowait((first + chunk.member, chunk))
             )
 
         async def run_all() -> None:
+            parts = [part for request in requests for part in self._queue.parts(request)]
             try:
                 async with asyncio.TaskGroup() as group:
-                    for i, request in enumerate(requests):
-                        group.create_task(run(i * request.n, request))
+                    for first, part in zip(
+                        accumulate((part.n for part in parts), initial=0), parts, strict=False
+                    ):
+                        group.create_task(run(first, part))
             finally:
                 queue.put_nowait(None)
 
@@ -172,7 +221,7 @@ class ServedModel:
         )
 
     def close(self) -> None:
-        self._rendering.shutdown(wait=False, cancel_futures=True)
+        self._preparing.shutdown(wait=False, cancel_futures=True)
 
     def _count(self, requests: Sequence[Request], num_sampled: int) -> None:
         self.metrics.prompt_tokens += sum(len(request.prompt) for request in requests)

@@ -1,21 +1,17 @@
-"""The HTTP server: the listening socket, routes, API keys, limits, errors.
+"""The HTTP server: the listening socket, routes, limits, errors.
 
 Promise: each request gets an answer that its client understands, and a failing request affects no
 other. A client that disconnects frees its slots in the engines. A connection that does not deliver
 a complete request within `timeout_s` is closed. At most `connections` are open at a time; further
-ones are closed at once. RateLimit bounds the requests per second of one client.
+ones are closed at once. ClientGuard bounds the requests per second of one client.
 
 Runs on one event loop.
 """
 
 import asyncio
 import contextlib
-import hmac
 import logging
-import math
-import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -28,13 +24,15 @@ from millrace.serving.api.errors import ApiError, as_api_error, json_response
 from millrace.serving.api.openapi import Health, describe
 from millrace.serving.api.score import ScoreBody, ScorePool
 from millrace.serving.api.streaming import send_events
+from millrace.serving.clients import Client, ClientGuard
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
 from millrace.serving.served_model import ServedModel
 
 _log = logging.getLogger(__name__)
 _PUBLIC = ("/health",)  # paths that need no key
-MAX_CLIENTS = 4096  # whose requests are counted; the least recent are dropped
+_LARGE_BYTES = 65536  # a larger body is parsed in a thread
+CLIENT = web.RequestKey("client", Client)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 B = TypeVar("B", bound=OpenAIBody)
@@ -44,13 +42,15 @@ Checked = TypeVar("Checked", bound=Body)
 def make_app(
     served: ServedModel,
     *,
-    key: str | None,
+    keys: Sequence[str] = (),
+    hosts: Sequence[str] = (),
     limits: ServerLimits,
     health: Callable[[], Health],
     score_pool: ScorePool | None = None,
 ) -> web.Application:
-    """`key`: API key of clients; None admits everyone. `score_pool`: None disables /score."""
-    openapi = describe(needs_key=key is not None, scores=score_pool is not None)
+    """`keys`: API keys of clients; none admits everyone. `hosts`: allowed in the Host header if
+    there is no key, besides loopback ones. `score_pool`: None disables /score."""
+    openapi = describe(needs_key=bool(keys), scores=score_pool is not None)
 
     async def get_health(_request: web.Request) -> web.Response:
         state = health()
@@ -81,7 +81,7 @@ def make_app(
         middlewares=[
             _metrics_middleware(served.metrics),
             error_middleware,
-            _auth_middleware(key, RateLimit(limits.rate)),
+            _client_middleware(ClientGuard(keys, rate=limits.rate, hosts=hosts)),
         ],
         client_max_size=limits.body_bytes,
     )
@@ -108,6 +108,7 @@ async def http_listener(
         app,
         handler_cancellation=True,  # a disconnected client cancels its request
         access_log=None,
+        auto_decompress=False,  # read_request() refuses compressed bodies
         shutdown_timeout=1.0,
         keepalive_timeout=limits.timeout_s,  # also limits the headers of the first request
         lingering_time=limits.timeout_s,  # for the rest of a refused body
@@ -140,28 +141,6 @@ class _RefusedConnection(asyncio.Protocol):
         transport.abort()
 
 
-class RateLimit:
-    """A token bucket per client, with room for the requests of one second."""
-
-    def __init__(self, per_s: float, *, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._per_s = per_s
-        self._capacity = max(per_s, 1.0)
-        self._now_s = now_s
-        # client -> tokens left, and since when; the most recent client is last
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
-
-    def wait_s(self, client: str) -> float:
-        """Count a request. Returns 0 if it may pass, otherwise the seconds until it may."""
-        now = self._now_s()
-        left, since = self._left.pop(client, (self._capacity, now))
-        left = min(self._capacity, left + (now - since) * self._per_s)
-        passes = left >= 1.0
-        self._left[client] = (left - 1.0 if passes else left, now)
-        if len(self._left) > MAX_CLIENTS:
-            self._left.popitem(last=False)
-        return 0.0 if passes else (1.0 - left) / self._per_s
-
-
 @contextlib.contextmanager
 def _request_slot(metrics: ServerMetrics, *, limit: int) -> Iterator[None]:
     if metrics.running >= limit:
@@ -181,12 +160,18 @@ def _endpoint(
     served: ServedModel,
     limits: ServerLimits,
     kind: type[B],
-    answer_kind: Callable[[ServedModel, B], ApiAnswer[B]],
+    answer_kind: Callable[[ServedModel, B, Client], ApiAnswer[B]],
 ) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         body = await read_request(request, kind, timeout_s=limits.timeout_s)
+        if body.num_completions > limits.completions:
+            raise ApiError(
+                f"The request wants {body.num_completions} completions, but a request may have at"
+                f" most {limits.completions}; send several requests.",
+                param="n",
+            )
         with _request_slot(served.metrics, limit=limits.requests):
-            answer = answer_kind(served, body)
+            answer = answer_kind(served, body, request[CLIENT])
             if body.stream:
                 return await send_events(request, answer.stream(), timeout_s=limits.timeout_s)
             return json_response(await answer.whole())
@@ -203,12 +188,17 @@ async def read_request(
             f"The body is {request.content_type}; send it with Content-Type: application/json.",
             status=415,
         )
+    # A few compressed bytes can become very many.
+    if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
+        raise ApiError(f"Content-Encoding {encoding!r:.80}: send the body as it is.", status=415)
     try:
         async with asyncio.timeout(timeout_s):
             data = await request.read()
     except TimeoutError:
         raise ApiError(f"The body did not arrive within {timeout_s:g} s.", status=408) from None
-    return read_body(kind, data)
+    if len(data) <= _LARGE_BYTES:
+        return read_body(kind, data)
+    return await asyncio.to_thread(read_body, kind, data)
 
 
 def _metrics_middleware(metrics: ServerMetrics) -> Any:
@@ -244,35 +234,14 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         return ApiError("The server failed.", status=500).response()
 
 
-def _auth_middleware(key: str | None, rate: RateLimit) -> Any:
+def _client_middleware(guard: ClientGuard) -> Any:
     @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path in _PUBLIC:
-            return await handler(request)
-        is_known = key is not None and shows_key(request, key)
-        # Counted separately: clients without the key must not use up the rate of those with it.
-        wait_s = rate.wait_s("the key" if is_known else f"from {request.remote}")
-        if wait_s > 0:
-            message = "Too many requests in a short time; try again later."
-            raise ApiError(message, status=429, retry_after_s=math.ceil(wait_s))
-        if key is not None:
-            check_key(request, key)
+    async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path not in _PUBLIC:
+            request[CLIENT] = guard.admit(request)
         return await handler(request)
 
-    return guard
-
-
-def shows_key(request: web.Request, key: str) -> bool:
-    scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
-    # Compared in constant time, so that timing reveals nothing about the key.
-    is_right = hmac.compare_digest(shown.strip().encode(errors="replace"), key.encode())
-    return is_right and scheme.lower() == "bearer"
-
-
-def check_key(request: web.Request, key: str) -> None:
-    if not shows_key(request, key):
-        message = "The API key is missing or wrong; send it as Authorization: Bearer KEY."
-        raise ApiError(message, status=401, code="invalid_api_key")
+    return admit
 
 
 def _model(served: ServedModel, name: str) -> dict[str, Any]:

@@ -27,7 +27,8 @@ class ServeSettings:
     name: str
     host: str
     port: int
-    key: str | None
+    keys: tuple[str, ...]  # empty = no key is needed
+    hosts: tuple[str, ...]  # allowed in the Host header without a key
     limits: ServerLimits
     log_dir: Path
 
@@ -50,8 +51,8 @@ def read_options(args: argparse.Namespace, settings: Mapping[str, object]) -> Se
     config = load_config(overrides={"engine.count": count, **settings, "model.path": args.model})
     threads = config.cluster.threads or max(1, available_cores() // (args.engines + args.scorers))
     cluster = config.cluster.model_copy(update={"threads": threads})
-    key = _key(args.api_key_file, os.environ)
-    if key is None and not _is_loopback(args.host):
+    keys = _keys(args.api_key_file, os.environ)
+    if not keys and not _is_loopback(args.host):
         raise ConfigError(
             f"--host {args.host} can be reached from other machines, but there is no API key; set"
             f" {KEY_VARIABLE} or --api-key-file, or use --host 127.0.0.1."
@@ -63,7 +64,8 @@ def read_options(args: argparse.Namespace, settings: Mapping[str, object]) -> Se
         name=args.name or Path(args.model).name,
         host=args.host,
         port=args.port,
-        key=key,
+        keys=keys,
+        hosts=tuple(args.allowed_host),
         limits=_limits(args),
         log_dir=args.log_dir,
     )
@@ -79,19 +81,22 @@ def _limits(args: argparse.Namespace) -> ServerLimits:
     return ServerLimits(**limits)  # pyright: ignore[reportArgumentType]
 
 
-def _key(file: Path | None, environment: Mapping[str, str]) -> str | None:
+def _keys(file: Path | None, environment: Mapping[str, str]) -> tuple[str, ...]:
     if file is None:
-        key, where = environment.get(KEY_VARIABLE), KEY_VARIABLE
+        where = KEY_VARIABLE
+        lines = [environment[where]] if where in environment else []
     else:
         try:
-            key, where = file.read_text(encoding="utf-8").strip(), f"--api-key-file {file}"
+            where, lines = f"--api-key-file {file}", file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--api-key-file {file} cannot be read: {error}.") from None
-    if key is not None and (not key.isascii() or not key.isprintable() or not key.split() == [key]):
-        raise ConfigError(
-            f"The key in {where} is empty, or has blanks or characters that are not ASCII."
-        )
-    return key
+        lines = [line.strip() for line in lines if line.strip()] or [""]
+    for key in lines:
+        if not key.isascii() or not key.isprintable() or key.split() != [key]:
+            raise ConfigError(
+                f"A key in {where} is empty, or has blanks or characters that are not ASCII."
+            )
+    return tuple(dict.fromkeys(lines))
 
 
 def _is_loopback(host: str) -> bool:

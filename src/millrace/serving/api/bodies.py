@@ -3,15 +3,26 @@
 Unknown fields are refused. So are known fields with a value that would change the result but is not
 supported: nothing that a client requests is silently ignored. Fields that concern only OpenAI's own
 service (billing, logging) are accepted and ignored.
+
+Promise: reading a body takes time in proportion to its size, whatever it contains. A list is
+checked up to its first error, and very many parts or errors are refused without naming them.
 """
 
 import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Sampling
@@ -21,6 +32,10 @@ from millrace.serving.api.errors import ApiError
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
+MAX_MESSAGES = 8192
+MAX_TOOLS = 1024
+MAX_ERRORS = 100  # that are looked at
+MAX_OBJECTS = 2**17  # objects and lists of a body; characters like { and [ in its texts count, too
 # Smaller values exceed the range of float32; the client means greedy sampling.
 MIN_TEMPERATURE = 1e-5
 MIN_TOP_P = 1e-6
@@ -28,10 +43,10 @@ MIN_TOP_P = 1e-6
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 TokenId = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 T = TypeVar("T")
-Prompts = Annotated[list[T], Field(min_length=1, max_length=MAX_PROMPTS)]
+Prompts = Annotated[list[T], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 B = TypeVar("B", bound="Body")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # a surrogate, which may lack its other half
 # Arguments of apply_chat_template that would replace the template or change the type of result.
@@ -61,7 +76,7 @@ class OpenAIBody(Body):
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None  # not in the OpenAI API
     min_p: Annotated[Number, Field(ge=0, lt=1)] | None = None  # not in the OpenAI API
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=16, fail_fast=True)] | None = None
     seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -78,6 +93,10 @@ class OpenAIBody(Body):
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    @property
+    def num_completions(self) -> int:
+        return self.num_choices
 
     def drawn_seed(self) -> int:
         return secrets.randbits(63) if self.seed is None else self.seed
@@ -141,12 +160,14 @@ class NamedTool(Body):
 class ChatBody(OpenAIBody):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[
+        list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -228,9 +249,20 @@ class CompletionBody(OpenAIBody):
             case several:
                 return list(several)  # pyright: ignore[reportReturnType]
 
+    @property
+    def num_completions(self) -> int:
+        return len(self.prompts) * self.num_choices
+
 
 def read_body(kind: type[B], data: bytes) -> B:
     """Parse and check a request body; raises ApiError."""
+    num_objects = data.count(b"{") + data.count(b"[")
+    if num_objects > MAX_OBJECTS:
+        raise ApiError(
+            f"The body has {num_objects} objects and lists, but at most {MAX_OBJECTS} are read;"
+            " send a smaller one.",
+            status=413,
+        )
     try:
         table = json.loads(data, parse_constant=_refuse_constant)
         if _SURROGATE.search(data):
@@ -238,7 +270,7 @@ def read_body(kind: type[B], data: bytes) -> B:
     except (ValueError, RecursionError) as error:  # also invalid UTF-8 and lone surrogates
         raise ApiError(f"The body is not valid JSON: {error}.") from None
     if not isinstance(table, dict):
-        raise ApiError(f"The body is JSON, but not an object: {json.dumps(table)[:80]}.")
+        raise ApiError(f"The body is JSON, but not an object: {_brief(table)}.")
     try:
         return kind.model_validate(table)
     except ValidationError as error:
@@ -249,7 +281,15 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number")
 
 
+def _brief(value: Any) -> str:
+    """The beginning of a value as JSON, without a look at the rest."""
+    parts = json.JSONEncoder().iterencode(value[:80] if isinstance(value, str) else value)
+    return "".join(islice(parts, 80))[:80]
+
+
 def _refusal(error: ValidationError) -> ApiError:
+    if (count := error.error_count()) > MAX_ERRORS:
+        return ApiError(f"The body has {count} unknown fields or wrong values; correct them.")
     # Each branch of a union reports an error. The deepest one is the most specific, preferably one
     # that is not about the type.
     first = max(
@@ -266,8 +306,7 @@ def _refusal(error: ValidationError) -> ApiError:
         return ApiError(f"{message[0].upper()}{message[1:]}.")
     if (only := _supported_value(first)) is not None:
         message = f"only {only} is supported here"
-    value = json.dumps(first["input"])[:80]
-    return ApiError(f"Field {where!r} = {value}: {message}.", param=where)
+    return ApiError(f"Field {where!r} = {_brief(first['input'])}: {message}.", param=where)
 
 
 def _supported_value(detail: Mapping[str, Any]) -> str | None:

@@ -19,6 +19,7 @@ from millrace.serving.api.bodies import ChatBody
 from millrace.serving.api.completions import ApiAnswer, Json
 from millrace.serving.api.errors import ApiError
 from millrace.serving.api.streaming import Decode, TextStream
+from millrace.serving.clients import Client
 from millrace.serving.served_model import ServedModel
 
 CHUNK_KIND = "chat.completion.chunk"
@@ -28,22 +29,24 @@ ROLES = ("system", "user", "assistant", "tool")
 class ChatAnswer(ApiAnswer[ChatBody]):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", CHUNK_KIND
 
-    def __init__(self, served: ServedModel, body: ChatBody) -> None:
-        super().__init__(served, body)
+    def __init__(self, served: ServedModel, body: ChatBody, client: Client) -> None:
+        super().__init__(served, body, client)
         self.openers = served.tool_format.openers if body.offered_tools else ()
         self._started: set[int] = set()
 
-    async def requests(self) -> list[Request]:
+    def requests(self) -> Iterator[Request]:
         body, form = self.body, self.served.tool_format
         messages, tools = form.shown(read_messages(body.messages, form=form), body.offered_tools)
-        prompt = await self.served.chat_prompt(
-            messages, tools=tools, template_settings=body.chat_template_kwargs
+        yield self.served.request(
+            self.head["id"],
+            self.served.chat_prompt(
+                messages, tools=tools, template_settings=body.chat_template_kwargs
+            ),
+            body,
+            client=self.client,
+            max_tokens=body.token_limit,
+            grammar=body.grammar(form),
         )
-        grammar = body.grammar(form)
-        limit = body.token_limit
-        return [
-            self.served.request(self.head["id"], prompt, body, max_tokens=limit, grammar=grammar)
-        ]
 
     def choice(self, index: int, completion: Completion) -> Json:
         message, calls = self._parsed(completion.text)

@@ -1,6 +1,7 @@
 """/v1/completions: text or tokens in, the following text out; and what it shares with
 /v1/chat/completions."""
 
+import asyncio
 import contextlib
 import itertools
 import time
@@ -12,6 +13,7 @@ from uuid import uuid4
 from millrace.core.records import Completion, CompletionChunk, Request
 from millrace.serving.api.bodies import CompletionBody, OpenAIBody
 from millrace.serving.api.streaming import TextStream
+from millrace.serving.clients import Client
 from millrace.serving.served_model import ServedModel
 
 B = TypeVar("B", bound=OpenAIBody)
@@ -26,12 +28,14 @@ class ApiAnswer(Generic[B]):
     chunk_kind: ClassVar[str]
     openers: Sequence[str] = ()  # of tool calls
 
-    def __init__(self, served: ServedModel, body: B) -> None:
+    def __init__(self, served: ServedModel, body: B, client: Client) -> None:
         self.served = served
         self.body = body
+        self.client = client
         self.head = reply_head(self.prefix, body)
 
-    async def requests(self) -> list[Request]:
+    def requests(self) -> Iterator[Request]:
+        """Yield the prepared requests. Runs in a thread; see ServedModel.prepare()."""
         raise NotImplementedError
 
     def choice(self, index: int, completion: Completion) -> Json:
@@ -44,14 +48,17 @@ class ApiAnswer(Generic[B]):
         raise NotImplementedError
 
     async def whole(self) -> Json:
-        requests = await self.requests()
-        completions = await self.served.complete(requests)
-        choices = [self.choice(index, each) for index, each in enumerate(completions)]
+        requests = await self._prepared()
+        completions = await self.served.complete(requests, client=self.client)
+        choices: list[Json] = []
+        for index, completion in enumerate(completions):
+            choices.append(self.choice(index, completion))
+            await asyncio.sleep(0)  # many long completions take time; other requests go on
         usage = usage_of(_num_prompt(requests), sum(len(each.tokens) for each in completions))
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage}
 
     async def stream(self) -> AsyncGenerator[Json]:
-        requests = await self.requests()
+        requests = await self._prepared()
         head = {**self.head, "object": self.chunk_kind}
         texts = [
             TextStream(self.served.decode, stop=request.sampling.stop, openers=self.openers)
@@ -59,7 +66,7 @@ class ApiAnswer(Generic[B]):
             for _ in range(request.n)
         ]
         num_sampled = 0
-        async with contextlib.aclosing(self.served.stream(requests)) as chunks:
+        async with contextlib.aclosing(self.served.stream(requests, client=self.client)) as chunks:
             async for index, chunk in chunks:
                 num_sampled += len(chunk.tokens)
                 new = texts[index].add(chunk.tokens.tolist(), finish=chunk.finish)
@@ -69,26 +76,33 @@ class ApiAnswer(Generic[B]):
             usage = usage_of(_num_prompt(requests), num_sampled)
             yield {**head, "choices": [], "usage": usage}
 
+    async def _prepared(self) -> list[Request]:
+        """Other requests are prepared between two prompts of this one."""
+        requests = self.requests()
+        prepared: list[Request] = []
+        while (found := await self.served.prepare(lambda: next(requests, None))) is not None:
+            prepared.append(found)
+        return prepared
+
 
 class TextAnswer(ApiAnswer[CompletionBody]):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, served: ServedModel, body: CompletionBody) -> None:
-        super().__init__(served, body)
+    def __init__(self, served: ServedModel, body: CompletionBody, client: Client) -> None:
+        super().__init__(served, body, client)
         self._offsets: Counter[int] = Counter()  # of the next token in the text, by index
 
-    async def requests(self) -> list[Request]:
+    def requests(self) -> Iterator[Request]:
         body = self.body.model_copy(update={"seed": self.body.drawn_seed()})
-        return [
-            self.served.request(
+        for number, prompt in enumerate(body.prompts):
+            yield self.served.request(
                 f"{self.head['id']}-{number}",
-                await self.served.text_prompt(prompt),
+                self.served.text_prompt(prompt),
                 body,
+                client=self.client,
                 max_tokens=body.max_tokens,
                 index=number * body.num_choices,
             )
-            for number, prompt in enumerate(body.prompts)
-        ]
 
     def choice(self, index: int, completion: Completion) -> Json:
         return self._choice(index, completion, completion.text)

@@ -148,7 +148,8 @@ _REFUSALS = {
     "404": "The model does not exist.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
-    "415": "The body is not application/json.",
+    "415": "The body is not application/json, or is compressed.",
+    "421": "Without a key, the Host header must name this machine or an allowed host.",
     "429": "Too many requests; Retry-After says when to try again.",
     "500": "The server failed.",
     "503": "An engine failed.",
@@ -171,7 +172,7 @@ def describe(*, needs_key: bool, scores: bool = False) -> dict[str, Any]:
 
 def _gets(needs_key: bool) -> dict[str, Any]:
     """Describe the GET routes. /health needs no key."""
-    refusals = _refusals("401", "429") if needs_key else _refusals("429")
+    refusals = _refusals("401", "429") if needs_key else _refusals("421", "429")
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     health = {"200": _content(Health), "503": _content(Health)}
     described = {"description": "This description.", "content": {JSON: {"schema": {}}}}

@@ -28,7 +28,9 @@ Range = Annotated[tuple[Place, Place], Field(strict=False)]  # a list in JSON
 
 class SequenceBody(Body):
     tokens: TokenIds
-    ranges: Annotated[list[Range], Field(min_length=1)]  # [first, end) of scored tokens
+    ranges: Annotated[
+        list[Range], Field(min_length=1, fail_fast=True)
+    ]  # [first, end) of scored tokens
     temperature: Annotated[Number, Field(gt=0, le=100)] = 1.0
     top_k: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP)] = 0
 
@@ -56,7 +58,7 @@ class SequenceBody(Body):
 class ScoreBody(Body):
     """Sequences with a common prefix are read together."""
 
-    sequences: list[SequenceBody]
+    sequences: Annotated[list[SequenceBody], Field(fail_fast=True)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,7 +38,8 @@ from millrace.serving.api.chat import (
 from millrace.serving.api.completions import Json, reply_head, usage_of
 from millrace.serving.api.errors import ApiError, json_response
 from millrace.serving.api.streaming import send_events
-from millrace.serving.server import check_key, error_middleware, http_listener, read_request
+from millrace.serving.clients import check_key
+from millrace.serving.server import error_middleware, http_listener, read_request
 
 SESSION_HEADER = "X-Session-ID"
 T = TypeVar("T")

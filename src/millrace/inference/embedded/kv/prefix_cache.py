@@ -7,7 +7,7 @@ digest of all tokens up to its end and of their KV history: the weights that com
 Promise: a request finds only KV that the served weights computed, from the first token to the last.
 With kv = "keep" there are two exceptions, because sequences then continue with the KV of older
 weights: a preempted sequence finds its own KV, and a request with a session finds the KV that
-earlier requests of the session left.
+earlier requests of the session left. A request finds KV of requests with its own cache_salt only.
 
 The index holds at most one entry per block. Tokens are hashed when a sequence leaves, while the
 device works, and when it arrives, never while it decodes. The engine's thread calls everything.
@@ -70,10 +70,10 @@ class PrefixCache:
         self._searched: tuple[np.ndarray, dict[KVHistory, list[bytes]]] | None = None
 
     def source_for(self, request: Request) -> KVSource:
-        """The weights that compute this request's tokens now."""
-        if request.adapter is None:
+        """What computes this request's tokens now."""
+        if request.adapter is None and not request.cache_salt:
             return self._source
-        return replace(self._source, adapter=request.adapter)
+        return replace(self._source, adapter=request.adapter, cache_salt=request.cache_salt)
 
     def begin(self, version: int) -> None:
         """Other weights serve from now on."""

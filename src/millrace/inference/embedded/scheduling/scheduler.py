@@ -181,9 +181,9 @@ class Scheduler:
         self._prefixes.settle()
 
     def _chunks(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of these slots prefill now, earliest arrival first, and how many tokens each."""
-        arrivals = [self._slots.sequence(slot).arrival for slot in slots]
-        slots = slots[np.argsort(arrivals)]
+        """Which of these slots prefill now, first in the queue first, and how many tokens each."""
+        ranks = [self._slots.sequence(slot).rank for slot in slots]
+        slots = slots[np.argsort(ranks, kind="stable")]
         pending = self._slots.num_tokens[slots] - self._slots.num_cached[slots]
         budgets = self._prefill_tokens - (pending.cumsum() - pending)
         chunks = np.minimum(pending, budgets)
@@ -215,12 +215,16 @@ class Scheduler:
         running = slots.running()
         # Slots for the followers of a prefill in progress are reserved.
         num_free_slots = slots.num_free - sum(len(s.followers) for s in running)
-        pending = slots.num_tokens[slots.occupied] - slots.num_cached[slots.occupied]
-        budget = self._prefill_tokens - int(pending[pending > 1].sum())
+        pending = (slots.num_tokens - slots.num_cached)[slots.occupied]  # in order of `running`
+        ranks = np.array([s.rank for s in running])
+        num_started = 0  # tokens to prefill for sequences that get a slot now
         spare = tables.pool.num_free - self._blocks_to_write()
         while self.waiting and num_free_slots > 0:
             sequence = self.waiting.first
             is_forked = sequence.held_blocks is not None
+            # Prefill of sequences that it passes does not delay it.
+            is_before = (pending > 1) & (ranks <= sequence.rank)
+            budget = self._prefill_tokens - num_started - int(pending[is_before].sum())
             if not is_forked and budget <= 0:
                 break
             prefix = None if is_forked else self._prefixes.find(sequence)
@@ -235,7 +239,7 @@ class Scheduler:
             self._start(self.waiting.take_first(), prefix)
             num_free_slots -= 1 + len(sequence.followers)
             spare -= cost
-            budget -= num_new
+            num_started += num_new
 
     def _cost(self, sequence: Sequence, prefix: Prefix | None) -> tuple[int, int]:
         """Free blocks that the sequence needs to start, and tokens that it has to prefill."""

@@ -21,10 +21,11 @@ from millrace.models.grammars import GrammarCompiler, GrammarMatcher
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVSource:
-    """The weights that computed some KV."""
+    """What computed some KV, and for whom."""
 
     version: int
     adapter: str | None = None  # chosen by the request
+    cache_salt: str = ""  # of the request
     swap: int  # count of swaps: a version number may return with other weights after a restart
 
 
@@ -103,6 +104,11 @@ class Sequence:
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt)
+
+    @property
+    def rank(self) -> int:
+        """Its place in the order in which sequences get slots and prefill."""
+        return self.arrival - self.request.priority
 
     @property
     def has_begun(self) -> bool:

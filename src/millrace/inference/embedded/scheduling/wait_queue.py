@@ -48,7 +48,7 @@ class WaitQueue:
             queue = self._held
             self._drop_held(sequence, ends=True)
             sequence.kv_history = ()
-        bisect.insort(queue, sequence, key=lambda other: other.arrival - other.request.priority)
+        bisect.insort(queue, sequence, key=lambda other: other.rank)
 
     def take_first(self) -> Sequence:
         return self._queue.pop(0)

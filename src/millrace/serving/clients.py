@@ -1,0 +1,116 @@
+"""Who sends a request: API keys, Host headers, and the rate of each client.
+
+A client is a key. Without keys, it is the address that a request comes from.
+
+Promise: a wrong key gets 401, and a client that sends requests too fast gets 429, without effect on
+other clients. Without keys, a request gets 421 unless its Host header is a loopback name or address
+or an allowed host: a web page whose domain resolves to this machine (DNS rebinding) cannot use the
+server. Runs on the server's event loop.
+"""
+
+import hmac
+import ipaddress
+import math
+import re
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from millrace.serving.api.errors import ApiError
+
+MAX_CLIENTS = 4096  # whose requests are counted; the least recent are dropped
+_HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(?::\d*)?")  # without the port
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Client:
+    name: str
+    # Requests with the same salt share cached KV of prompts. No client learns from the time of its
+    # reply what another one has sent.
+    cache_salt: str = ""
+
+
+class RateLimit:
+    """A token bucket per client, with room for the requests of one second."""
+
+    def __init__(self, per_s: float, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._per_s = per_s
+        self._capacity = max(per_s, 1.0)
+        self._now_s = now_s
+        # client -> tokens left, and since when; the most recent client is last
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def wait_s(self, client: str) -> float:
+        """Count a request. Returns 0 if it may pass, otherwise the seconds until it may."""
+        now = self._now_s()
+        left, since = self._left.pop(client, (self._capacity, now))
+        left = min(self._capacity, left + (now - since) * self._per_s)
+        passes = left >= 1.0
+        self._left[client] = (left - 1.0 if passes else left, now)
+        if len(self._left) > MAX_CLIENTS:
+            self._left.popitem(last=False)
+        return 0.0 if passes else (1.0 - left) / self._per_s
+
+
+class ClientGuard:
+    """Finds the client of a request, or refuses the request."""
+
+    def __init__(self, keys: Sequence[str], *, rate: float, hosts: Sequence[str] = ()) -> None:
+        """`keys`: empty admits everyone who uses an allowed host."""
+        self._clients = {
+            key: Client(name=f"key {number}", cache_salt=secrets.token_hex(16))
+            for number, key in enumerate(keys)
+        }
+        self._hosts = frozenset(map(str.lower, hosts))
+        self._rate = RateLimit(rate)
+
+    def admit(self, request: web.Request) -> Client:
+        known = next((c for key, c in self._clients.items() if shows_key(request, key)), None)
+        # Clients without a key must not use up the rate of those with one.
+        client = known or Client(name=f"from {request.remote}")
+        if (wait_s := self._rate.wait_s(client.name)) > 0:
+            message = "Too many requests in a short time; try again later."
+            raise ApiError(message, status=429, retry_after_s=math.ceil(wait_s))
+        if self._clients and known is None:
+            raise _wrong_key()
+        if not self._clients:
+            self._check_host(request.headers.get("Host", ""))
+        return client
+
+    def _check_host(self, header: str) -> None:
+        found = _HOST.fullmatch(header.strip().lower())
+        name = found[1].rstrip(".") if found else ""
+        if name not in self._hosts and not _is_loopback(name):
+            raise ApiError(
+                f"The Host header {header[:80]!r} names neither this machine nor an allowed host;"
+                " use http://127.0.0.1, or start the server with --allowed-host or an API key.",
+                status=421,
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def shows_key(request: web.Request, key: str) -> bool:
+    scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
+    # Compared in constant time, so that timing reveals nothing about the key.
+    is_right = hmac.compare_digest(shown.strip().encode(errors="replace"), key.encode())
+    return is_right and scheme.lower() == "bearer"
+
+
+def check_key(request: web.Request, key: str) -> None:
+    if not shows_key(request, key):
+        raise _wrong_key()
+
+
+def _wrong_key() -> ApiError:
+    message = "The API key is missing or wrong; send it as Authorization: Bearer KEY."
+    return ApiError(message, status=401, code="invalid_api_key")
