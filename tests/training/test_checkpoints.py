@@ -115,7 +115,7 @@ def test_a_trainer_state_from_before_format_numbers_is_loaded(tmp_path):
 def test_a_trainer_state_of_a_later_format_is_refused(tmp_path):
     save(trainer_of(tiny_model("qwen3")), tmp_path / "step_0")
     change_state(tmp_path / "step_0", lambda state: state.update(format=STATE_FORMAT + 1))
-    with pytest.raises(CheckpointError, match="has format 3, and this version of Millrace reads"):
+    with pytest.raises(CheckpointError, match="has format 4, and this version of Millrace reads"):
         load_trainer(tmp_path / "step_0")
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from millrace.core.errors import CheckpointError
 from millrace.training.checkpoints.directory import CRITIC
-from millrace.training.critic import WEIGHTS_FILE, GaeEstimator
+from millrace.training.critic import GaeEstimator
 from millrace.training.losses.policy_loss import PolicyLoss
 
 DISCOUNT, DECAY = 0.9, 0.8
@@ -278,7 +278,8 @@ def test_a_damaged_critic_is_one_sentence(tmp_path):
     trainer = trainer_of(tiny_model("qwen3"), critic=critic_of())
     folder = tmp_path / "step_0"
     trainer.snapshot().write(folder)
-    (folder / CRITIC / WEIGHTS_FILE).write_bytes(b"not tensors")
+    (file,) = (folder / CRITIC).iterdir()
+    file.write_bytes(b"not tensors")
     with pytest.raises(CheckpointError, match="remove that checkpoint"):
         trainer.restore(folder)
 

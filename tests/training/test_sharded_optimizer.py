@@ -1,23 +1,35 @@
 """Optimizers over the shards of two ranks, against one rank with the same gradients."""
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from architectures import MIXTURE, tiny_model
+from full_disk import files_of_at_most
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.multiprocessing.spawn import spawn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from millrace.config.training import ADAMW, MUON
-from millrace.training.checkpoints.optimizer_state import load_named_state, named_state
-from millrace.training.checkpoints.snapshot import host_copy
+from millrace.core.errors import CheckpointError
+from millrace.core.mesh import MeshSizes
+from millrace.training.checkpoints.directory import write_checkpoint
+from millrace.training.checkpoints.optimizer_state import (
+    load_named_state,
+    named_state,
+    sharded_tensors,
+)
+from millrace.training.checkpoints.shards import own_parts, write_parts
+from millrace.training.checkpoints.snapshot import TrainerSnapshot, host_copy, model_writer
 from millrace.training.layers import decoder_layers
 from millrace.training.optimizer import TrainSettings, build_optimizer
+from millrace.training.parallel.ranks import NAMES, Ranks
 
 NUM_RANKS = 2
 
@@ -59,22 +71,22 @@ def compare(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
     for name, offload in itertools.product((ADAMW, MUON), (False, True)):
         settings = TrainSettings(optimizer=name, weight_decay=0.1, offload_optimizer=offload)
-        compare_updates(settings, rank=rank, file=Path(f"{store}.state"))
+        compare_updates(settings, rank=rank, folder=Path(f"{store}.state"))
+    compare_directories(Path(f"{store}.checkpoints"))
     dist.destroy_process_group()
 
 
-def compare_updates(settings: TrainSettings, *, rank: int, file: Path) -> None:
+def compare_updates(settings: TrainSettings, *, rank: int, folder: Path) -> None:
     whole, model = model_of(), sharded_model()
     expected, optimizer = build_optimizer(whole, settings), build_optimizer(model, settings)
     for seed in range(4):
         if seed == 2:  # resume from a copy of the state
-            state = host_copy(named_state(optimizer, model))
-            if rank == 0:
-                torch.save(state, file)
+            state = named_state(optimizer, model)
+            write_parts(folder, own_parts(sharded_tensors(state)), rank=rank)
             dist.barrier()
             optimizer = build_optimizer(model, settings)
-            load_named_state(optimizer, model, torch.load(file, weights_only=True))
-            dist.barrier()  # the next test replaces the file
+            load_named_state(optimizer, model, host_copy(state), shards=folder)
+            dist.barrier()  # the next test replaces the files
         update(whole, expected, seed)
         update(model, optimizer, seed)
     for (name, shard), weight in zip(model.named_parameters(), whole.parameters(), strict=True):
@@ -85,6 +97,46 @@ def compare_updates(settings: TrainSettings, *, rank: int, file: Path) -> None:
                 size = shard.to_local().nbytes
                 assert value.to_local().untyped_storage().nbytes() == size, (name, settings)
                 assert torch.equal(value.full_tensor(), expected.state[weight][key]), name
+
+
+def compare_directories(folder: Path) -> None:
+    """Of a model that no rank holds as a whole, and of one that a rank cannot write."""
+    mesh = init_device_mesh("cpu", (1, NUM_RANKS, 1, 1), mesh_dim_names=NAMES)
+    ranks = Ranks(MeshSizes(dp_shard=NUM_RANKS), mesh=mesh)
+    model = sharded_model()
+
+    def save(directory: Path) -> None:
+        parts: dict = {}
+        writer = model_writer(model, model.state_dict(keep_vars=True), parts)
+        own, total = (
+            sum(map(count, tensors))
+            for count, tensors in (
+                (lambda tensor: tensor.to_local().numel(), parts["weights"].values()),
+                (torch.numel, model.parameters()),
+            )
+        )
+        assert own < 0.6 * total
+        snapshot = TrainerSnapshot(state={}, writers=(writer,), parts=parts)
+        write_checkpoint(
+            directory,
+            write=lambda unfinished: snapshot.write(unfinished, ranks),
+            run_state={},
+            needed_bytes=0,
+            writers=ranks,
+        )
+
+    save(folder / "step_1")
+    is_full = ranks.rank == 1
+    with files_of_at_most(1000) if is_full else nullcontext(), pytest.raises(CheckpointError) as e:
+        save(folder / "step_2")
+    assert ("(file too large)" if is_full else "(file too large, on rank 1)") in str(e.value)
+    if ranks.rank == 0:
+        assert [path.name for path in folder.iterdir()] == ["step_1"]
+        assert not (folder / "step_1" / "weights").exists()
+        expected = dict(model_of().named_parameters())
+        loaded = AutoModelForCausalLM.from_pretrained(folder / "step_1")
+        for name, weight in loaded.named_parameters():
+            assert torch.equal(weight, expected[name]), name
 
 
 def test_updates_of_shards_are_bit_for_bit_those_of_one_rank(tmp_path):

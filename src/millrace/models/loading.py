@@ -6,7 +6,8 @@ followed by final_logits gives the model's own logits. Other models are refused 
 T = tokens of one forward pass, D = hidden size.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
 from millrace.core.errors import ConfigError
@@ -172,6 +174,28 @@ def write_model(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: P
     Reads nothing of the model that training changes, so another thread may call it."""
     with without_progress_bars():
         model.save_pretrained(folder, state_dict=dict(weights))
+
+
+def write_model_parts(
+    model: PreTrainedModel, parts: Iterable[dict[str, Tensor]], folder: Path
+) -> None:
+    """Like write_model(), but each part becomes a file before the next is taken. Weights of a layer
+    are in one part, because transformers converts them together."""
+    files: list[Path] = []
+    for weights in parts:
+        with without_progress_bars():
+            model.save_pretrained(folder, state_dict=weights, max_shard_size=2**62)
+        files.append(folder / f"part_{len(files)}")
+        (folder / SAFE_WEIGHTS_NAME).rename(files[-1])
+    weight_map: dict[str, str] = {}
+    for number, file in enumerate(files, start=1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        with safe_open(file, framework="pt") as tensors:
+            weight_map |= dict.fromkeys(tensors.keys(), name)
+        file.rename(folder / name)
+    num_bytes = sum((folder / name).stat().st_size for name in set(weight_map.values()))
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor], *, version: int) -> None:

@@ -142,18 +142,39 @@ def shard_like(tensor: Tensor, like: Tensor, *, device: torch.device | None = No
     """`tensor`, which is whole, sharded as `like` is, on `device` (that of `like`). Nothing is
     sent."""
     if not isinstance(like, DTensor):
-        return tensor
+        return tensor if device is None else tensor.to(device)
     mesh, placements = like.device_mesh, like.placements
     shape, offset = compute_local_shape_and_global_offset(like.shape, mesh, placements)
     part = tensor[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+    return with_part(part.to(device or like.device, copy=True).contiguous(), like)
+
+
+def with_part(part: Tensor, like: DTensor) -> DTensor:
+    """A tensor that is sharded as `like` is, of which this rank has `part`."""
     return DTensor.from_local(
-        part.to(device or like.device, copy=True).contiguous(),
-        mesh,
-        placements,
+        part,
+        like.device_mesh,
+        like.placements,
         run_check=False,
         shape=like.shape,
         stride=like.stride(),
     )
+
+
+def empty_like(like: Tensor, *, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """A tensor without values, sharded as `like` is, on `device` (that of `like`)."""
+    part = torch.empty_like(local_part(like), dtype=dtype, device=device)
+    return with_part(part, like) if isinstance(like, DTensor) else part
+
+
+def is_first_owner(tensor: Tensor) -> bool:
+    """Whether this is the first rank that has its part of a tensor. All have all of a plain one."""
+    if not isinstance(tensor, DTensor):
+        return not dist.is_initialized() or dist.get_rank() == 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "a rank has a part of each of its tensors"
+    places = zip(coordinate, tensor.placements, strict=True)
+    return all(index == 0 for index, placement in places if placement.is_replicate())
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -16,22 +16,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.plugins import plugin
 from millrace.core.returns import gae
-from millrace.models.sharding import shard_like
 from millrace.scoring.advantages.estimators import GaeAdvantages
-from millrace.training.checkpoints.snapshot import Write, host_copy
+from millrace.training.checkpoints.shards import ShardReader
+from millrace.training.checkpoints.snapshot import OPTIMIZER
 from millrace.training.optimizer import TrainSettings
 from millrace.training.parallel.ranks import Ranks
 from millrace.training.policy_model import TrainableModel
 from millrace.training.token_batches import as_tensor
 
-WEIGHTS_FILE = "critic.safetensors"  # not model.safetensors: transformers could not load it
 _EPSILON = 1e-4  # keeps normalization from amplifying noise where all advantages are equal
 
 
@@ -186,24 +184,10 @@ class Critic(TrainableModel):
     def state(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer_state()}
 
-    def writer(self, folder_name: str) -> Write:
-        """A function that writes the present weights into a subfolder, for restore()."""
-        weights = {name: tensor.contiguous() for name, tensor in self.weights().items()}
-        copied = host_copy(weights)
-
-        def write(folder: Path) -> None:
-            (folder / folder_name).mkdir(exist_ok=True)
-            save_file(copied, folder / folder_name / WEIGHTS_FILE)
-
-        return write
-
     def restore(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Load weights and optimizer; raises KeyError or RuntimeError for another model's."""
-        weights = load_file(folder / WEIGHTS_FILE)
-        with torch.no_grad():
-            for name, weight in self.weights().items():
-                weight.copy_(shard_like(weights[name], weight))
-        self.load_optimizer_state(state["optimizer"])
+        """Load weights and optimizer; raises RuntimeError or ValueError for another model's."""
+        ShardReader(folder).read(self.weights())
+        self.load_optimizer_state(state["optimizer"], shards=folder / OPTIMIZER)
 
     def _estimate(self, part: Microbatch) -> Microbatch:
         assert part.last_rows is not None, "a batch for a critic is packed with critic=True"

@@ -31,13 +31,13 @@ from millrace.core.errors import RunFailed
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.models.attention.context import OwnTokens
 from millrace.models.attention.layout import PackedLayout
-from millrace.models.loading import hidden_states, write_model
+from millrace.models.loading import hidden_states
 from millrace.models.logprobs import KeptRows, chunked_distributions
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.routing import RouteReplay
-from millrace.models.sharding import inside
+from millrace.models.sharding import gathered, inside
 from millrace.training.checkpoints.optimizer_state import load_named_state, named_state
-from millrace.training.checkpoints.snapshot import Write, host_copy
+from millrace.training.checkpoints.snapshot import Parts, Write, host_copy, model_writer
 from millrace.training.layers import prepare_layers
 from millrace.training.optimizer import LossScale, TrainSettings, build_optimizer
 from millrace.training.packing.splitting import RowLimit, kept_rows, placeholder
@@ -200,8 +200,8 @@ class TrainableModel:
     def optimizer_state(self) -> dict[str, Any]:
         return named_state(self._optimizer, self.module)
 
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        load_named_state(self._optimizer, self.module, state)
+    def load_optimizer_state(self, state: dict[str, Any], *, shards: Path) -> None:
+        load_named_state(self._optimizer, self.module, state, shards=shards)
 
     def state_bytes(self) -> int:
         """Approximate size of a checkpoint: the weights and the optimizer's two moments of each."""
@@ -379,18 +379,17 @@ class PolicyModel(TrainableModel):
         if self._adapter is not None:
             self._adapter.load(folder)
 
-    def writers(self, *, merged_into: str | None = None) -> list[Write]:
-        """Functions that write the present weights as a Hugging Face directory, or the adapter as a
-        PEFT one; with `merged_into` also the merged model, in a subfolder of that name. Each holds
-        its own copy of the weights, so any thread may call it later."""
+    def writers(self, parts: Parts, *, merged_into: str | None = None) -> list[Write]:
+        """Functions that write a copy of the weights as a Hugging Face directory, or the adapter as
+        a PEFT one; with `merged_into` also the merged model, in a subfolder. Any thread may call
+        them. This rank's part of sharded weights is added to the `parts` of the snapshot."""
         if self._adapter is None:
-            assert merged_into is None, "only adapters can be merged"
-            weights = host_copy(self.module.state_dict(keep_vars=True))
-            return [partial(write_model, self.module, weights)]
-        writers: list[Write] = [partial(self._adapter.write, host_copy(self.weights()))]
+            return [model_writer(self.module, self.module.state_dict(keep_vars=True), parts)]
+        adapter = {name: gathered(weight) for name, weight in self.weights().items()}
+        writers: list[Write] = [partial(self._adapter.write, host_copy(adapter))]
         if merged_into is not None:
-            merged = host_copy(self._adapter.merged_weights())
-            writers.append(lambda folder: write_model(self.module, merged, folder / merged_into))
+            merged = self._adapter.merged_weights()
+            writers.append(model_writer(self.module, merged, parts, subfolder=merged_into))
         return writers
 
     def merged_bytes(self) -> int:

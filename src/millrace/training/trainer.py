@@ -19,8 +19,12 @@ from torch import Tensor
 from millrace.core.errors import CheckpointError
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.training.checkpoints.directory import CRITIC
+from millrace.training.checkpoints.optimizer_state import sharded_tensors
+from millrace.training.checkpoints.shards import own_parts
 from millrace.training.checkpoints.snapshot import (
+    OPTIMIZER,
     STATE_FORMAT,
+    Parts,
     TrainerSnapshot,
     host_copy,
     load_state,
@@ -97,7 +101,8 @@ class Trainer:
 
     def snapshot(self, *, merged_into: str | None = None) -> TrainerSnapshot:
         """A copy of everything that a resumed run needs; see PolicyModel.writers()."""
-        writers = self.policy.writers(merged_into=merged_into)
+        parts: Parts = {}
+        writers = self.policy.writers(parts, merged_into=merged_into)
         state: dict[str, Any] = {
             "format": STATE_FORMAT,
             "steps_done": self.steps_done,
@@ -105,17 +110,20 @@ class Trainer:
             "random": random_state(self.policy.device),
             "loss": self._loss.state() if isinstance(self._loss, AdaptiveLoss) else {},
         }
+        parts[OPTIMIZER] = own_parts(sharded_tensors(state["optimizer"]))
         if self.critic is not None:
-            writers.append(self.critic.writer(CRITIC))
             state["critic"] = self.critic.state()
-        return TrainerSnapshot(state=host_copy(state), writers=tuple(writers))
+            parts[CRITIC] = own_parts(self.critic.weights())
+            moments = own_parts(sharded_tensors(state["critic"]["optimizer"]))
+            parts[f"{CRITIC}/{OPTIMIZER}"] = moments
+        return TrainerSnapshot(state=host_copy(state), writers=tuple(writers), parts=parts)
 
     def restore(self, folder: Path) -> None:
         """Continue from a snapshot; a model without an adapter was loaded from that folder."""
         self.policy.load_adapter(folder)
         try:
             state = load_state(folder)
-            self.policy.load_optimizer_state(state["optimizer"])
+            self.policy.load_optimizer_state(state["optimizer"], shards=folder / OPTIMIZER)
             self.steps_done = state["steps_done"]
             if isinstance(self._loss, AdaptiveLoss):
                 self._loss = self._loss.with_state(state["loss"])

@@ -89,8 +89,10 @@ class TrainerWorker:
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(
             path, trust_remote_code=config.model.trust_remote_code
         )
-        self._writer = make_writer(keep=config.checkpoint.keep)
+        self._writing_ranks = self._ranks.for_thread()
+        self._writer = make_writer(keep=config.checkpoint.keep, ranks=self._writing_ranks)
         exports = config.lora is not None and config.lora.export_merged
+        self._has_adapter = config.lora is not None
         self._export_version = config.trainer.steps if exports else None
         self._trained_tokens = 0.0
         self._num_forwards = 0
@@ -195,16 +197,16 @@ class TrainerWorker:
                 f" {self._trainer.state_bytes()} bytes of memory there."
             ) from error
         call.send_part(Copied())
-        if self._ranks.rank > 0:  # rank 0 has gathered everything and writes it
-            call.reply(Saved(version=version))
-            return
-        num_merged = self._trainer.policy.merged_bytes() if is_exported else 0
+        # While a sharded model is written, its parts are on the disk as well.
+        is_sharded = not self._ranks.is_alone and (is_exported or not self._has_adapter)
+        num_models = is_exported + is_sharded
 
         def write(folder: Path) -> None:
-            snapshot.write(folder)
-            self._tokenizer.save_pretrained(folder)
-            if is_exported:
-                self._tokenizer.save_pretrained(folder / MERGED)
+            snapshot.write(folder, self._writing_ranks)
+            if self._ranks.rank == 0:
+                self._tokenizer.save_pretrained(folder)
+                if is_exported:
+                    self._tokenizer.save_pretrained(folder / MERGED)
 
         def reply(error: BaseException | None, complaint: str | None) -> None:
             if error is not None:
@@ -216,7 +218,8 @@ class TrainerWorker:
             directory,
             write=write,
             run_state={"step": version, "version": version, **message.run_state},
-            needed_bytes=self._trainer.state_bytes() + num_merged,
+            needed_bytes=self._trainer.state_bytes()
+            + num_models * self._trainer.policy.merged_bytes(),
             on_done=reply,
         )
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -22,7 +21,7 @@ from millrace.models.lora.experts import TrainedUpdate, add_update
 from millrace.models.lora.factors import adapter_of, factors_of, merged, require_peft, tensor_names
 from millrace.models.lora.folders import NAME_PREFIX, WEIGHTS_FILE, read_checkpoint
 from millrace.models.lora.peft_layout import to_peft
-from millrace.models.sharding import gathered, whole, whole_units
+from millrace.models.sharding import shard_like, whole, whole_units
 
 _ADAPTER = "default"  # PEFT's name of a model's only adapter
 
@@ -151,21 +150,20 @@ class TrainedAdapter:
             own[name].copy_(saved[name])
 
     def merged_weights(self) -> dict[str, Tensor]:
-        """Weights of the model with the adapter merged, by the names of the base model.
-        Sharded weights are whole on rank 0 and empty elsewhere."""
+        """Weights of the model with the adapter merged, by the names of the base model. They are
+        sharded as the model is; merged ones are on the host."""
         adapter, tensors = self._adapter, self.named_weights()
         layers = {adapter.weight_name(layer): layer for layer in adapter.layers}
         weights: dict[str, Tensor] = {}
-        for own_name, tensor in self._model.state_dict().items():
+        for own_name, tensor in self._model.state_dict(keep_vars=True).items():
             name = own_name.replace(".base_layer.", ".")
             if ".lora_" in own_name:
                 continue
             if name not in layers:
-                weights[name] = gathered(tensor)
+                weights[name] = tensor
                 continue
             factors = factors_of(tensors, layers[name], dora=adapter.is_dora)
             with torch.no_grad():
-                value = merged(whole(tensor), factors, scale=adapter.scale)
-            is_wanted = not isinstance(tensor, DTensor) or dist.get_rank() == 0
-            weights[name] = value.to("cpu", tensor.dtype) if is_wanted else torch.empty(0)
+                value = merged(whole(tensor), factors, scale=adapter.scale).to(tensor.dtype)
+            weights[name] = shard_like(value, tensor, device=torch.device("cpu"))
         return weights

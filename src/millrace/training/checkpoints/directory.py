@@ -4,7 +4,8 @@ Promise: a directory named step_N is complete and on the disk. It is written und
 synced and renamed. A failure before that leaves no trace and does not touch an earlier checkpoint.
 `manifest.json` is written last, with the sizes and checksums of all files. It is checked before a
 run resumes, so a checkpoint that was damaged later is skipped; xxh3 does not protect against
-deliberate damage. One process writes; any process may read. Torch-free.
+deliberate damage. All ranks of a trainer write their parts into the hidden directory, and rank 0
+does everything else; any process may read. Torch-free.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import xxhash
@@ -30,30 +31,61 @@ CRITIC = "critic"  # subfolder of a checkpoint, if the run has a critic
 _REQUIRED_FILES = ("trainer_state.pt", RUN_STATE_FILE)
 _MODEL_FILES = ("config.json",)
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # of a LoRA run instead
-_HIDDEN = ".unfinished_"
+HIDDEN = ".unfinished_"
 # torch and safetensors report a full disk as errors of their own.
 _WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
+class Writers(Protocol):
+    """The ranks that write a checkpoint; see Ranks."""
+
+    rank: int
+
+    def together(self, work: Callable[[], None]) -> None: ...
+
+
+class OneWriter:
+    rank = 0
+
+    def together(self, work: Callable[[], None]) -> None:
+        work()
+
+
 def write_checkpoint(
-    directory: Path, *, write: Callable[[Path], None], run_state: dict[str, Any], needed_bytes: int
+    directory: Path,
+    *,
+    write: Callable[[Path], None],
+    run_state: dict[str, Any],
+    needed_bytes: int,
+    writers: Writers | None = None,
 ) -> None:
-    """Fill `directory` with what `write` puts into the folder it is given, and the run state."""
-    unfinished = directory.parent / f"{_HIDDEN}{directory.name}"
-    try:
+    """Fill `directory` with what `write` puts into the folder it is given, and the run state. Of
+    several `writers`, all call this; it is complete when rank 0 returns."""
+    writers = writers or OneWriter()
+    unfinished = directory.parent / f"{HIDDEN}{directory.name}"
+
+    def begin() -> None:
+        if writers.rank > 0:
+            return
         directory.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in directory.parent.glob(f"{_HIDDEN}*"):  # of a killed process
+        for leftover in directory.parent.glob(f"{HIDDEN}*"):  # of a killed process
             shutil.rmtree(leftover)
         if shutil.disk_usage(directory.parent).free < needed_bytes:
             raise OSError("the disk is too full")
         unfinished.mkdir()
+
+    try:
+        writers.together(begin)
         write(unfinished)
+        if writers.rank > 0:
+            return
         (unfinished / RUN_STATE_FILE).write_text(json.dumps(run_state, indent=2) + "\n")
         _write_manifest(unfinished)
         storage.sync_all(unfinished)
-        _move_into_place(unfinished, directory)
+        move_into_place(unfinished, directory)
     except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if writers.rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
         if not isinstance(error, _WRITE_ERRORS):
             raise
         raise CheckpointError(
@@ -80,23 +112,29 @@ def newest_checkpoint(run_dir: Path) -> FoundCheckpoint:
     return FoundCheckpoint(directory=None, refused=tuple(refused))
 
 
-class _File(msgspec.Struct, frozen=True):
+class CheckpointFile(msgspec.Struct, frozen=True):
     bytes: int
     xxh3: str  # 64 bits, hexadecimal
 
 
 class _Manifest(msgspec.Struct, frozen=True):
-    files: dict[str, _File]  # by path inside the directory
+    files: dict[str, CheckpointFile]  # by path inside the directory
 
 
 def _write_manifest(directory: Path) -> None:
     files = {
-        path.relative_to(directory).as_posix(): _File(path.stat().st_size, _checksum(path))
+        path.relative_to(directory).as_posix(): CheckpointFile(path.stat().st_size, _checksum(path))
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }
     text = msgspec.json.format(msgspec.json.encode(_Manifest(files)))
     (directory / MANIFEST_FILE).write_bytes(text + b"\n")
+
+
+def read_manifest(directory: Path) -> dict[str, CheckpointFile]:
+    """The files of a checkpoint by their paths in it; raises MsgspecError if it is damaged."""
+    data = (directory / MANIFEST_FILE).read_bytes()
+    return msgspec.json.decode(data, type=_Manifest).files
 
 
 def damage_to(directory: Path) -> str | None:
@@ -106,8 +144,7 @@ def damage_to(directory: Path) -> str | None:
     if not (directory / MANIFEST_FILE).is_file():
         return f"has no {MANIFEST_FILE}"
     try:
-        data = (directory / MANIFEST_FILE).read_bytes()
-        files = msgspec.json.decode(data, type=_Manifest).files
+        files = read_manifest(directory)
         if missing := [name for name in required if name not in files]:
             return f"has no {missing[0]}"
         reasons = (_damage_to_file(directory, name, file) for name, file in files.items())
@@ -118,7 +155,7 @@ def damage_to(directory: Path) -> str | None:
         return f"cannot be read ({error.strerror})"
 
 
-def _damage_to_file(directory: Path, name: str, expected: _File) -> str | None:
+def _damage_to_file(directory: Path, name: str, expected: CheckpointFile) -> str | None:
     path = directory / name
     if not path.is_file():
         return f"has no {name}"
@@ -165,7 +202,7 @@ def prune_checkpoints(folder: Path, *, keep: int, good: set[str]) -> None:
 
 def _remove(checkpoint: Path) -> None:
     # Rename first: a crash must not leave a step_N that lacks files.
-    hidden = checkpoint.parent / f"{_HIDDEN}{checkpoint.name}"
+    hidden = checkpoint.parent / f"{HIDDEN}{checkpoint.name}"
     try:
         checkpoint.rename(hidden)
         shutil.rmtree(hidden)
@@ -184,8 +221,8 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
 
-def _move_into_place(unfinished: Path, directory: Path) -> None:
-    replaced = directory.parent / f"{_HIDDEN}replaced_{directory.name}"
+def move_into_place(unfinished: Path, directory: Path) -> None:
+    replaced = directory.parent / f"{HIDDEN}replaced_{directory.name}"
     if directory.exists():  # a resumed run repeats this step
         directory.rename(replaced)
     try:

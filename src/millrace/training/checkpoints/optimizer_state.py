@@ -3,15 +3,21 @@
 torch numbers parameters in the order of their groups, and the groups depend on how a model is
 sharded. States of format 1 have these numbers; they were written by one rank, which had all
 matrices in its first group and all vectors in its second.
+
+In the state of several ranks, tensors without values (on the device "meta") stand for sharded ones.
+The values of these are in files, named after the parameter and the kind of state.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from millrace.models.sharding import shard_like
+from millrace.models.sharding import empty_like, shard_like
+from millrace.training.checkpoints.shards import ShardReader
 from millrace.training.offload import OffloadedOptimizer
 
 
@@ -27,10 +33,21 @@ def named_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str
     }
 
 
+def sharded_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The sharded tensors of named_state() by their names in files."""
+    return {
+        f"{name}.{key}": value
+        for name, values in state["state"].items()
+        for key, value in values.items()
+        if isinstance(value, DTensor)
+    }
+
+
 def load_named_state(
-    optimizer: torch.optim.Optimizer, module: nn.Module, state: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, module: nn.Module, state: Mapping[str, Any], *, shards: Path
 ) -> None:
-    """Tensors of `state` are whole; raises KeyError if it is another model's."""
+    """Other tensors of `state` are whole; the files with sharded ones are in `shards`. Raises
+    KeyError, RuntimeError or ValueError if the state is another model's."""
     names = _names(optimizer, module)
     groups = state["param_groups"]
     if any(isinstance(key, int) for group in groups for key in group["params"]):
@@ -44,13 +61,19 @@ def load_named_state(
     parameters = dict(module.named_parameters())
     # The device may have no room for state that is offloaded.
     device = torch.device("cpu") if isinstance(optimizer, OffloadedOptimizer) else None
+    own: dict[int, dict[str, Any]] = {}
+    to_read: dict[str, Tensor] = {}
+    for number, name in names.items():
+        if name in saved:
+            own[number] = _sharded(saved[name], parameters[name], device)
+            for key, value in saved[name].items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    to_read[f"{name}.{key}"] = own[number][key]
+    if to_read:
+        ShardReader(shards).read(to_read)
     optimizer.load_state_dict(
         {
-            "state": {
-                number: _sharded(saved[name], parameters[name], device)
-                for number, name in names.items()
-                if name in saved
-            },
+            "state": own,
             "param_groups": [
                 {**group_of[names[group["params"][0]]], "params": group["params"]}
                 for group in optimizer.state_dict()["param_groups"]
@@ -69,9 +92,14 @@ def _names(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[int, str
 def _sharded(
     values: Mapping[str, Any], parameter: Tensor, device: torch.device | None
 ) -> dict[str, Any]:
-    return {
-        name: shard_like(value, parameter, device=device)
-        if isinstance(value, Tensor) and value.shape == parameter.shape
-        else value
-        for name, value in values.items()
-    }
+    """This rank's part of the state of a parameter, without the values that are in files."""
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            is_in_file = isinstance(value, Tensor) and value.is_meta
+            return torch.empty_like(value, device="cpu") if is_in_file else value
+        if value.is_meta:
+            return empty_like(parameter, dtype=value.dtype, device=device)
+        return shard_like(value, parameter, device=device)
+
+    return {key: own(value) for key, value in values.items()}

@@ -1,15 +1,18 @@
 """The trainer's state at one version, copied to the host and written while training continues.
 
 Promise: a checkpoint holds the state as it was when its snapshot was made, whatever the trainer has
-learned since. One snapshot exists at a time.
+learned since. One snapshot exists at a time. Of a sharded model, each rank copies and writes its
+own parts, and no rank holds more than that and some layers: rank 0 makes the Hugging Face directory
+from the files of all ranks, layer by layer.
 
 Threads: the trainer's thread makes a snapshot and calls the CheckpointWriter, which starts a thread
 per checkpoint. That thread writes the snapshot and reports the result exactly once.
 """
 
+import shutil
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +21,43 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
 
 from millrace.core.errors import CheckpointError
-from millrace.models.sharding import gathered
-from millrace.training.checkpoints.directory import prune_checkpoints, write_checkpoint
+from millrace.models.loading import write_model, write_model_parts
+from millrace.training.checkpoints.directory import (
+    OneWriter,
+    Writers,
+    prune_checkpoints,
+    write_checkpoint,
+)
+from millrace.training.checkpoints.shards import ShardReader, own_parts, write_parts
 
 STATE_FILE = "trainer_state.pt"
-# Format of the trainer state. Format 2 names the parameters of the optimizer's state, format 1 has
-# numbers. States without a format are read as format 1.
-STATE_FORMAT = 2
+OPTIMIZER = "optimizer"  # subfolder with the sharded tensors of its state
+# Format of the trainer state. In format 3, sharded tensors and the critic are in files of their
+# own, which ranks write in parts; formats 1 and 2 have whole tensors. Format 2 names the parameters
+# of the optimizer's state, format 1 has numbers. States without a format are read as format 1.
+STATE_FORMAT = 3
+_WEIGHTS = "weights"  # subfolder with the parts of a model that is not a directory of its own yet
 
 Write = Callable[[Path], None]  # writes what it holds a copy of into a folder
+Parts = dict[str, dict[str, Tensor]]  # what one rank has of sharded tensors, by subfolder and name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainerSnapshot:
     state: Mapping[str, Any]  # optimizer and the like; plain values and tensors on the host
-    writers: tuple[Write, ...]  # of weights
+    writers: tuple[Write, ...]  # of what rank 0 writes when all parts are written
+    parts: Parts = field(default_factory=dict[str, dict[str, Tensor]])
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, writers: Writers | None = None) -> None:
+        """Write everything that `writers` have; all of them call this."""
+        writers = writers or OneWriter()
+        writers.together(lambda: self._write_parts(folder, rank=writers.rank))
+        self.parts.clear()  # rank 0 needs the memory
+        if writers.rank > 0:
+            return
         for write in self.writers:
             write(folder)
         # To a file object: given a path, torch.save keeps other threads from running, and loses
@@ -44,10 +65,42 @@ class TrainerSnapshot:
         with (folder / STATE_FILE).open("wb") as file:
             torch.save(self.state, file)
 
+    def _write_parts(self, folder: Path, *, rank: int) -> None:
+        for name, parts in self.parts.items():
+            write_parts(folder / name, parts, rank=rank)
+
+
+def model_writer(
+    model: PreTrainedModel,
+    weights: Mapping[str, Tensor],
+    parts: Parts,
+    *,
+    subfolder: str = "",
+) -> Write:
+    """A function that writes a copy of the weights as a Hugging Face directory. If they are
+    sharded, this rank's part of them is added to the `parts` of the snapshot instead."""
+    if not any(isinstance(weight, DTensor) for weight in weights.values()):
+        copied = host_copy(weights)
+        return lambda folder: write_model(model, copied, folder / subfolder)
+    names: dict[int, str] = {}  # of tied weights, the first
+    for name, weight in weights.items():
+        names.setdefault(id(weight), name)
+    temporary = str(Path(subfolder) / _WEIGHTS)
+    parts[temporary] = own_parts({name: weights[name] for name in names.values()})
+
+    def write(folder: Path) -> None:
+        tensors = ShardReader(folder / temporary).whole_tensors()
+        write_model_parts(model, tensors, folder / subfolder)
+        shutil.rmtree(folder / temporary)
+
+    return write
+
 
 class CheckpointWriter:
-    def __init__(self, *, keep: int) -> None:
+    def __init__(self, *, keep: int, ranks: Writers | None = None) -> None:
+        """`ranks` are used by the thread that writes; None = one rank."""
         self._keep = keep
+        self._ranks = ranks or OneWriter()
         self._good: set[str] = set()  # step_N known to be undamaged; used by the thread only
         self._thread: threading.Thread | None = None
 
@@ -62,18 +115,23 @@ class CheckpointWriter:
     ) -> None:
         """Start a thread that fills `directory` with what `write` puts into a folder and with the
         run state, and removes old checkpoints. It then calls `on_done` with the error that left
-        nothing written or changed, or else with a complaint about old ones it cannot remove."""
+        nothing written or changed, or else with a complaint about old ones it cannot remove. With
+        several ranks, the thread of rank 0 is the last to end."""
 
         def work() -> None:
             error = complaint = None
             self._good.discard(directory.name)
             try:
                 write_checkpoint(
-                    directory, write=write, run_state=run_state, needed_bytes=needed_bytes
+                    directory,
+                    write=write,
+                    run_state=run_state,
+                    needed_bytes=needed_bytes,
+                    writers=self._ranks,
                 )
             except Exception as failure:  # noqa: BLE001 - the caller's process raises it
                 error = failure
-            else:
+            if error is None and self._ranks.rank == 0:
                 self._good.add(directory.name)
                 try:
                     prune_checkpoints(directory.parent, keep=self._keep, good=self._good)
@@ -120,17 +178,15 @@ def restore_random_state(state: Mapping[str, Tensor], device: torch.device) -> N
 
 
 def host_copy(tree: Any) -> Any:
-    """The same dicts, lists and tuples with host copies of their tensors; tied ones stay tied. All
-    ranks call it together: rank 0 gets sharded tensors whole, the others get empty ones."""
+    """The same dicts, lists and tuples with host copies of their tensors; tied ones stay tied.
+    Sharded ones become tensors without values, on the device "meta"."""
     known: dict[Any, Tensor] = {}
 
     def copied(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if isinstance(value, DTensor):
-            if id(value) not in known:
-                known[id(value)] = gathered(value)
-            return known[id(value)]
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
         if is_traceable_wrapper_subclass(value):  # quantized; has no memory of its own
             return transform_subclass(value, lambda _, inner: copied(inner))
         key = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)

@@ -17,11 +17,11 @@ averaged. All groups of ranks are parts of one mesh with the dimensions NAMES:
   rows to them, so their gradients are summed over all ranks that have the same experts
   (expert_mesh).
 
-Used by the trainer's main thread.
+Used by one thread, the trainer's main thread; see for_thread().
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from millrace.cluster.wire import Decoder, encode
+from millrace.core import files as storage
 from millrace.core.errors import RunFailed
 from millrace.core.mesh import MeshSizes
 from millrace.models.attention.context import ContextGroup
@@ -121,6 +122,25 @@ class Ranks:
     def gather(self, value: Value, kind: type[Value]) -> list[Value]:
         """The values of all ranks with different microbatches, in their order. `kind` is their
         type: records, numbers and arrays, as in messages. Nothing is unpickled."""
+        return self._gather_all(value, kind)[:: self.num_per_share]
+
+    def together(self, work: Callable[[], None]) -> None:
+        """Do some work and wait for the others; if it fails on one rank, all ranks raise."""
+        error: Exception | None = None
+        try:
+            work()
+        except Exception as failure:  # noqa: BLE001 - raised below, when all ranks know
+            error = failure
+        reasons = self._gather_all("" if error is None else storage.reason(error), str)
+        for rank, reason in enumerate(reasons):
+            if reason:
+                raise error or RuntimeError(f"{reason}, on rank {rank}")
+
+    def for_thread(self) -> "Ranks":
+        """The same ranks for use by another thread; all ranks call this together."""
+        return Ranks(self.sizes, mesh=self._mesh)
+
+    def _gather_all(self, value: Value, kind: type[Value]) -> list[Value]:
         if self._mesh is None:
             return [value]
         own = msgspec.msgpack.encode([bytes(frame) for frame in encode(value)])
@@ -132,10 +152,7 @@ class Ranks:
         dist.all_gather(found, sent, group=self._control)
         texts = [data.numpy()[:n].tobytes() for data, n in zip(found, sizes, strict=True)]
         decoder = Decoder(kind)
-        return [
-            decoder.decode(msgspec.msgpack.decode(text, type=list[bytes]))
-            for text in texts[:: self.num_per_share]
-        ]
+        return [decoder.decode(msgspec.msgpack.decode(text, type=list[bytes])) for text in texts]
 
     @functools.cached_property
     def context(self) -> ContextGroup:
