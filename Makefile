@@ -39,10 +39,10 @@ test-adapters: $(VENV)/.installed-dev
 		"$$($(abspath $(BIN))/python -c '$(PURELIB)')" \
 		> "$$($(ADAPTERS)/bin/python -c '$(PURELIB)')/behind.pth"
 	$(ADAPTERS)/bin/pip --disable-pip-version-check --quiet install \
-		"verifiers>=0.4,<0.5" reasoning-gym datasets torchao
+		"verifiers>=0.4,<0.5" reasoning-gym datasets torchao s3fs "moto[server]"
 	$(ADAPTERS)/bin/python -m pytest tests/environments/test_verifiers_env.py \
 		tests/scoring/test_reasoning_gym.py tests/tasks/test_tables.py \
-		tests/training/test_adamw_8bit.py \
+		tests/training/test_adamw_8bit.py tests/training/test_s3_store.py \
 		tests/scoring/test_scorer_pool.py -k "not scorer_pool or puzzles"
 
 check: $(VENV)/.installed-dev

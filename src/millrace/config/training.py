@@ -265,3 +265,14 @@ class CheckpointConfig(Section):
     """Number of steps between checkpoints. 0 = only after the last step."""
     keep: PositiveInt = 3
     """Number of newest checkpoints that are kept."""
+    path: str | None = None
+    """URL of a folder that finished checkpoints are also copied to, in any store that fsspec
+    reaches, such as "s3://bucket/run", "gs://bucket/run" or "file:///mnt/run". Credentials come
+    from the environment. `--resume` finds checkpoints there if run_dir has none or older ones."""
+
+    @field_validator("path")
+    @classmethod
+    def _is_a_url(cls, url: str | None) -> str | None:
+        if url is not None and "://" not in url:
+            raise ValueError(f"{url!r} is not a URL, such as s3://bucket/run or file:///mnt/run")
+        return url

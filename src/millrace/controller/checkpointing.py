@@ -8,7 +8,7 @@ Runs on the controller's event loop.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,76 @@ from typing import Any
 from millrace.config import RunConfig
 from millrace.controller.batches import Batches
 from millrace.core.errors import CheckpointError, WorkerError
+from millrace.training.checkpoints.store import CheckpointStore
 from millrace.training.group import TrainerGroup
+
+RETRY_DELAYS_S = (1.0, 4.0, 16.0, 60.0)
+
+
+class CheckpointUploads:
+    """Copies finished checkpoints to a store in the background.
+
+    Promise: a store that cannot be used is a warning and never stops training; finish() raises if
+    the newest checkpoint could not be stored. One checkpoint is uploaded at a time; of those that
+    are finished meanwhile, the newest is next.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        *,
+        keep: int,
+        warn: Callable[[str], None],
+        retry_delays_s: Sequence[float] = RETRY_DELAYS_S,
+    ) -> None:
+        self._retry_delays_s = retry_delays_s
+        self.num_failed = 0  # attempts
+        self.stored: Path | None = None  # the newest that was stored
+        self._store = store
+        self._keep = keep
+        self._warn = warn
+        self._next: Path | None = None
+        self._uploading: asyncio.Task[None] | None = None
+        self._error: CheckpointError | None = None  # of the newest checkpoint
+
+    def add(self, directory: Path) -> None:
+        self._next = directory
+        if self._uploading is None or self._uploading.done():
+            self._uploading = asyncio.create_task(self._upload_all())
+
+    async def finish(self) -> None:
+        """Wait for all uploads."""
+        if self._uploading is not None:
+            await self._uploading
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Give up what is not stored yet."""
+        self._store.close()
+        if self._uploading is not None:
+            self._uploading.cancel()
+
+    async def _upload_all(self) -> None:
+        while (directory := self._next) is not None:
+            self._next, self._error = None, None
+            for delay_s in (*self._retry_delays_s, None):
+                self._error = await self._upload(directory)
+                if self._error is None or self._next is not None:
+                    break
+                if delay_s is not None:
+                    await asyncio.sleep(delay_s)
+
+    async def _upload(self, directory: Path) -> CheckpointError | None:
+        try:
+            await asyncio.to_thread(self._store.upload, directory, keep=self._keep)
+        except CheckpointError as error:
+            self.num_failed += 1
+            if self._error is None:  # not again for each retry
+                self._warn(f"{error} The run continues and tries again.")
+            return error
+        self.stored = directory
+        return None
 
 
 class Checkpointing:
@@ -26,10 +95,17 @@ class Checkpointing:
     except the last, which waits. `on_saved` is called when a checkpoint is on the disk."""
 
     def __init__(
-        self, trainer: TrainerGroup, *, folder: Path, warn: Callable[[str], None], version: int = 0
+        self,
+        trainer: TrainerGroup,
+        *,
+        folder: Path,
+        warn: Callable[[str], None],
+        version: int = 0,
+        uploads: CheckpointUploads | None = None,
     ) -> None:
         """`version` of the checkpoint that the run resumes from; 0 = none."""
         self.newest = folder / f"step_{version}" if version else None  # on the disk
+        self.uploads = uploads
         self.num_skipped = 0
         self._trainer = trainer
         self._folder = folder
@@ -79,10 +155,22 @@ class Checkpointing:
         self._writing = asyncio.create_task(write())
         await copied.wait()
 
+    def begin_uploads(self) -> None:
+        """Store the checkpoint that the run resumes from, unless the store has it."""
+        if self.uploads is not None and self.newest is not None:
+            self.uploads.add(self.newest)
+
+    async def finish_uploads(self) -> None:
+        """Wait until the newest checkpoint is in the store; raises if it cannot be stored."""
+        if self.uploads is not None:
+            await self.uploads.finish()
+
     def close(self) -> None:
         """Stop waiting for the checkpoint being written; the trainer finishes it if it can."""
         if self._writing is not None:
             self._writing.cancel()
+        if self.uploads is not None:
+            self.uploads.close()
 
     async def _write(
         self,
@@ -100,6 +188,8 @@ class Checkpointing:
         if saved.complaint is not None:
             self._warn(saved.complaint)
         self.newest = directory
+        if self.uploads is not None:
+            self.uploads.add(directory)
         on_saved()
 
 

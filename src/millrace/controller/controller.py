@@ -69,6 +69,7 @@ class Controller:
                 monitor.begin_training()
                 dispatching = activities.create_task(self.dispatcher.run(waiting))
                 broadcasting = activities.create_task(self.broadcaster.run(self.trainer))
+                self.checkpoints.writer.begin_uploads()
                 if self._has_next:  # False after a crash that followed the last step
                     await self._train(activities)
                 dispatching.cancel()  # cancelling a group aborts its requests in the engines
@@ -76,6 +77,7 @@ class Controller:
                 await self.eval_scheduler.finish()
                 if self.notified_versions is not None:
                     await self.notified_versions.idle()
+                await self.checkpoints.writer.finish_uploads()
                 broadcasting.cancel()
                 reporting.cancel()
         self.reporter.warn_of_failed_posts()

@@ -11,6 +11,7 @@ from millrace.cluster.messages import Stepped
 from millrace.config import RunConfig
 from millrace.controller.admission import RUNNING
 from millrace.controller.batches import TakenBatch
+from millrace.controller.checkpointing import CheckpointUploads
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.evaluation import EvalSet
 from millrace.core.records import Group
@@ -40,6 +41,7 @@ class RunReporter:
     dispatcher: Dispatcher
     eval_set: EvalSet
     notifier: HttpNotifier | None
+    uploads: CheckpointUploads | None = None
 
     def gauges(self) -> RunGauges:
         flow, tracker = self.dispatcher, self.dispatcher.tracker
@@ -74,6 +76,8 @@ class RunReporter:
         }
         if self.notifier is not None:
             metrics["weights/notify_failures"] = float(self.notifier.num_failed)
+        if self.uploads is not None:
+            metrics["checkpoint/upload_failures"] = float(self.uploads.num_failed)
         self.monitor.step(
             self.gauges(), groups=taken.groups, replayed=taken.replayed, trainer_metrics=metrics
         )

@@ -45,7 +45,7 @@ class RunDir:
 
     def open(self, config: RunConfig, *, resume: bool = False) -> None:
         """Make the layout and take the lock; refuses a directory that holds another run."""
-        if resume and not self.exists:
+        if resume and not (self.exists or self.checkpoint_paths):  # these may be copies
             raise ConfigError(f"{self.path} holds no run to resume; omit --resume to start one.")
         if self._has_results and not resume:
             raise ConfigError(

@@ -8,7 +8,12 @@ from millrace.config import RunConfig
 from millrace.controller.admission import Admission, SyncBarrier
 from millrace.controller.batches import Batches
 from millrace.controller.buffer import Buffer
-from millrace.controller.checkpointing import Checkpointing, Covered, RunCheckpoints
+from millrace.controller.checkpointing import (
+    Checkpointing,
+    CheckpointUploads,
+    Covered,
+    RunCheckpoints,
+)
 from millrace.controller.controller import Controller
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.eval_schedule import (
@@ -31,6 +36,7 @@ from millrace.monitoring.run_dir import RunDir
 from millrace.run.resume import Cursor
 from millrace.scoring.pool import ScorerPool
 from millrace.tasks.streams import TaskStream
+from millrace.training.checkpoints.store import CheckpointStore
 from millrace.training.group import StepsOnRecord, TrainerGroup
 from millrace.weights.broadcaster import Subscription, VersionBroadcaster
 from millrace.weights.http_notifier import HttpNotifier
@@ -81,6 +87,9 @@ def build_controller(run: RunParts) -> Controller:
         notifier = HttpNotifier(urls, timeout_s=run.config.weights.timeout_s, warn=warn)
         notified_versions = run.broadcaster.subscribe(notifier.receive)
     eval_set, eval_scheduler = _build_evaluation(run, engine_versions)
+    uploads = None
+    if (saving := run.config.checkpoint).path is not None:
+        uploads = CheckpointUploads(CheckpointStore(saving.path), keep=saving.keep, warn=warn)
     pools = [run.engines] if run.evaluators is None else [run.engines, run.evaluators]
     return Controller(
         config=run.config,
@@ -94,7 +103,9 @@ def build_controller(run: RunParts) -> Controller:
         eval_scheduler=eval_scheduler,
         checkpoints=RunCheckpoints(
             config=run.config,
-            writer=Checkpointing(run.trainer, folder=folder, version=version, warn=warn),
+            writer=Checkpointing(
+                run.trainer, folder=folder, version=version, warn=warn, uploads=uploads
+            ),
             batches=batches,
             policy=run.cursor.policy,
             covered=Covered(version=version, position=run.cursor.journal),
@@ -107,6 +118,7 @@ def build_controller(run: RunParts) -> Controller:
             dispatcher=dispatcher,
             eval_set=eval_set,
             notifier=notifier,
+            uploads=uploads,
         ),
         paused=pools if run.config.cluster.share_gpu == "take_turns" else (),
     )

@@ -3,7 +3,8 @@
 The checkpoint holds the state of the trainer; the journal what came after it. Where they do not
 belong together, the checkpoint alone counts: its open tasks are issued again, with a warning.
 
-Called by prepare(), before any worker starts. Reads only.
+Called by prepare(), before any worker starts. Of the run directory it changes nothing, except that
+a newer checkpoint at checkpoint.path is downloaded into it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from millrace.training.checkpoints.directory import (
     newest_checkpoint,
     read_run_state,
 )
+from millrace.training.checkpoints.store import CheckpointStore, newest_with_store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +50,11 @@ class ResumePoint:
 
 def find_resume_point(config: RunConfig, stream: TaskStream, *, resume: bool) -> ResumePoint:
     """`stream` is moved to that point; it learns the solve rates known by then."""
-    found, cursor = _newest_checkpoint(config) if resume else (FoundCheckpoint(), Cursor())
+    store = None if config.checkpoint.path is None else CheckpointStore(config.checkpoint.path)
+    if resume:
+        found, cursor = _newest_checkpoint(config, store)
+    else:
+        found, cursor = FoundCheckpoint(refused=_check_unused(store)), Cursor()
     stream.restore(cursor.tasks)
     history, warnings = None, []
     if config.journal.is_on and resume:
@@ -65,9 +71,26 @@ def find_resume_point(config: RunConfig, stream: TaskStream, *, resume: bool) ->
     )
 
 
-def _newest_checkpoint(config: RunConfig) -> tuple[FoundCheckpoint, Cursor]:
+def _check_unused(store: CheckpointStore | None) -> tuple[str, ...]:
+    """Refuse to mix two runs in one store; a warning if the store cannot be read."""
+    try:
+        steps = [] if store is None else store.steps()
+    except CheckpointError as error:
+        return (f"{error} Checkpoints stay in run_dir meanwhile.",)
+    if store is not None and steps:
+        raise ConfigError(
+            f"checkpoint.path = {store.url!r} already holds a checkpoint of step {steps[-1]};"
+            " choose another path, or resume that run with --resume."
+        )
+    return ()
+
+
+def _newest_checkpoint(
+    config: RunConfig, store: CheckpointStore | None
+) -> tuple[FoundCheckpoint, Cursor]:
     """The newest good checkpoint; a run that has none yet starts from the beginning."""
-    found = newest_checkpoint(Path(config.run_dir))
+    folder = Path(config.run_dir)
+    found = newest_checkpoint(folder) if store is None else newest_with_store(folder, store)
     checkpoint = found.directory
     if checkpoint is None:
         if found.refused:
