@@ -114,8 +114,8 @@ def hostile_requests() -> dict[str, tuple[str, bytes, dict[str, str]]]:
         "unknown fields": row({**CHAT, "stream_options": {str(i): 0 for i in range(MANY)}}),
         "enum": row({**CHAT, "response_format": enum}),
         "gzip bomb": ("/v1/chat/completions", bomb, {**JSON, "Content-Encoding": "gzip"}),
-        "objects": row({**CHAT, "metadata": [{}] * (MANY + MANY // 4)}),
-        "tokens": row({"model": "tiny", "prompt": [2] * 1_300_000}, "/v1/completions"),
+        "objects": row({**CHAT, "metadata": [{}] * (MANY + MANY // 4), "seed": -1.5}),
+        "tokens": row({"model": "tiny", "prompt": [2] * 500_000}, "/v1/completions"),
         "long text": row({"model": "tiny", "prompt": "12ab" * 970_000}, "/v1/completions"),
         "long message": row({**CHAT, "messages": [{"role": "user", "content": "1" * 3_900_000}]}),
     }

@@ -23,6 +23,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Sampling
@@ -35,7 +36,10 @@ MAX_PROMPTS = 256
 MAX_MESSAGES = 8192
 MAX_TOOLS = 1024
 MAX_ERRORS = 100  # that are looked at
-MAX_OBJECTS = 2**17  # objects and lists of a body; characters like { and [ in its texts count, too
+# Parts of a body. The characters { [ and , in its texts count, too.
+MAX_OBJECTS = 2**17
+MAX_VALUES = 2**19
+_UNKNOWN = "unknown_field"  # type of an error of pydantic
 # Smaller values exceed the range of float32; the client means greedy sampling.
 MIN_TEMPERATURE = 1e-5
 MIN_TOP_P = 1e-6
@@ -60,6 +64,15 @@ tokenizer_kwargs
 class Body(BaseModel):
     # Strict, as /openapi.json says: "yes" is not a boolean and "1" is not a number.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_first_unknown_field(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            for name in value:
+                if name not in cls.model_fields:
+                    raise PydanticCustomError(_UNKNOWN, "unknown field", {"name": name})
+        return value
 
 
 class StreamOptions(Body):
@@ -129,6 +142,10 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
 
+    def as_dict(self) -> dict[str, Any]:
+        schema = {} if self.json_schema is None else {"json_schema": self.json_schema}
+        return {"type": self.type, **schema}
+
 
 def _is_a_function(tool: dict[str, Any]) -> dict[str, Any]:
     """Check the shape of a tool; its JSON schema is not checked."""
@@ -175,7 +192,7 @@ class ChatBody(OpenAIBody):
 
     def grammar(self, form: ToolFormat) -> str | None:
         """Return the grammar of the reply; None = unconstrained."""
-        wanted = self.response_format and self.response_format.model_dump(exclude_none=True)
+        wanted = self.response_format and self.response_format.as_dict()
         try:
             grammar = grammar_of(wanted)
         except TaskError as error:
@@ -256,11 +273,11 @@ class CompletionBody(OpenAIBody):
 
 def read_body(kind: type[B], data: bytes) -> B:
     """Parse and check a request body; raises ApiError."""
-    num_objects = data.count(b"{") + data.count(b"[")
-    if num_objects > MAX_OBJECTS:
+    num_objects, num_values = data.count(b"{") + data.count(b"["), data.count(b",")
+    if num_objects > MAX_OBJECTS or num_values > MAX_VALUES:
         raise ApiError(
-            f"The body has {num_objects} objects and lists, but at most {MAX_OBJECTS} are read;"
-            " send a smaller one.",
+            f"The body has {num_objects} objects and lists and {num_values} values, but at most"
+            f" {MAX_OBJECTS} and {MAX_VALUES} are read; send several smaller ones.",
             status=413,
         )
     try:
@@ -294,10 +311,10 @@ def _refusal(error: ValidationError) -> ApiError:
     # that is not about the type.
     first = max(
         error.errors(),
-        key=lambda detail: (len(detail["loc"]), not detail["type"].endswith("_type")),
+        key=lambda detail: (len(_place(detail)), not detail["type"].endswith("_type")),
     )
-    where = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
-    if first["type"] == "extra_forbidden":
+    where = ".".join(str(part) for part in _place(first) if not _is_branch(part))
+    if first["type"] == _UNKNOWN:
         return ApiError(f"Unknown field {where!r}; remove it.", param=where, code="unknown_field")
     if first["type"] == "missing":
         return ApiError(f"Field {where!r} is missing.", param=where)
@@ -307,6 +324,11 @@ def _refusal(error: ValidationError) -> ApiError:
     if (only := _supported_value(first)) is not None:
         message = f"only {only} is supported here"
     return ApiError(f"Field {where!r} = {_brief(first['input'])}: {message}.", param=where)
+
+
+def _place(detail: Mapping[str, Any]) -> tuple[int | str, ...]:
+    unknown = (detail["ctx"]["name"],) if detail["type"] == _UNKNOWN else ()
+    return (*detail["loc"], *unknown)
 
 
 def _supported_value(detail: Mapping[str, Any]) -> str | None:
