@@ -6,7 +6,8 @@ from architectures import VOCAB, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millrace.models.logprobs import KeptRows, chunked_distributions, final_logits, token_logprobs
+from millrace.models.kept_rows import KeptRows
+from millrace.models.logprobs import chunked_distributions, final_logits, token_logprobs
 
 
 def chunked_token_logprobs(model, hidden, targets, **settings):

@@ -6,11 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.records import Kept
-from millrace.models.logprobs import (
-    KeptRows,
-    final_logits,
-    token_logprobs,
-)
+from millrace.models.kept_rows import KeptRows
+from millrace.models.logprobs import final_logits, token_logprobs
 
 
 def kept_rows(*rows: list[int]) -> KeptRows:

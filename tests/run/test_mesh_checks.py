@@ -1,7 +1,7 @@
 from importlib.metadata import version
 
 import pytest
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import GPT2Config, Llama4TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
@@ -17,12 +17,13 @@ DYNAMIC = Qwen3Config(
 MIXTURE = Qwen3MoeConfig(num_attention_heads=8, num_key_value_heads=4, num_experts=6)
 
 
-def config_of(*, ranks=1, mesh=None, devices: str | list[str] = "auto"):
+def config_of(*, ranks=1, mesh=None, devices: str | list[str] = "auto", **sections):
     return load_config(
         {
             "model": "m",
             "trainer": {"ranks": ranks, "mesh": mesh or {}},
             "placement": {"trainer": devices},
+            **sections,
         }
     )
 
@@ -48,7 +49,6 @@ def test_ranks_that_the_mesh_does_not_name_shard_the_model():
         (3, {"dp_replicate": 2}, "= 2 ranks, but trainer.ranks = 3; make them equal."),
         (1, {"tp": 2}, "= 2 ranks, but trainer.ranks = 1; make them equal."),
         (6, {"ep": 4}, "trainer.mesh.ep = 4 does not divide dp_shard * cp = 6; choose a divisor."),
-        (2, {"ep": 2}, "trainer.mesh.ep = 2 is not supported yet; set it to 1."),
     ],
 )
 def test_impossible_mesh_is_refused(ranks, mesh, message):
@@ -76,15 +76,26 @@ def test_devices_that_do_not_fit_the_ranks_are_refused(ranks, devices, message):
         (MeshSizes(cp=2), DYNAMIC, "of type 'dynamic', which depend on all positions of a pass"),
         (MeshSizes(dp_shard=2, ep=2), DENSE, "ep = 2 shares experts, and model 'm' has none"),
         (MeshSizes(dp_shard=4, ep=4), MIXTURE, "has 6 experts, which trainer.mesh.ep = 4 ranks"),
+        (MeshSizes(tp=2), Qwen3Config(vocab_size=99), "has 99 tokens in its vocabulary, which"),
+        (MeshSizes(tp=2), GPT2Config(), "no plan of tensor parallelism for 'gpt2', the"),
+        (MeshSizes(tp=2), Llama4TextConfig(), "no plan of expert parallelism for 'llama4_text'"),
     ],
 )
 def test_mesh_that_cannot_share_the_model_is_refused(sizes, model, message):
     assert message in refusal_of(check_model_mesh, sizes, model, path="m")
 
 
+def test_dora_is_refused_with_tensor_parallelism():
+    config = config_of(ranks=2, mesh={"tp": 2}, lora={"dora": True})
+    assert "lora.dora = true is not supported with trainer.mesh.tp = 2" in refusal_of(
+        check_mesh, config
+    )
+
+
 def test_mesh_that_shares_the_model_evenly_is_accepted():
     check_model_mesh(MeshSizes(tp=2, cp=2), DENSE, path="m")
     check_model_mesh(MeshSizes(dp_shard=3, ep=3), MIXTURE, path="m")
+    check_model_mesh(MeshSizes(dp_shard=2, tp=4, ep=2), MIXTURE, path="m")
 
 
 def test_each_rank_has_a_gpu_of_its_own_unless_the_user_lists_one_twice():

@@ -45,7 +45,9 @@ LIMIT = 1e-6
 # Ranks that share a microbatch each round their part of a sum to 16 bits: bfloat16 has 8.
 HALF_LIMIT = 2e-2
 STEPS = 2
-VOCAB, LAYERS, NUM_EXPERTS, TOP_K = 256, 2, 8, 2
+# Texts of few ids of a small vocabulary: gradients of tokens add up rather than cancel, and float32
+# resolves logprobs near -log(VOCAB) to a few 1e-7. Otherwise one rank alone has errors of 1e-6.
+VOCAB, LAST_ID, LAYERS, NUM_EXPERTS, TOP_K = 48, 8, 2, 8, 2
 # Adam's first steps would turn rounding errors of tiny gradients into whole steps.
 SGD = {"type": "torch.optim:SGD", "learning_rate": 2e-3, "momentum": 0.9}
 BFLOAT16 = {"trainer": {"dtype": "bfloat16"}}
@@ -56,6 +58,12 @@ MESHES = {
     "hsdp 2x2": MeshSizes(dp_replicate=2, dp_shard=2),
     "cp 2": MeshSizes(cp=2),
     "cp 2 fsdp 2": MeshSizes(cp=2, dp_shard=2),
+    "tp 2": MeshSizes(tp=2),
+    "tp 2 fsdp 2": MeshSizes(dp_shard=2, tp=2),
+    "tp 2 hsdp 2": MeshSizes(dp_replicate=2, tp=2),
+    "ep 2": MeshSizes(dp_shard=2, ep=2),
+    "ep 2 fsdp 4": MeshSizes(dp_shard=4, ep=2),
+    "tp 2 ep 2": MeshSizes(dp_shard=2, tp=2, ep=2),
 }
 
 
@@ -67,6 +75,11 @@ class Feature:
     num_groups: int = 4  # of 2 to 4 rollouts, so that shares are uneven
     num_kept: int = 0  # ids that truncated sampling kept
     has_routes: bool = False  # of the engine, which are replayed
+
+    def fits(self, sizes: MeshSizes) -> bool:
+        """Whether a mesh can train it: only mixtures share experts, and DoRA is refused with tp."""
+        is_dora = self.settings.get("lora", {}).get("dora", False)
+        return (self.is_mixture or sizes.ep == 1) and not (is_dora and sizes.tp > 1)
 
 
 FEATURES = {
@@ -156,28 +169,22 @@ def compare(
     with tempfile.TemporaryDirectory(prefix="millrace-ranks-") as folder:
         for is_mixture in {feature.is_mixture for feature in features.values()}:
             _make_model(Path(folder), is_mixture=is_mixture)
-        numbers = {sizes.num_data_ranks for sizes in meshes.values()}
-        expected = {
-            num: run_ranks(_run, features, Path(folder), num, device, sizes=MeshSizes())
-            for num in numbers
-        }
-        found = {
-            name: run_ranks(
-                _run,
-                features,
-                Path(folder),
-                sizes.num_data_ranks,
-                device,
-                sizes=sizes,
-                device=device,
-                sharded=True,
+        alone, found = {}, {}
+        for name, sizes in meshes.items():
+            chosen = {key: feature for key, feature in features.items() if feature.fits(sizes)}
+            settings = (Path(folder), sizes.num_data_ranks, device)
+            if sizes.num_data_ranks not in alone:
+                alone[sizes.num_data_ranks] = run_ranks(
+                    _run, features, *settings, sizes=MeshSizes()
+                )
+            found[name] = run_ranks(
+                _run, chosen, *settings, sizes=sizes, device=device, sharded=True
             )
-            for name, sizes in meshes.items()
-        }
     return {
         feature: {
-            name: _difference(found[name][feature], expected[sizes.num_data_ranks][feature])
+            name: _difference(found[name][feature], alone[sizes.num_data_ranks][feature])
             for name, sizes in meshes.items()
+            if feature in found[name]
         }
         for feature in features
     }
@@ -210,8 +217,9 @@ def _run(
     }
 
 
-def train(feature: Feature, ranks: Ranks, folder: Path, *, num_shares: int, device: str) -> Numbers:
-    """What is compared, by name; whole on every rank."""
+def make_trainer(
+    feature: Feature, ranks: Ranks, folder: Path, *, device: str
+) -> tuple[Trainer, RunConfig]:
     path = folder / _model_name(is_mixture=feature.is_mixture)
     config = RunConfig.model_validate(
         {
@@ -226,7 +234,12 @@ def train(feature: Feature, ranks: Ranks, folder: Path, *, num_shares: int, devi
         }
     )
     seed_everything(config.seed)
-    trainer = build_trainer(config, path=str(path), ranks=ranks)
+    return build_trainer(config, path=str(path), ranks=ranks), config
+
+
+def train(feature: Feature, ranks: Ranks, folder: Path, *, num_shares: int, device: str) -> Numbers:
+    """What is compared, by name; whole on every rank."""
+    trainer, config = make_trainer(feature, ranks, folder, device=device)
     numbers: Numbers = {}
     for step in range(STEPS):
         batches = _batches(feature, config, step=step, num_ranks=num_shares)
@@ -311,7 +324,7 @@ def _batches(feature: Feature, config: RunConfig, *, step: int, num_ranks: int) 
 
 
 def _group(rng: np.random.Generator, feature: Feature, *, number: int) -> Group:
-    prompt = rng.integers(3, VOCAB, rng.integers(6, 12))
+    prompt = rng.integers(3, LAST_ID + 1, rng.integers(6, 12))
     rollouts = [_rollout(rng, feature, prompt) for _ in range(rng.integers(2, 5))]
     # Of one sign: sums that nearly cancel would show rounding, which depends on their order.
     advantages = rng.uniform(0.2, 1.0, len(rollouts)).astype(np.float32)
@@ -327,7 +340,8 @@ def _group(rng: np.random.Generator, feature: Feature, *, number: int) -> Group:
 
 
 def _rollout(rng: np.random.Generator, feature: Feature, prompt: np.ndarray) -> Rollout:
-    tokens = np.append(prompt, rng.integers(3, VOCAB, rng.integers(2, 20))).astype(np.int32)
+    sampled = rng.integers(3, LAST_ID + 1, rng.integers(2, 20))
+    tokens = np.append(prompt, sampled).astype(np.int32)
     length = len(tokens)
     mask = np.arange(length) >= len(prompt)
     mean = -np.log(feature.num_kept or VOCAB)  # near the policy's, so that no ratio is clipped

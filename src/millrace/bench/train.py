@@ -133,7 +133,7 @@ def _policy(
     dtype = torch.bfloat16 if is_half else torch.float32
     model, _ = make_model(name, dtype=dtype, device=device, attention=PACKED_ATTENTION)
     if not ranks.is_alone:
-        shard(model, root=model, mesh=ranks.fsdp_mesh, dtype=settings.compute_dtype)
+        shard(model, root=model, meshes=ranks.sharding_meshes, dtype=settings.compute_dtype)
     lora = LoraConfig(rank=lora_rank) if lora_rank else None
     adapter = lora and TrainedAdapter(model, lora, model_path=name)
     return PolicyModel(model, settings=settings, adapter=adapter, ranks=ranks)

@@ -115,10 +115,11 @@ class MeshConfig(Section):
     """Number of ranks that share the rows of each microbatch (context parallelism), for sequences
     whose activations one GPU cannot hold. It times tp divides the model's key-value heads."""
     tp: PositiveInt = 1
-    """Number of ranks that share each matrix product (tensor parallelism). It must be 1 so far."""
+    """Number of ranks that share each matrix product (tensor parallelism). tp * cp divides the
+    number of key-value heads."""
     ep: PositiveInt = 1
-    """Number of ranks that share the experts of a mixture (expert parallelism). It must be 1 so
-    far."""
+    """Number of ranks that share the experts of a mixture (expert parallelism). It divides the
+    number of experts, and dp_shard * cp."""
 
 
 class TrainerConfig(Section):

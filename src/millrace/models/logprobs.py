@@ -18,55 +18,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from millrace.core.records import Kept
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class KeptRows:
-    """Kept ids as CSR: row i is ids[offsets[i]:offsets[i + 1]]; an empty row keeps all ids."""
-
-    ids: Tensor  # [kept ids of all rows] int64
-    offsets: Tensor  # [N + 1] int64
-
-    @classmethod
-    def of(cls, kept: Kept, *, device: torch.device) -> "KeptRows":
-        """A copy: arrays from the wire are read-only."""
-        return cls(
-            ids=torch.from_numpy(kept.ids.astype(np.int64)).to(device),
-            offsets=torch.from_numpy(kept.offsets.copy()).to(device),
-        )
-
-    def split(self, chunk: int) -> list["KeptRows"]:
-        """Pieces of at most `chunk` rows, in order."""
-        num_rows = len(self.offsets) - 1
-        starts = list(range(0, num_rows, chunk))
-        ends = torch.tensor([*starts, num_rows], device=self.offsets.device)
-        bounds = self.offsets[ends].tolist()
-        return [
-            KeptRows(
-                ids=self.ids[bounds[i] : bounds[i + 1]],
-                offsets=self.offsets[start : start + chunk + 1] - bounds[i],
-            )
-            for i, start in enumerate(starts)
-        ]
-
-    def allowed(self, vocab_size: int) -> Tensor:
-        """[N, V] bool; True for ids that could have been sampled."""
-        sizes = self.offsets.diff()
-        allowed = (sizes == 0)[:, None].repeat(1, vocab_size)
-        rows = torch.repeat_interleave(
-            torch.arange(len(sizes), device=sizes.device), sizes, output_size=len(self.ids)
-        )
-        allowed[rows, self.ids] = True
-        return allowed
+from millrace.models.kept_rows import KeptRows
+from millrace.models.sharding import local_part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +104,8 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """hidden [N, D] -> float32 logits [N, V]: the head and its logit transform."""
     head = output_head(model)
-    if is_plain(head) and not torch.is_grad_enabled():
+    is_fast = not torch.is_grad_enabled()
+    if is_fast and is_plain(head) and not isinstance(head.weight, DTensor):
         dtype = compute_dtype(hidden)
         bias = None if head.bias is None else head.bias.to(dtype)
         products = project(hidden.to(dtype), head.weight.to(dtype), bias)
@@ -199,6 +162,7 @@ class FusedLogprobs(torch.autograd.Function):
         dtype: torch.dtype,
         chunk: int,
         compiled: bool,
+        group: Any,  # ranks that share the vocabulary, each with its rows of the head; or None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         describe = _compiled(distribution) if compiled else distribution
         factors = (weight.to(dtype), None if bias is None else bias.to(dtype))
@@ -208,7 +172,8 @@ class FusedLogprobs(torch.autograd.Function):
         kept_parts = _split_kept(kept, len(targets), chunk)
         for i, allowed in enumerate(kept_parts):
             rows = slice(i * chunk, (i + 1) * chunk)
-            logits = transform.apply(project(hidden[rows].to(dtype), *factors))
+            products = project(hidden[rows].to(dtype), *factors)
+            logits = transform.apply(_of_all_ranks(products, group))
             mask = None if allowed is None else allowed.allowed(logits.shape[-1])
             results.append(describe(logits, targets[rows], temperatures[rows], mask))
             if topk_ids is not None:
@@ -216,7 +181,7 @@ class FusedLogprobs(torch.autograd.Function):
         logprobs, entropies, normalizers = map(torch.cat, zip(*results, strict=True))
         topk_all = torch.cat(topk_results) if topk_results else None
         ctx.kept, ctx.chunk = kept_parts, chunk
-        ctx.transform, ctx.dtype, ctx.compiled = transform, dtype, compiled
+        ctx.transform, ctx.dtype, ctx.compiled, ctx.group = transform, dtype, compiled, group
         # The logits of a single chunk need not be computed again.
         saved = logits if len(kept_parts) == 1 else None
         known = (targets, temperatures, entropies, normalizers)
@@ -242,7 +207,9 @@ class FusedLogprobs(torch.autograd.Function):
         for i, allowed in enumerate(ctx.kept):
             rows = slice(i * ctx.chunk, (i + 1) * ctx.chunk)
             part = hidden[rows].to(ctx.dtype)
-            logits = ctx.transform.apply(project(part, *factors)) if saved is None else saved
+            logits = saved
+            if logits is None:
+                logits = ctx.transform.apply(_of_all_ranks(project(part, *factors), ctx.group))
             mask = None if allowed is None else allowed.allowed(logits.shape[-1])
             given = (
                 None if values is None else values[rows] for values in (*known, *sampled_grads)
@@ -252,7 +219,7 @@ class FusedLogprobs(torch.autograd.Function):
                 _, temperatures, _, normalizers = (values[rows] for values in known)
                 parts = (topk_ids[rows], topk_all[rows], topk_grad[rows])
                 _add_topk_gradient(grad, logits, temperatures, normalizers, *parts)
-            grad = ctx.transform.gradient(grad, logits)
+            grad = _of_own_rank(ctx.transform.gradient(grad, logits), ctx.group)
             if bias_grad is not None:
                 bias_grad += grad.sum(0)
             grad = grad.to(ctx.dtype)
@@ -260,10 +227,28 @@ class FusedLogprobs(torch.autograd.Function):
                 _accumulate(weight_grad, grad.t(), part)
             if hidden_grad is not None:
                 hidden_grad[rows] = torch.mm(grad, factors[0])
+        if hidden_grad is not None and ctx.group is not None:
+            dist.all_reduce(hidden_grad, group=ctx.group)
         grads_of_head = (
             None if g is None else g.to(weight.dtype) for g in (weight_grad, bias_grad)
         )
-        return hidden_grad, *grads_of_head, *[None] * 8
+        return hidden_grad, *grads_of_head, *[None] * 9
+
+
+def _of_all_ranks(products: Tensor, group: Any) -> Tensor:
+    """Products [n, V] with the vocabulary, from each rank's part of them."""
+    if group is None:
+        return products
+    parts = [torch.empty_like(products) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, products, group=group)
+    return torch.cat(parts, 1)
+
+
+def _of_own_rank(grad: Tensor, group: Any) -> Tensor:
+    """This rank's part of the gradient [n, V] of all products."""
+    if group is None:
+        return grad
+    return grad.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
 
 
 def _logit_gradient(
@@ -361,9 +346,13 @@ def chunked_distributions(
     assert topk_ids is None or kept is None, "topk_ids may include ids that were not kept"
     head = output_head(model)
     if is_plain(head):
-        scalars = (LogitTransform.of(model), compute_dtype(hidden), chunk, compiled)
+        weight, bias, group = head.weight, head.bias, None
+        if isinstance(weight, DTensor):  # of tensor parallelism
+            group = weight.device_mesh.get_group()
+            weight, bias = weight.to_local(), None if bias is None else local_part(bias)
+        scalars = (LogitTransform.of(model), compute_dtype(hidden), chunk, compiled, group)
         return FusedLogprobs.apply(
-            hidden, head.weight, head.bias, targets, temperatures, kept, topk_ids, *scalars
+            hidden, weight, bias, targets, temperatures, kept, topk_ids, *scalars
         )
 
     def chunk_outputs(*part: Any) -> tuple[Tensor, ...]:

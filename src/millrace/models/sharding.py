@@ -1,11 +1,12 @@
-"""Divides a model over the ranks of a trainer with FSDP2.
+"""Divides a model over the ranks of a trainer: FSDP2, after tensor and expert parallelism.
 
 Promise: no rank ever holds the whole model, and gradients are sums over the ranks, never means:
 losses divide by the totals of the whole batch.
 
-A unit of FSDP is a decoder layer, or everything outside of the layers: embeddings, final norm and
-head. The latter are used one by one, and the head once per chunk of tokens, so a caller does that
-inside() one forward pass of the root module, in which they are whole.
+A unit of FSDP is a decoder layer, its experts if they have ranks of their own, or everything
+outside of the layers: embeddings, final norm and head. The latter are used one by one, and the head
+once per chunk of tokens, so a caller does that inside() one forward pass of the root module, in
+which they are whole.
 
 With 16-bit compute, the matrices of a layer are gathered in 16 bits and used as they are: autocast
 would keep a 16-bit copy of every layer until the backward pass. What autocast computes in float32
@@ -16,6 +17,7 @@ which are small and not sharded.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -35,36 +37,50 @@ def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardingMeshes:
+    """The ranks that share a model. If a mesh of FSDP has two dimensions, the first one holds
+    replicas."""
+
+    fsdp: DeviceMesh
+    # Of tensor and expert parallelism, all or none:
+    tp: DeviceMesh | None = None
+    ep: DeviceMesh | None = None
+    expert_fsdp: DeviceMesh | None = None  # ranks with the same experts
+
+
 def shard(
     model: PreTrainedModel,
     *,
-    root: nn.Module,
-    mesh: DeviceMesh,
+    root: PreTrainedModel,
+    meshes: ShardingMeshes,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Shard the weights of `root`, which is the model or a part of it that has all layers. With a
-    mesh of two dimensions, the first one holds replicas. Layers are gathered in `dtype`; if that
-    has 16 bits, forward passes of the root run under autocast, and the matrices of layers, if they
-    are to be frozen, may be in 16 bits before; all other weights become float32."""
+    """Shard the weights of `root`, which is the model or a part of it that has all layers. Layers
+    are gathered in `dtype`; if that has 16 bits, forward passes of the root run under autocast, and
+    the matrices of layers, if they are to be frozen, may be in 16 bits before; all other weights
+    become float32."""
     is_half = dtype is not torch.float32
     layers = decoder_layers(model)
-    of_layers = {p for layer in layers for p in layer.parameters()}
-    vectors = {p for p in of_layers if is_half and p.ndim < 2}
-    for parameter in {*model.parameters()} - (of_layers - vectors):
+    matrices = {p for layer in layers for p in layer.parameters() if p.ndim > 1 or not is_half}
+    for parameter in {*model.parameters()} - matrices:
         parameter.data = parameter.data.float()
+    experts = _divide(model, root, meshes)
+    vectors = {p for layer in layers for p in layer.parameters() if is_half and p.ndim < 2}
     # Autocast decides the dtype of inputs: residual streams are float32.
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    for layer in layers:
-        _make_unit(layer, mesh=mesh, mp_policy=policy, ignored_params=vectors)
-    reshard = _make_unit(root, mesh=mesh, ignored_params=vectors).reshard
+    units = [(module, meshes.expert_fsdp) for module in experts]
+    for module, mesh in [*units, *((layer, meshes.fsdp) for layer in layers)]:
+        _make_unit(module, mesh=mesh, mp_policy=policy, ignored_params=vectors)
+    reshard = _make_unit(root, mesh=meshes.fsdp, ignored_params=vectors).reshard
     forward = root.forward
 
     def forward_or_compute(
         *args: Any, compute: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
-        with torch.autocast(mesh.device_type, dtype=dtype) if is_half else nullcontext():
+        with torch.autocast(meshes.fsdp.device_type, dtype=dtype) if is_half else nullcontext():
             return forward(*args, **kwargs) if compute is None else compute()
 
     root.forward = forward_or_compute
@@ -75,6 +91,18 @@ def shard(
             reshard()
 
     root.register_forward_hook(reshard_unless_backward_does)
+
+
+def _divide(model: PreTrainedModel, root: PreTrainedModel, meshes: ShardingMeshes) -> list[Any]:
+    """Apply tensor and expert parallelism; returns the modules of experts that were divided."""
+    if meshes.tp is None or meshes.ep is None:
+        return []
+    from millrace.models.parallel_plans import divide_experts, divide_layers
+
+    if meshes.tp.size() > 1:
+        divide_layers(root, meshes.tp)
+        model.tie_weights()  # a tied weight was divided twice
+    return divide_experts(root, ep=meshes.ep, tp=meshes.tp)
 
 
 def _make_unit(module: nn.Module, **options: Any) -> FSDPModule:

@@ -5,6 +5,7 @@ Promise: a mesh that cannot work is refused in one sentence before any worker st
 
 from collections.abc import Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from millrace.config import RunConfig
@@ -16,7 +17,6 @@ from millrace.models.directory import num_experts
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-UNSUPPORTED = ("tp", "ep")  # dimensions of the mesh that must be 1 for now
 TRIED = {"torch": "2.13", "transformers": "5.22"}  # versions that several ranks were tested with
 
 
@@ -37,9 +37,11 @@ def check_mesh(config: RunConfig) -> None:
             f"trainer.mesh.ep = {sizes.ep} does not divide dp_shard * cp ="
             f" {sizes.dp_shard * sizes.cp}; choose a divisor."
         )
-    for name in UNSUPPORTED:
-        if (size := getattr(sizes, name)) > 1:
-            raise ConfigError(f"trainer.mesh.{name} = {size} is not supported yet; set it to 1.")
+    if sizes.tp > 1 and config.lora is not None and config.lora.dora:
+        raise ConfigError(
+            f"lora.dora = true is not supported with trainer.mesh.tp = {sizes.tp}; set lora.dora to"
+            " false, or tp to 1."
+        )
     if ranks > 1 and config.optimizer.type == ADAMW_8BIT:
         raise ConfigError(
             f"optimizer.type = {ADAMW_8BIT!r} is not supported with trainer.ranks = {ranks} yet;"
@@ -59,34 +61,53 @@ def check_mesh(config: RunConfig) -> None:
 
 def check_model_mesh(sizes: MeshSizes, model: "PreTrainedConfig", *, path: str) -> None:
     """Check that the ranks can share the heads and the experts of the model."""
-    num_heads = model.num_attention_heads
-    heads = {
-        "attention heads": num_heads,
-        "key-value heads": getattr(model, "num_key_value_heads", None) or num_heads,
-    }
-    for name, number in heads.items():
-        if number % (sizes.tp * sizes.cp):
-            raise ConfigError(
-                f"Model {path!r} has {number} {name}, which trainer.mesh.tp * cp ="
-                f" {sizes.tp * sizes.cp} ranks cannot share evenly; choose a divisor of {number}."
-            )
+    num_heads, shared = model.num_attention_heads, sizes.tp * sizes.cp
+    key_value_heads = getattr(model, "num_key_value_heads", None) or num_heads
+    _check_even(num_heads, "attention heads", shared, "tp * cp", path=path)
+    _check_even(key_value_heads, "key-value heads", shared, "tp * cp", path=path)
     if sizes.cp > 1 and (kinds := _rope_types(model) & {"dynamic", "longrope"}):
         raise ConfigError(
             f"Model {path!r} has rotary embeddings of type {kinds.pop()!r}, which depend on all"
             f" positions of a pass, and trainer.mesh.cp = {sizes.cp} divides them; set cp to 1."
         )
-    if sizes.ep == 1:
-        return
-    if (number := num_experts(model)) == 0:
+    number = num_experts(model)
+    if sizes.ep > 1 and number == 0:
         raise ConfigError(
             f"trainer.mesh.ep = {sizes.ep} shares experts, and model {path!r} has none; set ep to"
             " 1."
         )
-    if number % sizes.ep:
+    _check_even(number, "experts", sizes.ep, "ep", path=path)
+    if sizes.tp * sizes.ep > 1:
+        _check_plans(sizes, model, path=path)
+
+
+def _check_even(number: int, what: str, num_ranks: int, dimension: str, *, path: str) -> None:
+    if number % num_ranks:
         raise ConfigError(
-            f"Model {path!r} has {number} experts, which trainer.mesh.ep = {sizes.ep} ranks cannot"
-            f" share evenly; choose a divisor of {number}."
+            f"Model {path!r} has {number} {what}, which trainer.mesh.{dimension} = {num_ranks}"
+            f" ranks cannot share evenly; choose a divisor of {number}."
         )
+
+
+def _check_plans(sizes: MeshSizes, model: "PreTrainedConfig", *, path: str) -> None:
+    """Check that transformers can divide layers over tp, and experts over ep."""
+    if find_spec("transformers.distributed.expert_parallel") is None:
+        raise ConfigError(
+            f"trainer.mesh.tp and ep need transformers {TRIED['transformers']}, and"
+            f" {version('transformers')} is installed; upgrade it, or set both to 1."
+        )
+    of_experts = (model.base_model_ep_plan or {}).values()
+    is_known = {
+        "tensor": sizes.tp == 1 or bool(model.base_model_tp_plan),
+        "expert": num_experts(model) == 0 or "ep_dispatch_experts" in of_experts,
+    }
+    for kind, has_plan in is_known.items():
+        if not has_plan:
+            raise ConfigError(
+                f"transformers has no plan of {kind} parallelism for {model.model_type!r}, the"
+                f" architecture of model {path!r}; set trainer.mesh.tp and ep to 1."
+            )
+    _check_even(model.vocab_size, "tokens in its vocabulary", sizes.tp, "tp", path=path)
 
 
 def check_gpus(config: RunConfig, *, num_gpus: int) -> None:

@@ -3,10 +3,10 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from millrace.config import CriticConfig, RunConfig
@@ -183,12 +183,12 @@ def _load(
     *,
     path: str,
     ranks: Ranks,
-    root: Callable[[PreTrainedModel], nn.Module],
+    root: Callable[[PreTrainedModel], Any],
     compute_dtype: torch.dtype,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
     def shard_over_ranks(model: PreTrainedModel) -> None:
-        shard(model, root=root(model), mesh=ranks.fsdp_mesh, dtype=compute_dtype)
+        shard(model, root=root(model), meshes=ranks.sharding_meshes, dtype=compute_dtype)
 
     return load_model(
         path,

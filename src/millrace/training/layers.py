@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from millrace.core.errors import ConfigError
-from millrace.models.lora.experts import expert_modules
+from millrace.models.lora.experts import expert_modules, local_forward, set_forward
 from millrace.models.sharding import decoder_layers
 from millrace.training.optimizer import TrainSettings
 
@@ -71,8 +71,8 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 def prepare_experts(model: PreTrainedModel) -> None:
     for module in expert_modules(model).values():
-        own: Any = module.forward  # of the class, or of an adapter
-        module.forward = functools.partial(_forward_experts, own.__func__, module)
+        own = local_forward(module)  # of the class, or of an adapter
+        set_forward(module, functools.partial(_forward_experts, own.__func__, module))
 
 
 @torch.compiler.disable

@@ -31,8 +31,9 @@ from millrace.core.errors import RunFailed
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.models.attention.context import OwnTokens
 from millrace.models.attention.layout import PackedLayout
+from millrace.models.kept_rows import KeptRows
 from millrace.models.loading import hidden_states
-from millrace.models.logprobs import KeptRows, chunked_distributions
+from millrace.models.logprobs import chunked_distributions
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.routing import RouteReplay
 from millrace.models.sharding import gathered, inside
@@ -41,7 +42,7 @@ from millrace.training.checkpoints.snapshot import Parts, Write, host_copy, mode
 from millrace.training.layers import prepare_layers
 from millrace.training.optimizer import LossScale, TrainSettings, build_optimizer
 from millrace.training.packing.splitting import RowLimit, kept_rows, placeholder
-from millrace.training.parallel.gradients import scale, squared_norm, sum_replicated
+from millrace.training.parallel.gradients import scale, squared_norm, sum_unsharded
 from millrace.training.parallel.ranks import Ranks
 from millrace.training.token_batches import PolicyOutput, as_tensor
 
@@ -139,7 +140,7 @@ class TrainableModel:
             total += value
         gradients = self._gradients()
         if not self.ranks.is_alone:
-            sum_replicated(gradients, self.ranks.gradient_mesh)
+            sum_unsharded(gradients, self.ranks)
         self._loss_scale.unscale(gradients)
         outputs = [output for _, output in results]
         return Gradient(loss=total, outputs=outputs, num_splits=num_splits)

@@ -54,14 +54,15 @@ def sequences(ranks, features, folder) -> dict[str, list[list]]:
     [
         (MeshSizes(dp_shard=2), ("grpo", "critic", "lora", "minibatches", "one group")),
         (MeshSizes(cp=2), ("grpo", "critic", "lora")),
+        (MeshSizes(dp_shard=2, ep=2), ("lora of experts",)),
     ],
 )
 def test_ranks_make_the_same_collectives(tmp_path, sizes, names):
-    bench._make_model(tmp_path, is_mixture=False)
+    bench._make_model(tmp_path, is_mixture=sizes.ep > 1)
     features = {name: bench.FEATURES[name] for name in names}
     found = run_ranks(sequences, features, tmp_path, sizes=sizes)
     for name, (first, second) in found.items():
         assert any(kind in call for call in first for kind in GATHER), name
         assert any("all_reduce" in call for call in first), name
-        assert any("all_to_all" in call for call in first) == (sizes.cp > 1), name
+        assert any("all_to_all" in call for call in first) == (sizes.cp * sizes.ep > 1), name
         assert first == second, name

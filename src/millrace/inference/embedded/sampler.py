@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from millrace.models.logprobs import KeptRows, token_logprobs
+from millrace.models.kept_rows import KeptRows
+from millrace.models.logprobs import token_logprobs
 
 KEPT_CAPACITY = 4096  # kept ids per row that sample_step() has room for, by default
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive counters land far apart

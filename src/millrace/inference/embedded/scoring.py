@@ -21,8 +21,9 @@ from millrace.core.completions import join_kept
 from millrace.core.microbatch import MIN_SHARED_TOKENS, Segments, common_prefix
 from millrace.core.records import Kept, ScoreRequest, TokenLogprobs
 from millrace.models.attention.layout import PackedLayout
+from millrace.models.kept_rows import KeptRows
 from millrace.models.loading import hidden_states
-from millrace.models.logprobs import KeptRows, final_logits
+from millrace.models.logprobs import final_logits
 
 
 class ScoringEngine:

@@ -16,8 +16,10 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from millrace.core.errors import ConfigError
+from millrace.models.sharding import local_part
 
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # [E, O, I] each; in the order of their use
 _ALIGNED = 8  # on a GPU, grouped products need rows of a multiple of 16 bytes
@@ -39,19 +41,28 @@ class TrainedUpdate(nn.Module):
         super().__init__()
         num_experts, num_out, num_in = weight.shape
         kind = {"dtype": torch.float32, "device": weight.device}
-        self.lora_A = nn.Parameter(torch.empty(num_experts, rank, num_in, **kind))
-        self.lora_B = nn.Parameter(torch.zeros(num_experts, num_out, rank, **kind))
-        nn.init.uniform_(self.lora_A, -(num_in**-0.5), num_in**-0.5)  # as PEFT initializes it
+        a = torch.empty(num_experts, rank, num_in, **kind)
+        nn.init.uniform_(a, -(num_in**-0.5), num_in**-0.5)  # as PEFT initializes it
+        self.lora_A = nn.Parameter(_of_own_experts(a, weight))
+        b = torch.zeros(num_experts, num_out, rank, **kind)
+        self.lora_B = nn.Parameter(_of_own_experts(b, weight))
         self.is_enabled = True
         self._scale = scale
 
     def add(self, output: Tensor, x: Tensor, *, offsets: Tensor, tokens: Tensor) -> Tensor:
         if not self.is_enabled:
             return output
-        a, b = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
+        a, b = (local_part(factor).to(x.dtype) for factor in (self.lora_A, self.lora_B))
         padding = -a.shape[1] % _ALIGNED
         inner = grouped(x, F.pad(a, (0, 0, 0, padding)), offsets)
         return output + self._scale * grouped(inner, F.pad(b, (0, padding)), offsets)
+
+
+def _of_own_experts(factor: Tensor, weight: Tensor) -> Tensor:
+    """The factors [E, ...] divided as the experts of a weight are divided over ep."""
+    if not isinstance(weight, DTensor) or "ep" not in (weight.device_mesh.mesh_dim_names or ()):
+        return factor
+    return distribute_tensor(factor, weight.device_mesh["ep"], [Shard(0)], src_data_rank=None)
 
 
 def aligned(rank: int) -> int:
@@ -67,9 +78,20 @@ def add_update(module: nn.Module, weight: str, update: ExpertUpdate) -> None:
         is_module = isinstance(update, nn.Module)
         holder.expert_updates = nn.ModuleDict() if is_module else {}
         # One function for all layers: torch.compile would build a program for each closure.
-        module.forward = MethodType(forward_with_lora, module)
+        set_forward(module, MethodType(forward_with_lora, module))
     updates: Any = holder.expert_updates
     updates[weight] = update
+
+
+def local_forward(module: Any) -> Any:
+    """What a module of experts computes on one rank: under expert parallelism, its forward function
+    sends tokens to their experts before and back after it."""
+    return getattr(module, "local_forward", module.forward)
+
+
+def set_forward(module: nn.Module, function: Any) -> None:
+    """Replace local_forward(module)."""
+    setattr(module, "local_forward" if hasattr(module, "local_forward") else "forward", function)
 
 
 def forward_with_lora(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:

@@ -85,9 +85,15 @@ class TrainedAdapter:
                 names = [f"model.{name}" for name in here]
                 settings = replace(self._settings, target_modules=names, target_parameters=None)
                 holder = nn.ModuleDict({"model": model})
-                peft.inject_adapter_in_model(settings, holder, adapter_name=_ADAPTER)
+                with _looking_whole([model.get_submodule(name) for name in here]):
+                    peft.inject_adapter_in_model(settings, holder, adapter_name=_ADAPTER)
             targets = {key: name for key, name in targets.items() if name not in here}
         self._linears: dict[str, Any] = {name: model.get_submodule(name) for name in linears}
+        sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+        if any("tp" in (p.device_mesh.mesh_dim_names or ()) for p in sharded):
+            from millrace.models.parallel_plans import divide_factors
+
+            divide_factors(model, self._linears, adapter=_ADAPTER)
 
     def _add_to_experts(self, names: list[str]) -> dict[str, TrainedUpdate]:
         updates: dict[str, TrainedUpdate] = {}
@@ -147,12 +153,13 @@ class TrainedAdapter:
                     f"The adapter in {str(folder)!r} does not match [lora]: they differ in"
                     f" {name!r}; resume with the settings it was trained with."
                 )
-            own[name].copy_(saved[name])
+            own[name].copy_(shard_like(saved[name], own[name]))
 
     def merged_weights(self) -> dict[str, Tensor]:
         """Weights of the model with the adapter merged, by the names of the base model. They are
         sharded as the model is; merged ones are on the host."""
-        adapter, tensors = self._adapter, self.named_weights()
+        adapter = self._adapter
+        tensors = {name: whole(weight) for name, weight in self.named_weights().items()}
         layers = {adapter.weight_name(layer): layer for layer in adapter.layers}
         weights: dict[str, Tensor] = {}
         for own_name, tensor in self._model.state_dict(keep_vars=True).items():
@@ -167,3 +174,16 @@ class TrainedAdapter:
                 value = merged(whole(tensor), factors, scale=adapter.scale).to(tensor.dtype)
             weights[name] = shard_like(value, tensor, device=torch.device("cpu"))
         return weights
+
+
+@contextmanager
+def _looking_whole(layers: list[nn.Module]) -> Iterator[None]:
+    """A context in which weights of tensor parallelism have their whole shape, and no values: PEFT
+    would create factors for a rank's part, and other random numbers than on one rank."""
+    divided = {m: m.weight for m in layers if isinstance(m.weight, DTensor)}
+    for module, weight in divided.items():
+        values = weight.to_local().detach().new_empty(()).expand(weight.shape)
+        module.weight = nn.Parameter(values, requires_grad=False)
+    yield
+    for module, weight in divided.items():
+        module.weight = weight

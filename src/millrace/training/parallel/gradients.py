@@ -1,6 +1,6 @@
 """Gradients of a model whose weights may be sharded: their sum over ranks and their norm."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,17 +9,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from millrace.models.sharding import local_part
+from millrace.training.parallel.ranks import Ranks
 
 
-def sum_replicated(gradients: Iterable[Tensor], mesh: DeviceMesh) -> None:
-    """Sum the gradients of weights that are not sharded, such as an adapter's, over the mesh; FSDP
-    has summed the others."""
-    plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-    if not plain:
+def sum_unsharded(gradients: Iterable[Tensor], ranks: Ranks) -> None:
+    """Sum the gradients of weights that FSDP does not shard, such as an adapter's, over the ranks
+    that have different ones; FSDP has summed the others."""
+    plain, of_experts = [], []
+    for gradient in gradients:
+        names = gradient.device_mesh.mesh_dim_names if isinstance(gradient, DTensor) else ("tp",)
+        if names in (("tp",), ("ep",)):
+            (plain if names == ("tp",) else of_experts).append(local_part(gradient))
+    _sum(plain, lambda: ranks.gradient_mesh)
+    _sum(of_experts, lambda: ranks.expert_gradient_mesh)
+
+
+def _sum(gradients: Sequence[Tensor], mesh: Callable[[], DeviceMesh]) -> None:
+    if not gradients:
         return
-    flat = torch.cat([gradient.flatten() for gradient in plain])
-    dist.all_reduce(flat, group=mesh.get_group())
-    for gradient, total in zip(plain, flat.split([g.numel() for g in plain]), strict=True):
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=mesh().get_group())
+    for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(total.view_as(gradient))
 
 
@@ -36,7 +46,7 @@ def _num_parts(tensor: Tensor) -> int:
     parts = 1
     if isinstance(tensor, DTensor):
         for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
-            parts *= size if placement.is_shard() else 1
+            parts *= 1 if placement.is_replicate() else size
     return parts
 
 

@@ -12,15 +12,16 @@ averaged. All groups of ranks are parts of one mesh with the dimensions NAMES:
 - Under cp each has its own rows. All compute the loss from the logprobs of all rows, and the
   backward pass gives each rank the gradient of its own rows.
 - So gradients are summed over dp_replicate, dp_shard and cp. FSDP, which shards over dp_shard and
-  cp (fsdp_mesh), does that for the weights it shards; gradient_mesh is for the others.
+  cp, does that for the weights it shards; gradient_mesh is for the others.
 - Experts are divided over ep. Ranks of one ep group, and those that differ in tp, send different
   rows to them, so their gradients are summed over all ranks that have the same experts
-  (expert_mesh).
+  (expert_gradient_mesh).
 
 Used by one thread, the trainer's main thread; see for_thread().
 """
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ from millrace.core import files as storage
 from millrace.core.errors import RunFailed
 from millrace.core.mesh import MeshSizes
 from millrace.models.attention.context import ContextGroup
+from millrace.models.sharding import ShardingMeshes
 
 Value = TypeVar("Value")
 NAMES = ("dp_replicate", "dp_shard", "cp", "tp")  # dimensions of the mesh, the slowest first
@@ -66,6 +68,8 @@ class Ranks:
         several, for measurements."""
         if sizes.num_ranks == 1 and not sharded:
             return cls(sizes)
+        # Gathering one dimension after the other, of which it warns, is what whole() does.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         try:
             dist.init_process_group(
@@ -160,9 +164,23 @@ class Ranks:
         return ContextGroup(None if self.sizes.cp == 1 else self.mesh.get_group("cp"))
 
     @functools.cached_property
-    def fsdp_mesh(self) -> DeviceMesh:
-        """Ranks that FSDP shards over, and before them its replicas, if there are any."""
-        return self._with_replicas(self.mesh, self.mesh["dp_shard", "cp"]._flatten("fsdp"))
+    def sharding_meshes(self) -> ShardingMeshes:
+        fsdp = self._with_replicas(self.mesh, self.mesh["dp_shard", "cp"]._flatten("fsdp"))
+        if self.sizes.tp * self.sizes.ep == 1:
+            return ShardingMeshes(fsdp=fsdp)
+        experts = self._expert_mesh
+        return ShardingMeshes(
+            fsdp=fsdp,
+            tp=self.mesh["tp"],
+            ep=experts["ep"],
+            expert_fsdp=self._with_replicas(experts, experts["efsdp"]),
+        )
+
+    def _with_replicas(self, mesh: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
+        """FSDP joins this with the dimensions of tp or ep, so all are parts of one mesh."""
+        if self.sizes.dp_replicate == 1:
+            return shards
+        return DeviceMesh._concatenate([mesh["dp_replicate"], shards])
 
     @functools.cached_property
     def gradient_mesh(self) -> DeviceMesh:
@@ -170,26 +188,14 @@ class Ranks:
         return self.mesh["dp_replicate", "dp_shard", "cp"]._flatten("gradients")
 
     @functools.cached_property
-    def expert_mesh(self) -> DeviceMesh:
-        """The dimensions dp_replicate, efsdp and ep of experts; neighbours share them."""
+    def expert_gradient_mesh(self) -> DeviceMesh:
+        """Ranks that have different gradients of the same experts."""
+        return self._expert_mesh["dp_replicate", "efsdp"]._flatten("expert_gradients")
+
+    @functools.cached_property
+    def _expert_mesh(self) -> DeviceMesh:
+        """The dimensions dp_replicate, efsdp and ep; neighbours share experts."""
         sizes = self.sizes
         shape = (sizes.dp_replicate, sizes.dp_shard * sizes.cp * sizes.tp // sizes.ep, sizes.ep)
-        return init_device_mesh(
-            self.mesh.device_type, shape, mesh_dim_names=("dp_replicate", "efsdp", "ep")
-        )
-
-    @functools.cached_property
-    def expert_fsdp_mesh(self) -> DeviceMesh:
-        """fsdp_mesh of experts."""
-        return self._with_replicas(self.expert_mesh, self.expert_mesh["efsdp"])
-
-    @functools.cached_property
-    def expert_gradient_mesh(self) -> DeviceMesh:
-        """gradient_mesh of experts."""
-        return self.expert_mesh["dp_replicate", "efsdp"]._flatten("expert_gradients")
-
-    def _with_replicas(self, mesh: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
-        """FSDP joins this with the dimensions of tp or ep, so all are parts of one mesh."""
-        if self.sizes.dp_replicate == 1:
-            return shards
-        return DeviceMesh._concatenate([mesh["dp_replicate"], shards])
+        names = ("dp_replicate", "efsdp", "ep")
+        return init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=names)

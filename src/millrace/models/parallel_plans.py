@@ -1,0 +1,131 @@
+"""Tensor and expert parallelism by transformers' plans, and the parts of adapters that follow them.
+
+Promise: a divided model computes what it computes on one rank. Ranks that differ only in tp have
+the same hidden states, and the same gradients of weights that are not divided over tp.
+
+- Tensor parallelism divides linear layers, embeddings and head by the plan of the model.
+- Expert parallelism gives each rank of ep whole experts, and tokens travel to them. With tensor
+  parallelism alone there is one such rank, and ranks of tp send different tokens to their experts.
+- Factors of an adapter are divided if their side of the layer is.
+
+Imported only for such a model: earlier versions of transformers lack these plans.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.distributed.expert_parallel import apply_expert_parallelism
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+from transformers.distributed.tensor_parallel import (
+    apply_tensor_parallelism,
+    replace_layer_number_by_wildcard,
+)
+
+from millrace.core.errors import ConfigError
+
+_EXPERTS = "ep_dispatch_experts"  # the style of a module of experts
+_COLUMNS, _ROWS, _SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
+# The parts of other styles are no slices of their weights, or their gradients are not known.
+_STYLES = {
+    *(_COLUMNS, "colwise_gather_output", "colwise_rep"),
+    *(_ROWS, "rowwise_split_input", "rowwise_rep"),
+    *("embedding_rowwise", _SUMMED),
+}
+
+
+def divide_layers(root: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Divide linear layers, embeddings and head over the mesh."""
+    plan = _tensor_plan(root)
+    if not plan:
+        raise ConfigError(
+            f"transformers has no plan of tensor parallelism for {type(root).__name__}; set"
+            " trainer.mesh.tp to 1."
+        )
+    if unknown := sorted({*plan.values()} - _STYLES):
+        raise ConfigError(
+            f"The plan of tensor parallelism for {type(root).__name__} uses {unknown[0]!r}, which"
+            " is not supported; set trainer.mesh.tp to 1."
+        )
+    summed = {name for name, style in plan.items() if style == _SUMMED}
+    apply_tensor_parallelism(root, mesh, {n: s for n, s in plan.items() if n not in summed})
+    for name, module in root.named_modules():
+        if replace_layer_number_by_wildcard(name) in summed:
+            module.register_forward_pre_hook(_summing_gradients(mesh.get_group()))
+
+
+def _summing_gradients(group: Any) -> Any:
+    """A hook for a module between divided layers, such as the norm of each head: each rank has a
+    part of the gradient of its weights. The style of transformers replaces the forward function,
+    as fused norms do."""
+    hooked: set[nn.Parameter] = set()
+
+    def summed(gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    def before_forward(module: nn.Module, _: Any) -> None:
+        if torch.is_grad_enabled():
+            for parameter in {p for p in module.parameters() if p.requires_grad} - hooked:
+                parameter.register_hook(summed)  # before it is added to that of other microbatches
+                hooked.add(parameter)
+
+    return before_forward
+
+
+def divide_experts(root: PreTrainedModel, *, ep: DeviceMesh, tp: DeviceMesh) -> list[Any]:
+    """Divide experts over `ep`; returns their modules, none of a dense model."""
+    plan = root.ep_plan
+    experts: list[Any] = [
+        module
+        for name, module in root.named_modules()
+        if plan.get(replace_layer_number_by_wildcard(name)) == _EXPERTS
+    ]
+    for module in experts:
+        module.local_forward = module.forward
+        module.forward = _late_bound(module)
+    if experts:
+        apply_expert_parallelism(root, ep, tp, plan)
+    for module in experts:
+        module.forward = _copying(module.forward)
+    return experts
+
+
+def _late_bound(module: Any) -> Any:
+    """A function that calls what local_forward is then: adapters and the trainer replace it."""
+    return lambda *args: module.local_forward(*args)
+
+
+def _copying(forward: Any) -> Any:
+    """`forward` with an output of its own: a model that adds to a view in place, as of shared
+    experts, would undo what FSDP attached to it."""
+    return lambda *args: forward(*args).clone()
+
+
+def _tensor_plan(model: PreTrainedModel) -> dict[str, str]:
+    """Styles by name, without those of experts."""
+    experts = [name for name, style in model.ep_plan.items() if style == _EXPERTS]
+    return {
+        name: style
+        for name, style in model.tp_plan.items()
+        if not any(name == e or name.startswith(f"{e}.") for e in experts)
+    }
+
+
+def divide_factors(model: PreTrainedModel, linears: Mapping[str, Any], *, adapter: str) -> None:
+    """Divide the factors of PEFT's layers, by name, as the layers beneath them are divided."""
+    plan = _tensor_plan(model)
+    for name, layer in linears.items():
+        weight = layer.base_layer.weight
+        style = plan.get(replace_layer_number_by_wildcard(name))
+        if style not in (_COLUMNS, _ROWS):
+            continue  # inputs and outputs are whole
+        factor = (layer.lora_B if style == _COLUMNS else layer.lora_A)[adapter]
+        mesh = weight.device_mesh["tp"]
+        ALL_PARALLEL_STYLES[style].shard_param(factor, "weight", mesh)
+        ALL_PARALLEL_STYLES[style].install_forward(factor, mesh)
