@@ -60,6 +60,9 @@ def handle(call: WorkerCall, request: Request, link: Link) -> None:
                 call.fail(error)
         case ["raise"]:
             raise RuntimeError("out of luck")
+        case ["quote", "a", "completion"]:
+            print("a \x1b[2J completion \u202e")
+            raise RuntimeError("a \x1b[2J completion \u202e\rover")
         case ["raise", "but", "stay"]:
             threading.Thread(target=time.sleep, args=[3600]).start()
             raise RuntimeError("out of luck")
@@ -79,7 +82,7 @@ def handle(call: WorkerCall, request: Request, link: Link) -> None:
                 time.sleep(3600)
             call.reply(answer(np.array([child])))
         case ["count", "secrets"]:
-            names = [name for name in os.environ if name.startswith("MILLRACE_HUB")]
+            names = [name for name in os.environ if name.startswith(("MILLRACE_HUB", "JUDGE_"))]
             call.reply(answer(np.array([len(names)])))
         case other:
             raise AssertionError(other)

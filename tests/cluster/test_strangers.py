@@ -117,6 +117,44 @@ async def test_bytes_of_another_protocol_do_no_harm(hub: Hub):
     await assert_answers(worker)
 
 
+async def test_a_peer_that_announces_a_huge_frame_is_disconnected_before_the_handshake(hub: Hub):
+    worker = await hub.launch("echo-0", "echo_worker")
+    host, port = hub.address.removeprefix("tcp://").split(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    command_of_4_gib = b"\x06" + (2**32).to_bytes(8, "big")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(greeting)
+    await reader.readexactly(len(greeting))
+    writer.write(command_of_4_gib + bytes(1000))
+    async with asyncio.timeout(10):
+        assert await reader.read() == b""
+    writer.close()
+    await assert_answers(worker)
+
+
+async def test_a_peer_that_announces_a_huge_frame_is_disconnected_after_the_handshake(tmp_path):
+    async with Hub(
+        log_dir=tmp_path,
+        on_event=lambda *_: None,
+        address="tcp://127.0.0.1:0",
+        max_frame_bytes=2**20,
+    ) as hub:
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as peer:
+            peer.linger = 0
+            keys_of(hub).apply(peer)
+            monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            peer.connect(hub.address)
+            await peer.send_multipart([EVENT_ID, bytes(2**19)])  # allowed, but no message
+            async with asyncio.timeout(10):
+                while hub.num_invalid < 1:  # noqa: ASYNC110 - the hub only counts them
+                    await asyncio.sleep(0.01)
+            await peer.send_multipart([EVENT_ID, bytes(2**21)])
+            async with asyncio.timeout(10):
+                await monitor.recv_multipart()
+            peer.disable_monitor()
+        assert hub.num_invalid == 1
+
+
 def test_worker_sends_nothing_to_a_server_without_the_hub_key():
     """Not even its token: a process that takes over a freed port learns nothing."""
     keys, impostor_keys = RunKeys.make().client, RunKeys.make()
@@ -151,6 +189,22 @@ async def test_keys_reach_neither_command_lines_nor_children_of_workers(hub: Hub
     reply = await worker.call(ask("count secrets"))
     assert isinstance(reply, GenerateDone)
     assert reply.completions[0].tokens == [0]
+
+
+@pytest.mark.parametrize("preload", [(), ("json",)], ids=["started", "forked"])
+async def test_users_keys_reach_only_workers_that_need_them(tmp_path, monkeypatch, preload):
+    monkeypatch.setenv("JUDGE_API_KEY", "s3cret")
+    monkeypatch.setenv("HF_TOKEN", "to download models")
+    async with Hub(log_dir=tmp_path, on_event=lambda *_: None, preload=preload) as hub:
+        engine = await hub.launch("engine-0", "echo_worker")
+        scorer = await hub.launch("scorer-0", "echo_worker", has_secrets=True)
+        for worker, count in ((engine, 0), (scorer, 1)):
+            reply = await worker.call(ask("count secrets"))
+            assert isinstance(reply, GenerateDone)
+            assert reply.completions[0].tokens == [count]
+        environment = psutil.Process(engine.pid).environ()  # as others read it in /proc
+        assert "s3cret" not in environment.values()
+        assert "HF_TOKEN" in environment
 
 
 def test_credentials_pass_by_environment_and_are_taken_out_of_it():

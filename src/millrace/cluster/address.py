@@ -17,6 +17,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
+from millrace.cluster.wire import MAX_FRAME_BYTES
 from millrace.core.errors import ConfigError
 
 TOKEN_VARIABLE = "MILLRACE_HUB_TOKEN"
@@ -174,6 +175,7 @@ def connect(
 ) -> None:
     """Connect a DEALER socket. `heartbeat_timeout_s` is None on the host of the hub."""
     socket.setsockopt(zmq.ROUTING_ID, identity)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     if address.startswith("tcp://"):
         if keys is None:
             raise ConfigError(

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.cluster.parent_death import set_parent_death_signal, with_parent_death_signal
+from millrace.core.secrets import is_secret, without_secrets
 
 # What workers import; the server does it for them.
 PRELOAD = (
@@ -102,7 +103,7 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str]) -> None:
         """`preload`: names of the modules to import."""
-        self._env = dict(os.environ)
+        self._env = without_secrets(os.environ)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - its stderr; closed in close()
         command = [sys.executable, "-m", __name__, " " * TITLE_BYTES]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109
@@ -180,7 +181,7 @@ class ForkServer:
     def _has_same_imports(self, env: Mapping[str, str]) -> bool:
         """Whether modules that were imported in the server's environment fit this one."""
         different = {name for name in {*self._env, *env} if self._env.get(name) != env.get(name)}
-        return all(name.startswith(LATE_VARIABLES) for name in different)
+        return all(name.startswith(LATE_VARIABLES) or is_secret(name) for name in different)
 
 
 class _SharedServers:
@@ -268,7 +269,7 @@ def _become_worker(request: dict[str, Any], *, middle: int, writer: int) -> None
         set_parent_death_signal(request["parent"])  # exits unless that is the parent now
         os.setsid()
         os.chdir(request["folder"])
-        log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)

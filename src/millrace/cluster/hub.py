@@ -6,7 +6,8 @@ the hub is killed, the next one removes its folder. Over TCP, only holders of th
 send a message. Anything that is not a message of a known worker is counted and dropped.
 
 Runs on the controller's event loop. Bounds: the socket holds RECEIVE_MESSAGES per worker, then that
-worker's sends block. Outgoing messages are bounded by the callers, who wait for replies.
+worker's sends block. A peer that announces a frame above `max_frame_bytes` is disconnected before
+memory is allocated. Outgoing messages are bounded by the callers, who wait for replies.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from millrace.cluster.join.ticket import JoinTicket
 from millrace.cluster.link import EVENT_ID, identity_of, read_frames
 from millrace.cluster.messages import Heartbeat, Message
 from millrace.cluster.process import start_worker
-from millrace.cluster.wire import WireError, encode, message_decoder
+from millrace.cluster.wire import MAX_FRAME_BYTES, WireError, encode, message_decoder
 from millrace.cluster.worker import Worker
 from millrace.core.errors import ConfigError, WorkerError
 from millrace.core.files import check_file_name, private_folder
@@ -56,6 +57,7 @@ class Hub:
     heartbeat_timeout_s: float = 30.0
     # Modules that a fork server imports once for all workers; without any, each imports its own.
     preload: Sequence[str] = ()
+    max_frame_bytes: int = MAX_FRAME_BYTES  # a peer that announces more is disconnected
     num_invalid: int = 0  # messages of unknown senders, and bytes that are no message
     num_unclaimed: int = 0  # replies to calls that had ended
 
@@ -87,6 +89,7 @@ class Hub:
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # or it drops what it cannot send
             self._socket.setsockopt(zmq.SNDHWM, 0)  # with a bound it would drop messages
             self._socket.setsockopt(zmq.RCVHWM, RECEIVE_MESSAGES)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, self.max_frame_bytes)
             self._bind()
             reader = asyncio.create_task(self._read(), name="hub-reader")
             stack.push_async_callback(_cancelled, reader)
@@ -103,9 +106,15 @@ class Hub:
         return 0 if self._authenticator is None else self._authenticator.num_rejected
 
     async def launch(
-        self, name: str, module: str, *, env: Mapping[str, str] | None = None
+        self,
+        name: str,
+        module: str,
+        *,
+        env: Mapping[str, str] | None = None,
+        has_secrets: bool = False,
     ) -> Worker:
-        """Start `python -m module`, named as no living worker is, and wait for its Hello."""
+        """Start `python -m module`, named as no living worker is, and wait for its Hello. The
+        user's keys are in its environment only if it `has_secrets`."""
         check_file_name(name, of="A worker")
         async with self._registered(name) as (worker, token):
             keys = None if self._keys is None else self._keys.client
@@ -116,6 +125,7 @@ class Hub:
                 credentials=Credentials(token=token, keys=keys),
                 log=self.log_dir / f"{name}.log",
                 env=env,
+                has_secrets=has_secrets,
                 fork_server=self._fork_server,
             )
             await worker.start(process, timeout_s=self.start_timeout_s)

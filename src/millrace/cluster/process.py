@@ -15,6 +15,7 @@ from millrace.cluster.address import Credentials
 from millrace.cluster.fork_server import ForkedChild, ForkServer
 from millrace.cluster.messages import ProcessExit
 from millrace.cluster.parent_death import with_parent_death_signal
+from millrace.core.secrets import without_secrets
 
 LOG_TAIL_BYTES = 4000
 DUMP_S = 1.0  # to write the stacks of all threads
@@ -102,16 +103,19 @@ async def start_worker(
     credentials: Credentials,
     log: Path,
     env: Mapping[str, str] | None = None,
+    has_secrets: bool = False,
     heartbeat_timeout_s: float | None = None,
     fork_server: ForkServer | None = None,
 ) -> Process:
-    """Start `python -m module` as the worker `name` of the hub; the server forks it if it can."""
+    """Start `python -m module` as the worker `name` of the hub; the server forks it if it can.
+    `has_secrets`: its environment holds the user's keys, too."""
     arguments = [module, "--name", name, "--address", address, "--parent", str(os.getpid())]
     if heartbeat_timeout_s is not None:
         arguments += ["--heartbeat-timeout", str(heartbeat_timeout_s)]
     # A worker must find the modules that its parent finds, such as those beside the script.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109
-    inherited = {**os.environ, "PYTHONPATH": path, **(env or {})}
+    own = dict(os.environ) if has_secrets else without_secrets(os.environ)
+    inherited = {**own, "PYTHONPATH": path, **(env or {})}
     env = {**inherited, **credentials.to_environment()}
     log.parent.mkdir(parents=True, exist_ok=True)
     if fork_server is not None:

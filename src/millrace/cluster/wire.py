@@ -22,6 +22,8 @@ T = TypeVar("T")
 Frame = bytes | memoryview
 
 ARRAY_CODE = 1  # msgpack extension type of an array
+# Sockets close a connection that announces a larger frame, before they allocate memory for it.
+MAX_FRAME_BYTES = 2**30
 MAX_DIMENSIONS = 8
 # Little-endian on the wire. No objects, no strings, no structured types: plain numbers only.
 DTYPES = {
@@ -45,7 +47,13 @@ def encode(message: Any) -> list[Frame]:
             f"A {type(message).__name__} holds a value that cannot travel between"
             f" processes: {error}; use plain numbers, strings, lists, dicts and numpy arrays."
         ) from None
-    return [header, *arrays]
+    frames: list[Frame] = [header, *arrays]
+    if (size := max(memoryview(frame).nbytes for frame in frames)) > MAX_FRAME_BYTES:
+        raise WireError(
+            f"A {type(message).__name__} has a part of {size} bytes, and processes exchange at most"
+            f" {MAX_FRAME_BYTES} at once; use smaller batches or shorter sequences."
+        )
+    return frames
 
 
 class Decoder(Generic[T]):

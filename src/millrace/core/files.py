@@ -1,4 +1,4 @@
-"""Files of a run: valid names, data that is certainly on the disk, and private folders.
+"""Files of a run: valid names, data that is certainly on the disk, private files and folders.
 
 Promises: a checked name is one file in the folder it is put into, never a path elsewhere. A private
 folder does not outlive its process for long: the process removes it at its end, and if the process
@@ -66,6 +66,17 @@ def reason(error: BaseException) -> str:
             return cause.strerror.lower()
         cause = cause.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+@contextlib.contextmanager
+def private_files() -> Generator[None]:
+    """Files that this process and its children create meanwhile belong to the user alone: 0600, and
+    folders 0700. The mask is one of the whole process, so enter this once, around a run."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 PREFIX = "millrace-"

@@ -1,7 +1,8 @@
 """Secrets by the name of an environment variable: `Authorization = "Bearer env:JUDGE_KEY"`.
 
 Promise: settings hold names only, and so do config dumps, logs and run directories. Messages about
-a service, and its own messages, are shown without the values.
+a service, and its own messages, are shown without the values. Processes that call no service, such
+as engines and trainers, have no variable whose name says that it is a secret.
 """
 
 import os
@@ -11,6 +12,8 @@ from collections.abc import Mapping
 from millrace.core.errors import ConfigError
 
 VARIABLE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
+SECRET_NAME = re.compile(r"(^|.*_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS)", re.IGNORECASE)
+HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # models may have to be downloaded
 SECRET_HEADERS = ("authorization", "proxy-authorization", "cookie", "x-api-key", "api-key")
 
 
@@ -37,6 +40,15 @@ class Secrets:
         for name, value in self._values.items():
             text = text.replace(value, f"<{name}>")
         return text
+
+
+def is_secret(variable: str) -> bool:
+    """Whether the name of an environment variable says that it is a secret, such as *_KEY."""
+    return SECRET_NAME.fullmatch(variable) is not None and variable not in HUB_TOKENS
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not is_secret(name)}
 
 
 def check_headers(headers: Mapping[str, str], *, owner: str) -> None:

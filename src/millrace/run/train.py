@@ -26,7 +26,7 @@ from millrace.controller.controller import Controller
 from millrace.controller.evaluation import Evaluation
 from millrace.core import files as storage
 from millrace.core.errors import RunFailed, first_cause
-from millrace.core.files import private_folder
+from millrace.core.files import private_files, private_folder
 from millrace.core.protocols import Environment
 from millrace.core.records import Sampling
 from millrace.environments.rollouts.player import Player
@@ -41,6 +41,7 @@ from millrace.run.environment import open_environment
 from millrace.run.prepare import PreparedRun, prepare
 from millrace.run.scaling import scaling_server
 from millrace.run.workers import RunWorkers
+from millrace.scoring.functions.workers import MODULE as SCORER_MODULE
 from millrace.scoring.pool import ScorerPool, build_scorer_pool
 from millrace.tasks.lengths import LengthPredictor
 from millrace.weights.broadcaster import VersionBroadcaster
@@ -93,7 +94,10 @@ def train(
     progress = make_progress(settled.monitoring.progress)
     progress.starting("run", "reading the model's settings and the tasks")
     try:
-        with shared_fork_server():  # it imports torch while this process prepares the run
+        with (
+            private_files(),
+            shared_fork_server(),
+        ):  # it imports torch while this process prepares the run
             prepared = prepare(
                 settled,
                 tasks=tasks,
@@ -234,7 +238,8 @@ class _Run:
 
     async def _launch_scorer(self, hub: Hub, name: str, module: str) -> Worker:
         self._monitor.starting(name, "starting the process")
-        return await hub.launch(name, module)
+        # Reward functions may call services; models of the run do not.
+        return await hub.launch(name, module, has_secrets=module == SCORER_MODULE)
 
     async def _supervise(
         self, workers: RunWorkers, controller: Controller, worker_pool: WorkerPool, *, private: Path
