@@ -68,6 +68,14 @@ def test_run_directory_has_the_documented_files(finished):
     assert summary["episodes"] == finished.episodes == 12 * 4 * 4
 
 
+def test_run_directory_belongs_to_its_user_alone(finished):
+    paths = [finished.run_dir, *finished.run_dir.rglob("*")]
+    modes = {path: path.stat().st_mode & 0o777 for path in paths}
+    allowed = {path: 0o700 if path.is_dir() else 0o600 for path in paths}
+    assert {path: oct(mode) for path, mode in modes.items() if mode != allowed[path]} == {}
+    assert len(paths) > 40
+
+
 def test_rewards_rise(finished):
     rewards = [row["reward/mean"] for row in read_metrics(finished.run_dir / "metrics.jsonl")]
     assert sum(rewards[-3:]) > sum(rewards[:3])

@@ -132,7 +132,7 @@ def _ledger(run_dir: Path, console: Any, *, number: int | None) -> None:
 
     report = read_report(run_dir)
     shown = ledger_table(report) if number is None else f"{number}: {report.status(number)}"
-    console.print(shown, highlight=False)
+    console.print(shown, highlight=False, markup=False)
     if troubles := report.check():
         raise JournalError(f"The ledger of {run_dir} does not add up: {' '.join(troubles)}")
 

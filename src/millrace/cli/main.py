@@ -5,6 +5,7 @@ worker follows it. Nothing heavy is imported before a command needs it.
 """
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,14 @@ import millrace
 from millrace.bench import BENCHES
 from millrace.cli import commands as run
 from millrace.cli.commands import DONE, FAILED, INTERRUPTED, WRONG_INPUT
-from millrace.core.errors import ConfigError, MillraceError, RestartLimitExceeded, WorkerError
+from millrace.core.errors import (
+    ConfigError,
+    MillraceError,
+    RestartLimitExceeded,
+    WorkerError,
+    printable,
+)
+from millrace.core.files import private_files
 from millrace.serving.options import SERVE, SERVE_MORE, add_arguments
 
 INTRODUCTION = """\
@@ -137,7 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments, settings = split_settings(arguments, only_dotted=True)
         args = _parser().parse_args(arguments)
         args.settings = settings
-        return args.run(args) or DONE
+        with contextlib.nullcontext() if args.command == "init" else private_files():
+            return args.run(args) or DONE
     except MillraceError as error:
         return report(error)
     except KeyboardInterrupt:
@@ -147,9 +156,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(error: MillraceError) -> int:
     """Print an error to stderr; returns the exit code."""
-    print(f"error: {error}", file=sys.stderr)
+    text = f"error: {error}"
     if isinstance(error, WorkerError | RestartLimitExceeded) and error.traceback:
-        print(f"\nFrom {error.worker}:\n{error.traceback.rstrip()}", file=sys.stderr)
+        text += f"\n\nFrom {error.worker}:\n{error.traceback.rstrip()}"
+    print(printable(text), file=sys.stderr)
     return WRONG_INPUT if isinstance(error, ConfigError) else FAILED
 
 

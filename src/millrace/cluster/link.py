@@ -15,6 +15,7 @@ emit block. The inbox is bounded by the controller, which waits for a reply to a
 import argparse
 import contextlib
 import faulthandler
+import io
 import os
 import queue
 import signal
@@ -40,7 +41,7 @@ from millrace.cluster.messages import (
 )
 from millrace.cluster.parent_death import exit_with_parent
 from millrace.cluster.wire import Decoder, Frame, WireError, encode, message_decoder
-from millrace.core.errors import MillraceError
+from millrace.core.errors import MillraceError, printable
 from millrace.core.spans import Timeline
 
 OUTBOX_MESSAGES = 64
@@ -252,8 +253,20 @@ def unexpected(call: WorkerCall, *, reason: str = "it is running") -> MillraceEr
     return MillraceError(f"A worker cannot handle {type(call.message).__name__} now: {reason}.")
 
 
+class _LogStream(io.TextIOWrapper):
+    """Standard output or error of a worker, which is a log that a user reads in a terminal."""
+
+    def write(self, text: str, /) -> int:
+        super().write(printable(text))
+        return len(text)
+
+
 def run_worker(main: Callable[[Link, str], None]) -> NoReturn:
     """Run `main(link, name)` as this process. SIGTERM raises SystemExit in main."""
+    os.umask(0o077)  # checkpoints are the user's alone
+    for name in ("stdout", "stderr"):
+        log = getattr(sys, name).buffer
+        setattr(sys, name, _LogStream(log, "utf-8", "backslashreplace", line_buffering=True))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # writes all stacks to the log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller

@@ -1,14 +1,17 @@
-"""Errors that a user may see, and suggestions for misspelled names.
+"""Errors that a user may see, suggestions for misspelled names, and text for a terminal.
 
-Each message is one sentence: what happened, which value, what to do.
+Each message is one sentence: what happened, which value, what to do. It may quote a completion or a
+service, so whoever prints it to a terminal or a log calls printable().
 """
 
 import contextlib
 import difflib
+import unicodedata
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, cast
 
+CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories: controls, formats, separators
 MIN_SIMILARITY = 0.66  # one of three letters may differ
 
 
@@ -116,6 +119,17 @@ def user_code(what: str) -> Generator[None]:
         raise
     except Exception as error:
         raise ScoreError(f"{what} raised {type(error).__name__}: {error}; fix it.") from error
+
+
+def printable(text: str) -> str:
+    """Escape characters that would control a terminal or reorder its text: a completion that an
+    error quotes must not move the cursor. Line ends and tabs stay."""
+    if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) not in CONTROLS else ascii(char)[1:-1]
+        for char in text
+    )
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -18,7 +18,7 @@ from millrace.cluster.messages import Message, StartEngine, StartTeacher, Worker
 from millrace.cluster.supervision.pool import RestartPolicy, WorkerPool
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
-from millrace.core.errors import first_cause
+from millrace.core.errors import first_cause, printable
 from millrace.environments.tools.calls import format_of
 from millrace.inference.backend import load_backend
 from millrace.inference.pool import EnginePool
@@ -47,7 +47,7 @@ async def _serve(settings: ServeSettings) -> None:
 
     def on_restart(name: str, reason: str) -> None:
         metrics.restarts += name.startswith("engine-")
-        print(f"millrace: {reason}", file=sys.stderr, flush=True)
+        print(f"millrace: {printable(reason)}", file=sys.stderr, flush=True)
 
     config = settings.config
     policy = RestartPolicy(max_restarts=config.supervision.max_restarts)

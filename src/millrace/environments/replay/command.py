@@ -18,7 +18,7 @@ import msgspec
 from millrace.cluster.hub import Hub
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.config import ScorerConfig, load_config
-from millrace.core.errors import ConfigError, MillraceError
+from millrace.core.errors import ConfigError, MillraceError, printable
 from millrace.core.records import Group, Score
 from millrace.environments.episode_runner import EnvironmentFunction
 from millrace.environments.function_environment import check_function
@@ -67,7 +67,7 @@ async def replay(options: ReplayOptions) -> list[Line]:
     if specs := _specs(options):
         lines = await _scored(lines, specs)
     for line in lines:
-        print(_summary(line))
+        print(printable(_summary(line)))
     if options.out is not None:
         write_recordings(options.out, lines)
     return lines

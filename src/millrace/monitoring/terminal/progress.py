@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 
+from millrace.core.errors import printable
 from millrace.monitoring.activity import mean_by_role
 from millrace.monitoring.terminal.snapshot import RunSnapshot
 from millrace.monitoring.terminal.text import counts, duration, rate
@@ -86,7 +87,7 @@ class LiveProgress(ProgressDisplay):
             self._drawn_s = self._now()
 
     def note(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False)
+        self._console.print(printable(line), markup=False, highlight=False)
 
     def stop(self) -> None:
         self._startup_live.stop()
@@ -124,7 +125,7 @@ class LineProgress(ProgressDisplay):
             self._print(snapshot)
 
     def note(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
         if self._last is not None and self._last.gauges.version not in (self._printed_step, 0):

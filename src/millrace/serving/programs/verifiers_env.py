@@ -12,7 +12,7 @@ import sys
 from statistics import fmean
 from typing import Any
 
-from millrace.core.errors import ConfigError, TaskError
+from millrace.core.errors import ConfigError, TaskError, printable
 from millrace.core.records import Message, Prompt, Task
 from millrace.environments.agent import Agent
 from millrace.serving.programs.gateway import Gateway, GatewaySession
@@ -108,7 +108,8 @@ class VerifiersEnvironment:
         errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
         reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)[:400]
         if session.num_calls:
-            print(f"An episode of environment {self.__name__!r} failed: {reasons}", file=sys.stderr)
+            text = f"An episode of environment {self.__name__!r} failed: {reasons}"
+            print(printable(text), file=sys.stderr)
             return agent.end("crash")
         return TaskError(
             f"Environment {self.__name__!r} failed before it called the model: {reasons}"
