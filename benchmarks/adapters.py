@@ -27,7 +27,7 @@ from millrace.core.records import Request, Sampling
 from millrace.inference.embedded.adapters import AdapterMerger
 from millrace.inference.embedded.build import engine_of
 from millrace.inference.embedded.engine import EmbeddedEngine
-from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
+from millrace.inference.embedded.self_test import engine_path
 from millrace.models.loading import resolve_device
 from millrace.models.lora.factors import Adapter, adapter_of
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(case: AdapterCase, args: argparse.Namespace) -> dict[str, Any]:
     device = resolve_device(args.device)
     model, tokenizer = make_model(
-        args.model, dtype=getattr(torch, args.dtype), device=device, attention=PAGED_ATTENTION
+        args.model, dtype=getattr(torch, args.dtype), device=device, attention=engine_path(device)
     )
     policy = adapter_of(model, LoraConfig(rank=args.rank, alpha=2 * args.rank, dora=args.dora))
     adapters = {

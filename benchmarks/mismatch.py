@@ -17,7 +17,7 @@ from millrace.core.microbatch import Microbatch
 from millrace.core.records import Completion, Episode, Group, Request, Rollout, Sampling, Task
 from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.build import build_engine
-from millrace.models.attention.packed import PACKED_ATTENTION
+from millrace.models.attention.self_test import PACKED
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import load_model
 from millrace.training.optimizer import TrainSettings
@@ -102,7 +102,7 @@ def rollout_of(prompt: np.ndarray, answer: Completion) -> Rollout:
 
 def logprobs(model: str, batch: Microbatch, *, dtype: torch.dtype) -> torch.Tensor:
     device = torch.device("cpu")
-    loaded = load_model(model, dtype=torch.float32, device=device, attention=PACKED_ATTENTION)
+    loaded = load_model(model, dtype=torch.float32, device=device, attention=PACKED)
     policy = PolicyModel(loaded, settings=TrainSettings(compute_dtype=dtype))
     with torch.no_grad():
         return policy.logprobs(batch).logprobs

@@ -25,7 +25,7 @@ from millrace.demo.model import EOS_ID, PAD_ID, build_tokenizer
 from millrace.environments.token_record import rollout_of
 from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.build import build_engine
-from millrace.models.attention.packed import PACKED_ATTENTION
+from millrace.models.attention.self_test import PACKED
 from millrace.models.loading import load_model, resolve_device, without_progress_bars
 from millrace.models.routing import RouteReplay, Routing, find_routing
 from millrace.training.optimizer import TrainSettings
@@ -119,9 +119,7 @@ def _group(number: int, prompt: np.ndarray, answers: list[Completion]) -> Group:
 
 
 def measure(folder: str, part: Microbatch, *, device: str, dtype: str) -> dict[str, float]:
-    model = load_model(
-        folder, dtype=torch.float32, device=resolve_device(device), attention=PACKED_ATTENTION
-    )
+    model = load_model(folder, dtype=torch.float32, device=resolve_device(device), attention=PACKED)
     routing = find_routing(model)
     assert routing is not None
     assert part.routes is not None

@@ -25,7 +25,7 @@ from millrace.core.records import Completion, Request, Sampling
 from millrace.inference.backend import EmbeddedBackend
 from millrace.inference.embedded.build import engine_of
 from millrace.inference.embedded.engine import EmbeddedEngine
-from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
+from millrace.inference.embedded.self_test import SINGLE_STEPS
 
 NEW_TOKENS = 32  # per turn: so many prompt tokens are added, and so many are sampled
 MODEL = "tiny"
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(case: TurnCase, *, num_turns: int) -> dict[str, Any]:
     model, tokenizer = make_model(
-        MODEL, dtype=torch.float32, device=torch.device("cpu"), attention=PAGED_ATTENTION
+        MODEL, dtype=torch.float32, device=torch.device("cpu"), attention=SINGLE_STEPS
     )
     config = EngineConfig(max_sequences=1, **case.settings)
     options = EmbeddedBackend(prefix_cache=case.prefix_cache)

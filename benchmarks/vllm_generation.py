@@ -20,6 +20,7 @@ import torch
 
 from millrace.bench import write_result
 from millrace.bench.workloads import chosen_device, described, make_model, shapes
+from millrace.models.attention.self_test import PACKED
 
 
 def main() -> None:
@@ -91,7 +92,7 @@ def measure(
 def _save_random_model(
     name: str, directory: str, *, device: torch.device, dtype: torch.dtype
 ) -> None:
-    model, _ = make_model(name, dtype=dtype, device=device, attention="sdpa")
+    model, _ = make_model(name, dtype=dtype, device=device, attention=PACKED)
     model.save_pretrained(directory)
     del model
     if device.type == "cuda":

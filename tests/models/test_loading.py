@@ -11,6 +11,7 @@ from transformers.models.mamba import MambaConfig, MambaForCausalLM
 
 from millrace.core.errors import ConfigError
 from millrace.models.attention.packed import PACKED_ATTENTION, PackedLayout
+from millrace.models.attention.self_test import PACKED
 from millrace.models.directory import context_length, load_tokenizer
 from millrace.models.loading import (
     hidden_states,
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def load(path, *, dtype=torch.float32):
-    return load_model(str(path), dtype=dtype, device=CPU, attention=PACKED_ATTENTION)
+    return load_model(str(path), dtype=dtype, device=CPU, attention=PACKED)
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_damaged_weights_are_one_sentence(saved):
 def test_an_unknown_model_type_is_one_sentence(saved):
     config = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps({**config, "model_type": "perceptron"}))
-    with pytest.raises(ConfigError, match=r"cannot be loaded: .*perceptron") as caught:
+    with pytest.raises(ConfigError, match=r"cannot be read: .*perceptron") as caught:
         load(saved)
     assert "\n" not in str(caught.value)
 
@@ -114,7 +115,7 @@ REFUSED = {
     ),
     "own head": (
         lambda: HyperCLOVAXForCausalLM(HyperCLOVAXConfig(**SHAPE, logits_scaling=3.0)),
-        "final_logits does not reproduce its logits",
+        "its logits are not the product of its hidden states and its head",
     ),
 }
 

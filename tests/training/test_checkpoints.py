@@ -11,7 +11,7 @@ from full_disk import files_of_at_most
 from transformers import AutoModelForCausalLM
 
 from millrace.core.errors import CheckpointError, ConfigError
-from millrace.models.attention.packed import PACKED_ATTENTION
+from millrace.models.attention.self_test import PACKED
 from millrace.models.loading import load_model
 from millrace.training.checkpoints.directory import (
     CRITIC,
@@ -43,7 +43,7 @@ def load_trainer(directory: Path, **settings):
         str(directory),
         dtype=torch.float32,
         device=torch.device("cpu"),
-        attention=PACKED_ATTENTION,
+        attention=PACKED,
     )
     trainer = trainer_of(model, **settings)
     trainer.restore(directory)

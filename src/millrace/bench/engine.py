@@ -23,7 +23,8 @@ from millrace.inference.backend import EmbeddedBackend
 from millrace.inference.embedded.build import engine_of
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.cache import block_bytes
-from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION, measure_kv
+from millrace.inference.embedded.kv.paged_attention import measure_kv
+from millrace.inference.embedded.self_test import engine_path
 from millrace.models.routing import find_routing
 
 
@@ -66,7 +67,7 @@ def measure(
     sampling = Sampling(max_new_tokens=new_tokens, top_p=args.top_p, top_k=args.top_k)
     options = EmbeddedBackend(compile=not args.no_compile, decode_steps=args.decode_steps)
     started_s = time.perf_counter()
-    model, tokenizer = make_model(name, dtype=dtype, device=device, attention=PAGED_ATTENTION)
+    model, tokenizer = make_model(name, dtype=dtype, device=device, attention=engine_path(device))
     config = EngineConfig(max_sequences=max(batches), max_context=prompt_tokens + new_tokens)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     token_bytes = block_bytes(measure_kv(model), block_tokens=1, dtype=dtype)

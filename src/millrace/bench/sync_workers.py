@@ -25,7 +25,7 @@ from millrace.cluster.messages import (
 from millrace.config import RunConfig
 from millrace.core.spans import Timeline
 from millrace.inference.embedded.build import applied_adapters, engine_of
-from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
+from millrace.inference.embedded.self_test import engine_path
 from millrace.inference.worker import EngineWorker, wire
 from millrace.models.loading import resolve_device, resolve_dtype
 from millrace.models.lora.factors import adapter_of
@@ -61,7 +61,7 @@ def build_engine_worker(config: RunConfig, *, link: Link, name: str) -> EngineWo
     device = resolve_device(config.placement.engine(0))
     dtype = resolve_dtype(config.engine.dtype, device)
     path = config.model.path
-    model, tokenizer = make_model(path, dtype=dtype, device=device, attention=PAGED_ATTENTION)
+    model, tokenizer = make_model(path, dtype=dtype, device=device, attention=engine_path(device))
     merger, adapters = applied_adapters(model, config=config.engine, lora=config.lora)
     engine = engine_of(
         model, tokenizer, config=config.engine, version=0, merger=merger, adapters=adapters

@@ -26,7 +26,7 @@ from millrace.config.training import ADAMW, ADAMW_8BIT, MUON
 from millrace.core.mesh import MeshSizes
 from millrace.core.microbatch import Batch
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task
-from millrace.models.attention.packed import PACKED_ATTENTION
+from millrace.models.attention.self_test import PACKED
 from millrace.models.directory import num_experts
 from millrace.models.logprobs import output_head
 from millrace.models.lora.experts import EXPERT_WEIGHTS, expert_modules, grouped
@@ -131,7 +131,7 @@ def _policy(
     """The model as build_policy() makes it: frozen weights are in 16 bits."""
     is_half = lora_rank and settings.compute_dtype is torch.bfloat16
     dtype = torch.bfloat16 if is_half else torch.float32
-    model, _ = make_model(name, dtype=dtype, device=device, attention=PACKED_ATTENTION)
+    model, _ = make_model(name, dtype=dtype, device=device, attention=PACKED)
     if not ranks.is_alone:
         shard(model, root=model, meshes=ranks.sharding_meshes, dtype=settings.compute_dtype)
     lora = LoraConfig(rank=lora_rank) if lora_rank else None

@@ -27,6 +27,7 @@ from millrace.core.errors import ConfigError
 from millrace.demo.model import build_model, build_tokenizer
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import load_model, resolve_device
+from millrace.models.support import AttentionPath
 
 
 def chosen_device(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
@@ -122,7 +123,7 @@ def shape_named(name: str) -> PreTrainedConfig:
 
 
 def make_model(
-    name: str, *, dtype: torch.dtype, device: torch.device, attention: str
+    name: str, *, dtype: torch.dtype, device: torch.device, attention: AttentionPath
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model of that shape, or the one in the directory `name`, with a tokenizer."""
     if name not in shapes() and Path(name).is_dir():
@@ -131,7 +132,7 @@ def make_model(
     torch.manual_seed(0)
     with torch.device(device):  # drawing the weights on the host may take minutes
         model = AutoModelForCausalLM.from_config(
-            shape_named(name), dtype=dtype, attn_implementation=attention
+            shape_named(name), dtype=dtype, attn_implementation=attention.name
         )
     return model.eval(), build_tokenizer()
 

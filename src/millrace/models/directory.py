@@ -54,14 +54,30 @@ def context_limit(
     config: "PreTrainedConfig", path: str, *, wanted: int | None, setting: str
 ) -> int:
     """As context_length(), for a configuration that was read before."""
-    limit: int | None = getattr(config, "max_position_embeddings", None)
+    limit = max_positions(config)
     if wanted is not None and limit is not None and wanted > limit:
+        is_shorter = limit < config.max_position_embeddings
+        reason = ", because LongRoPE computes longer sequences with other factors" * is_shorter
         raise ConfigError(
-            f"{setting} = {wanted} exceeds the {limit} tokens that {path!r} allows; lower it."
+            f"{setting} = {wanted} exceeds the {limit} tokens that {path!r} allows{reason};"
+            " lower it."
         )
     if (length := wanted or limit) is None:
         raise ConfigError(f"Model {path!r} does not state its context length; set {setting}.")
     return length
+
+
+def max_positions(config: "PreTrainedConfig") -> int | None:
+    """The longest sequence that the model with this text configuration computes; None if it states
+    none. LongRoPE changes the factors of all tokens once a sequence is longer than in the model's
+    first training: tokens sampled before that, and their KV, belong to other factors than the whole
+    sequence. So sequences end there."""
+    limits = [getattr(config, "max_position_embeddings", None)]
+    rope = getattr(config, "rope_parameters", None) or {}
+    for one in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
+        if one.get("rope_type") == "longrope":
+            limits.append(one["original_max_position_embeddings"])
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def num_experts(config: "PreTrainedConfig") -> int:
@@ -98,14 +114,21 @@ def text_config(
     path: str, *, trust_remote_code: bool = False, setting: str = "model.path"
 ) -> "PreTrainedConfig":
     """The configuration of the text model at `path`."""
+    config = read_config(path, trust_remote_code=trust_remote_code, setting=setting)
+    return config.get_text_config()
+
+
+def read_config(
+    path: str, *, trust_remote_code: bool = False, setting: str = "model.path"
+) -> "PreTrainedConfig":
+    """The configuration of the model at `path`; it may have parts besides the text model."""
     check_directory(path, setting=setting)
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except LOADING_ERRORS as error:
         raise ConfigError(f"Model {path!r} cannot be read: {first_line(error)}.") from error
-    return config.get_text_config()
 
 
 def check_directory(path: str, *, setting: str = "model.path") -> None:

@@ -16,7 +16,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
@@ -25,8 +24,8 @@ from transformers.utils import logging as transformers_logging
 
 from millrace.core.errors import ConfigError
 from millrace.core.files import sync
-from millrace.models.directory import LOADING_ERRORS, check_directory, first_line
-from millrace.models.support import PROBE_ATTENTION, check_supported
+from millrace.models.directory import LOADING_ERRORS, check_directory, first_line, read_config
+from millrace.models.support import AttentionPath, check_supported, fix_rotary_factors
 
 
 def load_model(
@@ -34,12 +33,15 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    attention: str,
+    attention: AttentionPath,
     trust_remote_code: bool = False,
     shard: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel:
-    """The model at `path`, a directory or hub name, in eval mode, with a registered attention.
-    `shard` turns weights, which have no memory yet, into DTensors: each rank loads its shards."""
+    """The model at `path`, a directory or hub name, in eval mode, after a self-test of its
+    attention. `shard` turns weights, which have no memory yet, into DTensors: each rank loads its
+    shards."""
+    config = read_config(path, trust_remote_code=trust_remote_code)
+    check_supported(config, path=path, attention=attention, trust_remote_code=trust_remote_code)
     with nullcontext() if shard is None else _loading_shards(shard, device):
         model = load_pretrained(
             AutoModelForCausalLM,
@@ -47,7 +49,7 @@ def load_model(
             setting="model.path",
             remedy="save it again with save_pretrained",
             dtype=dtype,
-            attn_implementation=PROBE_ATTENTION,
+            attn_implementation=attention.name,
             trust_remote_code=trust_remote_code,
             **({} if shard is None else {"distributed_config": DistributedConfig()}),
         )
@@ -55,11 +57,8 @@ def load_model(
         model.to(device)
     else:
         del model.config.distributed_config  # it would be saved with the model
-    model.eval()
-    if not isinstance(model.base_model, FSDPModule):  # a critic has no use for its logits
-        check_supported(model, path=path)
-    model.set_attn_implementation(attention)
-    return model
+    fix_rotary_factors(model)
+    return model.eval()
 
 
 @contextmanager

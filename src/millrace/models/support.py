@@ -1,92 +1,230 @@
-"""Checks at load that Millrace reproduces what transformers computes for an architecture.
+"""The self-test at load: Millrace computes what transformers computes, or refuses the model.
 
-The model is run once on a few tokens with an attention in which each token attends only to itself.
-Three things are checked.
-- final_logits turns its hidden states into its logits.
-- No token influences another one. Recurrent state or convolutions outside the attention function
-  would cross sequences in a packed or paged forward pass.
-- Millrace's attention supports every argument that the model passes to its attention function.
+The test runs on the CPU with a small copy of the model's configuration and random weights, before
+any weight is loaded. Ragged sequences, some of which share a prompt and some of which pass every
+length threshold of the model, go through the code that the process is about to use: an engine with
+its KV cache, or packed sequences as in the trainer. Each logprob must be that of a plain forward
+pass over its sequence alone, with the attention of transformers.
+
+Promise: a batch whose sequences influence each other, attention that is called several times in a
+layer, and a window that is known to the mask alone are found, whatever the architecture is.
 """
 
-from collections.abc import Callable
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from millrace.core.errors import ConfigError
+from millrace.models.directory import first_line, max_positions
 from millrace.models.logprobs import final_logits
-from millrace.models.sharding import inside
+from millrace.models.shrinking import SPECIAL_ID, VOCAB, chosen_layers, shrunk, thresholds
 
 PROBE_ATTENTION = "millrace_probe"
+TOLERANCE = 1e-4  # of logprobs, in nats
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 _UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias", "indices", "block_indices")
-_PROBE_TOKENS = 4
+_BEYOND = 12  # tokens of the longest sequence after the last threshold
 # What forward passes raise that take other inputs, or have an attention or cache of their own.
-RUNNING_ERRORS = (TypeError, AttributeError, ValueError, RuntimeError)
+RUNNING_ERRORS = (TypeError, AttributeError, ValueError, RuntimeError, LookupError, AssertionError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScoredTokens:
+    tokens: np.ndarray  # [L] int64
+    logprobs: np.ndarray  # [n] float32; of the last n tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Probe:
-    """The arguments of the attention function, layer by layer."""
+class AttentionPath:
+    """A registered attention function, and how a process that uses it computes logprobs."""
 
-    obstacles: list[str] = field(default_factory=list)
-    windows: list[int | None] = field(default_factory=list)
+    name: str
+    user: str  # "engine" or "trainer"
+    # Takes a model with this attention, and sequences to score or to generate.
+    score: Callable[[PreTrainedModel, Sequence[np.ndarray]], list[ScoredTokens]]
 
 
-def check_supported(model: PreTrainedModel, *, path: str) -> None:
-    """Refuse a model (loaded with PROBE_ATTENTION) whose logits Millrace would not reproduce."""
-    try:
-        with torch.no_grad():
-            obstacle = _obstacle(model)
-    except RUNNING_ERRORS as error:
-        obstacle = f"it does not run as a causal language model does ({error})"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Case:
+    """What the result of a self-test depends on."""
+
+    text: str  # of the configuration
+    attention: AttentionPath
+    config: PreTrainedConfig = field(compare=False)
+    trust_remote_code: bool
+
+
+def check_supported(
+    config: PreTrainedConfig,
+    *,
+    path: str,
+    attention: AttentionPath,
+    trust_remote_code: bool = False,
+) -> None:
+    """Refuse a model whose logprobs Millrace would not reproduce."""
+    obstacle = find_obstacle(config, attention=attention, trust_remote_code=trust_remote_code)
     if obstacle is not None:
+        name = (config.architectures or [config.model_type])[0]
         raise ConfigError(
-            f"Model {path!r} ({type(model).__name__}) is not supported: {obstacle};"
-            " use a decoder-only transformer such as Llama, Qwen or Gemma."
+            f"Model {path!r} ({name}) is not supported: {obstacle}; use a decoder-only transformer"
+            " such as Llama, Qwen or Gemma."
         )
 
 
-def _obstacle(model: PreTrainedModel) -> str | None:
-    if model.get_output_embeddings() is None:
-        return "it has no language-model head"
-    config = model.config.get_text_config()
-    layers = getattr(config, "layer_types", None) or ["full_attention"]
-    if unknown := sorted(set(layers) - _SUPPORTED_LAYERS):
-        return f"it has layers of type {unknown[0]!r}"
-    probe = _Probe()
-    # Two packed copies of one sequence that differ in their first token.
-    copy = torch.arange(_PROBE_TOKENS, device=model.device) % config.vocab_size
-    tokens = torch.cat([copy, copy])
-    tokens[_PROBE_TOKENS] = config.vocab_size - 1
-    positions = torch.arange(_PROBE_TOKENS, device=model.device).repeat(2)
-    inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
+def find_obstacle(
+    config: PreTrainedConfig, *, attention: AttentionPath, trust_remote_code: bool = False
+) -> str | None:
+    """Why a model with this configuration is not supported; None if it is. A process tests each
+    configuration once."""
+    text = config.to_json_string()
+    return _tested(
+        _Case(text=text, attention=attention, config=config, trust_remote_code=trust_remote_code)
+    )
 
-    def compute() -> tuple[Tensor, Tensor]:
-        output = model.base_model(**inputs, use_cache=False, millrace_probe=probe)
-        hidden = output.last_hidden_state[0]
-        return hidden, final_logits(model, hidden)
 
-    hidden, logits = inside(model, compute)
-    if not probe.windows:
+@functools.lru_cache(maxsize=64)
+@torch.no_grad()
+def _tested(case: _Case) -> str | None:
+    with torch.random.fork_rng(devices=[]):
+        try:
+            layers = getattr(case.config.get_text_config(), "layer_types", None) or []
+            if unknown := sorted(set(layers) - _SUPPORTED_LAYERS):
+                return f"it has layers of type {unknown[0]!r}"
+            model = _random_model(case, num_layers=None)
+            _plain_logits(model, np.arange(3))
+        except (*RUNNING_ERRORS, ImportError) as error:
+            return f"a small copy of it does not run as a language model ({first_line(error)})"
+        if model.get_output_embeddings() is None:
+            return "it has no language-model head"
+        calls = _attention_calls(model)
+        if not calls:
+            return (
+                "its attention does not go through transformers' AttentionInterface with all"
+                " arguments"
+            )
+        if obstacle := next((call.obstacle for call in calls if call.obstacle), None):
+            return obstacle
+        difference = _difference(case, model)
+        if difference <= TOLERANCE:
+            return None
+        if np.isinf(difference):
+            return f"it does not run with the attention of the {case.attention.user}"
         return (
-            "its attention does not go through transformers' AttentionInterface with all arguments"
+            f"in its self-test, the {case.attention.user}'s logprobs differ from those of"
+            f" transformers by {difference:.2g} nats{_place(case)}{_reason(case, calls)}"
         )
-    if probe.obstacles:
-        return probe.obstacles[0]
-    if "sliding_attention" in layers and not any(probe.windows):
-        return "it does not pass the sliding window to its attention function"
-    expected = model(**inputs, use_cache=False, millrace_probe=_Probe()).logits[0]
-    # A sharded model may compute in 16 bits although its weights are float32.
-    dtype = expected.dtype if model.dtype == torch.float32 else model.dtype
-    if not is_close(hidden[1:_PROBE_TOKENS], hidden[_PROBE_TOKENS + 1 :], dtype=dtype):
-        return "its tokens influence each other outside the attention function"
-    if not is_close(logits, expected, dtype=dtype):
-        return "final_logits does not reproduce its logits from its hidden states"
-    return None
+
+
+def _random_model(case: _Case, *, num_layers: int | None) -> PreTrainedModel:
+    """A small copy of the model. Its weights are far from 0, so that mistakes show in logprobs."""
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        model = AutoModelForCausalLM.from_config(
+            shrunk(case.config, num_layers=num_layers),
+            dtype=torch.float32,
+            attn_implementation="eager",
+            trust_remote_code=case.trust_remote_code,
+        )
+    for parameter in model.parameters():
+        noise = torch.randn_like(parameter)
+        if parameter.ndim > 1:
+            parameter.copy_(noise * 1.5 * parameter.shape[-1] ** -0.5)
+        else:
+            parameter.add_(noise * 0.1)
+    return model.eval()
+
+
+def _difference(case: _Case, model: PreTrainedModel) -> float:
+    """The largest difference to a logprob of transformers; infinite if the model does not run."""
+    plain = copy.deepcopy(model)
+    limit = max_positions(model.config.get_text_config())
+    reach = max(thresholds(model.config), default=0) + _BEYOND
+    try:
+        model.set_attn_implementation(case.attention.name)
+        fix_rotary_factors(model)
+        scored = case.attention.score(model, _sequences(min(reach, limit or reach)))
+    except RUNNING_ERRORS:
+        return np.inf
+    return max(np.abs(_plain_logprobs(plain, s) - s.logprobs).max().item() for s in scored)
+
+
+def _sequences(longest: int) -> list[np.ndarray]:
+    """Three sequences; the first two share a prompt."""
+    generator = np.random.default_rng(0)
+    lengths = (longest, longest - 2, longest // 2 + 1)
+    sequences = [generator.integers(SPECIAL_ID + 1, VOCAB, length) for length in lengths]
+    shared = longest // 2
+    sequences[1][:shared] = sequences[0][:shared]
+    return sequences
+
+
+def _plain_logits(model: PreTrainedModel, tokens: np.ndarray) -> Tensor:  # [L, V]
+    return model(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits[0]
+
+
+def _plain_logprobs(model: PreTrainedModel, scored: ScoredTokens) -> np.ndarray:
+    logprobs = _plain_logits(model, scored.tokens)[:-1].log_softmax(-1).numpy()
+    chosen = np.take_along_axis(logprobs, scored.tokens[1:, None], axis=1)[:, 0]
+    return chosen[-len(scored.logprobs) :]
+
+
+def _place(case: _Case) -> str:
+    """The first layer whose copy alone, on top of those before, makes a difference."""
+    for count, layer in enumerate(chosen_layers(case.config), start=1):
+        if not _difference(case, _random_model(case, num_layers=count)) <= TOLERANCE:
+            return f", from layer {layer} on"
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """What the attention function was called with."""
+
+    layer: int | None
+    window: int | None
+    obstacle: str | None  # what Millrace's attention does not support
+
+
+def _attention_calls(model: PreTrainedModel) -> list[_Call]:
+    """The calls of one pass; none if the attention function cannot be replaced, or does not get the
+    arguments that are given to the model."""
+    model = copy.deepcopy(model)
+    calls: list[_Call] = []
+    try:
+        model.set_attn_implementation(PROBE_ATTENTION)
+        model.base_model(input_ids=torch.arange(4)[None], use_cache=False, millrace_calls=calls)
+    except RUNNING_ERRORS:
+        return []
+    return calls
+
+
+def _reason(case: _Case, calls: list[_Call]) -> str:
+    """What explains a difference, as the end of a sentence."""
+    _, most = Counter(call.layer for call in calls).most_common(1)[0]
+    if most > 1:
+        return f", because a layer calls attention {most} times"
+    window = getattr(case.config.get_text_config(), "sliding_window", None)
+    if window is not None and not any(call.window for call in calls):
+        return f", because the window of {window} tokens reaches the attention mask alone"
+    model, tokens = _random_model(case, num_layers=None), np.arange(3)
+    hidden = model.base_model(input_ids=torch.from_numpy(tokens)[None]).last_hidden_state[0]
+    if not is_close(final_logits(model, hidden), _plain_logits(model, tokens), dtype=torch.float32):
+        return ", because its logits are not the product of its hidden states and its head"
+    return ""
 
 
 def is_close(ours: Tensor, theirs: Tensor, *, dtype: torch.dtype, min_scale: float = 0.0) -> bool:
@@ -106,21 +244,37 @@ def _attend_to_self(
     value: Tensor,  # [1, H_kv, T, D_v]
     attention_mask: Tensor | None,
     *,
-    millrace_probe: _Probe | None = None,
+    millrace_calls: list[_Call] | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention in which each token's output is its own value."""
-    if millrace_probe is not None:  # a model that drops it would drop a packed layout, too
+    if millrace_calls is not None:  # a model that drops it would drop a packed layout, too
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         used = [name for name in _UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]
         obstacles = [] if causal else ["its attention is not causal"]
         obstacles += [f"its attention uses {name!r}" for name in used]
-        millrace_probe.obstacles.extend(obstacles)
-        millrace_probe.windows.append(sliding_window)
+        layer = getattr(module, "layer_idx", None)
+        obstacle = obstacles[0] if obstacles else None
+        millrace_calls.append(_Call(layer=layer, window=sliding_window, obstacle=obstacle))
     groups = query.shape[1] // value.shape[1]
     return value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous(), None
+
+
+def fix_rotary_factors(model: nn.Module) -> None:
+    """Keep rotary factors that would follow the longest sequence of a pass. Within max_positions()
+    they never change, and to look at that sequence means to wait for the device."""
+
+    def fixed(kind: str) -> str:
+        return "default" if kind == "longrope" or "dynamic" in kind else kind
+
+    for module in model.modules():
+        kind: Any = getattr(module, "rope_type", None)
+        if isinstance(kind, str):
+            module.rope_type = fixed(kind)
+        elif isinstance(kind, dict):  # by type of layer
+            module.rope_type = {layer: fixed(own) for layer, own in kind.items()}
 
 
 def register_attention(name: str, function: Callable[..., tuple[Tensor, Any]]) -> None:

@@ -24,7 +24,13 @@ from millrace.environments.role_models import RoleModel
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.inference.backend import check_capabilities, load_backend, seed_warnings
 from millrace.journal import JournalHistory
-from millrace.models.directory import context_length, load_tokenizer, num_experts, text_config
+from millrace.models.directory import (
+    context_length,
+    load_tokenizer,
+    max_positions,
+    num_experts,
+    text_config,
+)
 from millrace.monitoring.trackers import Tracker, build_trackers
 from millrace.run.checks import (
     check_devices,
@@ -248,7 +254,7 @@ def _check_critic(config: RunConfig, *, num_tokens: int, max_context: int) -> No
             f"critic.path = {path!r} knows {found.vocab_size} tokens, but the policy has"
             f" {num_tokens}; choose a model with the tokenizer of model.path."
         )
-    context = getattr(found, "max_position_embeddings", None)
+    context = max_positions(found)
     if context is not None and context < max_context:
         raise ConfigError(
             f"critic.path = {path!r} reads {context} tokens, but sequences may have {max_context};"

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from millrace.config import CriticConfig, RunConfig
 from millrace.core.protocols import WeightSender
-from millrace.models.attention.packed import PACKED_ATTENTION
+from millrace.models.attention.self_test import PACKED
 from millrace.models.loading import load_model, resolve_device, resolve_dtype
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.routing import RouteReplay, check_aux_loss, check_replay, find_routing
@@ -194,7 +194,7 @@ def _load(
         path,
         dtype=dtype,
         device=resolve_device(config.placement.trainer[0]),
-        attention=PACKED_ATTENTION,
+        attention=PACKED,
         trust_remote_code=config.model.trust_remote_code,
         shard=None if ranks.is_alone else shard_over_ranks,
     )

@@ -15,8 +15,9 @@ from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.adapters import AdapterMerger
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.cache import block_bytes
-from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION, measure_kv
+from millrace.inference.embedded.kv.paged_attention import measure_kv
 from millrace.inference.embedded.parts import EngineSizes
+from millrace.inference.embedded.self_test import engine_path
 from millrace.models.directory import context_limit, load_tokenizer
 from millrace.models.loading import load_model, resolve_device, resolve_dtype, stop_token_ids
 from millrace.models.lora.factors import Adapter, adapter_of
@@ -38,7 +39,7 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
             model_path,
             dtype=resolve_dtype(config.dtype, device),
             device=device,
-            attention=PAGED_ATTENTION,
+            attention=engine_path(device),
             trust_remote_code=spec.trust_remote_code,
         )
         merger, adapters = applied_adapters(model, config=config, lora=spec.lora)

@@ -12,7 +12,7 @@ from millrace.config.section import Dtype, PositiveInt
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import plugin
 from millrace.core.records import Task
-from millrace.models.directory import load_tokenizer, text_config
+from millrace.models.directory import load_tokenizer, max_positions, text_config
 from millrace.scoring.model_process import MODEL_CALLS, ModelProcess
 from millrace.scoring.scorer_type import CallSettings, ScorerContext
 
@@ -69,7 +69,7 @@ class RewardModelSettings:
             setting=f"model of scorer {scorer!r}",
         )
         self._check_label([str(name) for name in (config.id2label or {}).values()], scorer=scorer)
-        limit = getattr(config, "max_position_embeddings", None)
+        limit = max_positions(config)
         wanted = self.max_length
         if wanted is not None and limit is not None and wanted > limit:
             raise ConfigError(

@@ -25,7 +25,7 @@ from millrace.core.records import (
     TokenScores,
     WeightUpdate,
 )
-from millrace.models.directory import load_tokenizer, text_config
+from millrace.models.directory import load_tokenizer, max_positions, text_config
 from millrace.scoring.model_process import MODEL_CALLS, ModelHandle, ModelProcess, ModelScorer
 from millrace.scoring.scorer_type import CallSettings, RunInfo, ScorerContext
 
@@ -100,7 +100,7 @@ class LogprobModelSettings:
             start_timeout_s=context.start_timeout_s,
         )
         text = text_config(model, trust_remote_code=config.model.trust_remote_code)
-        limit = getattr(text, "max_position_embeddings", None)
+        limit = max_positions(text)
         process.max_context = limit if limit is not None else context.run_info.max_context
         return process
 

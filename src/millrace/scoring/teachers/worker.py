@@ -26,7 +26,7 @@ from millrace.core.spans import Timeline
 from millrace.inference.embedded.live_weights import PreparedWeights
 from millrace.inference.embedded.scoring import ScoringEngine, num_rows
 from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWorker
-from millrace.models.attention.packed import PACKED_ATTENTION
+from millrace.models.attention.self_test import PACKED
 from millrace.models.directory import text_config
 from millrace.models.loading import load_model, resolve_device, resolve_dtype
 from millrace.scoring.teachers.process import LogprobModelSettings
@@ -55,7 +55,7 @@ class TeacherWorker(ModelWorker):
                 message.model_path,
                 dtype=resolve_dtype(settings.dtype, device),
                 device=device,
-                attention=PACKED_ATTENTION,
+                attention=PACKED,
                 trust_remote_code=config.model.trust_remote_code,
             )
         except torch.OutOfMemoryError:

@@ -226,7 +226,7 @@ def install(model: PreTrainedModel, caches: Mapping[int, Tensor], *, compile_lay
     """
     programs: dict[type, tuple[_Forward, _Forward]] = {}
     for layer in model.modules():
-        if not isinstance(layer, GradientCheckpointingLayer):
+        if not isinstance(layer, GradientCheckpointingLayer) or (number := _index(layer)) is None:
             continue
         kind = type(layer)
         if kind not in programs:
@@ -236,7 +236,7 @@ def install(model: PreTrainedModel, caches: Mapping[int, Tensor], *, compile_lay
                 decode = torch.compile(kind.forward, fullgraph=True)
                 prefill = torch.compile(kind.forward, fullgraph=True, dynamic=True)
             programs[kind] = decode, prefill
-        layer.forward = _Dispatch(layer, *programs[kind], cache=caches[_index(layer)])
+        layer.forward = _Dispatch(layer, *programs[kind], cache=caches[number])
 
 
 class _Dispatch:
@@ -264,8 +264,9 @@ class _Dispatch:
         return run(self._layer, *args, **kwargs)
 
 
-def _index(layer: nn.Module) -> int:
-    """The number of a decoder layer, from the attention in it."""
+def _index(layer: nn.Module) -> int | None:
+    """The number of a decoder layer, from the attention in it; None for layers of other parts, such
+    as an encoder of images."""
     found: set[Any] = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
-    assert len(found) == 1, f"{type(layer).__name__} holds attention of layers {found}"
-    return found.pop()
+    assert len(found) <= 1, f"{type(layer).__name__} holds attention of layers {found}"
+    return found.pop() if found else None

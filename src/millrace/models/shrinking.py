@@ -1,0 +1,200 @@
+"""A small copy of a model's configuration, on which everything can be tried in a moment.
+
+Promise: the copy has the model's architecture and its kinds of layers, and every threshold at which
+the model treats longer sequences differently, such as a window, comes within a few tokens, in the
+order of the original ones. A threshold that no sequence of the model reaches is not reached in the
+copy either. Weights have few dimensions, and the vocabulary has few tokens.
+"""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+VOCAB = 64
+SPECIAL_ID = 1  # of all special tokens
+_HIDDEN, _HEADS, _HEAD_DIM, _ROTARY_DIM = 64, 4, 16, 8
+_MAX_LAYERS = 8
+_THRESHOLDS = range(5, 1000, 3)  # what thresholds become, the smallest first
+_ROOM = 24  # positions after the last threshold
+
+_SIZES = {
+    "hidden_size": _HIDDEN,
+    "n_embd": _HIDDEN,
+    "d_model": _HIDDEN,
+    "dim": _HIDDEN,
+    "embedding_size": _HIDDEN,
+    "word_embed_proj_dim": _HIDDEN,
+    "num_attention_heads": _HEADS,
+    "n_head": _HEADS,
+    "n_heads": _HEADS,
+    "num_heads": _HEADS,
+    "decoder_attention_heads": _HEADS,
+    "encoder_attention_heads": _HEADS,
+    "head_dim": _HEAD_DIM,
+    "rotary_dim": _ROTARY_DIM,
+    "qk_rope_head_dim": _ROTARY_DIM,
+    "qk_nope_head_dim": _HEAD_DIM,
+    "qk_head_dim": _HEAD_DIM + _ROTARY_DIM,
+    "topk_group": 1,
+}
+_AT_MOST_TWO = (
+    "num_experts_per_tok",
+    "moe_topk",
+    "moe_k",
+    "top_k_experts",
+    "n_group",
+    "num_expert_group",
+    "n_shared_experts",
+    "num_shared_experts",
+    "first_k_dense_replace",
+    "decoder_layers",
+    "encoder_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+)
+_AT_MOST_FOUR = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
+_SIZE_ENDINGS = ("_size", "_dim", "_rank", "_width", "_inner", "_channels")
+_THRESHOLD_NAMES = (
+    "sliding_window",
+    "window_size",
+    "attention_chunk_size",
+    "index_topk",
+    "original_max_position_embeddings",
+)
+_IN_ROPE = "original_max_position_embeddings"
+_KEPT = ("patch_size", "temporal_patch_size", "spatial_merge_size", "image_size")
+
+
+def shrunk(config: PreTrainedConfig, *, num_layers: int | None = None) -> PreTrainedConfig:
+    """A small copy of a configuration; `num_layers`: only the first of chosen_layers()."""
+    small = copy.deepcopy(config)
+    for name, value in vars(small).items():
+        if isinstance(value, PreTrainedConfig):
+            vars(small)[name] = shrunk(value, num_layers=num_layers)
+    vars(small).pop("quantization_config", None)
+    vars(small).update(_small_values(small, chosen_layers(config)[:num_layers]))
+    return small
+
+
+def chosen_layers(config: PreTrainedConfig) -> list[int]:
+    """The layers that the copy has: the first of every kind, and at least two."""
+    config = config.get_text_config()
+    count = _num_layers(config)
+    per_layer = [value for value in vars(config).values() if _is_per_layer(value, count)]
+    shared = _first_sharing(config)
+    kinds = {
+        repr([i < shared, *(values[i] for values in per_layer)]): i for i in reversed(range(count))
+    }
+    chosen = sorted(kinds.values())[:_MAX_LAYERS]
+    return chosen if len(chosen) > 1 else list(range(min(count, 2)))
+
+
+def thresholds(config: PreTrainedConfig) -> list[int]:
+    """Lengths within the model's limit beyond which it treats sequences differently, ascending."""
+    config = config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    found = {value for name, value in vars(config).items() if _is_threshold(name, value)}
+    found |= {rope[_IN_ROPE] for rope in _ropes(config) if rope.get(_IN_ROPE)}
+    return sorted(value for value in found if limit is None or value < limit)
+
+
+def _num_layers(config: PreTrainedConfig) -> int:
+    return getattr(config, "num_hidden_layers", None) or 2
+
+
+def _first_sharing(config: PreTrainedConfig) -> int:
+    """The first of the layers that use keys and values of earlier ones."""
+    return _num_layers(config) - (getattr(config, "num_kv_shared_layers", None) or 0)
+
+
+def _is_per_layer(value: Any, count: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == count
+
+
+def _is_threshold(name: str, value: Any) -> bool:
+    is_length = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return is_length and name.endswith(_THRESHOLD_NAMES)
+
+
+def _ropes(config: PreTrainedConfig) -> Iterable[dict[str, Any]]:
+    """The rotary settings of a model; some have one for each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
+
+
+def _small_values(config: PreTrainedConfig, layers: list[int]) -> dict[str, Any]:
+    """The attributes that differ in the copy."""
+    count, found = _num_layers(config), thresholds(config)
+    shorter = dict(zip(found, _THRESHOLDS, strict=False))
+    limit = (list(shorter.values()) or [0])[-1] + _ROOM
+    small: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        if _is_per_layer(value, count):
+            small[name] = [_small(name, value[i], config) for i in layers]
+        elif name in ("max_position_embeddings", "n_positions") and isinstance(value, int):
+            small[name] = limit
+        elif _is_threshold(name, value):
+            small[name] = shorter.get(value, limit)
+        elif name == "mlp_only_layers":
+            small[name] = [i for i in value if i < len(layers)]
+        elif name == "num_hidden_layers":
+            small[name] = len(layers)
+        elif name == "num_kv_shared_layers":
+            small[name] = sum(i >= _first_sharing(config) for i in layers)
+        else:
+            small[name] = _small(name, value, config)
+    rope = copy.deepcopy(getattr(config, "rope_parameters", None))
+    if rope:
+        small["rope_parameters"] = rope
+        dim = small.get("qk_rope_head_dim") or small.get("head_dim") or _HEAD_DIM
+        for one in [v for v in rope.values() if isinstance(v, dict)] or [rope]:
+            _shrink_rope(one, dim=dim, shorter=shorter, limit=limit)
+    return small
+
+
+def _small(name: str, value: Any, config: PreTrainedConfig) -> Any:
+    """A size of the copy, or the value itself where it is none."""
+    if name.endswith(("token_id", "token_index")) and isinstance(value, int):
+        return SPECIAL_ID
+    if name.endswith(("token_id", "token_ids")) and isinstance(value, list):
+        return [SPECIAL_ID]
+    if name == "head_dim" and value == getattr(config, "qk_rope_head_dim", ...):
+        return _ROTARY_DIM
+    if value is None and name in ("head_dim", "num_key_value_heads"):
+        return _HEAD_DIM if name == "head_dim" else _HEADS
+    if not isinstance(value, int) or isinstance(value, bool) or name in _KEPT:
+        return value
+    if name in _SIZES:
+        return _SIZES[name]
+    if "vocab" in name:
+        return VOCAB
+    if name in _KV_HEADS:
+        heads = getattr(config, "num_attention_heads", None)
+        return _HEADS if value == heads else min(value, _HEADS // 2)
+    if name in _AT_MOST_TWO:
+        return min(value, 2)
+    if name in _AT_MOST_FOUR:
+        return min(value, 4)
+    if name.endswith("head_dim"):
+        return _HEAD_DIM
+    return min(value, 32) if name.endswith(_SIZE_ENDINGS) else value
+
+
+def _shrink_rope(rope: dict[str, Any], *, dim: int, shorter: dict[int, int], limit: int) -> None:
+    num_angles = int(dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    if _IN_ROPE in rope:
+        rope[_IN_ROPE] = shorter.get(rope[_IN_ROPE], limit)
+    for name in ("short_factor", "long_factor"):
+        if name in rope:
+            factors = rope[name]
+            rope[name] = [factors[i * len(factors) // num_angles] for i in range(num_angles)]
+    for name in ("mrope_section", "xdrope_section"):
+        if name in rope:
+            total = sum(rope[name])
+            parts = [part * num_angles // total for part in rope[name]]
+            rope[name] = [parts[0] + num_angles - sum(parts), *parts[1:]]

@@ -1,0 +1,194 @@
+"""The self-test of a model: what Millrace computes is what transformers computes, or is refused."""
+
+import copy
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, MIXTURES, tiny_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DiffLlamaConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    PhimoeConfig,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from millrace.core.errors import ConfigError
+from millrace.inference.embedded.self_test import SINGLE_STEPS
+from millrace.models.attention.self_test import PACKED
+from millrace.models.directory import context_limit, max_positions
+from millrace.models.shrinking import chosen_layers, shrunk, thresholds
+from millrace.models.support import check_supported, find_obstacle
+
+TABLE = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "write_architectures.py"))
+PATHS = {"trainer": PACKED, "engine": SINGLE_STEPS}
+MOST_USED = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma3_text",
+    "mistral",
+    "mixtral",
+    "phi3 (LongRoPE)",
+    "deepseek_v3",
+    "gpt_oss",
+)
+
+
+@pytest.mark.parametrize("name", MOST_USED)
+def test_table_of_architectures_is_up_to_date(name):
+    assert TABLE["row"](name) in TABLE["PAGE"].read_text()
+
+
+@pytest.mark.slow
+def test_whole_table_of_architectures_is_up_to_date():
+    assert TABLE["page"]() == TABLE["PAGE"].read_text()
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MIXTURES])
+def test_models_of_other_tests_pass(architecture):
+    config = tiny_model(architecture).config
+    assert find_obstacle(config, attention=SINGLE_STEPS) is None
+
+
+def refusal(config, path: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_supported(config, path="some/model", attention=PATHS[path])
+    message = str(caught.value)
+    assert message.startswith("Model 'some/model' (")
+    assert "\n" not in message
+    assert "millrace" not in message
+    return message
+
+
+SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+
+
+def test_attention_that_is_called_twice_in_a_layer_is_refused_by_the_engine():
+    config = DiffLlamaConfig(**SHAPE)
+    assert find_obstacle(config, attention=PACKED) is None
+    message = refusal(config, "engine")
+    assert "(diffllama)" in message
+    assert re.search(r"the engine's logprobs differ from those of transformers by [0-9.]+", message)
+    assert "nats, from layer 0 on, because a layer calls attention 2 times" in message
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_window_that_only_the_mask_knows_is_refused_unless_it_spans_the_context(path):
+    shape = {**SHAPE, "num_local_experts": 4, "max_position_embeddings": 100}
+    message = refusal(PhimoeConfig(**shape, sliding_window=99), path)
+    assert "because the window of 99 tokens reaches the attention mask alone" in message
+    spanning = PhimoeConfig(**shape, sliding_window=100)
+    assert find_obstacle(spanning, attention=PATHS[path]) is None
+
+
+def test_the_context_of_longrope_ends_where_its_factors_change():
+    config = TABLE["config_of"]("phi3 (LongRoPE)")
+    assert max_positions(config) == 4096
+    assert context_limit(config, "phi", wanted=None, setting="") == 4096
+    assert context_limit(config, "phi", wanted=4096, setting="") == 4096
+    with pytest.raises(ConfigError, match="4096 tokens that 'phi' allows, because LongRoPE"):
+        context_limit(config, "phi", wanted=4097, setting="engine.max_context")
+
+
+class ShiftingConfig(LlamaConfig):
+    model_type = "shifting"
+
+
+class ShiftingForCausalLM(LlamaForCausalLM):
+    """Positions depend on the longest sequence of the pass, as those of LongRoPE do."""
+
+    config_class = ShiftingConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        rotate = self.model.rotary_emb.forward
+        self.model.rotary_emb.forward = lambda x, position_ids: rotate(
+            x, position_ids * (2 if position_ids.max() > 7 else 1)
+        )
+
+
+class FixedConfig(LlamaConfig):
+    model_type = "fixed"
+
+
+class FixedForCausalLM(LlamaForCausalLM):
+    """Chooses its attention when it is made, as much remote code does."""
+
+    config_class = FixedConfig
+
+    def __init__(self, config):
+        {"eager": LlamaAttention}[config._attn_implementation]
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.config = copy.deepcopy(config)
+
+
+@pytest.fixture
+def registered():
+    for config, model in (
+        (ShiftingConfig, ShiftingForCausalLM),
+        (FixedConfig, FixedForCausalLM),
+    ):
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+        AutoModelForCausalLM.register(config, model, exist_ok=True)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_positions_that_depend_on_the_batch_are_refused(registered, path):
+    message = refusal(ShiftingConfig(**SHAPE), path)
+    assert "from layer 0 on" in message
+
+
+def test_attention_that_cannot_be_replaced_is_refused(registered):
+    message = refusal(FixedConfig(**SHAPE), "engine")
+    assert "does not go through transformers' AttentionInterface" in message
+
+
+def test_the_copy_is_small_and_keeps_the_order_of_thresholds():
+    config = Phi3Config(
+        num_hidden_layers=32,
+        sliding_window=2047,
+        max_position_embeddings=131072,
+        original_max_position_embeddings=4096,
+        rope_parameters=TABLE["config_of"]("phi3 (LongRoPE)").rope_parameters,
+    )
+    small = shrunk(config)
+    assert small.num_hidden_layers == 2
+    assert thresholds(config) == [2047, 4096]
+    window, original = thresholds(small)
+    assert window == small.sliding_window < original < small.max_position_embeddings < 64
+    assert len(small.rope_parameters["long_factor"]) == 8
+    assert config.num_hidden_layers == 32
+
+
+def test_the_copy_has_a_layer_of_every_kind():
+    config = TABLE["config_of"]("gemma3_text")
+    assert chosen_layers(config) == [0, config.layer_types.index("full_attention")]
+    assert shrunk(config).layer_types == ["sliding_attention", "full_attention"]
+
+
+def test_a_self_test_leaves_random_numbers_and_the_configuration_alone():
+    config = LlamaConfig(**SHAPE)
+    before = config.to_json_string()
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    assert find_obstacle(config, attention=PACKED) is None
+    torch.testing.assert_close(torch.rand(2), expected, rtol=0, atol=0)
+    assert config.to_json_string() == before

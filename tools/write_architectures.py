@@ -1,0 +1,93 @@
+"""Write docs/reference/architectures.md: `python tools/write_architectures.py` (a minute)."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from millrace.inference.embedded.self_test import DECODE_LOOP
+from millrace.models.attention.self_test import PACKED
+from millrace.models.directory import first_line
+from millrace.models.support import find_obstacle
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "architectures.md"
+INTRODUCTION = """# Architectures
+
+Millrace runs model code of transformers with attention functions of its own. Before it loads the
+weights of a model, each engine and trainer tests itself: a small copy of the model, with the same
+kinds of layers and random weights, scores ragged sequences that pass the model's window and all of
+its other length thresholds. Every logprob must equal that of a plain forward pass of transformers
+over its sequence alone to 1e-4 nats. A model that fails is refused with the reason that the table
+gives. The test takes a fraction of a second on a CPU, once per process and configuration.
+
+The table holds for the default configuration of each architecture in transformers {version};
+a checkpoint with other settings is tested by itself. Models with LongRoPE (Phi-3-mini-128k,
+Phi-3.5-mini, Phi-4-mini) compute all tokens of a sequence with other factors once it is longer than
+`original_max_position_embeddings`. What was sampled before would then belong to another model than
+the whole sequence, so Millrace limits the context of these models to that length.
+
+`python tools/write_architectures.py` writes this page.
+
+| model type | class | supported | reason |
+|---|---|---|---|
+"""
+_GROUPS = {"n_shared_experts": 2, "n_group": 1, "topk_group": 1}
+# Settings of checkpoints where the defaults of an architecture are no model, or one of several.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": ("deepseek_v2", {"n_routed_experts": 64, "num_experts_per_tok": 6, **_GROUPS}),
+    "dots1": ("dots1", {"n_routed_experts": 128, "num_experts_per_tok": 6, **_GROUPS}),
+    "lfm2": ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}),
+    "lfm2_moe": ("lfm2_moe", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}),
+    "phi3 (LongRoPE)": (
+        "phi3",
+        {
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0 + 0.01 * i for i in range(48)],
+                "long_factor": [1.0 + 0.5 * i for i in range(48)],
+            },
+        },
+    ),
+    "phimoe (window)": ("phimoe", {"sliding_window": 2048, "max_position_embeddings": 4096}),
+}
+
+
+def page() -> str:
+    names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS}
+    introduction = INTRODUCTION.format(version=transformers.__version__)
+    return introduction + "".join(row(name) for name in sorted(names))
+
+
+def row(name: str) -> str:
+    """A line of the table."""
+    model_type, _ = VARIANTS.get(name, (name, {}))
+    obstacle = obstacle_of(name)
+    # Differences depend on the machine.
+    verdict = "no | " + re.sub(r" by \S+ nats", "", obstacle) if obstacle else "yes |"
+    return f"| `{name}` | {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]} | {verdict} |\n"
+
+
+def obstacle_of(name: str) -> str | None:
+    """Why engine or trainer refuse a model; None if they compute it as transformers does."""
+    try:
+        config = config_of(name)
+    except StrictDataclassError as error:
+        return f"it has no default configuration ({first_line(error.__cause__ or error)})"
+    found = (find_obstacle(config, attention=path) for path in (PACKED, DECODE_LOOP))
+    return next(filter(None, found), None)
+
+
+def config_of(name: str) -> PreTrainedConfig:
+    model_type, settings = VARIANTS.get(name, (name, {}))
+    return CONFIG_MAPPING[model_type](**settings)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
