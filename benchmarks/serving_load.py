@@ -86,7 +86,15 @@ def served(folder: str) -> Iterator[Server]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(model)
-    options = ["--port", "0", "--name", "tiny", "--log-dir", f"{folder}/logs"]
+    options = [
+        "--port",
+        "0",
+        "--name",
+        "tiny",
+        "--log-dir",
+        f"{folder}/logs",
+        "--cluster.threads=1",
+    ]
     process = subprocess.Popen(
         [sys.executable, "-m", "millrace", "serve", str(model), *options],
         stdout=subprocess.PIPE,
@@ -167,7 +175,7 @@ async def fairness(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 
         async def small_s() -> float:
             times: list[float] = []
-            for seed in range(9):
+            for seed in range(5):
                 start_s = time.perf_counter()
                 await complete(prompt="12a34", max_tokens=32, seed=seed, temperature=0)
                 times.append(time.perf_counter() - start_s)
@@ -188,6 +196,7 @@ async def fairness(server: Server, args: argparse.Namespace) -> dict[str, Any]:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             await settled(server, client)
+            print(f"{name}: {beside_s / alone_s:.2f}", file=sys.stderr, flush=True)
             result[name] = {"alone_s": alone_s, "beside_s": beside_s, "ratio": beside_s / alone_s}
     return result
 
@@ -252,7 +261,10 @@ async def settled(server: Server, client: aiohttp.ClientSession) -> None:
     """Wait until the server has noticed that all clients have left."""
     names = ("requests_running", "engine_running", "engine_waiting")
     end_s = time.monotonic() + 60
-    while any((gauges := await server.gauges(client))[name] for name in names):
+    while True:
+        gauges = await server.gauges(client)
+        if not any(gauges[name] for name in names):
+            return
         if time.monotonic() > end_s:
             raise SystemExit(f"The server still works for clients that have left: {gauges}.")
         await asyncio.sleep(0.1)

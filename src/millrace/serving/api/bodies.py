@@ -9,12 +9,12 @@ checked up to its first error, and very many parts or errors are refused without
 """
 
 import json
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Annotated, Any, Literal, Self, TypeVar
 
+import msgspec
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -52,7 +52,6 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 T = TypeVar("T")
 Prompts = Annotated[list[T], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 B = TypeVar("B", bound="Body")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # a surrogate, which may lack its other half
 # Arguments of apply_chat_template that would replace the template or change the type of result.
 _FORBIDDEN = """
 conversation messages tools documents chat_template add_generation_prompt continue_final_message
@@ -281,9 +280,7 @@ def read_body(kind: type[B], data: bytes) -> B:
             status=413,
         )
     try:
-        table = json.loads(data, parse_constant=_refuse_constant)
-        if _SURROGATE.search(data):
-            json.dumps(table, ensure_ascii=False).encode()
+        table = msgspec.json.decode(data)  # several times as fast as the standard library
     except (ValueError, RecursionError) as error:  # also invalid UTF-8 and lone surrogates
         raise ApiError(f"The body is not valid JSON: {error}.") from None
     if not isinstance(table, dict):
@@ -292,10 +289,6 @@ def read_body(kind: type[B], data: bytes) -> B:
         return kind.model_validate(table)
     except ValidationError as error:
         raise _refusal(error) from None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number")
 
 
 def _brief(value: Any) -> str:
