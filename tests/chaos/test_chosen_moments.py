@@ -47,11 +47,17 @@ def test_run_killed_after_its_last_checkpoint_is_finished_by_resume(make_run, mo
 
 
 @pytest.mark.slow
-def test_trainer_killed_during_a_checkpoint_leaves_no_partial_checkpoint(make_run):
-    run = make_run(steps=12, checkpoint={"every_steps": 1})
+@pytest.mark.parametrize(("ranks", "killed"), [(1, "trainer"), (2, "trainer-0")])
+def test_trainer_killed_during_a_checkpoint_leaves_no_partial_checkpoint(make_run, ranks, killed):
+    run = make_run(
+        steps=12,
+        trainer={"steps": 12, "groups_per_step": 2, "ranks": ranks},
+        checkpoint={"every_steps": 1},
+        cluster={"threads": 1},
+    )
     run.start()
     checkpoints = run.path / "checkpoints"
-    trainer = run.until(lambda: run.worker("trainer"))
+    trainer = run.until(lambda: run.worker(killed))
 
     def caught() -> Path | None:
         for unfinished in checkpoints.glob(".unfinished_step_*"):

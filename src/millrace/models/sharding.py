@@ -199,6 +199,8 @@ def is_first_owner(tensor: Tensor) -> bool:
     """Whether this is the first rank that has its part of a tensor. All have all of a plain one."""
     if not isinstance(tensor, DTensor):
         return not dist.is_initialized() or dist.get_rank() == 0
+    if not (tensor.device_mesh.mesh == 0).any():  # other ranks have another such mesh
+        return False
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank has a part of each of its tensors"
     places = zip(coordinate, tensor.placements, strict=True)

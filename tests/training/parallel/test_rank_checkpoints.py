@@ -142,5 +142,5 @@ def check_files(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_checkpoint_moves_from_one_rank_to_several_and_back(tmp_path):
-    meshes = [MeshSizes(dp_shard=2), MeshSizes(dp_replicate=2, dp_shard=2)]
+    meshes = [MeshSizes(dp_replicate=2, dp_shard=2), MeshSizes(dp_shard=2, tp=2, ep=2)]
     check_meshes(tmp_path, ["critic", "mixture", "lora"], meshes)
