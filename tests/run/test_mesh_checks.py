@@ -6,7 +6,7 @@ from transformers import GPT2Config, Llama4TextConfig, Qwen3Config, Qwen3MoeConf
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.core.mesh import MeshSizes
-from millrace.run.mesh_checks import check_gpus, check_mesh, check_model_mesh, rank_warnings
+from millrace.run.mesh_checks import check_mesh, check_model_mesh, rank_warnings
 
 DENSE = Qwen3Config(num_attention_heads=12, num_key_value_heads=4)
 DYNAMIC = Qwen3Config(
@@ -96,24 +96,6 @@ def test_mesh_that_shares_the_model_evenly_is_accepted():
     check_model_mesh(MeshSizes(tp=2, cp=2), DENSE, path="m")
     check_model_mesh(MeshSizes(dp_shard=3, ep=3), MIXTURE, path="m")
     check_model_mesh(MeshSizes(dp_shard=2, tp=4, ep=2), MIXTURE, path="m")
-
-
-def test_each_rank_has_a_gpu_of_its_own_unless_the_user_lists_one_twice():
-    assert config_of(ranks=2).rank_devices(num_gpus=2) == ("cuda:0", "cuda:1")
-    assert config_of(ranks=2, devices="cuda").rank_devices(num_gpus=8) == ("cuda:0", "cuda:1")
-    assert config_of(ranks=2).rank_devices(num_gpus=0) == ("cpu", "cpu")
-    assert config_of(ranks=2, devices="cpu").rank_devices(num_gpus=1) == ("cpu", "cpu")
-    shared = config_of(ranks=2, devices=["cuda:0", "cuda:0"])
-    assert shared.rank_devices(num_gpus=1) == ("cuda:0", "cuda:0")
-    assert config_of().rank_devices(num_gpus=2) == ("auto",)
-    assert shared.trained_on("cuda:5").placement.trainer == ("cuda:5",)
-
-
-def test_more_ranks_than_gpus_are_refused_unless_they_share_them_on_purpose():
-    message = refusal_of(check_gpus, config_of(ranks=3), num_gpus=2)
-    assert "trainer.ranks = 3 need a GPU each, and PyTorch sees 2" in message
-    check_gpus(config_of(ranks=3), num_gpus=0)
-    check_gpus(config_of(ranks=2, devices=["cuda:0", "cuda:0"]), num_gpus=1)
 
 
 def test_several_ranks_warn_about_versions_that_were_not_tried():

@@ -144,13 +144,13 @@ async def measure(
     async with (
         shared_gpu(
             config.cluster.share_gpu,
-            num_cuda_workers=config.engine.count + 1 if device.type == "cuda" else 0,
+            num_cuda_workers=config.engine.num_local + 1 if device.type == "cuda" else 0,
             log=logs / "mps.log",
             warn=say,
         ) as env,
         Hub(log_dir=logs, on_event=bench.on_event) as hub,
     ):
-        say(f"starting {config.engine.count} engines and a trainer of {config.model.path}")
+        say(f"starting {config.engine.num_local} engines and a trainer of {config.model.path}")
         await bench.start(hub, env=env)
         say("warming up")
         async with bench.decoding():
@@ -172,7 +172,7 @@ async def measure(
         "decode_gap_ms_p99": float(np.percentile(bench.times["decode_gap_ms"], 99)),
         "tokens_per_s": alone,
         "tokens_per_s_publishing": publishing,
-        "engines": config.engine.count,
+        "engines": config.engine.num_local,
         "versions": num_versions,
         "model": config.model.path,
         "device": config.placement.engine(0),
@@ -198,7 +198,7 @@ class Bench:
     def on_event(self, worker: str, message: Message) -> None:
         if isinstance(message, WorkerProgress):
             self._tokens[worker] = message.counters["generated_tokens"]
-            if len(self._tokens) == self._config.engine.count and all(self._tokens.values()):
+            if len(self._tokens) == self._config.engine.num_local and all(self._tokens.values()):
                 self._all_decode.set()
         elif isinstance(message, Published):
             self._published.put_nowait(message.update)
@@ -206,7 +206,7 @@ class Bench:
     async def start(self, hub: Hub, *, env: Mapping[str, str]) -> None:
         """`env`: environment of the processes that use a GPU."""
         plain = self._config.model_dump(mode="json")
-        names = [f"engine-{i}" for i in range(self._config.engine.count)]
+        names = [f"engine-{i}" for i in range(self._config.engine.num_local)]
         self._engines = [await hub.launch(name, WORKER, env=env) for name in names]
         self._trainer: Worker = await hub.launch("trainer", WORKER, env=below_normal(env))
         start = StartEngine(config=plain, model_path=self._config.model.path, version=0)

@@ -61,6 +61,9 @@ def train(args: argparse.Namespace) -> int:
         from millrace.run import train as run
     finally:
         progress.stop()
+    if args.dry_run:
+        print(run.describe_placement(config, resume=args.resume))
+        return DONE
     try:
         result = run.train(config, resume=args.resume)
     except KeyboardInterrupt:

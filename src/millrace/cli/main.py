@@ -81,6 +81,7 @@ examples:
   millrace train run.toml --trainer.steps 500 --optimizer.learning_rate 3e-5
   millrace train run.toml --run_dir runs/second --seed 2 --loss.high=0.3
   millrace train run.toml --resume
+  millrace train run.toml --dry-run
 
 files in the run directory (setting run_dir):
   config.toml         all settings of the run
@@ -173,14 +174,18 @@ def split_settings(
     remaining = iter(arguments)
     for argument in remaining:
         key, equals, value = argument[2:].partition("=")
-        is_plain = "." not in key if only_dotted else key in ("resume", "help")
+        is_plain = "." not in key if only_dotted else key in ("resume", "dry-run", "help")
         if not argument.startswith("--") or is_plain:
             rest.append(argument)
             continue
         if not equals:
             value = next(remaining, "--")
             if value.startswith("--"):
-                hint = "" if only_dotted else "; the only option without a value is --resume"
+                hint = (
+                    ""
+                    if only_dotted
+                    else "; --resume and --dry-run are the only options without one"
+                )
                 raise ConfigError(f"--{key} needs a value{hint}.")
         table = key.partition(".")[0]
         if table in ("scorers", "tracker") and table != key:
@@ -213,11 +218,13 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument("directory", type=Path, nargs="?", default=Path(), metavar="DIR")
     init.add_argument("--model", metavar="PATH", help="directory or hub name of the model to train")
 
-    usage = "millrace train RUN.toml [--resume] [--section.key value ...]"
+    usage = "millrace train RUN.toml [--resume] [--dry-run] [--section.key value ...]"
     text = "train with the settings of a TOML file"
     train = add("train", TRAIN, TRAIN_MORE, help=text, usage=usage)
     train.add_argument("config", type=Path, metavar="RUN.toml")
     train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
+    text = "print which process would use which device, and start nothing"
+    train.add_argument("--dry-run", action="store_true", help=text)
 
     add_arguments(add("serve", SERVE, SERVE_MORE, help="serve a model over HTTP"))
 

@@ -37,7 +37,8 @@ class McpConfig(Section):
 
 
 class _RoleEngineConfig(EngineConfig):
-    count: PositiveInt = 1  # its engines are all on this host
+    # Its engines are all on this host, and their number is not chosen by the run.
+    count: PositiveInt = 1  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class RoleModelConfig(Section):

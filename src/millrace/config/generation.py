@@ -9,6 +9,7 @@ from millrace.config.section import (
     Float,
     Int,
     NonNegativeInt,
+    NonNegativeIntOrAuto,
     Plugin,
     PositiveFloat,
     PositiveInt,
@@ -77,8 +78,9 @@ class EngineConfig(Section):
     and 16384 on a GPU), block_tokens (tokens per KV block, 16) and decode_steps (decode steps per
     launch on the device; by default 1 on a CPU and 32 on a GPU). A class of your own has its
     fields."""
-    count: NonNegativeInt = 1
-    """Number of engine processes on this host."""
+    count: NonNegativeIntOrAuto = "auto"
+    """Number of engine processes on this host. "auto" is one for each GPU that the trainer and
+    other models leave free, and 1 if they leave none."""
     remote: NonNegativeInt = 0
     """Number of additional engines that other hosts bring with `millrace join`; see
     docs/how-to/join-hosts.md."""
@@ -98,6 +100,11 @@ class EngineConfig(Section):
     adapters: dict[str, str] = Field(default={})
     """Additional LoRA adapters by name: PEFT folders that requests can select and that are never
     trained; see docs/how-to/lora.md."""
+
+    @property
+    def num_local(self) -> int:
+        """`count`, which is 1 before "auto" is resolved."""
+        return 1 if self.count == "auto" else self.count
 
 
 class WeightsConfig(Section):

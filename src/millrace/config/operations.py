@@ -29,10 +29,14 @@ class PlacementConfig(Section):
     "auto" or "cuda" alone gives each rank a GPU of its own; a GPU listed twice is shared."""
     engines: Devices = ("auto",)
     """Device of the engines, or a list of devices that the engines, and after them those of
-    evaluate.engines, use in turn."""
+    evaluate.engines, use in turn. "auto" is the GPUs that nothing else uses, and those of the
+    trainer if there are none."""
     models: dict[str, Devices] = Field(default={})
     """Device or devices of each model besides the policy, by name: of environment.models, and of
-    scorers that are models. By default "auto"."""
+    scorers that are models. By default "auto": a GPU of its own if there are enough."""
+
+    def rank(self, rank: int) -> Device:
+        return self.trainer[rank % len(self.trainer)]
 
     def engine(self, index: int) -> Device:
         return self.engines[index % len(self.engines)]

@@ -113,17 +113,6 @@ class RunConfig(Section):
         placement = self.placement.model_copy(update={"engines": (device,)})
         return self.model_copy(update={"placement": placement})
 
-    def rank_devices(self, *, num_gpus: int) -> tuple[str, ...]:
-        """The device of each rank of the trainer. "auto" or "cuda" is a GPU of its own, where this
-        host has `num_gpus`; a single rank keeps its setting."""
-        ranks, devices = self.trainer.ranks, self.placement.trainer
-        if ranks == 1:
-            return devices
-        if num_gpus == 0:
-            devices = tuple("cpu" if device == "auto" else device for device in devices)
-        named = enumerate(devices * ranks if len(devices) == 1 else devices)
-        return tuple(f"cuda:{i}" if name in ("auto", "cuda") else name for i, name in named)
-
     def trained_on(self, device: str) -> Self:
         """The settings of a rank of the trainer on this device."""
         placement = self.placement.model_copy(update={"trainer": (device,)})

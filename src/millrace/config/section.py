@@ -45,6 +45,7 @@ def _or_auto(kind: Any) -> PlainValidator:
 
 PositiveFloatOrAuto = Annotated[float | Literal["auto"], _or_auto(PositiveFloat)]
 PositiveIntOrAuto = Annotated[int | Literal["auto"], _or_auto(PositiveInt)]
+NonNegativeIntOrAuto = Annotated[int | Literal["auto"], _or_auto(NonNegativeInt)]
 
 
 TypeAlone = BeforeValidator(lambda value: {"type": value} if isinstance(value, str) else value)

@@ -152,10 +152,16 @@ class TrainerConfig(Section):
     router_aux_loss: NonNegativeFloat = 0.0
     """Coefficient of the load-balancing loss of routers in a mixture of experts, such as 0.001. 0 =
     no such loss. It needs trainer.replay_routes."""
-    ranks: PositiveInt = 1
-    """Number of processes that train together, one per GPU (placement.trainer)."""
+    ranks: PositiveIntOrAuto = 1
+    """Number of processes that train together, one per GPU (placement.trainer). "auto" is half of
+    the GPUs of this host, or more if the model needs them."""
     mesh: MeshConfig = MeshConfig()
     """Division of the work among the ranks. dp_replicate * dp_shard * cp * tp is trainer.ranks."""
+
+    @property
+    def num_ranks(self) -> int:
+        """`ranks`, which is 1 before "auto" is resolved."""
+        return 1 if self.ranks == "auto" else self.ranks
 
     @property
     def mesh_sizes(self) -> MeshSizes:
@@ -163,7 +169,7 @@ class TrainerConfig(Section):
         others = mesh.dp_replicate * mesh.cp * mesh.tp
         return MeshSizes(
             dp_replicate=mesh.dp_replicate,
-            dp_shard=max(1, self.ranks // others) if mesh.dp_shard == "auto" else mesh.dp_shard,
+            dp_shard=max(1, self.num_ranks // others) if mesh.dp_shard == "auto" else mesh.dp_shard,
             cp=mesh.cp,
             tp=mesh.tp,
             ep=mesh.ep,

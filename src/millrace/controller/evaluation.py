@@ -169,7 +169,7 @@ class EvalSet:
         settings = self.config.evaluate
         self._running: list[EvalProgress] = []
         # Tasks whose samples the engines decode together.
-        num_engines = settings.engines or self.config.engine.count + self.config.engine.remote
+        num_engines = settings.engines or self.config.engine.num_local + self.config.engine.remote
         num_sequences = num_engines * self.config.engine.max_sequences
         self._max_running = max(1, num_sequences // settings.samples)
         self._is_synchronous = self.config.weights.interrupt == "barrier"

@@ -116,7 +116,7 @@ def _replay(config: RunConfig) -> None:
 
 
 def _engines(config: RunConfig) -> None:
-    if config.engine.count + config.engine.remote < 1:
+    if config.engine.num_local + config.engine.remote < 1:
         raise ConfigError("engine.count = 0 and engine.remote = 0 leave no engine; raise one.")
     if config.weights.notify and config.weights.transport != "disk":
         raise ConfigError(
@@ -166,7 +166,8 @@ def _joining(config: RunConfig) -> None:
 
 def local_devices(config: RunConfig) -> list[str]:
     """The devices of the trainer's ranks and of all engines on this host, one for each process."""
-    return [device for _, device in _places(config)]
+    first = ("auto", "cuda")
+    return ["cuda:0" if device in first else device for _, device in _places(config)]
 
 
 def check_devices(config: RunConfig, resolve: Callable[[str], object]) -> None:
@@ -186,14 +187,12 @@ def check_devices(config: RunConfig, resolve: Callable[[str], object]) -> None:
 def _places(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The setting and the device of each process on this host that computes."""
     placement, models = config.placement, config.environment.models
-    # A single device stands for one of each rank.
-    num_devices = len(placement.trainer)
-    for rank in range(config.trainer.ranks):
-        yield "placement.trainer", placement.trainer[rank % num_devices]
-    num_engines = config.engine.count + config.evaluate.engines
+    for rank in range(config.trainer.num_ranks):
+        yield "placement.trainer", placement.rank(rank)
+    num_engines = config.engine.num_local + config.evaluate.engines
     yield from (("placement.engines", placement.engine(i)) for i in range(num_engines))
     for name, model in models.items():
-        for i in range(model.engine.count):
+        for i in range(model.engine.num_local):
             yield f"placement.models.{name}", placement.model(name, i)
 
 

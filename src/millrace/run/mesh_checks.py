@@ -27,6 +27,8 @@ def check_mesh(config: RunConfig) -> None:
         config.trainer.mesh_sizes,
         config.placement.trainer,
     )
+    if ranks == "auto":  # checked when the GPUs are known
+        return
     if sizes.num_ranks != ranks:
         raise ConfigError(
             f"trainer.mesh has {_product(sizes)} = {sizes.num_ranks} ranks, but trainer.ranks ="
@@ -110,25 +112,15 @@ def _check_plans(sizes: MeshSizes, model: "PreTrainedConfig", *, path: str) -> N
     _check_even(model.vocab_size, "tokens in its vocabulary", sizes.tp, "tp", path=path)
 
 
-def check_gpus(config: RunConfig, *, num_gpus: int) -> None:
-    """Check that ranks that share no GPU on purpose have one each."""
-    ranks, devices = config.trainer.ranks, config.placement.trainer
-    if 0 < num_gpus < ranks and ("auto" in devices or "cuda" in devices):
-        raise ConfigError(
-            f"trainer.ranks = {ranks} need a GPU each, and PyTorch sees {num_gpus}; lower"
-            " trainer.ranks, or list the GPU of each rank in placement.trainer to share some."
-        )
-
-
 def rank_warnings(config: RunConfig, *, tried: Mapping[str, str] = TRIED) -> list[str]:
     """A warning if several ranks were never tested with the installed versions."""
     found = {name: version(name) for name in tried}
-    if config.trainer.ranks == 1 or all(
+    if config.trainer.num_ranks == 1 or all(
         found[name].startswith(f"{tried[name]}.") for name in tried
     ):
         return []
     return [
-        f"trainer.ranks = {config.trainer.ranks} was tested with"
+        f"trainer.ranks = {config.trainer.num_ranks} was tested with"
         f" {' and '.join(f'{name} {number}' for name, number in tried.items())}, and here are"
         f" {' and '.join(f'{name} {number}' for name, number in found.items())}; compare the first"
         " steps with those of one rank."

@@ -43,7 +43,16 @@ from millrace.run.checks import (
     teachers_in,
 )
 from millrace.run.environment import build_environment, load_models, resolve_recipe
-from millrace.run.mesh_checks import check_gpus, check_model_mesh, rank_warnings
+from millrace.run.mesh_checks import check_mesh, check_model_mesh, rank_warnings
+from millrace.run.placement import (
+    LocalDevice,
+    PlacedProcess,
+    check_memory,
+    host_devices,
+    other_models,
+    placed,
+    placed_processes,
+)
 from millrace.run.resume import Cursor, find_resume_point
 from millrace.scoring.advantages.estimators import CRITIC, TREE, build_advantages
 from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer, resolve_scorers
@@ -61,6 +70,9 @@ PROMPTS_CHECKED = 64  # rendered at start; a run whose first prompts are all too
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRun:
     config: RunConfig  # with every "auto" resolved that the controller decides
+    given: RunConfig  # before its processes were placed
+    processes: Sequence[PlacedProcess]
+    devices: tuple[LocalDevice, ...]  # of this host
     tasks: TaskStream
     held_out: tuple[Task, ...]
     scorers: tuple[ScorerSpec, ...]
@@ -78,6 +90,16 @@ class PreparedRun:
     cursor: Cursor
     history: JournalHistory | None  # what the journal holds; None = the run keeps no journal
     warnings: tuple[str, ...] = ()
+
+    @property
+    def portable_config(self) -> RunConfig:
+        """The settings without what holds on this host only: it may be resumed on another one."""
+        given = self.given
+        return _with(
+            self.config.model_copy(update={"placement": given.placement}),
+            engine={"count": given.engine.count},
+            trainer={"ranks": given.trainer.ranks},
+        )
 
     @property
     def model_path(self) -> str:
@@ -134,6 +156,7 @@ def prepare(
     capabilities = load_backend(config.engine).capabilities
     # Files of the model are read from here on, which imports torch.
     tokenizer, max_context = _read_model(config)
+    given, (config, processes, devices) = config, _place(config, specs)
     _check_files(config, capabilities)
     _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
@@ -142,7 +165,10 @@ def prepare(
     stream = make_stream(sources, config.tasks, seed=config.seed)
     point = find_resume_point(config, stream, resume=resume)
     prepared = PreparedRun(
-        config=_resolve_auto(config),
+        config=config,
+        given=given,
+        processes=processes,
+        devices=devices,
         tasks=stream,
         held_out=tuple(held_out[: config.evaluate.max_tasks]),
         scorers=specs,
@@ -155,16 +181,20 @@ def prepare(
         recipe=recipe,
         models=load_models(config, has_roles=function is not None),
         max_context=max_context,
-        remote_threads=config.cluster.threads,
+        remote_threads=given.cluster.threads,
         checkpoint=point.checkpoint,
         cursor=point.cursor,
         history=point.history,
         warnings=(*point.warnings, *_warnings(config, capabilities)),
     )
-    for spec in specs:
+    _check_vocabularies(prepared)
+    return prepared
+
+
+def _check_vocabularies(prepared: PreparedRun) -> None:
+    for spec in prepared.scorers:
         if isinstance(spec.type, Teacher | SelfTeacher | Reference):
             spec.type.check_model(prepared.run_info, name=spec.name)
-    return prepared
 
 
 def _with(config: RunConfig, **sections: Mapping[str, Any]) -> RunConfig:
@@ -205,22 +235,33 @@ def _warnings(config: RunConfig, capabilities: frozenset[Capability]) -> list[st
     return [*seed_warnings(config.engine, capabilities), *rank_warnings(config)]
 
 
-def _check_files(config: RunConfig, capabilities: frozenset[Capability]) -> None:
-    """Check devices, adapters, and what mesh and engine backend must offer for this model."""
-    import torch
-
+def _place(
+    config: RunConfig, specs: Sequence[ScorerSpec]
+) -> tuple[RunConfig, list[PlacedProcess], tuple[LocalDevice, ...]]:
+    """The settings with every "auto" resolved, and what runs where."""
     from millrace.models.loading import resolve_device
+
+    models, devices = other_models(config, specs), host_devices()
+    config = placed(config, devices=devices, models=models)
+    check_mesh(config)
+    check_devices(config, resolve_device)
+    config = _resolve_auto(config)
+    processes = placed_processes(config, devices=devices, models=models)
+    check_memory(processes, devices)
+    return config, processes, devices
+
+
+def _check_files(config: RunConfig, capabilities: frozenset[Capability]) -> None:
+    """Check adapters, and what mesh and engine backend must offer for this model."""
     from millrace.models.lora.factors import require_peft
     from millrace.models.lora.folders import check_resident
     from millrace.training.optimizer import require_torchao
 
-    check_gpus(config, num_gpus=torch.cuda.device_count())
-    check_devices(config, resolve_device)
     if config.lora is not None:
         require_peft()
     if config.optimizer.type == ADAMW_8BIT:
         require_torchao()
-    if config.engine.count > 0:  # other hosts have folders of their own
+    if config.engine.num_local > 0:  # other hosts have folders of their own
         for name, folder in config.engine.adapters.items():
             check_resident(name, Path(folder))
     model = config.model
@@ -308,10 +349,10 @@ def _resolve_auto(config: RunConfig) -> RunConfig:
         return str(resolve_dtype(wanted, resolve_device(device))).removeprefix("torch.")
 
     engine, trainer, placement = config.engine, config.trainer, config.placement
-    num_engines = engine.count + config.evaluate.engines
-    num_engines += sum(model.engine.count for model in config.environment.models.values())
-    threads = max(1, available_cores() // (num_engines + trainer.ranks))
-    engine_device = placement.engine(0) if engine.count > 0 else placement.trainer[0]
+    num_engines = engine.num_local + config.evaluate.engines
+    num_engines += sum(model.engine.num_local for model in config.environment.models.values())
+    threads = max(1, available_cores() // (num_engines + trainer.num_ranks))
+    engine_device = placement.engine(0) if engine.num_local > 0 else placement.trainer[0]
     return _with(
         config,
         optimizer={"learning_rate": config.learning_rate},

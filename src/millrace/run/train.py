@@ -7,6 +7,7 @@ and no shared memory outlives the call.
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,7 @@ from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.run.build import RunParts, build_controller
 from millrace.run.checks import local_devices
 from millrace.run.environment import open_environment
+from millrace.run.placement import placement_lines
 from millrace.run.prepare import PreparedRun, prepare
 from millrace.run.scaling import scaling_server
 from millrace.run.workers import RunWorkers
@@ -111,9 +113,21 @@ def train(
         progress.stop()
 
 
+def describe_placement(config: RunConfig, *, resume: bool = False) -> str:
+    """What a run would start where, and what it needs there; nothing is started."""
+    prepared = prepare(config, resume=resume)
+    scorers = f"{config.scoring.workers} scorer processes" if prepared.scorers else "no scorer"
+    return "\n".join(
+        [
+            *placement_lines(prepared.processes, prepared.devices),
+            f"Beside them on the CPU: the controller, {scorers}. Nothing was started.",
+        ]
+    )
+
+
 def _train(prepared: PreparedRun, *, resume: bool, progress: ProgressDisplay) -> RunResult:
     run_dir = RunDir(prepared.config.run_dir)
-    run_dir.open(prepared.config, resume=resume)
+    run_dir.open(prepared.portable_config, resume=resume)
     try:
         return run_on_own_loop(
             lambda: _Run(prepared=prepared, run_dir=run_dir, resume=resume, progress=progress).run()
@@ -231,7 +245,9 @@ class _Run:
     def _shared_gpu(self) -> contextlib.AbstractAsyncContextManager[dict[str, str]]:
         return shared_gpu(
             self._config.cluster.share_gpu,
-            num_cuda_workers=sum(device != "cpu" for device in local_devices(self._config)),
+            num_cuda_workers=max(
+                Counter(d for d in local_devices(self._config) if d != "cpu").values(), default=0
+            ),
             log=self.run_dir.logs / "mps.log",
             warn=self._monitor.warn,
         )

@@ -68,7 +68,7 @@ class RunWorkers:
         """Models besides the policy, by name; their weights never change."""
         self._trainer = _TrainerReplica(self)
         self.engine_names: list[str] = []  # engines of the rollouts, serving or restarting
-        self._numbers = itertools.count(config.engine.count + config.engine.remote)
+        self._numbers = itertools.count(config.engine.num_local + config.engine.remote)
 
     @property
     def trainer(self) -> TrainerGroup:
@@ -76,7 +76,7 @@ class RunWorkers:
 
     async def start(self, *others: Coroutine[Any, Any, object]) -> None:
         """Start all workers concurrently, and run `others` beside them."""
-        num_local, num_remote = self._config.engine.count, self._config.engine.remote
+        num_local, num_remote = self._config.engine.num_local, self._config.engine.remote
         add, policy = self.worker_pool.add, self.worker_pool.policy
         joining = replace(policy, delay_restarts=False, remedy=OPEN_TO_HOSTS)
         async with asyncio.TaskGroup() as starting:
@@ -92,7 +92,7 @@ class RunWorkers:
                 starting.create_task(add(engine))
             for model, settings in self._config.environment.models.items():
                 start = partial(self._start_model, model)
-                for i in range(settings.engine.count):
+                for i in range(settings.engine.num_local):
                     name, pool = f"model-{model}-{i}", self.models[model]
                     engine = self._replica(name, pool, start, fixed=settings.engine)
                     starting.create_task(add(engine))
@@ -143,7 +143,7 @@ class RunWorkers:
 
     async def _start_local(self, name: str, is_late: bool) -> Worker:
         role, _, number = name.rpartition("-")
-        index = int(number) + (self._config.engine.count if role == "evaluator" else 0)
+        index = int(number) + (self._config.engine.num_local if role == "evaluator" else 0)
         device = self._config.placement.engine(index)
         start = self._start_engine(self._config.placed_on(device), is_late=is_late)
         return await self._launch(name, start, module="millrace.inference.worker")
@@ -219,7 +219,7 @@ class _TrainerReplica(GroupReplica):
 
     def __init__(self, workers: RunWorkers) -> None:
         prepared, config = workers.prepared, workers.prepared.config
-        ranks = config.trainer.ranks
+        ranks = config.trainer.num_ranks
         super().__init__(
             "trainer",
             members=["trainer"] if ranks == 1 else [f"trainer-{rank}" for rank in range(ranks)],

@@ -151,7 +151,7 @@ def _build_transport(config: RunConfig) -> PackingSender:
         address=listening_address(
             config.cluster.advertise or config.cluster.address, is_one_host=is_one_host
         ),
-        num_engines=engine.count + engine.remote,
+        num_engines=engine.num_local + engine.remote,
         timeout_s=weights.timeout_s,
         device=device if engine_device.type == "cuda" else None,
     )

@@ -36,7 +36,6 @@ from millrace.models.directory import load_tokenizer
 from millrace.models.loading import resolve_device
 from millrace.training.build import build_sender, build_trainer, seed_everything
 from millrace.training.checkpoints.snapshot import CheckpointWriter
-from millrace.training.memory import check_memory, device_bytes
 from millrace.training.parallel.ranks import Ranks
 from millrace.weights.publisher import Publisher
 
@@ -57,7 +56,7 @@ class TrainerWorker:
         make_writer: type[CheckpointWriter] = CheckpointWriter,
     ) -> None:
         config = RunConfig.model_validate(message.config)
-        devices = config.rank_devices(num_gpus=torch.cuda.device_count())
+        devices = [config.placement.rank(i) for i in range(config.trainer.num_ranks)]
         config = config.trained_on(devices[message.rank])
         if config.cluster.threads is not None:
             torch.set_num_threads(config.cluster.threads)
@@ -66,12 +65,6 @@ class TrainerWorker:
             torch.cuda.set_device(device)
         # The checkpoint of an adapter holds no model, so the base model comes from the config.
         path = config.model.path if config.lora else message.checkpoint or config.model.path
-        check_memory(
-            config,
-            path=path,
-            num_sharing=devices.count(devices[message.rank]),
-            total_bytes=device_bytes(device),
-        )
         seed_everything(config.seed)
         self._ranks = Ranks.join(  # before the model is loaded: each rank loads its shard
             config.trainer.mesh_sizes,

@@ -215,6 +215,8 @@ class Scheduler:
         running = slots.running()
         # Slots for the followers of a prefill in progress are reserved.
         num_free_slots = slots.num_free - sum(len(s.followers) for s in running)
+        if num_free_slots <= 0:
+            return
         pending = (slots.num_tokens - slots.num_cached)[slots.occupied]  # in order of `running`
         ranks = np.array([s.rank for s in running])
         num_started = 0  # tokens to prefill for sequences that get a slot now

@@ -1,0 +1,232 @@
+"""Where the processes of a run compute: the GPUs of this host are shared out among them.
+
+The trainer's ranks come first, then models besides the policy, with a GPU for each process as long
+as one is left for engines. Engines get the rest. GPUs that the user names are given to nobody else.
+One GPU is shared by all processes; without a GPU, all of them compute on the CPU.
+
+Promise: placed() leaves no number of processes open. A device that cannot hold the weights of its
+processes is refused in one sentence before any of them starts. torch is imported by functions only.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from safetensors import SafetensorError
+
+from millrace.config import RunConfig
+from millrace.config.training import MeshConfig
+from millrace.core.errors import ConfigError
+from millrace.models.directory import num_weights
+from millrace.scoring.registry import ScorerSpec
+from millrace.scoring.reward_models.process import RewardModelSettings
+from millrace.scoring.teachers.process import LogprobModelSettings
+from millrace.scoring.teachers.teacher import Reference, SelfTeacher, Teacher
+
+GIB = 2**30
+_ROOM = 0.8  # share of a GPU for weights, gradients and optimizer state; the rest is activations
+_BYTES = {"float32": 4}  # per weight; 2 for all other data types
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalDevice:
+    name: str  # "cuda:0" or "cpu"
+    kind: str  # such as "NVIDIA H200"
+    total_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherModel:
+    """A model besides the policy, which has processes of its own."""
+
+    name: str  # in placement.models
+    path: str
+    dtype: str
+    count: int = 1  # of its processes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedProcess:
+    name: str
+    device: str
+    min_bytes: int  # of weights, and of gradients and optimizer state where it trains
+    more: str  # what else its memory is for
+
+
+def host_devices() -> tuple[LocalDevice, ...]:
+    """The GPUs of this host that PyTorch sees, then its CPU."""
+    import torch
+
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    found = [
+        LocalDevice(name=f"cuda:{i}", kind=gpu.name, total_bytes=gpu.total_memory)
+        for i, gpu in enumerate(gpus)
+    ]
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0))
+    return (*found, LocalDevice(name="cpu", kind=f"{cores} cores", total_bytes=host_bytes))
+
+
+def other_models(config: RunConfig, specs: Sequence[ScorerSpec]) -> list[OtherModel]:
+    """The models besides the policy that have processes on this host."""
+    roles = [
+        OtherModel(name=name, path=role.path, dtype=role.engine.dtype, count=role.engine.num_local)
+        for name, role in config.environment.models.items()
+    ]
+    scorers = [
+        OtherModel(name=spec.name, path=path, dtype=spec.type.dtype)
+        for spec in specs
+        if isinstance(spec.type, RewardModelSettings | LogprobModelSettings)
+        and (path := _scorer_path(config, spec.type)) is not None
+    ]
+    return [*roles, *scorers]
+
+
+def _scorer_path(
+    config: RunConfig, settings: RewardModelSettings | LogprobModelSettings
+) -> str | None:
+    """The model that a scorer loads; None if it needs no process of its own."""
+    if isinstance(settings, SelfTeacher):
+        return config.model.path
+    if isinstance(settings, Reference) and settings.model is None:
+        return None if config.lora else config.model.path
+    assert isinstance(settings, RewardModelSettings | Teacher | Reference)
+    return settings.model  # None for a teacher on a server
+
+
+def placed(
+    config: RunConfig, *, devices: Sequence[LocalDevice], models: Sequence[OtherModel] = ()
+) -> RunConfig:
+    """The settings with every number of processes, and a GPU for each process if there are
+    several."""
+    gpus = [device for device in devices if device.name != "cpu"]
+    placement, count, ranks = config.placement, config.engine.count, config.trainer.ranks
+    named = {*placement.trainer, *placement.engines}.union(*placement.models.values())
+    free = [gpu.name for gpu in gpus if gpu.name not in named]
+    trainer, engines, others = placement.trainer, placement.engines, dict(placement.models)
+    if ranks == "auto":
+        num_engines = 1 if count == "auto" else count
+        num_others = sum(model.count for model in models)
+        most = len(free) - num_others - (num_engines if _is_open(engines) else 0)
+        ranks = _num_ranks(config, gpus=gpus, most=most)
+    if gpus and _is_open(trainer) and len(free) < ranks > 1:
+        raise ConfigError(
+            f"trainer.ranks = {ranks} need a GPU each, and {len(free)} of the {len(gpus)} GPUs that"
+            " PyTorch sees are left for them; lower trainer.ranks, or list the GPU of each rank in"
+            " placement.trainer to share some."
+        )
+    if len(gpus) > 1:
+        if _is_open(trainer):
+            trainer, free = tuple(free[:ranks]) or (gpus[0].name,), free[ranks:]
+        for model in models:
+            if _is_open(others.get(model.name, ("auto",))):
+                own = [free.pop() for _ in range(model.count) if len(free) > 1]
+                others[model.name] = tuple(own) or (gpus[-1].name,)
+        if _is_open(engines):
+            wanted = len(free) if count == "auto" else count + config.evaluate.engines
+            engines = tuple(free[:wanted]) or trainer
+    if count == "auto":
+        is_shared = _is_open(engines) or engines == trainer
+        count = 1 if is_shared else max(1, len(engines) - config.evaluate.engines)
+    devices_of = {"trainer": trainer, "engines": engines, "models": others}
+    return config.model_copy(
+        update={
+            "engine": config.engine.model_copy(update={"count": count}),
+            "trainer": config.trainer.model_copy(update={"ranks": ranks}),
+            "placement": placement.model_copy(update=devices_of),
+        }
+    )
+
+
+def _is_open(devices: tuple[str, ...]) -> bool:
+    """Whether the choice of a GPU is left to the run."""
+    return len(devices) == 1 and devices[0] in ("auto", "cuda")
+
+
+def _num_ranks(config: RunConfig, *, gpus: Sequence[LocalDevice], most: int) -> int:
+    """Half of the GPUs, or more if the state of the model needs them; `most` are available."""
+    mesh, devices = config.trainer.mesh, config.placement.trainer
+    unit = mesh.dp_replicate * mesh.cp * mesh.tp
+    if mesh.dp_shard != "auto":
+        return unit * mesh.dp_shard
+    if not _is_open(devices):
+        return len(devices)
+    if len(gpus) < 2:
+        return unit
+    alone = config.trainer.model_copy(update={"ranks": 1, "mesh": MeshConfig()})
+    state_bytes = _rank_bytes(config.model_copy(update={"trainer": alone}))
+    needed = -(-state_bytes * mesh.dp_replicate // int(_ROOM * gpus[0].total_bytes))
+    wanted = max(min(len(gpus) // 2, most), min(needed, most), 1)
+    return max(unit, wanted - wanted % unit)
+
+
+def placed_processes(
+    config: RunConfig, *, devices: Sequence[LocalDevice], models: Sequence[OtherModel] = ()
+) -> list[PlacedProcess]:
+    """The processes of a placed run that compute on this host."""
+    placement, ranks = config.placement, config.trainer.num_ranks
+    found: list[PlacedProcess] = []
+
+    def add(name: str, device: str, min_bytes: int, more: str = "") -> None:
+        device = devices[0].name if device in ("auto", "cuda") else device
+        found.append(PlacedProcess(name=name, device=device, min_bytes=min_bytes, more=more))
+
+    state_bytes = _rank_bytes(config)
+    for rank in range(ranks):
+        name = "trainer" if ranks == 1 else f"trainer-{rank}"
+        add(name, placement.rank(rank), state_bytes, "and activations")
+    num_local = config.engine.num_local
+    policy_bytes = _weight_bytes(config.model.path, config.engine.dtype)
+    for i in range(num_local + config.evaluate.engines):
+        name = f"engine-{i}" if i < num_local else f"evaluator-{i - num_local}"
+        add(name, placement.engine(i), policy_bytes, "and the KV cache")
+    for model in models:
+        for i in range(model.count):
+            size = _weight_bytes(model.path, model.dtype)
+            add(f"{model.name}-{i}", placement.model(model.name, i), size)
+    return found
+
+
+def _rank_bytes(config: RunConfig) -> int:
+    from millrace.training.memory import rank_bytes
+
+    return rank_bytes(config, num_weights=_num_weights(config.model.path))
+
+
+def _weight_bytes(path: str, dtype: str) -> int:
+    return _num_weights(path) * _BYTES.get(dtype, 2)
+
+
+def _num_weights(path: str) -> int:
+    """0 if it is not known: the files are elsewhere, or damaged, which loading reports."""
+    try:
+        return num_weights(path) or 0
+    except (SafetensorError, ValueError, KeyError, OSError):
+        return 0
+
+
+def check_memory(processes: Sequence[PlacedProcess], devices: Sequence[LocalDevice]) -> None:
+    """Raise ConfigError if a device cannot hold the weights of its processes."""
+    for device in devices:
+        here = [process for process in processes if process.device == device.name]
+        needed = sum(process.min_bytes for process in here)
+        if needed > device.total_bytes:
+            raise ConfigError(
+                f"Device {device.name!r} has {device.total_bytes / GIB:.1f} GiB, and its processes"
+                f" ({', '.join(process.name for process in here)}) need {needed / GIB:.1f} GiB for"
+                " weights and optimizer state alone; use more devices or set optimizer.offload ="
+                " true on a GPU, or train a smaller model or a LoRA adapter."
+            )
+
+
+def placement_lines(
+    processes: Sequence[PlacedProcess], devices: Sequence[LocalDevice]
+) -> Iterator[str]:
+    """What runs where, and what it needs at least, for people."""
+    for device in devices:
+        here = [process for process in processes if process.device == device.name]
+        yield f"{device.name}: {device.kind}, {device.total_bytes / GIB:.1f} GiB"
+        for process in here:
+            yield f"  {process.name:<20} {process.min_bytes / GIB:6.1f} GiB {process.more}".rstrip()
+        if not here and device.name != "cpu":
+            yield "  not used"

@@ -1,0 +1,137 @@
+import pytest
+from tiny_model import make_tiny_model
+
+from millrace.cli.main import main
+from millrace.config import load_config
+from millrace.core.errors import ConfigError
+from millrace.models.directory import num_weights
+from millrace.run.placement import (
+    LocalDevice,
+    OtherModel,
+    check_memory,
+    placed,
+    placed_processes,
+    placement_lines,
+)
+
+CPU = LocalDevice(name="cpu", kind="2 cores", total_bytes=2**35)
+
+
+def host(num_gpus, *, total_bytes=2**37):
+    gpus = [
+        LocalDevice(name=f"cuda:{i}", kind="GPU", total_bytes=total_bytes) for i in range(num_gpus)
+    ]
+    return (*gpus, CPU)
+
+
+def where(table, num_gpus, models=()):
+    """The device of each process."""
+    devices = host(num_gpus)
+    config = placed(load_config({"model": "m", **table}), devices=devices, models=models)
+    processes = placed_processes(config, devices=devices, models=models)
+    return {process.name: process.device for process in processes}
+
+
+def test_without_a_gpu_and_with_one_all_processes_share_the_device():
+    for num_gpus, device in ((0, "cpu"), (1, "cuda:0")):
+        assert where({}, num_gpus) == {"trainer": device, "engine-0": device}
+    config = load_config({"model": "m", "trainer": {"ranks": "auto"}})
+    assert placed(config, devices=host(1)).placement == config.placement, "nothing to choose"
+
+
+def test_engines_get_every_gpu_that_the_trainer_leaves():
+    assert where({}, 4) == {
+        "trainer": "cuda:0",
+        "engine-0": "cuda:1",
+        "engine-1": "cuda:2",
+        "engine-2": "cuda:3",
+    }
+    assert where({"engine": {"count": 1}}, 4) == {"trainer": "cuda:0", "engine-0": "cuda:1"}
+    both = where({"engine": {"count": 2}, "trainer": {"ranks": 2}}, 2)
+    assert both == {
+        "trainer-0": "cuda:0",
+        "trainer-1": "cuda:1",
+        "engine-0": "cuda:0",  # no GPU is left, so the engines use those of the trainer
+        "engine-1": "cuda:1",
+    }
+
+
+def test_auto_ranks_take_half_of_the_gpus_and_more_if_the_model_needs_them(tmp_path):
+    assert [
+        sum(name.startswith("trainer") for name in where({"trainer": {"ranks": "auto"}}, n))
+        for n in (0, 1, 2, 5, 8)
+    ] == [1, 1, 1, 2, 4]
+    in_pairs = {"trainer": {"ranks": "auto", "mesh": {"tp": 2}}}
+    assert sum(name.startswith("trainer") for name in where(in_pairs, 7)) == 2
+    path = str(make_tiny_model(tmp_path))
+    small = host(8, total_bytes=16 * num_weights(path) // 4)
+    config = placed(load_config({"model": path, "trainer": {"ranks": "auto"}}), devices=small)
+    assert (config.trainer.ranks, config.engine.count) == (6, 2)  # with a fifth for activations
+
+
+def test_other_models_get_a_gpu_each_while_one_is_left_for_engines():
+    models = [OtherModel(name=name, path="m", dtype="auto") for name in ("judge", "teacher")]
+    assert where({}, 8, models)["judge-0"] == "cuda:7"
+    assert where({}, 8, models)["teacher-0"] == "cuda:6"
+    assert where({}, 3, models) == {
+        "trainer": "cuda:0",
+        "engine-0": "cuda:1",
+        "judge-0": "cuda:2",
+        "teacher-0": "cuda:2",
+    }
+
+
+def test_what_the_user_names_is_his_alone():
+    named = {"placement": {"engines": ["cuda:0", "cuda:2"]}, "evaluate": {"engines": 1}}
+    assert where(named, 4) == {
+        "trainer": "cuda:1",
+        "engine-0": "cuda:0",
+        "evaluator-0": "cuda:2",
+    }
+    shared = {"placement": {"trainer": ["cuda:0", "cuda:0"]}, "trainer": {"ranks": "auto"}}
+    assert where(shared, 2) == {
+        "trainer-0": "cuda:0",
+        "trainer-1": "cuda:0",
+        "engine-0": "cuda:1",
+    }
+    with pytest.raises(ConfigError, match="ranks = 4 need a GPU each, and 3 of the 4 GPUs"):
+        where({"trainer": {"ranks": 4}, "placement": {"engines": "cuda:0"}}, 4)
+
+
+def test_device_that_cannot_hold_its_processes_is_refused(tmp_path):
+    path = str(make_tiny_model(tmp_path))
+    table = {"model": path, "engine": {"dtype": "float32"}}
+    needed = (16 + 4) * num_weights(path)  # AdamW in float32, and the engine's weights
+    for total_bytes in (needed, needed - 1):
+        devices = host(1, total_bytes=total_bytes)
+        processes = placed_processes(placed(load_config(table), devices=devices), devices=devices)
+        if total_bytes == needed:
+            check_memory(processes, devices)
+            continue
+        with pytest.raises(ConfigError, match=r"'cuda:0' has .* \(trainer, engine-0\) need") as e:
+            check_memory(processes, devices)
+        assert "\n" not in str(e.value)
+    (device, trainer, engine, *_) = placement_lines(processes, devices)
+    assert device.startswith("cuda:0: GPU")
+    assert trainer.split()[0] == "trainer"
+    assert engine.endswith("GiB and the KV cache")
+
+
+def test_dry_run_prints_the_placement_and_starts_nothing(tmp_path, capsys):
+    make_tiny_model(tmp_path / "model")
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1 2", "answer": "2"}\n')
+    (tmp_path / "run.toml").write_text(
+        'model = "model"\nscorers = ["exact"]\n[tasks]\npath = "tasks.jsonl"\n'
+        '[placement]\ntrainer = "cpu"\nengines = "cpu"\n'
+    )
+    run_dir = tmp_path / "run"
+    settings = ["--run_dir", str(run_dir), "--engine.count", "2"]
+    assert main(["train", str(tmp_path / "run.toml"), "--dry-run", *settings]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines() if line.startswith("  ")] == [
+        "trainer",
+        "engine-0",
+        "engine-1",
+    ]
+    assert "Nothing was started." in printed
+    assert not run_dir.exists()
