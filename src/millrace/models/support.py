@@ -272,9 +272,9 @@ def fix_rotary_factors(model: nn.Module) -> None:
     for module in model.modules():
         kind: Any = getattr(module, "rope_type", None)
         if isinstance(kind, str):
-            module.rope_type = fixed(kind)
+            vars(module)["rope_type"] = fixed(kind)
         elif isinstance(kind, dict):  # by type of layer
-            module.rope_type = {layer: fixed(own) for layer, own in kind.items()}
+            vars(module)["rope_type"] = {layer: fixed(own) for layer, own in kind.items()}
 
 
 def register_attention(name: str, function: Callable[..., tuple[Tensor, Any]]) -> None:

@@ -19,7 +19,6 @@ from millrace.inference.embedded.parts import EngineSizes
 from millrace.models.support import AttentionPath, ScoredTokens
 
 _NEW_TOKENS = 4
-_SIZES = {"max_sequences": 8, "num_blocks": 128, "block_tokens": 4, "prefill_tokens": 16}
 
 
 class _NoTokenizer:
@@ -31,8 +30,14 @@ def _generate(
     model: PreTrainedModel, sequences: Sequence[np.ndarray], *, decode_steps: int
 ) -> list[ScoredTokens]:
     """Prompts are the sequences without their last tokens, which are sampled."""
-    longest = max(map(len, sequences))
-    sizes = EngineSizes(max_context=longest, decode_steps=decode_steps, **_SIZES)
+    sizes = EngineSizes(
+        max_context=max(map(len, sequences)),
+        max_sequences=8,
+        num_blocks=128,
+        block_tokens=4,
+        prefill_tokens=16,
+        decode_steps=decode_steps,
+    )
     tokenizer: Any = _NoTokenizer()
     engine = EmbeddedEngine(model, tokenizer, sizes=sizes, version=0, eos_ids=())
     prompts = [tokens[: max(1, len(tokens) - _NEW_TOKENS)] for tokens in sequences]
