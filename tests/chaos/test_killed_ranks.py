@@ -1,29 +1,60 @@
-"""A trainer of two ranks: a rank that is killed or stopped costs a restart and nothing else."""
+"""A trainer of two ranks: a rank that is killed, stopped or short of memory costs a restart and
+nothing else."""
 
 import signal
 
 import pytest
 from killable_run import KillableRun
 
+from millrace.monitoring.files.metrics import read_metrics
+
+# From the third step of a process, rank 1 has memory for two sequences.
+SHORT_OF_MEMORY = """
+import itertools
+from dataclasses import dataclass
+
+import torch
+from millrace.training.losses.policy_loss import PolicyLoss
+
+calls = itertools.count()
+
+@dataclass(frozen=True)
+class ShortOfMemory:
+    def __call__(self, tokens):
+        is_short = torch.distributed.get_rank() == 1 and next(calls) >= 2
+        if is_short and len(tokens.sequences.lengths) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return PolicyLoss()(tokens)
+"""
+
 
 @pytest.fixture
-def run(tmp_path):
-    run = KillableRun(
-        tmp_path,
-        steps=8,
-        trainer={"steps": 8, "groups_per_step": 2, "ranks": 2},
-        supervision={"max_restarts": 20, "hang_timeout_s": 5.0},
-        cluster={"threads": 1},
-    )
-    yield run
-    run.close()
+def make_run(tmp_path):
+    runs = []
+
+    def make(*, steps=8, **sections) -> KillableRun:
+        run = KillableRun(
+            tmp_path,
+            steps=steps,
+            trainer={"steps": steps, "groups_per_step": 2, "ranks": 2},
+            supervision={"max_restarts": 20, "hang_timeout_s": 5.0},
+            cluster={"threads": 1},
+            **sections,
+        )
+        runs.append(run)
+        return run
+
+    yield make
+    for run in runs:
+        run.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "stopped"), [("trainer-1", "trainer-0"), ("trainer-0", "trainer-1")]
 )
-def test_run_survives_a_killed_and_a_stopped_rank(run, killed, stopped):
+def test_run_survives_a_killed_and_a_stopped_rank(make_run, killed, stopped):
+    run = make_run()
     run.start()
     run.until(lambda: run.step >= 3)
     first = run.worker(stopped)
@@ -34,3 +65,16 @@ def test_run_survives_a_killed_and_a_stopped_rank(run, killed, stopped):
     assert run.summary()["restarts"] == {"trainer": 2}  # the engine served throughout
     assert f"Worker '{killed}' was killed by SIGKILL" in run.output
     assert f"Worker '{stopped}' made no progress for" in run.output
+
+
+@pytest.mark.slow
+def test_run_splits_microbatches_after_a_rank_ran_out_of_memory(make_run):
+    """The other rank waits for it in the middle of a pass, so both start again."""
+    run = make_run(steps=4, loss={"type": "memory.py:ShortOfMemory"})
+    (run.project / "memory.py").write_text(SHORT_OF_MEMORY)
+    run.start()
+    assert run.summary()["restarts"] == {"trainer": 1}
+    assert "Worker 'trainer-1' ran out of memory: A microbatch of" in run.output
+    splits = [row["batch/microbatch_splits"] for row in read_metrics(run.path / "metrics.jsonl")]
+    assert splits[:2] == [0, 0]
+    assert min(splits[2:]) > 0

@@ -16,7 +16,7 @@ from millrace.cluster.messages import (
     Stepped,
     TrainStep,
 )
-from millrace.core.errors import CheckpointError, WorkerError
+from millrace.core.errors import CheckpointError, OutOfMemory, WorkerError
 from millrace.core.mesh import MeshSizes
 from millrace.core.records import WeightUpdate
 from millrace.training.group import StepsInMemory, TrainerGroup
@@ -43,6 +43,7 @@ class FakeWorker:
         self.rank = rank
         self.dies_at, self.fails_at, self.hangs_at = dies_at, fails_at, hangs_at
         self.copies = copies  # say Copied before anything else happens
+        self.error = None  # that it fails with, if not a WorkerError
         self.calls = []
 
     async def call(self, message, *, on_part=None, **settings):
@@ -52,7 +53,7 @@ class FakeWorker:
             on_part(Copied())
         error = WorkerError("It failed.", worker=self.name)
         if isinstance(message, self.fails_at or ()):
-            raise error
+            raise self.error or error
         if isinstance(message, self.dies_at or ()):
             asyncio.get_running_loop().call_soon(self.dead.set_result, error)
             raise error
@@ -72,6 +73,9 @@ class FakeWorker:
 
     def kill(self):
         self.dead.set_result(WorkerError("It was killed.", worker=self.name))
+
+    def fail(self, reason, *, error):
+        self.dead.set_result(WorkerError(f"It {reason}.", worker=self.name))
 
     @property
     def steps(self):
@@ -107,6 +111,24 @@ async def test_step_in_flight_runs_once_on_the_new_group_after_the_steps_since_i
     assert (await stepping).version == 3
     assert second.steps == [(2, False), (3, True)]
     assert group.num_redone == 1
+
+
+async def test_group_after_one_that_ran_out_of_memory_splits_microbatches():
+    rows = max(len(part.tokens) for part in BATCH.microbatches)
+    ranks = [FakeWorker(hangs_at=TrainStep), FakeWorker(rank=1, fails_at=TrainStep)]
+    group = make_group(*ranks)
+    stepping = asyncio.create_task(group.step(BATCH, version=1))
+    for limit in (rows // 2, rows // 4):  # a further one does not fit either
+        ranks[1].error = OutOfMemory("A microbatch is too large.")
+        await run_pending_tasks()
+        assert all(rank.dead.done() for rank in ranks)
+        assert f"those of more than {limit} tokens are split" in str(ranks[1].dead.result())
+        ranks = [FakeWorker(hangs_at=TrainStep), FakeWorker(rank=1, fails_at=TrainStep)]
+        await group.replace(ranks, version=0)  # pyright: ignore
+    for rank in ranks:
+        rank.hangs_at = rank.fails_at = None
+    assert (await stepping).version == 1
+    assert [rank.calls[-1].max_rows for rank in ranks] == [limit, limit]
 
 
 async def test_error_of_a_living_rank_is_raised():

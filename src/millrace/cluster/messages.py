@@ -221,6 +221,7 @@ class TrainStep(Message, frozen=True):
     batch: Batch
     version: int
     more: tuple[Batch, ...] = ()  # further minibatches: an optimizer update each, one version
+    max_rows: int | None = None  # of a microbatch, since larger ones exceeded a rank's memory
     publish: bool = True
 
 

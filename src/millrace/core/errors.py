@@ -84,6 +84,10 @@ class EnginesDown(MillraceError):
     """No engine serves now; a later request may find one."""
 
 
+class OutOfMemory(MillraceError):
+    """A microbatch did not fit into the memory of a rank, while other ranks wait for it."""
+
+
 class RunFailed(MillraceError):
     """The run stopped for a reason that a retry would not fix."""
 

@@ -10,6 +10,8 @@ Rank 0 also publishes the weights, which it gathers from the others. Nothing out
 depends on the number of ranks.
 
 If the group dies, its replacement repeats the steps since a checkpoint, from memory or the journal.
+A rank that runs out of memory cannot go on, because the others wait for it in the middle of a pass:
+the group dies of it, and the next one splits large microbatches.
 Runs on the controller's event loop.
 """
 
@@ -35,7 +37,7 @@ from millrace.cluster.messages import (
 )
 from millrace.cluster.supervision.group import DEATH_NOTICE_S
 from millrace.cluster.worker import Worker
-from millrace.core.errors import CheckpointError, RunFailed, WorkerError
+from millrace.core.errors import CheckpointError, OutOfMemory, RunFailed, WorkerError
 from millrace.core.mesh import MeshSizes
 from millrace.core.microbatch import Batch
 from millrace.core.records import WeightUpdate
@@ -130,6 +132,7 @@ class TrainerGroup:
         self.past = past
         self._sizes = sizes or MeshSizes()
         self.num_redone = 0  # steps that were repeated after a death
+        self._max_rows: int | None = None  # of a microbatch; lowered when a rank runs out of memory
         self._step_timeout_s = step_timeout_s
         self._save_timeout_s = save_timeout_s
         self._ranks: Sequence[Worker] = ranks  # empty while the group is being replaced
@@ -269,17 +272,25 @@ class TrainerGroup:
         expect_progress: bool = False,
     ) -> Message:
         """The reply of rank 0, once all ranks have replied; the first error is raised at once."""
-        calls = (
-            worker.call(
-                _share_of(message, data_rank=self._sizes.data_rank(rank)),
-                timeout_s=timeout_s,
-                kill_on_timeout=True,
-                expect_progress=expect_progress,
-                on_part=on_part,
-            )
-            for rank, worker in enumerate(ranks)
-        )
-        first, *others = await asyncio.gather(*calls)
+        if isinstance(message, TrainStep):
+            message = msgspec.structs.replace(message, max_rows=self._max_rows)
+
+        async def call(rank: int, worker: Worker) -> Message:
+            try:
+                return await worker.call(
+                    _share_of(message, data_rank=self._sizes.data_rank(rank)),
+                    timeout_s=timeout_s,
+                    kill_on_timeout=True,
+                    expect_progress=expect_progress,
+                    on_part=on_part,
+                )
+            except OutOfMemory as error:
+                assert isinstance(message, TrainStep)
+                self._max_rows = _most_rows(message) // 2
+                worker.fail(_shortage(error, max_rows=self._max_rows), error=error)
+                raise worker.dead.result() from error
+
+        first, *others = await asyncio.gather(*map(call, range(len(ranks)), ranks))
         if not isinstance(message, Lend):  # which the other ranks only confirm
             kinds = {type(reply) for reply in (first, *others)}
             assert len(kinds) == 1, "ranks take the same decisions"
@@ -293,6 +304,20 @@ def _share_of(message: Message, *, data_rank: int) -> Message:
         message,
         batch=message.batch.of_rank(data_rank),
         more=tuple(batch.of_rank(data_rank) for batch in message.more),
+    )
+
+
+def _most_rows(step: TrainStep) -> int:
+    """Rows of the largest microbatch, as far as it can be split."""
+    rows = [len(part.tokens) for batch in (step.batch, *step.more) for part in batch.microbatches]
+    return min(max(rows), step.max_rows or max(rows))
+
+
+def _shortage(error: OutOfMemory, *, max_rows: int) -> str:
+    return (
+        f"ran out of memory: {str(error).rstrip('.')}, so those of more than {max_rows} tokens are"
+        " split from now on; to avoid this restart, lower trainer.microbatch_tokens, set"
+        " trainer.gradient_checkpointing to true, or raise trainer.mesh.cp"
     )
 
 

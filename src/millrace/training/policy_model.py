@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from millrace.core.errors import RunFailed
+from millrace.core.errors import OutOfMemory
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.models.attention.context import OwnTokens
 from millrace.models.attention.layout import PackedLayout
@@ -83,7 +83,7 @@ class TrainableModel:
         self._on_forward = on_forward
         self._optimizer = build_optimizer(module, settings)
         self._loss_scale = LossScale(is_on=settings.compute_dtype is torch.float16)
-        self._row_limit = RowLimit()
+        self.row_limit = RowLimit()
         prepare_layers(backbone, settings)
 
     @property
@@ -217,10 +217,10 @@ class TrainableModel:
     ) -> tuple[list[Any], int]:
         """The results of `run` for the microbatches of a batch, and the number of splits. A
         microbatch that does not fit into memory may leave half of its gradient behind. So the batch
-        is started again, with a call of `before`, and all microbatches of that size are split. All
-        ranks run equally many."""
+        is started again, with a call of `before`, and all microbatches of that size are split. Of
+        several ranks, which run equally many, all have to start again: OutOfMemory is raised."""
         while True:
-            parts, num_splits = self._row_limit.fitting(batch)
+            parts, num_splits = self.row_limit.fitting(batch)
             if self.ranks.is_alone:
                 parts = [part for part in parts if len(part.targets)]
             else:
@@ -232,13 +232,12 @@ class TrainableModel:
                     break
             else:
                 return results, num_splits
+            self.row_limit.lower(part)
             if not self.ranks.is_alone:  # the others wait for it in the middle of a pass
-                raise RunFailed(
+                raise OutOfMemory(
                     f"A microbatch of {len(part.tokens)} tokens does not fit into the memory of"
-                    f" the trainer's rank {self.ranks.rank}; lower trainer.microbatch_tokens,"
-                    " set trainer.gradient_checkpointing to true, or raise trainer.mesh.cp."
+                    f" the trainer's rank {self.ranks.rank}."
                 )
-            self._row_limit.lower(part)
 
 
 def _unless_out_of_memory(

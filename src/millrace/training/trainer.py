@@ -99,6 +99,11 @@ class Trainer:
             "skipped/updates": float(len(self.skipped)),
         }
 
+    def limit_rows(self, most: int) -> None:
+        """Split microbatches with more rows from now on."""
+        for model in filter(None, (self.policy, self.critic)):
+            model.row_limit.most = most
+
     def snapshot(self, *, merged_into: str | None = None) -> TrainerSnapshot:
         """A copy of everything that a resumed run needs; see PolicyModel.writers()."""
         parts: Parts = {}

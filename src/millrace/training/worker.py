@@ -168,6 +168,8 @@ class TrainerWorker:
         assert message.version == self._trainer.steps_done + 1, "a step makes the next version"
         self._timeline.enter("step", busy=True)
         self._is_stepping = True
+        if message.max_rows is not None:
+            self._trainer.limit_rows(message.max_rows)
         metrics = self._trainer.step(message.batch, *message.more)
         self._is_stepping = False
         self._trained_tokens += metrics["batch/trained_tokens"]

@@ -26,7 +26,7 @@ class RowLimit:
     """The largest number of rows that may still fit into memory. Used by one thread."""
 
     def __init__(self) -> None:
-        self._most = sys.maxsize
+        self.most = sys.maxsize
 
     def fitting(self, batch: Batch) -> tuple[list[Microbatch], int]:
         """Microbatches split to meet the limit, and the number of splits."""
@@ -35,7 +35,7 @@ class RowLimit:
         num_splits = 0
         while waiting:
             part = waiting.pop()
-            both = halves(part) if len(part.tokens) > self._most else None
+            both = halves(part) if len(part.tokens) > self.most else None
             if both is None:
                 parts.append(part)
             else:
@@ -45,18 +45,22 @@ class RowLimit:
 
     def lower(self, part: Microbatch) -> None:
         """Lower the limit below `part`, which did not fit; raises RunFailed if it has no halves."""
-        self._most = len(part.tokens) - 1
+        self.most = len(part.tokens) - 1
         if halves(part) is None:
             raise RunFailed(
                 f"A sequence of {len(part.tokens)} tokens does not fit into the trainer's memory;"
-                " set trainer.gradient_checkpointing to true, or lower sampling.max_new_tokens"
+                " set trainer.gradient_checkpointing to true, raise trainer.mesh.cp, or lower"
+                " sampling.max_new_tokens"
                 " (trainer.microbatch_tokens bounds several sequences together, not one)."
             )
 
 
 def halves(whole: Microbatch) -> tuple[Microbatch, Microbatch] | None:
-    """Two parts of about as many trained tokens; None if all are of one rollout or one group."""
+    """Two parts of about as many trained tokens; None if these are of one rollout or one group, or
+    if there are none."""
     numbers = whole.rollouts if whole.groups is None else whole.groups
+    if not len(numbers):
+        return None
     second = np.searchsorted(numbers, numbers[0], side="right")  # end of the first one
     if second == len(numbers):
         return None
