@@ -13,7 +13,6 @@ forward function of modules whose output shows that they compute exactly this no
 D = size of the normed dimension.
 """
 
-import copy
 import functools
 import os
 import shutil
@@ -84,8 +83,10 @@ def _forward_experts(function: Any, module: nn.Module, *args: Any, **kwargs: Any
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         # A copy of the module has the cast weights; gradients reach the original weights.
         weights = {name: w.to(dtype) for name, w in module.named_parameters(recurse=False)}
-        module = copy.copy(module)
-        vars(module)["_parameters"] = weights
+        # Not by copy.copy(): a unit of FSDP would be initialized again.
+        copied = object.__new__(type(module))
+        vars(copied).update({**vars(module), "_parameters": weights})
+        module = copied
     return function(module, *args, **kwargs)
 
 

@@ -54,6 +54,11 @@ class TrainedAdapter:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".lora_" in name)
         self._train_in_float32()
+        sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+        if any("tp" in (p.device_mesh.mesh_dim_names or ()) for p in sharded):
+            from millrace.models.parallel_plans import divide_factors
+
+            divide_factors(model, self._linears, adapter=_ADAPTER)
         model.eval()  # new modules start in train mode
 
     def _train_in_float32(self) -> None:
@@ -89,11 +94,6 @@ class TrainedAdapter:
                     peft.inject_adapter_in_model(settings, holder, adapter_name=_ADAPTER)
             targets = {key: name for key, name in targets.items() if name not in here}
         self._linears: dict[str, Any] = {name: model.get_submodule(name) for name in linears}
-        sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
-        if any("tp" in (p.device_mesh.mesh_dim_names or ()) for p in sharded):
-            from millrace.models.parallel_plans import divide_factors
-
-            divide_factors(model, self._linears, adapter=_ADAPTER)
 
     def _add_to_experts(self, names: list[str]) -> dict[str, TrainedUpdate]:
         updates: dict[str, TrainedUpdate] = {}
