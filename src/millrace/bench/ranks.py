@@ -42,7 +42,7 @@ from millrace.training.parallel.ranks import Ranks
 from millrace.training.trainer import Trainer
 
 LIMIT = 1e-6
-# Ranks that share a microbatch each round their part of a sum to 16 bits: bfloat16 has 8.
+# Ranks that share a microbatch or experts round parts of a sum to 16 bits: bfloat16 has 8.
 HALF_LIMIT = 2e-2
 STEPS = 2
 # Texts of few ids of a small vocabulary: gradients of tokens add up rather than cancel, and float32
@@ -152,7 +152,7 @@ def exceeded(table: Mapping[str, Mapping[str, float]]) -> dict[tuple[str, str], 
 
     def limit(feature: Feature, sizes: MeshSizes) -> float:
         is_half = "dtype" in feature.settings.get("trainer", {})
-        return HALF_LIMIT if is_half and sizes.cp * sizes.tp > 1 else LIMIT
+        return HALF_LIMIT if is_half and sizes.cp * sizes.tp * sizes.ep > 1 else LIMIT
 
     return {
         (feature, mesh): worst
