@@ -12,9 +12,10 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/.installed
 	$(BIN)/millrace demo
 
-# Two files at a time, in the order of the tree, because the longest are not among the last.
+# Three files at a time, because many tests wait for processes that they started; in the order of the
+# tree, because the longest are not among the last.
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # Tests marked slow, then the adapters. A slow test that fails runs once more, alone. If it passes
 # then, the target succeeds, and the last lines name the test.

@@ -22,7 +22,9 @@ def run_ranks(
 ) -> Any:
     """What function(ranks, *args) returns on rank 0. Ranks on "cuda" share one GPU. With `sharded`,
     a single rank uses the code of several."""
-    context = multiprocessing.get_context("forkserver")
+    # Some packages, such as torchao, look for a GPU when they are imported, and a process that is
+    # forked after that cannot use one.
+    context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
     context.set_forkserver_preload([__name__, function.__module__])
     with socket.create_server(("127.0.0.1", 0)) as server:
         rendezvous = f"tcp://127.0.0.1:{server.getsockname()[1]}"

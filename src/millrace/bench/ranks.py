@@ -58,6 +58,8 @@ MESHES = {
     "hsdp 2x2": MeshSizes(dp_replicate=2, dp_shard=2),
     "cp 2": MeshSizes(cp=2),
     "cp 2 fsdp 2": MeshSizes(cp=2, dp_shard=2),
+    "cp 2 tp 2": MeshSizes(cp=2, tp=2),
+    "cp 2 ep 2": MeshSizes(cp=2, ep=2),
     "tp 2": MeshSizes(tp=2),
     "tp 2 fsdp 2": MeshSizes(dp_shard=2, tp=2),
     "tp 2 hsdp 2": MeshSizes(dp_replicate=2, tp=2),

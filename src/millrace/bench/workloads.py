@@ -61,7 +61,7 @@ def shapes() -> dict[str, PreTrainedConfig]:
             num_hidden_layers=48,
             num_attention_heads=32,
             num_key_value_heads=4,
-            head_dim=128,
+            head_dim=128,  # pyright: ignore[reportCallIssue] - a field of its own class
             max_position_embeddings=40960,
             tie_word_embeddings=False,
         ),
