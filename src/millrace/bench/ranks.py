@@ -177,7 +177,7 @@ def compare(
             settings = (Path(folder), sizes.num_data_ranks, device)
             if sizes.num_data_ranks not in alone:
                 alone[sizes.num_data_ranks] = run_ranks(
-                    _run, features, *settings, sizes=MeshSizes()
+                    _run, features, *settings, sizes=MeshSizes(), device=device
                 )
             found[name] = run_ranks(
                 _run, chosen, *settings, sizes=sizes, device=device, sharded=True
