@@ -1,15 +1,17 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from architectures import tiny_model
 from batches import batch_of, mixed_rollouts, sharing_rollouts, trainer_of
+from torch import nn
 from torch._dynamo.utils import counters
 
 from millrace.core.errors import ConfigError
-from millrace.models.sharding import decoder_layers
+from millrace.models.sharding import ShardingMeshes, decoder_layers, shard
 from millrace.training.layers import checkpoint_layers, compile_layers
 
 
@@ -78,3 +80,10 @@ def test_a_missing_compiler_is_reported_before_the_first_step(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"trainer\.compile = true needs a C\+\+ compiler"):
         trainer_of(tiny_model("llama"), compile_layers=True)
+
+
+def test_list_of_experts_is_refused_on_several_ranks():
+    model = tiny_model("qwen3")
+    model.model.layers[0].mlp.experts = nn.ModuleList([nn.Linear(2, 2)])
+    with pytest.raises(ConfigError, match=r"list of experts .* set trainer.ranks to 1"):
+        shard(model, root=model, meshes=ShardingMeshes(fsdp=cast(Any, None)))

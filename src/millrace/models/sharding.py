@@ -30,6 +30,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from millrace.core.errors import ConfigError
+
 Result = TypeVar("Result")
 
 
@@ -60,6 +62,7 @@ def shard(
     are gathered in `dtype`; if that has 16 bits, forward passes of the root run under autocast, and
     the matrices of layers, if they are to be frozen, may be in 16 bits before; all other weights
     become float32."""
+    _check_experts(model)
     is_half = dtype is not torch.float32
     layers = decoder_layers(model)
     matrices = {p for layer in layers for p in layer.parameters() if p.ndim > 1 or not is_half}
@@ -91,6 +94,17 @@ def shard(
             reshard()
 
     root.register_forward_hook(reshard_unless_backward_does)
+
+
+def _check_experts(model: PreTrainedModel) -> None:
+    """A rank without tokens for an expert has no gradient of its weights. FSDP sums the gradients
+    of a unit in one piece, and would add those of different experts."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "experts" and isinstance(module, nn.ModuleList):
+            raise ConfigError(
+                f"{type(model).__name__} has a list of experts with weights of their own, which"
+                " several ranks cannot train yet; set trainer.ranks to 1."
+            )
 
 
 def _divide(model: PreTrainedModel, root: PreTrainedModel, meshes: ShardingMeshes) -> list[Any]:
