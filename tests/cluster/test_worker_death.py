@@ -21,7 +21,10 @@ Events = list[tuple[str, Message]]
 
 
 def is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def wait_until_dead(*pids: int, timeout_s: float) -> None:

@@ -69,7 +69,7 @@ async def serving(reader: LocalReader, *, vocabulary: str = VOCABULARY) -> Async
     model = ScoreModelInfo(vocabulary=vocabulary, num_tokens=VOCAB, max_context=64)
     score_pool = ScorePool([reader], model=model, timeout_s=9)  # pyright: ignore
     app = make_app(
-        served, key=KEY, limits=ServerLimits(), health=lambda: HEALTH, score_pool=score_pool
+        served, keys=[KEY], limits=ServerLimits(), health=lambda: HEALTH, score_pool=score_pool
     )
     async with http_listener(app, host="127.0.0.1", port=0) as port:
         yield f"http://127.0.0.1:{port}/score"

@@ -64,8 +64,9 @@ async def run_program(
                 await collector.drained.wait()
     finally:
         _kill(transport)
+        # Before close(), which would take the exit code from the event loop.
+        await collector.exited.wait()
         transport.close()
-        await collector.exited.wait()  # returns at once; the event loop may be about to close
     exit_code = transport.get_returncode()
     assert exit_code is not None
     return ProgramResult(exit_code=exit_code, stdout=collector.text(1), stderr=collector.text(2))
