@@ -17,15 +17,15 @@ from millrace.models.support import find_obstacle
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "architectures.md"
 INTRODUCTION = """# Architectures
 
-Millrace runs model code of transformers with attention functions of its own. Before it loads the
-weights of a model, each engine and trainer tests itself: a small copy of the model, with the same
+Millrace runs model code of transformers with attention functions of its own. Before an engine or
+a trainer loads the weights of a model, it tests itself: a small copy of the model, with the same
 kinds of layers and random weights, scores ragged sequences that pass the model's window and all of
 its other length thresholds. Every logprob must equal that of a plain forward pass of transformers
-over its sequence alone to 1e-4 nats. A model that fails is refused with the reason that the table
-gives. The test takes a fraction of a second on a CPU, once per process and configuration.
+over its sequence alone to 1e-4 nats. A model that fails is refused with a reason like those in the
+table. The test takes a fraction of a second on a CPU, once per process and configuration.
 
 The table holds for the default configuration of each architecture in transformers {version};
-a checkpoint with other settings is tested by itself. Models with LongRoPE (Phi-3-mini-128k,
+every checkpoint is tested when it is loaded. Models with LongRoPE (Phi-3-mini-128k,
 Phi-3.5-mini, Phi-4-mini) compute all tokens of a sequence with other factors once it is longer than
 `original_max_position_embeddings`. What was sampled before would then belong to another model than
 the whole sequence, so Millrace limits the context of these models to that length.
