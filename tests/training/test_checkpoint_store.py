@@ -127,6 +127,16 @@ def test_damaged_copy_is_named_and_the_one_before_is_used(tmp_path, store):
     assert names(tmp_path / "b" / "checkpoints") == {"step_1"}
 
 
+def test_damaged_newest_copy_does_not_displace_those_of_the_resumed_run(tmp_path, store):
+    upload(store, tmp_path / "first", 20, 30)
+    (tmp_path / "store/run/step_30/trainer_state.pt").write_text("damaged")
+    upload(store, tmp_path / "resumed", 21, 22, keep=1)
+    assert store.steps() == [22, 30]
+    assert newest_with_store(tmp_path / "other", store).directory == (
+        tmp_path / "other" / "checkpoints" / "step_22"
+    )
+
+
 def test_manifest_cannot_name_files_elsewhere(tmp_path, store):
     upload(store, tmp_path / "a", 1)
     manifest = tmp_path / "store" / "run" / "step_1" / "manifest.json"

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -192,15 +193,11 @@ def shard_like(tensor: Tensor, like: Tensor, *, device: torch.device | None = No
 
 
 def with_part(part: Tensor, like: DTensor) -> DTensor:
-    """A tensor that is sharded as `like` is, of which this rank has `part`."""
-    return DTensor.from_local(
-        part,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    """A tensor that is sharded as `like` is, of which this rank has `part`, on any device.
+    DTensor.from_local would move it to the device of the mesh."""
+    meta = TensorMeta(like.shape, like.stride(), part.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    return DTensor(part, spec, requires_grad=False)
 
 
 def empty_like(like: Tensor, *, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:

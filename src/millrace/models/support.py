@@ -159,7 +159,8 @@ def _difference(case: _Case, model: PreTrainedModel) -> float:
         scored = case.attention.score(model, _sequences(min(reach, limit or reach)))
     except RUNNING_ERRORS:
         return np.inf
-    return max(np.abs(_plain_logprobs(plain, s) - s.logprobs).max().item() for s in scored)
+    differences = [np.abs(_plain_logprobs(plain, s) - s.logprobs).max() for s in scored]
+    return float(np.max(differences))  # unlike max(), never drops NaN
 
 
 def _sequences(longest: int) -> list[np.ndarray]:

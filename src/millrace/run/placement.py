@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from safetensors import SafetensorError
 
 from millrace.config import RunConfig
-from millrace.config.training import MeshConfig
+from millrace.config.training import ADAMW_8BIT, MeshConfig
 from millrace.core.errors import ConfigError
 from millrace.models.directory import num_weights
 from millrace.scoring.registry import ScorerSpec
@@ -151,7 +151,7 @@ def _num_ranks(config: RunConfig, *, gpus: Sequence[LocalDevice], most: int) -> 
         return unit * mesh.dp_shard
     if not _is_open(devices):
         return len(devices)
-    if len(gpus) < 2:
+    if len(gpus) < 2 or config.optimizer.type == ADAMW_8BIT:  # which several ranks cannot use
         return unit
     alone = config.trainer.model_copy(update={"ranks": 1, "mesh": MeshConfig()})
     state_bytes = _rank_bytes(config.model_copy(update={"trainer": alone}))

@@ -295,6 +295,7 @@ def _check_critic(config: RunConfig, *, num_tokens: int, max_context: int) -> No
             f"critic.path = {path!r} knows {found.vocab_size} tokens, but the policy has"
             f" {num_tokens}; choose a model with the tokenizer of model.path."
         )
+    check_model_mesh(config.trainer.mesh_sizes, found, path=path)
     context = max_positions(found)
     if context is not None and context < max_context:
         raise ConfigError(

@@ -192,12 +192,16 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         for group in self.param_groups:
-            if group["algorithm"] == MUON and isinstance(group["params"][0], DTensor):
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._step_gathered(group, parameter)
-            else:
+            if group["algorithm"] != MUON:
                 self._step_part(group, self.state)
+                continue
+            # With tensor parallelism, some factors of an adapter are divided.
+            plain = [p for p in group["params"] if not isinstance(p, DTensor)]
+            if plain:
+                self._step_part({**group, "params": plain}, self.state)
+            for parameter in group["params"]:
+                if isinstance(parameter, DTensor) and parameter.grad is not None:
+                    self._step_gathered(group, parameter)
 
     def _step_part(self, group: dict[str, Any], state: Any) -> None:
         part = self._parts[group["algorithm"]]

@@ -232,7 +232,8 @@ class TrainableModel:
                     break
             else:
                 return results, num_splits
-            self.row_limit.lower(part)
+            if len(part.targets):  # a placeholder is not the reason
+                self.row_limit.lower(part)
             if not self.ranks.is_alone:  # the others wait for it in the middle of a pass
                 raise OutOfMemory(
                     f"A microbatch of {len(part.tokens)} tokens does not fit into the memory of"

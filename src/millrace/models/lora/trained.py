@@ -184,6 +184,8 @@ def _looking_whole(layers: list[nn.Module]) -> Iterator[None]:
     for module, weight in divided.items():
         values = weight.to_local().detach().new_empty(()).expand(weight.shape)
         module.weight = nn.Parameter(values, requires_grad=False)
-    yield
-    for module, weight in divided.items():
-        module.weight = weight
+    try:
+        yield
+    finally:
+        for module, weight in divided.items():
+            module.weight = weight

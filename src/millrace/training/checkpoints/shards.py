@@ -55,6 +55,7 @@ def write_parts(folder: Path, parts: Mapping[str, Tensor], *, rank: int) -> None
     writer = HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=_file_numbers(parts), save_distributed=True
     )
+    writer.per_thread_copy_ahead = 0  # parts are on the host; copies ahead would use cuda:0
     writer.set_up_storage_writer(True)
     plan = writer.prepare_local_plan(planner.create_local_plan())
     plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]  # files are named after the rank

@@ -65,9 +65,9 @@ class CheckpointStore:
 
     def upload(self, directory: Path, *, keep: int) -> None:
         """Copy a checkpoint, which may be pruned meanwhile, and keep the `keep` newest."""
-        with _held(directory) as held, self._errors(f"did not take {directory.name}"):
+        with self._errors(f"did not take {directory.name}"), _held(directory) as held:
             self._upload(held, directory.name)
-            self._prune(keep)
+            self._prune(keep, newest=int(directory.name.removeprefix("step_")))
 
     def download(self, step: int, folder: Path) -> str | None:
         """Copy a checkpoint into RUN_DIR/checkpoints; returns why it is damaged, after "it "."""
@@ -123,11 +123,12 @@ class CheckpointStore:
                 raise OSError(f"{path} has {size} bytes there instead of {file.bytes}")
         self._fs.pipe_file(f"{target}/{MANIFEST_FILE}", data)
 
-    def _prune(self, keep: int) -> None:
-        """Remove older checkpoints, and leftovers of interrupted uploads before the newest one."""
-        complete = self._steps()
+    def _prune(self, keep: int, *, newest: int) -> None:
+        """Remove older checkpoints than `newest`, and leftovers of interrupted uploads. Later ones
+        are of a run that was resumed before them, because they are damaged."""
+        complete = [step for step in self._steps() if step <= newest]
         for step in self._begun():
-            if step < complete[-1] and step not in complete[-keep:]:
+            if step < newest and step not in complete[-keep:]:
                 folder = f"{self._root}/step_{step}"
                 if step in complete:
                     self._fs.rm_file(f"{folder}/{MANIFEST_FILE}")
