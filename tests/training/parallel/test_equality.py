@@ -33,4 +33,9 @@ def test_ranks_that_share_products_and_experts_compute_what_one_rank_computes():
 def test_every_feature_on_combined_meshes_and_some_on_others():
     combined = ("hsdp 2x2", "cp 2 fsdp 2")
     assert not too_large(FEATURES, combined)
-    assert not too_large(FAST, ["fsdp 1", "fsdp 4", "cp 2", "tp 2 fsdp 2", "tp 2 ep 2"])
+    assert not too_large(FAST, ["fsdp 1", "fsdp 4", "cp 2", "tp 2 ep 2"])
+    # Sums over tp are rounded in another order, and gradients of one group are small beside it:
+    # docs/explanation/ranks.md lists what exceeds the limit.
+    found = too_large(FAST, ["tp 2 fsdp 2"])
+    assert found.keys() <= {("one group", "tp 2 fsdp 2")}
+    assert max(found.values(), default=0) < 2e-6
