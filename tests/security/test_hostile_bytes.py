@@ -3,12 +3,13 @@
 import json
 import struct
 import traceback
-import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import mutations
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -26,13 +27,7 @@ E = TypeVar("E", bound=Exception)
 HUGE = st.sampled_from([2**31 - 1, 2**32 - 1, 2**62, 2**63 - 1, 2**64 - 1])
 
 
-def costs_little(read: Callable[[], object]) -> None:
-    tracemalloc.start()
-    try:
-        read()
-        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
-    finally:
-        tracemalloc.stop()
+costs_little = partial(mutations.costs_little, most_bytes=MOST_BYTES)
 
 
 def refusal_of(read: Callable[[], object], *, kind: type[E]) -> E | None:
