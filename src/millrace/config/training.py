@@ -113,7 +113,7 @@ class MeshConfig(Section):
     trainer.ranks / (dp_replicate * cp * tp)."""
     cp: PositiveInt = 1
     """Number of ranks that share the rows of each microbatch (context parallelism), for sequences
-    whose activations one GPU cannot hold. It times tp divides the model's key-value heads."""
+    whose activations one GPU cannot hold. tp * cp divides the number of key-value heads."""
     tp: PositiveInt = 1
     """Number of ranks that share each matrix product (tensor parallelism). tp * cp divides the
     number of key-value heads."""

@@ -73,11 +73,16 @@ def max_positions(config: "PreTrainedConfig") -> int | None:
     first training: tokens sampled before that, and their KV, belong to other factors than the whole
     sequence. So sequences end there."""
     limits = [getattr(config, "max_position_embeddings", None)]
-    rope = getattr(config, "rope_parameters", None) or {}
-    for one in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
-        if one.get("rope_type") == "longrope":
-            limits.append(one["original_max_position_embeddings"])
+    for rope in rope_tables(config):
+        if rope.get("rope_type") == "longrope":
+            limits.append(rope["original_max_position_embeddings"])
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def rope_tables(config: "PreTrainedConfig") -> list[dict[str, Any]]:
+    """The rotary settings of a model; some have one for each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
 
 
 def num_experts(config: "PreTrainedConfig") -> int:

@@ -7,10 +7,11 @@ copy either. Weights have few dimensions, and the vocabulary has few tokens.
 """
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 from transformers import PreTrainedConfig
+
+from millrace.models.directory import rope_tables
 
 VOCAB = 64
 SPECIAL_ID = 1  # of all special tokens
@@ -98,7 +99,7 @@ def thresholds(config: PreTrainedConfig) -> list[int]:
     config = config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     found = {value for name, value in vars(config).items() if _is_threshold(name, value)}
-    found |= {rope[_IN_ROPE] for rope in _ropes(config) if rope.get(_IN_ROPE)}
+    found |= {rope[_IN_ROPE] for rope in rope_tables(config) if rope.get(_IN_ROPE)}
     return sorted(value for value in found if limit is None or value < limit)
 
 
@@ -118,13 +119,6 @@ def _is_per_layer(value: Any, count: int) -> bool:
 def _is_threshold(name: str, value: Any) -> bool:
     is_length = isinstance(value, int) and not isinstance(value, bool) and value > 0
     return is_length and name.endswith(_THRESHOLD_NAMES)
-
-
-def _ropes(config: PreTrainedConfig) -> Iterable[dict[str, Any]]:
-    """The rotary settings of a model; some have one for each type of layer."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return nested or [parameters]
 
 
 def _small_values(config: PreTrainedConfig, layers: list[int]) -> dict[str, Any]:

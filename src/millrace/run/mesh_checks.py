@@ -6,13 +6,13 @@ Promise: a mesh that cannot work is refused in one sentence before any worker st
 from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from millrace.config import RunConfig
 from millrace.config.training import ADAMW, ADAMW_8BIT
 from millrace.core.errors import ConfigError
 from millrace.core.mesh import MeshSizes
-from millrace.models.directory import num_experts
+from millrace.models.directory import num_experts, rope_tables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -67,7 +67,8 @@ def check_model_mesh(sizes: MeshSizes, model: "PreTrainedConfig", *, path: str) 
     key_value_heads = getattr(model, "num_key_value_heads", None) or num_heads
     _check_even(num_heads, "attention heads", shared, "tp * cp", path=path)
     _check_even(key_value_heads, "key-value heads", shared, "tp * cp", path=path)
-    if sizes.cp > 1 and (kinds := _rope_types(model) & {"dynamic", "longrope"}):
+    kinds = {rope.get("rope_type") for rope in rope_tables(model)} & {"dynamic", "longrope"}
+    if sizes.cp > 1 and kinds:
         raise ConfigError(
             f"Model {path!r} has rotary embeddings of type {kinds.pop()!r}, which depend on all"
             f" positions of a pass, and trainer.mesh.cp = {sizes.cp} divides them; set cp to 1."
@@ -125,13 +126,6 @@ def rank_warnings(config: RunConfig, *, tried: Mapping[str, str] = TRIED) -> lis
         f" {' and '.join(f'{name} {number}' for name, number in found.items())}; compare the first"
         " steps with those of one rank."
     ]
-
-
-def _rope_types(model: "PreTrainedConfig") -> set[str]:
-    """Of the whole model, or of each type of its layers."""
-    found: Mapping[str, Any] = getattr(model, "rope_parameters", None) or {}
-    tables = [found, *(value for value in found.values() if isinstance(value, dict))]
-    return {table["rope_type"] for table in tables if "rope_type" in table}
 
 
 def _product(sizes: MeshSizes) -> str:
