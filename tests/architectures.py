@@ -18,8 +18,9 @@ from transformers import (
 
 VOCAB = 64
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gemma3")
+RECURRENT = ("qwen3_next", "lfm2")  # layers with a recurrent state beside attention
 MIXTURE = "qwen3_moe"
-MIXTURES = (MIXTURE, "qwen2_moe", "mixtral", "olmoe", "glm4_moe")
+MIXTURES = (MIXTURE, "qwen2_moe", "mixtral", "gpt_oss", "glm4_moe")
 NUM_EXPERTS = 8
 TOP_K = 2
 _SHAPE = {
@@ -42,8 +43,9 @@ _EXPERTS = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K, "moe_inter
 
 
 def tiny_model(architecture: str, *, seed: int = 0, num_layers: int = 2) -> PreTrainedModel:
-    """Qwen 2 has biases; Gemmas have a sliding window of 8 in one of their two layers, and Gemma 2
-    softcaps. Routers of mixtures are far from undecided."""
+    """Qwen 2 has biases; Gemmas and GPT-OSS have a sliding window of 8 in one of their two layers,
+    Gemma 2 softcaps, and GPT-OSS has sinks. The first layer of RECURRENT ones has a state. Routers
+    of mixtures are far from undecided."""
     torch.manual_seed(seed)
     shape = {**_SHAPE, "num_hidden_layers": num_layers}
     windows = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
@@ -68,8 +70,44 @@ def tiny_model(architecture: str, *, seed: int = 0, num_layers: int = 2) -> PreT
                 **shape, num_local_experts=NUM_EXPERTS, num_experts_per_tok=TOP_K
             )
         ),
-        "olmoe": lambda: transformers.OlmoeForCausalLM(
-            transformers.OlmoeConfig(**shape, **_EXPERTS)
+        "gpt_oss": lambda: transformers.GptOssForCausalLM(
+            transformers.GptOssConfig(
+                **shape, **windows, num_local_experts=NUM_EXPERTS, num_experts_per_tok=TOP_K
+            )
+        ),
+        "qwen3_next": lambda: transformers.Qwen3NextForCausalLM(
+            transformers.Qwen3NextConfig(
+                **shape,
+                **_EXPERTS,
+                shared_expert_intermediate_size=16,
+                layer_types=["linear_attention", "full_attention"],
+                linear_num_key_heads=2,
+                linear_num_value_heads=4,
+                linear_key_head_dim=8,
+                linear_value_head_dim=8,
+            )
+        ),
+        "lfm2": lambda: transformers.Lfm2ForCausalLM(
+            transformers.Lfm2Config(**shape, layer_types=["conv", "full_attention"])
+        ),
+        # Experts come in four groups, of which two are chosen before experts are.
+        "deepseek_v2": lambda: transformers.DeepseekV2ForCausalLM(
+            transformers.DeepseekV2Config(
+                **{**shape, "num_key_value_heads": 4},
+                n_routed_experts=NUM_EXPERTS,
+                num_experts_per_tok=TOP_K,
+                moe_intermediate_size=16,
+                n_shared_experts=1,
+                first_k_dense_replace=1,
+                topk_method="group_limited_greedy",
+                n_group=4,
+                topk_group=2,
+                q_lora_rank=None,
+                kv_lora_rank=16,
+                qk_nope_head_dim=8,
+                qk_rope_head_dim=8,
+                v_head_dim=8,
+            )
         ),
         # Its first layer is dense, and experts come in two groups, of which one is chosen.
         "glm4_moe": lambda: transformers.Glm4MoeForCausalLM(
@@ -88,6 +126,6 @@ def tiny_model(architecture: str, *, seed: int = 0, num_layers: int = 2) -> PreT
     for name, parameter in model.named_parameters():
         if name.endswith("_proj.bias"):
             torch.nn.init.normal_(parameter)
-        if name.endswith("mlp.gate.weight"):
+        if name.endswith(("mlp.gate.weight", "mlp.router.weight", "sinks")):
             torch.nn.init.normal_(parameter)
     return model.eval()

@@ -23,6 +23,7 @@ def make_tiny_model(
     max_context: int = 128,
     alphabet: str = ALPHABET,
     num_experts: int = 0,
+    head_dim: int = 8,
 ) -> Path:
     """With `num_experts` a mixture, two of which see each token."""
     vocab = {"<pad>": 0, "<eos>": 1, **{c: i + 2 for i, c in enumerate(alphabet)}}
@@ -40,7 +41,7 @@ def make_tiny_model(
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 8,
+        "head_dim": head_dim,
         "max_position_embeddings": max_context,
         "tie_word_embeddings": True,
         "eos_token_id": 1,

@@ -67,8 +67,9 @@ def scores_of(q, k, v, args: VarlenArgs):
 
 
 @flash_attention.register_kernel("cpu")
-def _(q, k, v, *args):
-    return attend_forward(DenseKernel(), q, k, v, AttentionCalls.of(*args))
+def _(q, k, v, spans, sizes, window, scale, sinks):
+    calls = AttentionCalls.of(spans, sizes, window, scale)
+    return attend_forward(DenseKernel(), q, k, v, calls, sinks)
 
 
 @flash_attention_backward.register_kernel("cpu")
@@ -100,23 +101,28 @@ def seen_by_rows(lengths, parents) -> torch.Tensor:
     return same | (torch.tensor(parents)[segment][:, None] == segment)
 
 
-def dense(q, k, v, seen, scale):
+def dense(q, k, v, seen, scale, sinks=None):
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
 
 
 @pytest.mark.parametrize(("lengths", "parents"), LAYOUTS.values(), ids=LAYOUTS)
-def test_two_merged_calls_are_attention_to_segment_and_parent(lengths, parents):
-    q, k, v = inputs_of(sum(lengths))
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
+def test_merged_calls_are_attention_to_segment_and_parent(lengths, parents, has_sinks):
+    inputs = inputs_of(sum(lengths))
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if has_sinks else None
     layout = PackedLayout(lengths, parents=parents, device=CPU)
-    out, _ = flash_attention(q, k, v, *flattened(layout), None, 0.3)
-    expected = dense(q, k, v, seen_by_rows(lengths, parents), 0.3)
+    out, _ = flash_attention(*inputs, *flattened(layout), None, 0.3, sinks)
+    expected = dense(*inputs, seen_by_rows(lengths, parents), 0.3, sinks)
     torch.testing.assert_close(out, expected)
     grad = torch.randn_like(out)
-    ours = torch.autograd.grad(out, (q, k, v), grad)
-    theirs = torch.autograd.grad(expected, (q, k, v), grad)
+    leaves = (*inputs, sinks) if has_sinks else inputs
+    ours = torch.autograd.grad(out, leaves, grad)
+    theirs = torch.autograd.grad(expected, leaves, grad)
     for got, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, wanted)
 
@@ -126,7 +132,7 @@ def test_the_merged_gradient_is_that_of_finite_differences(lengths, parents):
     inputs = inputs_of(sum(lengths), heads=2, kv_heads=1, size=2)
     spans, sizes = flattened(PackedLayout(lengths, parents=parents, device=CPU))
     assert torch.autograd.gradcheck(
-        lambda q, k, v: flash_attention(q, k, v, spans, sizes, None, 0.5)[0], inputs
+        lambda q, k, v: flash_attention(q, k, v, spans, sizes, None, 0.5, None)[0], inputs
     )
 
 
@@ -135,7 +141,7 @@ def test_the_operator_passes_opcheck():
     lengths, parents = LAYOUTS["families and others"]
     inputs = inputs_of(sum(lengths))
     spans, sizes = flattened(PackedLayout(lengths, parents=parents, device=CPU))
-    torch.library.opcheck(flash_attention, (*inputs, spans, sizes, None, 0.5))
+    torch.library.opcheck(flash_attention, (*inputs, spans, sizes, None, 0.5, None))
 
 
 @pytest.mark.parametrize(
@@ -169,18 +175,21 @@ GPU_LAYOUTS = {
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 class TestFlashKernel:
+    @pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
     @pytest.mark.parametrize("size", [64, 80, 128, 256])
     @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
     @pytest.mark.parametrize(("lengths", "parents"), GPU_LAYOUTS.values(), ids=GPU_LAYOUTS)
     def test_values_and_gradients_are_those_of_a_float64_reference(
-        self, lengths, parents, heads, kv_heads, size
+        self, lengths, parents, heads, kv_heads, size, has_sinks
     ):
         exact = inputs_of(sum(lengths), heads=heads, kv_heads=kv_heads, size=size)
+        exact += (torch.randn(heads, dtype=torch.float64),) if has_sinks else ()
         exact = tuple(x.detach().bfloat16().double().requires_grad_() for x in exact)
         rough = tuple(x.detach().bfloat16().cuda().requires_grad_() for x in exact)
         layout = PackedLayout(lengths, parents=parents, device=torch.device("cuda"))
-        out, _ = flash_attention(*rough, *flattened(layout), None, size**-0.5)
-        expected = dense(*exact, seen_by_rows(lengths, parents), size**-0.5)
+        sinks = [x[3] if has_sinks else None for x in (rough, exact)]
+        out, _ = flash_attention(*rough[:3], *flattened(layout), None, size**-0.5, sinks[0])
+        expected = dense(*exact[:3], seen_by_rows(lengths, parents), size**-0.5, sinks[1])
         grad = torch.randn_like(expected)
         ours = torch.autograd.grad(out, rough, grad.to(out))
         theirs = torch.autograd.grad(expected, exact, grad)
@@ -194,7 +203,7 @@ class TestFlashKernel:
         exact = inputs_of(sum(lengths), size=64)
         layout = PackedLayout(lengths, parents=parents, device=torch.device("cuda"))
         rough = (x.detach().bfloat16().cuda() for x in exact)
-        out, _ = flash_attention(*rough, *flattened(layout), window, 0.125)
+        out, _ = flash_attention(*rough, *flattened(layout), window, 0.125, None)
         on_cpu = PackedLayout(lengths, parents=parents, device=CPU)
-        expected, _ = flash_attention(*exact, *flattened(on_cpu), window, 0.125)
+        expected, _ = flash_attention(*exact, *flattened(on_cpu), window, 0.125, None)
         assert (out.cpu().double() - expected).abs().max().item() < 3e-2

@@ -5,8 +5,9 @@ from architectures import VOCAB, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.core.completions import kept_counts, kept_row
 from millrace.core.records import Kept
-from millrace.models.kept_rows import KeptRows
+from millrace.models.kept_rows import KeptRows, packed
 from millrace.models.logprobs import final_logits, token_logprobs
 
 
@@ -94,6 +95,25 @@ def test_split_rows_are_the_rows_of_the_record(rows, chunk):
         for i in range(len(part.offsets) - 1)
     ]
     assert got == rows
+
+
+@pytest.mark.parametrize("vocab", [5, 32, 70])
+def test_a_row_of_many_kept_ids_may_be_a_bit_mask(vocab: int):
+    allowed = torch.rand(6, vocab, generator=torch.Generator().manual_seed(vocab)) < 0.6
+    allowed[:, 0], allowed[0, -1], allowed[3] = True, True, True
+    rows: list[np.ndarray] = []
+    for index, (row, words) in enumerate(zip(allowed, packed(allowed).numpy(), strict=True)):
+        ids = row.nonzero().squeeze(1).to(torch.int32).numpy()
+        mask = np.concatenate([[-len(ids)], words]).astype(np.int32)
+        rows.append(ids[:0] if index == 3 else mask if index % 2 else ids)
+    offsets = np.cumsum([0, *map(len, rows)])
+    kept = Kept(ids=np.concatenate(rows), offsets=offsets)
+    on_device = KeptRows.of(kept, device=torch.device("cpu"))
+    assert torch.equal(on_device.allowed(vocab), allowed)
+    assert torch.equal(torch.cat([p.allowed(vocab) for p in on_device.split(4)]), allowed)
+    expected = [0 if index == 3 else int(row.sum()) for index, row in enumerate(allowed)]
+    assert kept_counts(kept).tolist() == expected
+    assert kept_row(kept, 1).tolist() == allowed[1].nonzero().squeeze(1).tolist()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gemma3"])

@@ -115,7 +115,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("sizes", FAMILIES.values(), ids=FAMILIES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "gpt_oss", "qwen3_next"])
 def test_a_shared_prefix_gives_the_hidden_states_of_whole_sequences(architecture, sizes):
     packed, plain = packed_and_plain(architecture)
     families = families_of(sizes)

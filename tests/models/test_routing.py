@@ -92,6 +92,23 @@ def test_tokens_follow_the_rule_with_the_weights_of_the_router(architecture):
     assert all((weights > 0).all() for _, weights in calls)
 
 
+def test_routers_that_choose_groups_first_give_weights_to_replayed_experts():
+    model = tiny_model("deepseek_v2")
+    routing = routing_of(model)
+    check_replay(model, routing)
+    gate = model.model.layers[1].mlp.gate
+    other = recorded_routes(model, routing)[::-1].copy()  # other tokens' experts
+    replay = RouteReplay(routing)
+    replay.begin(other, device=CPU)
+    seen: list[Tensor] = []
+    handle = gate.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
+    ((indices, weights),) = experts_calls(model)
+    handle.remove()
+    np.testing.assert_array_equal(indices.numpy(), other[:, 0])
+    scores = nn.functional.linear(seen[0], gate.weight).softmax(-1)
+    torch.testing.assert_close(weights, scores.gather(1, indices))
+
+
 def test_unknown_routes_use_the_routers_choice():
     model = tiny_model("qwen3_moe")
     routing = routing_of(model)

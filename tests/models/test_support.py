@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, MIXTURES, tiny_model
+from architectures import ARCHITECTURES, MIXTURES, RECURRENT, tiny_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -39,6 +39,7 @@ MOST_USED = (
     "phi3 (LongRoPE)",
     "deepseek_v3",
     "gpt_oss",
+    "qwen3_next",
 )
 
 
@@ -52,7 +53,7 @@ def test_whole_table_of_architectures_is_up_to_date():
     assert TABLE["page"]() == TABLE["PAGE"].read_text()
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MIXTURES])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MIXTURES, *RECURRENT])
 def test_models_of_other_tests_pass(architecture):
     config = tiny_model(architecture).config
     assert find_obstacle(config, attention=SINGLE_STEPS) is None
@@ -104,6 +105,14 @@ def test_the_context_of_longrope_ends_where_its_factors_change():
     assert context_limit(config, "phi", wanted=4096, setting="") == 4096
     with pytest.raises(ConfigError, match="4096 tokens that 'phi' allows, because LongRoPE"):
         context_limit(config, "phi", wanted=4097, setting="engine.max_context")
+
+
+def test_the_context_of_chunked_attention_ends_with_the_first_chunk():
+    config = TABLE["config_of"]("llama4_text")
+    assert max_positions(config) == 8191
+    with pytest.raises(ConfigError, match="8191 tokens that 'scout' allows, because its layers"):
+        context_limit(config, "scout", wanted=8192, setting="engine.max_context")
+    assert find_obstacle(config, attention=PACKED) is None
 
 
 class ShiftingConfig(LlamaConfig):

@@ -56,8 +56,11 @@ def context_limit(
     """As context_length(), for a configuration that was read before."""
     limit = max_positions(config)
     if wanted is not None and limit is not None and wanted > limit:
-        is_shorter = limit < config.max_position_embeddings
-        reason = ", because LongRoPE computes longer sequences with other factors" * is_shorter
+        reason = ""
+        if limit < config.max_position_embeddings:
+            reason = ", because LongRoPE computes longer sequences with other factors"
+        if limit == chunk_limit(config):
+            reason = ", because its layers attend within chunks of the context"
         raise ConfigError(
             f"{setting} = {wanted} exceeds the {limit} tokens that {path!r} allows{reason};"
             " lower it."
@@ -71,12 +74,20 @@ def max_positions(config: "PreTrainedConfig") -> int | None:
     """The longest sequence that the model with this text configuration computes; None if it states
     none. LongRoPE changes the factors of all tokens once a sequence is longer than in the model's
     first training: tokens sampled before that, and their KV, belong to other factors than the whole
-    sequence. So sequences end there."""
-    limits = [getattr(config, "max_position_embeddings", None)]
+    sequence. So sequences end there, and likewise at the end of the first chunk."""
+    limits = [getattr(config, "max_position_embeddings", None), chunk_limit(config)]
     for rope in rope_tables(config):
         if rope.get("rope_type") == "longrope":
             limits.append(rope["original_max_position_embeddings"])
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def chunk_limit(config: "PreTrainedConfig") -> int | None:
+    """The length up to which chunked attention (Llama 4) sees all tokens, and up to which layers
+    without rotary embeddings do not scale queries; None if a model has neither."""
+    chunk = getattr(config, "attention_chunk_size", None)
+    tuned = getattr(config, "attn_temperature_tuning", False) and config.floor_scale - 1
+    return min((limit for limit in (chunk, tuned) if limit), default=None)
 
 
 def rope_tables(config: "PreTrainedConfig") -> list[dict[str, Any]]:
@@ -167,13 +178,17 @@ def _neighbour(folder: Path, setting: str) -> str:
 def _check_hub(path: str, *, setting: str) -> None:
     """Ask once, and without the retries of a download: a mistyped path must not take minutes."""
     from huggingface_hub import model_info, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub.errors import (
+        HFValidationError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage] - of httpx or httpx2
+        OfflineModeIsEnabled,
+    )
 
     try:
         if isinstance(try_to_load_from_cache(path, "config.json"), str):
             return
         model_info(path, timeout=HUB_TIMEOUT_S)
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+    except (HTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
         reason = "it is not there" if "404" in str(error) else type(error).__name__
         raise ConfigError(
             f"Model {path!r} is neither a directory here nor a model that the hub gives ({reason});"

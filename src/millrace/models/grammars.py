@@ -93,27 +93,23 @@ def _checked(matcher: Any, grammar: str, *, source: str) -> str:
 class GrammarMatcher:
     """The position of one completion in its grammar."""
 
-    def __init__(self, matcher: Any, *, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._matcher = matcher
-        self._vocab_size = vocab_size
+    def __init__(self, matcher: Any, *, eos_ids: Sequence[int]) -> None:
+        self.matcher = matcher  # of llguidance
         self._eos_ids = list(eos_ids)
         self._num_read = 0
 
-    def allowed(self, sampled: np.ndarray) -> np.ndarray:  # [V] bool
-        """The tokens that may follow the completion so far, `sampled` [N]."""
-        for token in sampled[self._num_read :].tolist():
-            self._matcher.consume_token(token)
-        self._num_read = len(sampled)
-        allowed = np.zeros(self._vocab_size, dtype=bool)
-        if not self._matcher.is_error():
-            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-            found = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
-            allowed[: len(found)] = found
-        if not allowed.any():
-            # A limit of the parser. The completion ends here; its reader sees that it is not whole.
-            print(f"A grammar ended early: {self._matcher.get_error()}", flush=True)
-            allowed[self._eos_ids] = True
-        return allowed
+    def unread(self, sampled: np.ndarray) -> list[int]:
+        """The tokens of the completion so far, `sampled` [N], that follow those it had before."""
+        tokens, self._num_read = sampled[self._num_read :].tolist(), len(sampled)
+        return tokens
+
+    def end(self, mask: np.ndarray) -> None:
+        """Allow the eos tokens: a limit of the parser was reached. The completion ends here; its
+        reader sees that it is not whole."""
+        print(f"A grammar ended early: {self.matcher.get_error()}", flush=True)
+        bits = np.zeros(32 * len(mask), dtype=np.uint8)
+        bits[self._eos_ids] = 1
+        mask[:] = np.packbits(bits, bitorder="little").view("<i4")
 
 
 class GrammarCompiler:
@@ -125,6 +121,7 @@ class GrammarCompiler:
         self._eos_ids = list(eos_ids)
         self._vocabulary: Any = None  # of llguidance; takes a second to build
         self._compiled: OrderedDict[str, Any] = OrderedDict()  # matchers at the start
+        self._executor: Any = None  # threads of llguidance
 
     def matcher(self, grammar: str | None) -> GrammarMatcher | None:
         """A new matcher for one completion; None without a grammar."""
@@ -134,9 +131,35 @@ class GrammarCompiler:
         self._compiled[grammar] = matcher
         if len(self._compiled) > _NUM_CACHED:
             self._compiled.popitem(last=False)
-        return GrammarMatcher(
-            matcher.deep_copy(), vocab_size=self._vocab_size, eos_ids=self._eos_ids
-        )
+        return GrammarMatcher(matcher.deep_copy(), eos_ids=self._eos_ids)
+
+    def masks(
+        self,
+        guides: Sequence[GrammarMatcher | None],
+        sampled: Sequence[np.ndarray],
+        *,
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:  # [R, V / 32] int32; the lowest bit first
+        """The tokens that may follow each of these completions so far, [N] each; None = all. In
+        threads, and in the rows of `out`: each token of a batch waits for this."""
+        self._executor = self._executor or _llguidance("response_format").LLExecutor()
+        if out is None:
+            out = np.empty((len(guides), -(-self._vocab_size // 32)), dtype=np.int32)
+        guided = [(row, guide) for row, guide in enumerate(guides) if guide is not None]
+        unread = [(guide.matcher, guide.unread(sampled[row])) for row, guide in guided]
+        while heads := [(matcher, tokens.pop(0)) for matcher, tokens in unread if tokens]:
+            self._executor.consume_token_par(heads)
+        live = [(guide.matcher, row) for row, guide in guided if not guide.matcher.is_error()]
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        fill_next_token_bitmask_par(self._executor, live, out)
+        filled = {row for _, row in live}
+        for row, guide in enumerate(guides):
+            if guide is None:
+                out[row] = -1
+            elif row not in filled or not out[row].any():
+                guide.end(out[row])
+        return out
 
     def _compile(self, grammar: str) -> Any:
         llguidance = _llguidance("response_format")

@@ -16,16 +16,28 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
+from transformers.utils.quantization_config import Mxfp4Config
 
 from millrace.core.errors import ConfigError
 from millrace.core.files import sync
+from millrace.models.attention.recurrent import begin_pass
 from millrace.models.directory import LOADING_ERRORS, check_directory, first_line, read_config
-from millrace.models.support import AttentionPath, check_supported, fix_rotary_factors
+from millrace.models.support import (
+    AttentionPath,
+    check_supported,
+    fix_rotary_factors,
+    name_backbone,
+)
 
 
 def load_model(
@@ -42,6 +54,8 @@ def load_model(
     shards."""
     config = read_config(path, trust_remote_code=trust_remote_code)
     check_supported(config, path=path, attention=attention, trust_remote_code=trust_remote_code)
+    quantization = getattr(config, "quantization_config", None) or {}
+    is_mxfp4 = quantization.get("quant_method") == "mxfp4"  # experts of GPT-OSS
     with nullcontext() if shard is None else _loading_shards(shard, device):
         model = load_pretrained(
             AutoModelForCausalLM,
@@ -52,12 +66,17 @@ def load_model(
             attn_implementation=attention.name,
             trust_remote_code=trust_remote_code,
             **({} if shard is None else {"distributed_config": DistributedConfig()}),
+            **({"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}),
         )
+    if is_mxfp4:  # transformers gives experts in bfloat16, and would save them by packed names
+        model.to(dtype)
+        vars(model)["_weight_conversions"] = None
     if shard is None:
         model.to(device)
     else:
         del model.config.distributed_config  # it would be saved with the model
     fix_rotary_factors(model)
+    name_backbone(model)
     return model.eval()
 
 
@@ -115,15 +134,33 @@ def hidden_states(
 ) -> Tensor:
     """[1, T] ids and positions -> [T, D] hidden states, ready for final_logits. The other arguments
     reach the model's attention function at every layer."""
+    begin_pass(model, attention_kwargs.get("layout") or attention_kwargs.get("millrace_paged"))
     output = model.base_model(
         input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention_kwargs
     )
+    if not torch.is_grad_enabled():  # else a checkpointed layer may run again
+        begin_pass(model, None)
     return output.last_hidden_state[0]
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Tokens that end a completion: eos of the generation config and of the tokenizer."""
     configured = model.generation_config.eos_token_id if model.generation_config else None
+    return _stop_ids(configured, tokenizer)
+
+
+def generation_stop_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """As stop_token_ids(), of a model that is not loaded."""
+    try:
+        configured = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # it has none, and transformers makes one of the model's configuration
+        configured = GenerationConfig.from_model_config(read_config(path)).eos_token_id
+    return _stop_ids(configured, tokenizer)
+
+
+def _stop_ids(
+    configured: int | list[int] | None, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
     ids = [configured] if isinstance(configured, int) else list(configured or [])
     if isinstance(tokenizer.eos_token_id, int):
         ids.append(tokenizer.eos_token_id)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import (
@@ -30,27 +30,48 @@ from millrace.core.errors import ConfigError
 
 _EXPERTS = "ep_dispatch_experts"  # the style of a module of experts
 _COLUMNS, _ROWS, _SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
-# The parts of other styles are no slices of their weights, or their gradients are not known.
+# The dimension of a weight that a style divides. The parts of other styles are no slices of their
+# weights, or their gradients are not known.
 _STYLES = {
-    *(_COLUMNS, "colwise_gather_output", "colwise_rep"),
-    *(_ROWS, "rowwise_split_input", "rowwise_rep"),
-    *("embedding_rowwise", _SUMMED),
+    **dict.fromkeys((_COLUMNS, "colwise_gather_output", "colwise_rep", "embedding_rowwise"), 0),
+    **dict.fromkeys((_ROWS, "rowwise_split_input", "rowwise_rep"), 1),
+    _SUMMED: None,
 }
+
+
+def check_division(config: PreTrainedConfig, *, tp: int) -> None:
+    """Raise ConfigError unless tp ranks can divide the layers of such a model."""
+    with torch.device("meta"):
+        _checked_plan(AutoModelForCausalLM.from_config(config), tp=tp)
+
+
+def _checked_plan(root: PreTrainedModel, *, tp: int) -> dict[str, str]:
+    """Parts of equal size, because FSDP shards them further."""
+    plan, kind = _tensor_plan(root), type(root).__name__
+    if not plan:
+        raise ConfigError(
+            f"transformers has no plan of tensor parallelism for {kind}; set trainer.mesh.tp to 1."
+        )
+    if unknown := sorted({*plan.values()} - _STYLES.keys()):
+        raise ConfigError(
+            f"The plan of tensor parallelism for {kind} uses {unknown[0]!r}, which is not"
+            " supported; set trainer.mesh.tp to 1."
+        )
+    for name, module in root.named_modules():
+        dim = _STYLES[plan.get(replace_layer_number_by_wildcard(name), _SUMMED)]
+        weight = getattr(module, "weight", None)
+        if dim is not None and weight is not None and weight.shape[dim] % tp:
+            raise ConfigError(
+                f"The weight of {name!r} in {kind} has the shape {list(weight.shape)}, which"
+                f" trainer.mesh.tp = {tp} ranks cannot share evenly; choose a divisor of"
+                f" {weight.shape[dim]}."
+            )
+    return plan
 
 
 def divide_layers(root: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Divide linear layers, embeddings and head over the mesh."""
-    plan = _tensor_plan(root)
-    if not plan:
-        raise ConfigError(
-            f"transformers has no plan of tensor parallelism for {type(root).__name__}; set"
-            " trainer.mesh.tp to 1."
-        )
-    if unknown := sorted({*plan.values()} - _STYLES):
-        raise ConfigError(
-            f"The plan of tensor parallelism for {type(root).__name__} uses {unknown[0]!r}, which"
-            " is not supported; set trainer.mesh.tp to 1."
-        )
+    plan = _checked_plan(root, tp=mesh.size())
     summed = {name for name, style in plan.items() if style == _SUMMED}
     apply_tensor_parallelism(root, mesh, {n: s for n, s in plan.items() if n not in summed})
     for name, module in root.named_modules():

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from millrace.core.completions import unknown_id
 from millrace.core.errors import ConfigError
+from millrace.models.attention.recurrent import begin_pass
 from millrace.models.sharding import inside
 from millrace.models.support import PROBE_ATTENTION
 
@@ -36,6 +37,7 @@ _MAX_UINT8_EXPERTS = 255  # one value of a byte is reserved for unknown routes
 _MAX_EXPERTS = 32767  # on a device int16 replaces uint16, which torch hardly supports
 _PROBE_TOKENS = 7
 _REMEDY = "set trainer.replay_routes to false"
+ROUTER_BIAS = "e_score_correction_bias"  # of scores; a buffer of DeepSeek-V3, GLM-4.5 and others
 
 
 class RoutingRule(Protocol):
@@ -146,6 +148,10 @@ class RouteReplay:
         return torch.stack([rule.penalty for rule in self._rules]).mean(0)
 
     @property
+    def num_routers(self) -> int:
+        return len(self._rules)
+
+    @property
     def has_probabilities(self) -> bool:
         return all(router.has_probabilities for router in self._routing.routers)
 
@@ -173,6 +179,15 @@ class _Replayed:
             self.penalty = (scores * self.costs).sum(-1)
         return self.chosen
 
+    def with_groups(self, scores: Tensor, *, num_experts: int) -> Tensor:
+        """Scores of groups of experts [T, G], of which a router chooses some before it chooses
+        experts (DeepSeek-V2): those of the recorded experts are the highest."""
+        if self.rows is None:
+            return scores
+        groups = self.rows.long().clamp_min(0) // (num_experts // scores.shape[1])
+        is_wanted = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, groups, self.rows >= 0)
+        return scores.masked_fill(is_wanted, torch.inf)
+
 
 class _TopkResult(NamedTuple):
     values: Tensor
@@ -192,13 +207,17 @@ class _TopkOverride(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         if not is_topk(func):
-            return result
+            return func(*args, **kwargs)
         scores = args[0] if args else kwargs["input"]
         top_k = args[1] if len(args) > 1 else kwargs["k"]
+        has_groups = scores.ndim == 2 and self.num_experts // scores.shape[1] > 1
+        if isinstance(self.rule, _Replayed) and has_groups:
+            own = func(self.rule.with_groups(scores, num_experts=self.num_experts), top_k)
+            return _TopkResult(scores.gather(-1, own[1]), own[1])
+        result = func(*args, **kwargs)
         if scores.ndim != 2 or scores.shape[1] != self.num_experts or top_k != self.top_k:
-            return result  # over groups of experts, for example
+            return result
         chosen = self.rule.choose(result[1], scores=scores)
         return _TopkResult(scores.gather(-1, chosen), chosen)
 
@@ -255,6 +274,39 @@ def check_aux_loss(replay: RouteReplay | None) -> None:
             "trainer.router_aux_loss needs routers that choose by softmax probabilities, and those"
             " of this model do not; set it to 0."
         )
+
+
+def check_bias_update(model: PreTrainedModel, replay: RouteReplay | None) -> None:
+    """Raise ConfigError unless each router has a bias that balances experts."""
+    if replay is None:
+        raise ConfigError(
+            "trainer.router_bias_rate needs a mixture of experts and trainer.replay_routes = true;"
+            " set it to 0."
+        )
+    if len(router_biases(model)) != replay.num_routers:
+        raise ConfigError(
+            "trainer.router_bias_rate needs routers with a balancing bias, as DeepSeek-V3 and"
+            f" GLM-4.5 have, and those of {type(model).__name__} have none; set it to 0."
+        )
+
+
+def router_biases(model: nn.Module) -> dict[str, Tensor]:
+    """The biases [E] that routers add to scores when they choose experts, by name, in the order of
+    the layers. They get no gradient."""
+    return {n: b for n, b in model.named_buffers() if n.rpartition(".")[2] == ROUTER_BIAS}
+
+
+def balance_experts(model: nn.Module, load: np.ndarray, *, rate: float) -> None:
+    """Raise the biases of experts that computed fewer tokens than the mean of their layer, and
+    lower the others, by `rate`: arXiv 2408.15664. `load` [layers, E]: tokens."""
+    for bias, row in zip(router_biases(model).values(), load, strict=True):
+        bias += rate * torch.from_numpy(np.sign(row.mean() - row)).to(bias)
+
+
+def policy_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What the weights of a policy consist of, by name: every parameter once, and the biases of its
+    routers."""
+    return {**dict(model.named_parameters()), **router_biases(model)}
 
 
 class _ExpertCall(NamedTuple):
@@ -331,6 +383,7 @@ def _calls(model: PreTrainedModel) -> list[_ExpertCall]:
         is_mixed = len({parameter.dtype for parameter in model.parameters()}) > 1
         mixed = torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=is_mixed)
         with torch.no_grad(), mixed, recorder:
+            begin_pass(model, None)
             inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
             inside(model, lambda: model.base_model(**inputs, use_cache=False))
     return recorder.calls

@@ -18,6 +18,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 import torch
@@ -75,10 +76,22 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    units = [(module, meshes.expert_fsdp) for module in experts]
-    for module, mesh in [*units, *((layer, meshes.fsdp) for layer in layers)]:
-        _make_unit(module, mesh=mesh, mp_policy=policy, ignored_params=vectors)
-    reshard = _make_unit(root, mesh=meshes.fsdp, ignored_params=vectors).reshard
+    # Alone, a rank has nothing to gather again in the backward pass. It keeps 16-bit copies of the
+    # layers until then, as autocast does; those of its experts may be large.
+    keeps = False if meshes.fsdp.size() == 1 else None
+    layer_options = {"mesh": meshes.fsdp, "reshard_after_forward": keeps}
+    parts = [
+        *((module, {"mesh": meshes.expert_fsdp}) for module in experts),
+        *((layer, layer_options) for layer in layers),
+    ]
+    units = [
+        _make_unit(module, mp_policy=policy, ignored_params=vectors, **options)
+        for module, options in parts
+    ]
+    for module, unit in zip([*experts, *layers], units, strict=True):
+        if expert_lists(module):
+            unit.set_reduce_scatter_unused_params(True)
+    units.append(_make_unit(root, mesh=meshes.fsdp, ignored_params=vectors))
     forward = root.forward
 
     def forward_or_compute(
@@ -90,22 +103,41 @@ def shard(
     root.forward = forward_or_compute
 
     def reshard_unless_backward_does(*_: Any) -> None:
-        """If the root stayed whole, the next pass would miss an update."""
+        """If a unit stayed whole, the next pass would miss an update."""
         if not torch.is_grad_enabled():
-            reshard()
+            for unit in units:
+                unit.reshard()
 
     root.register_forward_hook(reshard_unless_backward_does)
 
 
 def _check_experts(model: PreTrainedModel) -> None:
-    """A rank without tokens for an expert has no gradient of its weights. FSDP sums the gradients
-    of a unit in one piece, and would add those of different experts."""
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] == "experts" and isinstance(module, nn.ModuleList):
-            raise ConfigError(
-                f"{type(model).__name__} has a list of experts with weights of their own, which"
-                " several ranks cannot train yet; set trainer.ranks to 1."
-            )
+    """FSDP sums the gradients of a unit in one piece. If a rank has no tokens for an expert, it has
+    no gradient of it, and earlier versions of torch add the gradients of different experts."""
+    if expert_lists(model) and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ConfigError(
+            f"{type(model).__name__} has a list of experts with weights of their own, which"
+            f" several ranks cannot train with torch {version('torch')}; install torch 2.13, or set"
+            " trainer.ranks to 1."
+        )
+
+
+def expert_lists(model: nn.Module) -> list[nn.ModuleList]:
+    """Experts that are modules of their own. A pass uses those that have tokens."""
+    return [
+        module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "experts" and isinstance(module, nn.ModuleList)
+    ]
+
+
+def zero_unused_gradients(model: nn.Module) -> None:
+    """Give experts of a list that had no tokens on this rank a gradient of 0, so that all ranks sum
+    the same gradients."""
+    for experts in expert_lists(model):
+        for parameter in experts.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def _divide(model: PreTrainedModel, root: PreTrainedModel, meshes: ShardingMeshes) -> list[Any]:
@@ -120,9 +152,10 @@ def _divide(model: PreTrainedModel, root: PreTrainedModel, meshes: ShardingMeshe
     return divide_experts(root, ep=meshes.ep, tp=meshes.tp)
 
 
-def _make_unit(module: nn.Module, **options: Any) -> FSDPModule:
-    unit = fully_shard(module, **options)
-    unit.set_gradient_divide_factor(1.0)
+def _make_unit(module: nn.Module, *, mesh: DeviceMesh, **options: Any) -> FSDPModule:
+    unit = fully_shard(module, mesh=mesh, **options)
+    if mesh.size() > 1:  # alone, a rank would divide all gradients by 1
+        unit.set_gradient_divide_factor(1.0)
     # A factor would otherwise be fused with the sum, which gloo cannot do.
     unit.set_force_sum_reduction_for_comms(True)
     return unit
@@ -178,7 +211,10 @@ def gathered(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _host_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    """The same ranks for tensors on the host. It has the groups of `mesh`: all ranks would have to
+    make new ones together, and ranks have different meshes of tp and ep."""
+    groups, names = mesh.get_all_groups(), mesh.mesh_dim_names
+    return DeviceMesh.from_group(groups, "cpu", mesh.mesh, mesh_dim_names=names)
 
 
 def shard_like(tensor: Tensor, like: Tensor, *, device: torch.device | None = None) -> Tensor:

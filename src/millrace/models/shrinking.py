@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from millrace.models.directory import rope_tables
+from millrace.models.directory import chunk_limit, rope_tables
 
 VOCAB = 64
 SPECIAL_ID = 1  # of all special tokens
@@ -39,9 +39,14 @@ _SIZES = {
     "qk_nope_head_dim": _HEAD_DIM,
     "qk_head_dim": _HEAD_DIM + _ROTARY_DIM,
     "topk_group": 1,
+    "mamba_n_heads": 2 * _HEADS,
+    "mamba_num_heads": 2 * _HEADS,
+    "mamba_d_ssm": 2 * _HIDDEN,
+    "mamba_d_state": _HEAD_DIM,
 }
 _AT_MOST_TWO = (
     "num_experts_per_tok",
+    "num_experts_per_token",
     "moe_topk",
     "moe_k",
     "top_k_experts",
@@ -97,7 +102,8 @@ def chosen_layers(config: PreTrainedConfig) -> list[int]:
 def thresholds(config: PreTrainedConfig) -> list[int]:
     """Lengths within the model's limit beyond which it treats sequences differently, ascending."""
     config = config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
+    limits = (getattr(config, "max_position_embeddings", None), chunk_limit(config))
+    limit = min((limit for limit in limits if limit is not None), default=None)
     found = {value for name, value in vars(config).items() if _is_threshold(name, value)}
     found |= {rope[_IN_ROPE] for rope in rope_tables(config) if rope.get(_IN_ROPE)}
     return sorted(value for value in found if limit is None or value < limit)
@@ -163,6 +169,10 @@ def _small(name: str, value: Any, config: PreTrainedConfig) -> Any:
         return _HEAD_DIM if name == "head_dim" else _HEADS
     if not isinstance(value, int) or isinstance(value, bool) or name in _KEPT:
         return value
+    if name == "mamba_d_head":  # all heads together have the inner size
+        inner = getattr(config, "mamba_d_ssm", None) and _SIZES["mamba_d_ssm"]
+        inner = inner or int(getattr(config, "mamba_expand", 2) * _HIDDEN)
+        return inner // _SIZES["mamba_n_heads"]
     if name in _SIZES:
         return _SIZES[name]
     if "vocab" in name:

@@ -29,14 +29,18 @@ from transformers import (
 )
 
 from millrace.core.errors import ConfigError
+from millrace.models.attention.recurrent import fix_time_limits, mixers_of
 from millrace.models.directory import first_line, max_positions
 from millrace.models.logprobs import final_logits
 from millrace.models.shrinking import SPECIAL_ID, VOCAB, chosen_layers, shrunk, thresholds
 
 PROBE_ATTENTION = "millrace_probe"
 TOLERANCE = 1e-4  # of logprobs, in nats
-_SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
-_UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias", "indices", "block_indices")
+_UNSUPPORTED_LAYERS = {
+    "indexed_attention": "an indexer in its layers chooses the tokens that attention sees",
+    "compressed_sparse_attention": "its layers attend to compressed blocks of tokens",
+}
+_UNSUPPORTED_ARGUMENTS = ("position_bias", "indices", "block_indices")
 _BEYOND = 12  # tokens of the longest sequence after the last threshold
 # What forward passes raise that take other inputs, or have an attention or cache of their own.
 RUNNING_ERRORS = (TypeError, AttributeError, ValueError, RuntimeError, LookupError, AssertionError)
@@ -102,8 +106,8 @@ def _tested(case: _Case) -> str | None:
     with torch.random.fork_rng(devices=[]):
         try:
             layers = getattr(case.config.get_text_config(), "layer_types", None) or []
-            if unknown := sorted(set(layers) - _SUPPORTED_LAYERS):
-                return f"it has layers of type {unknown[0]!r}"
+            if unknown := sorted(_UNSUPPORTED_LAYERS.keys() & layers):
+                return _UNSUPPORTED_LAYERS[unknown[0]]
             model = _random_model(case, num_layers=None)
             _plain_logits(model, np.arange(3))
         except (*RUNNING_ERRORS, ImportError) as error:
@@ -111,7 +115,7 @@ def _tested(case: _Case) -> str | None:
         if model.get_output_embeddings() is None:
             return "it has no language-model head"
         calls = _attention_calls(model)
-        if not calls:
+        if not calls and not mixers_of(model):
             return (
                 "its attention does not go through transformers' AttentionInterface with all"
                 " arguments"
@@ -145,11 +149,13 @@ def _random_model(case: _Case, *, num_layers: int | None) -> PreTrainedModel:
             parameter.copy_(noise * 1.5 * parameter.shape[-1] ** -0.5)
         else:
             parameter.add_(noise * 0.1)
+    name_backbone(model)
     return model.eval()
 
 
 def _difference(case: _Case, model: PreTrainedModel) -> float:
     """The largest difference to a logprob of transformers; infinite if the model does not run."""
+    fix_time_limits(model)
     plain = copy.deepcopy(model)
     limit = max_positions(model.config.get_text_config())
     reach = max(thresholds(model.config), default=0) + _BEYOND
@@ -215,7 +221,7 @@ def _attention_calls(model: PreTrainedModel) -> list[_Call]:
 
 def _reason(case: _Case, calls: list[_Call]) -> str:
     """What explains a difference, as the end of a sentence."""
-    _, most = Counter(call.layer for call in calls).most_common(1)[0]
+    most = max(Counter(call.layer for call in calls).values(), default=0)
     if most > 1:
         return f", because a layer calls attention {most} times"
     window = getattr(case.config.get_text_config(), "sliding_window", None)
@@ -226,6 +232,12 @@ def _reason(case: _Case, calls: list[_Call]) -> str:
     if not is_close(final_logits(model, hidden), _plain_logits(model, tokens), dtype=torch.float32):
         return ", because its logits are not the product of its hidden states and its head"
     return ""
+
+
+def name_backbone(model: PreTrainedModel) -> None:
+    """Make base_model the model without its head: Llama 4 names a module that it lacks."""
+    if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
+        vars(model)["base_model_prefix"] = "model"
 
 
 def is_close(ours: Tensor, theirs: Tensor, *, dtype: torch.dtype, min_scale: float = 0.0) -> bool:
@@ -264,8 +276,9 @@ def _attend_to_self(
 
 
 def fix_rotary_factors(model: nn.Module) -> None:
-    """Keep rotary factors that would follow the longest sequence of a pass. Within max_positions()
-    they never change, and to look at that sequence means to wait for the device."""
+    """Keep rotary factors that would follow the longest sequence of a pass, and scales that would
+    follow a token's place in it (Llama 4). Within max_positions() they never change, and to look at
+    that sequence means to wait for the device."""
 
     def fixed(kind: str) -> str:
         return "default" if kind == "longrope" or "dynamic" in kind else kind
@@ -276,6 +289,8 @@ def fix_rotary_factors(model: nn.Module) -> None:
             vars(module)["rope_type"] = fixed(kind)
         elif isinstance(kind, dict):  # by type of layer
             vars(module)["rope_type"] = {layer: fixed(own) for layer, own in kind.items()}
+        if hasattr(module, "attn_temperature_tuning"):
+            vars(module)["attn_temperature_tuning"] = False
 
 
 def register_attention(name: str, function: Callable[..., tuple[Tensor, Any]]) -> None:

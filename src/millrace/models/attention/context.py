@@ -62,6 +62,9 @@ class ContextGroup:
             for part, x in zip(split, tensors, strict=True)
         ]
 
+    def own_heads(self, of_heads: Tensor) -> Tensor:  # [H] -> [H / cp]
+        return of_heads.chunk(self.size)[self._index]
+
     def to_rows(self, heads: Tensor) -> Tensor:
         """All rows of own heads [T, H / cp, D] -> own rows of all heads [n, H, D]."""
         own = _exchange(heads.flatten(1), self, len(heads), False)

@@ -8,6 +8,8 @@ The backward pass gives each call the merged output and the merged log-sum-exp. 
 P = exp(s - lse), a kernel's gradient of a score is P * (dP - rowsum(dO * O)). It needs nothing else
 of the forward pass, so with the merged values each call gives exactly its share of the gradient.
 
+A sink, one more score per head whose value is 0, is merged in the same way (GPT-OSS).
+
 Both passes are custom operators, so a compiled layer contains each as one node.
 
 T = rows, H = heads, D = head size, O = own rows of all families.
@@ -117,21 +119,33 @@ def attend_forward(
     k: Tensor,  # [T, H_kv, D]
     v: Tensor,  # [T, H_kv, D]
     calls: AttentionCalls,
+    sinks: Tensor | None = None,  # [H]
 ) -> tuple[Tensor, Tensor]:
     """Output [T, H, D] and its log-sum-exp [H, T]."""
     within_segments, to_parents, shared, own = calls
     out, lse = kernel.forward(q, k, v, within_segments)
-    if to_parents is None:
-        return out, lse
-    parent, parent_lse = kernel.forward(q[own], k[shared], v[shared], to_parents)
-    within_lse = lse[:, own]
-    merged = torch.logaddexp(within_lse, parent_lse)  # [H, O]
-    within_share, parent_share = (
-        (part - merged).exp().t()[:, :, None] for part in (within_lse, parent_lse)
-    )
-    out[own] = (out[own] * within_share + parent * parent_share).to(out.dtype)
-    lse[:, own] = merged
-    return out, lse
+    if to_parents is not None:
+        parent, parent_lse = kernel.forward(q[own], k[shared], v[shared], to_parents)
+        within_lse = lse[:, own]
+        merged = torch.logaddexp(within_lse, parent_lse)  # [H, O]
+        within_share, parent_share = (
+            (part - merged).exp().t()[:, :, None] for part in (within_lse, parent_lse)
+        )
+        out[own] = (out[own] * within_share + parent * parent_share).to(out.dtype)
+        lse[:, own] = merged
+    return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [T, H, D] and log-sum-exp [H, T] with a further score per head [H], of value 0."""
+    merged = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return (out * (lse - merged).exp().t()[:, :, None]).to(out.dtype), merged
+
+
+def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:  # [H]
+    """`out` and `lse` are those of add_sinks()."""
+    share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # [H, T]
+    return -(share * (grad * out).sum(-1, dtype=lse.dtype).t()).sum(1).to(sinks.dtype)
 
 
 def attend_backward(kernel: FlashKernel, *tensors: Tensor, calls: AttentionCalls) -> Gradients:
@@ -162,8 +176,10 @@ def flash_attention(
     sizes: list[int],
     window: int | None,
     scale: float,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    return attend_forward(FlashKernel(), q, k, v, AttentionCalls.of(spans, sizes, window, scale))
+    calls = AttentionCalls.of(spans, sizes, window, scale)
+    return attend_forward(FlashKernel(), q, k, v, calls, sinks)
 
 
 @torch.library.custom_op("millrace::flash_attention_backward", mutates_args=(), device_types="cuda")
@@ -195,14 +211,15 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, spans, *ctx.args = inputs
-    ctx.save_for_backward(q, k, v, *output, *spans)
+    q, k, v, spans, *ctx.args, sinks = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks, *spans)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    q, k, v, out, lse, *spans = ctx.saved_tensors
+    q, k, v, out, lse, sinks, *spans = ctx.saved_tensors
     grads = flash_attention_backward(grad, q, k, v, out, lse, spans, *ctx.args)
-    return *grads, [None] * len(spans), None, None, None
+    of_sinks = None if sinks is None else sink_gradient(grad, out, lse, sinks)
+    return *grads, [None] * len(spans), None, None, None, of_sinks
 
 
 flash_attention.register_autograd(_differentiate, setup_context=_save)

@@ -4,6 +4,7 @@ It is made once per microbatch and used by every layer, in two forms for two kin
 - spans, for variable-length kernels;
 - blocks, for attention over padded rectangles; every row is a query in exactly one block. They are
   built when the first layer needs them.
+Layers with a recurrent state use a third one, whole sequences.
 
 A segment that continues a shared prefix has that prefix as its parent: it attends to all rows of
 the parent and to its own earlier rows. A parent and its children are a family. Parents come first,
@@ -76,6 +77,14 @@ class SharedSpans:
     num_own: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class WholeSequences:
+    """Every segment behind its parent, in groups that are padded at the end to equal lengths."""
+
+    rows: tuple[Tensor, ...]  # [b, L] int64 each; padding points at row 0
+    place_of_row: Tensor  # [T] int64; in all groups end to end
+
+
 class PackedLayout:
     """Used by one thread."""
 
@@ -125,6 +134,24 @@ class PackedLayout:
             query_of_row=self._tensor(query_of_row),
             is_padding=self._tensor(is_padding),
             row_of_key=None if row_of_key is None else self._tensor(row_of_key),
+        )
+
+    @cached_property
+    def sequences(self) -> WholeSequences:
+        parents = [np.empty(0, np.int64) if p < 0 else self._rows(p) for p in self.parents]
+        whole = [np.concatenate([p, self._rows(n)]) for n, p in enumerate(parents)]
+        groups: list[np.ndarray] = []
+        place_of_row, start = np.empty(self.num_rows, np.int64), 0
+        for members in bucketed(np.array([len(rows) for rows in whole])):
+            longest = len(whole[members[0]])
+            groups.append(_padded([whole[n] for n in members], longest))
+            for number, n in enumerate(members):
+                own = np.arange(len(parents[n]), len(whole[n]))
+                place_of_row[self._rows(n)] = start + number * longest + own
+            start += groups[-1].size
+        return WholeSequences(
+            rows=tuple(self._tensor(rows.clip(0)) for rows in groups),
+            place_of_row=self._tensor(place_of_row),
         )
 
     def _spans_of_families(self) -> SharedSpans:

@@ -2,8 +2,8 @@
 
 Promise: a row attends only to its segment and that segment's parent, and scores of unrelated
 segments are never computed: memory grows with the sum of squared lengths at worst, not with the
-square of the sum. Window, softcap, scaling and grouped-query heads are supported. Dropout is not,
-because the trainer must reproduce the distribution that was sampled.
+square of the sum. Window, softcap, sinks, scaling and grouped-query heads are supported. Dropout is
+not, because the trainer must reproduce the distribution that was sampled.
 
 On CUDA in bfloat16 or float16 a flash kernel takes the packed segments. Everywhere else, and for
 features that the kernel lacks, segments of similar length are padded at the end and computed
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from millrace.models.attention.context import ContextGroup
 from millrace.models.attention.flash import flash_attention, flash_obstacle, flattened
 from millrace.models.attention.layout import Block, PackedLayout
+from millrace.models.exact.attention import ScoreRules, Tiles, attend_packed
 from millrace.models.support import register_attention
 
 PACKED_ATTENTION = "millrace_packed"
@@ -59,9 +60,11 @@ def packed_attention(
     *,
     layout: PackedLayout,
     context: ContextGroup | None = None,  # None = one rank has all rows
+    tiles: Tiles | None = None,  # of exact mode
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,  # [H]; sinks: one more score per head, whose value is 0
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The signature transformers calls; returns [1, T, H, D_v]. With context parallelism, T are the
@@ -73,15 +76,19 @@ def packed_attention(
         packed = [x.to(torch.get_autocast_dtype("cuda")) for x in packed]
     if context is not None:
         packed = context.to_heads(*packed, num_rows=layout.num_rows)
+        s_aux = None if s_aux is None else context.own_heads(s_aux)
     q, k, v = packed
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    if tiles is not None:
+        rules = ScoreRules(scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+        return attend_packed(q, k, v, tiles, rules, layout=layout)[None], None
     obstacle = "the tensors are not on a GPU"
     if query.is_cuda:
         obstacle = packed_obstacle(q, k, v, layout=layout, window=sliding_window, softcap=softcap)
     if obstacle is None:
-        out, _ = flash_attention(q, k, v, *flattened(layout), sliding_window, scale)
+        out, _ = flash_attention(q, k, v, *flattened(layout), sliding_window, scale, s_aux)
     else:
-        options = (layout, scale, sliding_window, softcap, obstacle)
+        options = (layout, scale, sliding_window, softcap, s_aux, obstacle)
         out: Any = _attend_in_blocks(q, k, v, *options)  # pyright: ignore[reportCallIssue]
     if context is not None:
         out = context.to_rows(out)
@@ -127,6 +134,7 @@ def _attend_in_blocks(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
     obstacle: str,
 ) -> Tensor:
     """[T, H, D] of each -> [T, H, D_v]; `obstacle` is why the flash kernel is not used."""
@@ -146,7 +154,8 @@ def _attend_in_blocks(
     outputs = []
     for block, *inputs in zip(blocks.blocks, *parts, strict=True):
         q, k, v = (x.unflatten(0, (block.shape[0], -1)).transpose(1, 2) for x in inputs)
-        out = attend(q, k, v, block=block, scale=scale, window=window, softcap=softcap)
+        scores = {"scale": scale, "softcap": softcap, "sinks": sinks}
+        out = attend(q, k, v, block=block, window=window, **scores)
         outputs.append(out.transpose(1, 2).flatten(0, 1))  # [b * Q, H, D_v]
     return _Gather.apply(torch.cat(outputs), *indices[::-1], blocks.is_padding)
 
@@ -160,17 +169,19 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention within each rectangle of one block; [b, H, Q, D_v]."""
     _, num_queries, num_keys = block.shape
     if window is not None and window >= num_keys:
         window = None
+    scores = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    is_plain = window is None and softcap is None and sinks is None
     if block.mask is not None:
-        if window is None and softcap is None:
+        if is_plain:
             return _sdpa(q, k, v, attn_mask=block.mask.bias.to(q.dtype), scale=scale)
-        visible = _visible(block.mask.behind, window)
-        return attend_masked(q, k, v, visible=visible, scale=scale, softcap=softcap)
-    if window is None and softcap is None and num_queries == num_keys:
+        return attend_masked(q, k, v, visible=_visible(block.mask.behind, window), **scores)
+    if is_plain and num_queries == num_keys:
         return _sdpa(q, k, v, is_causal=True, scale=scale)
     parts = []
     before = num_keys - num_queries  # keys that precede the first query
@@ -181,8 +192,7 @@ def attend(
         behind = at - torch.arange(first, before + end, device=q.device)  # [queries, keys]
         keys = slice(first, before + end)
         part = (q[:, :, begin:end], k[:, :, keys], v[:, :, keys])
-        visible = _visible(behind, window)
-        parts.append(attend_masked(*part, visible=visible, scale=scale, softcap=softcap))
+        parts.append(attend_masked(*part, visible=_visible(behind, window), **scores))
     return torch.cat(parts, dim=2)
 
 
@@ -191,16 +201,27 @@ def _visible(behind: Tensor, window: int | None) -> Tensor:
 
 
 def attend_masked(
-    q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention where `visible` (broadcast over heads) is True; softcap bounds the scores."""
-    if softcap is None:
+    if softcap is None and sinks is None:
         return _sdpa(q, k, v, attn_mask=visible, scale=scale)
     grouped = q.unflatten(1, (k.shape[1], -1))  # heads that share keys side by side
     scores = torch.matmul(grouped, k[:, :, None].transpose(-1, -2)) * scale
-    scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~visible.unsqueeze(-3), -torch.inf)
-    weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~visible.unsqueeze(-3), -torch.inf).float()
+    if sinks is not None:
+        column = sinks.float().view(k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
     return torch.matmul(weights, v[:, :, None]).flatten(1, 2)
 
 

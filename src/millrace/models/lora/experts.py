@@ -1,6 +1,7 @@
 """LoRA of experts: the factors of every expert of a layer, multiplied group by group.
 
-transformers keeps the experts of a layer as two 3-D parameters of one module. An adapter of such a
+transformers keeps the experts of a layer as two 3-D parameters of one module, some transposed and
+with biases (GPT-OSS). An adapter of such a
 parameter has an A and a B for each expert, in one tensor each. forward_with_lora replaces the
 forward function of the module: it computes what transformers computes and adds (x Aᵀ) Bᵀ to each
 grouped product. The trainer and unmerged adapters of engines use the same function.
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from millrace.core.errors import ConfigError
 from millrace.models.sharding import local_part
 
-EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # [E, O, I] each; in the order of their use
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # [E, O, I] or [E, I, O]; in the order of their use
 _ALIGNED = 8  # on a GPU, grouped products need rows of a multiple of 16 bytes
 
 
@@ -37,9 +38,10 @@ class ExpertUpdate(Protocol):
 class TrainedUpdate(nn.Module):
     """The factors of one expert weight in training. B is 0: a new adapter changes nothing."""
 
-    def __init__(self, weight: Tensor, *, rank: int, scale: float) -> None:
+    def __init__(self, weight: Tensor, *, shape: tuple[int, ...], rank: int, scale: float) -> None:
+        """`shape`: [E, O, I] of the weight."""
         super().__init__()
-        num_experts, num_out, num_in = weight.shape
+        num_experts, num_out, num_in = shape
         kind = {"dtype": torch.float32, "device": weight.device}
         a = torch.empty(num_experts, rank, num_in, **kind)
         nn.init.uniform_(a, -(num_in**-0.5), num_in**-0.5)  # as PEFT initializes it
@@ -113,7 +115,11 @@ def forward_with_lora(module: Any, hidden: Tensor, indices: Tensor, weights: Ten
     def product(name: str, x: Tensor) -> Tensor:
         weight = getattr(module, name)
         x = x.to(weight.dtype)
+        if is_transposed(module):
+            weight = weight.transpose(-2, -1)
         output = grouped(x, weight, offsets)
+        if (bias := getattr(module, f"{name}_bias", None)) is not None:
+            output = output + bias[experts.clamp(max=module.num_experts - 1)]
         if name in module.expert_updates:
             output = module.expert_updates[name].add(output, x, offsets=offsets, tokens=tokens)
         return own(output)
@@ -130,6 +136,11 @@ def grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
 
 
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the weights of experts are [E, I, O], not [E, O, I]."""
+    return getattr(module, "is_transposed", False)
+
+
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of experts, by name, whose weights are 3-D parameters."""
     return {
@@ -143,9 +154,10 @@ def check_adaptable(modules: Iterable[nn.Module]) -> None:
     """Raise ConfigError unless forward_with_lora computes what these experts compute."""
     for module in modules:
         own = {name: p.ndim for name, p in module.named_parameters(recurse=False)}
-        is_plain = own == dict.fromkeys(EXPERT_WEIGHTS, 3) and hasattr(module, "_apply_gate")
-        is_other = getattr(module, "is_transposed", False)
-        if not is_plain or is_other or getattr(module, "has_post_expert_norm", False):
+        biases = {f"{name}_bias": 2 for name in EXPERT_WEIGHTS} if len(own) > 2 else {}
+        is_plain = own == {**dict.fromkeys(EXPERT_WEIGHTS, 3), **biases}
+        is_gated = hasattr(module, "_apply_gate")
+        if not is_plain or not is_gated or getattr(module, "has_post_expert_norm", False):
             raise ConfigError(
                 f"[lora] cannot adapt {type(module).__name__}, whose weights have another layout;"
                 " list the linear layers to adapt in lora.target_modules."

@@ -19,7 +19,12 @@ from transformers import PreTrainedModel
 
 from millrace.config import ALL_LINEAR, LoraConfig
 from millrace.core.errors import ConfigError
-from millrace.models.lora.experts import check_adaptable, expert_modules
+from millrace.models.lora.experts import (
+    EXPERT_WEIGHTS,
+    check_adaptable,
+    expert_modules,
+    is_transposed,
+)
 
 
 def require_peft() -> None:
@@ -55,6 +60,7 @@ class Adapter:
     rank: int
     scale: float  # of B A
     is_dora: bool = False
+    transposed: frozenset[str] = frozenset()  # layers of experts whose weights are [E, I, O]
     tensors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # {} = not loaded yet
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -69,11 +75,29 @@ class Adapter:
         """The name of the parameter that a layer's adapter changes."""
         return layer if len(self.layers[layer]) == 3 else f"{layer}.weight"
 
+    def merged(
+        self,
+        layer: str,
+        weight: Tensor,
+        tensors: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """A layer's weight with an adapter of these tensors merged, of its shape. DoRA needs the
+        norms of float32 weights and ignores `dtype`."""
+        dtype = torch.float32 if self.is_dora else dtype
+        factors = factors_of(tensors, layer, dora=self.is_dora).to(weight.device, dtype)
+        if layer in self.transposed:
+            return merged(weight.mT, factors, scale=self.scale).mT.contiguous()
+        return merged(weight, factors, scale=self.scale)
+
 
 def adapter_of(model: PreTrainedModel, lora: LoraConfig) -> Adapter:
     """The adapter that these settings describe, without tensors."""
+    layers = adapted_layers(model, lora)
     return Adapter(
-        layers=adapted_layers(model, lora),
+        layers=layers,
+        transposed=transposed_layers(model).intersection(layers),
         rank=lora.rank,
         scale=scale_of(lora.alpha, rank=lora.rank, rslora=lora.rslora),
         is_dora=lora.dora,
@@ -89,8 +113,16 @@ def adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
         if type(module) is nn.Linear and module is not head
     }
     for name, module in expert_modules(model).items():
-        layers |= {f"{name}.{n}": tuple(p.shape) for n, p in module.named_parameters(recurse=False)}
+        for weight, p in module.named_parameters(recurse=False):
+            if p.ndim == 3:
+                layers[f"{name}.{weight}"] = tuple((p.mT if is_transposed(module) else p).shape)
     return layers
+
+
+def transposed_layers(model: PreTrainedModel) -> frozenset[str]:
+    """The layers of experts whose weights are [E, I, O]."""
+    modules = [name for name, module in expert_modules(model).items() if is_transposed(module)]
+    return frozenset(f"{name}.{weight}" for name in modules for weight in EXPERT_WEIGHTS)
 
 
 def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
@@ -140,9 +172,10 @@ def scale_of(alpha: float, *, rank: int, rslora: bool) -> float:
 
 
 def merged(weight: Tensor, factors: Factors, *, scale: float) -> Tensor:
-    """The layer's weight with the adapter merged, of the weight's shape, float32."""
+    """The layer's weight with the adapter merged, of the weight's shape, in the dtype of the
+    factors."""
     product = torch.addmm if weight.ndim == 2 else torch.baddbmm
-    updated = product(weight.float(), factors.b, factors.a, alpha=scale)
+    updated = product(weight.to(factors.b.dtype), factors.b, factors.a, alpha=scale)
     if factors.magnitude is None:
         return updated
     return updated * gain(updated, factors.magnitude)[:, None]

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from millrace.config import LoraConfig
 from millrace.core.errors import CheckpointError
 from millrace.models.lora.experts import TrainedUpdate, add_update
-from millrace.models.lora.factors import adapter_of, factors_of, merged, require_peft, tensor_names
+from millrace.models.lora.factors import adapter_of, require_peft, tensor_names
 from millrace.models.lora.folders import NAME_PREFIX, WEIGHTS_FILE, read_checkpoint
 from millrace.models.lora.peft_layout import to_peft
 from millrace.models.sharding import shard_like, whole, whole_units
@@ -99,8 +99,12 @@ class TrainedAdapter:
         updates: dict[str, TrainedUpdate] = {}
         for name in names:
             module, _, weight = name.rpartition(".")
+            own = self._adapter
             updates[name] = TrainedUpdate(
-                self._model.get_parameter(name), rank=self._adapter.rank, scale=self._adapter.scale
+                self._model.get_parameter(name),
+                shape=own.layers[name],
+                rank=own.rank,
+                scale=own.scale,
             )
             add_update(self._model.get_submodule(module), weight, updates[name])
         return updates
@@ -150,8 +154,8 @@ class TrainedAdapter:
         for name in sorted(saved.keys() | own.keys()):
             if name not in saved or name not in own or saved[name].shape != own[name].shape:
                 raise CheckpointError(
-                    f"The adapter in {str(folder)!r} does not match [lora]: they differ in"
-                    f" {name!r}; resume with the settings it was trained with."
+                    f"The adapter in {str(folder)!r} does not match the model and [lora]: they"
+                    f" differ in {name!r}; resume with those it was trained with."
                 )
             own[name].copy_(shard_like(saved[name], own[name]))
 
@@ -169,9 +173,8 @@ class TrainedAdapter:
             if name not in layers:
                 weights[name] = tensor
                 continue
-            factors = factors_of(tensors, layers[name], dora=adapter.is_dora)
             with torch.no_grad():
-                value = merged(whole(tensor), factors, scale=adapter.scale).to(tensor.dtype)
+                value = adapter.merged(layers[name], whole(tensor), tensors).to(tensor.dtype)
             weights[name] = shard_like(value, tensor, device=torch.device("cpu"))
         return weights
 

@@ -1,0 +1,257 @@
+"""Attention that adds in the same order for a token, however its sequence is cut and batched.
+
+The keys of a sequence are read in blocks that begin at its first token. A block that a query does
+not see adds exact zeros, so a query gets the same bits in a prefill chunk, in a decode step and in
+a packed microbatch. Queries of one sequence lie in tiles of a constant size, as rows of the same
+products. Keys are found through a table, which lists blocks of a KV cache or rows of a microbatch.
+
+T = rows of a pass, N = tiles, Q = queries of a tile, S = sequences, H = query heads, K = KV heads,
+G = query heads per KV head, D and E = head sizes of keys and values, B = keys of a block.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from millrace.core.errors import ConfigError
+from millrace.models.attention.flash import (
+    AttentionCalls,
+    FlashKernel,
+    attend_backward,
+    flash_obstacle,
+    flattened,
+)
+from millrace.models.attention.layout import PackedLayout
+from millrace.models.exact.products import refuse
+
+_CPU_QUERIES = 8
+_CPU_KEYS = 64  # of a block
+CUDA_QUERIES = 16
+
+
+class KeyTables(NamedTuple):
+    """Where the keys of sequences are: the token at position p of sequence s has the slot
+    entries[offsets[s] + p // block_tokens] * block_tokens + p % block_tokens."""
+
+    entries: Tensor  # [...] int64
+    offsets: Tensor  # [S] int64
+    block_tokens: int
+
+    def slots(self, sequences: Tensor, positions: Tensor) -> Tensor:
+        """[N, B] of sequences [N] and positions [N, B]."""
+        block, within = positions // self.block_tokens, positions % self.block_tokens
+        return self.entries[self.offsets[sequences][:, None] + block] * self.block_tokens + within
+
+
+class Tiles(NamedTuple):
+    """Tiles of queries: consecutive rows of one sequence each."""
+
+    sequences: Tensor  # [N] int64
+    rows: Tensor  # [N] int64; the first of each
+    counts: Tensor  # [N] int64; 0 = idle
+    positions: Tensor  # [N] int64; of the first query, from the first token of its sequence
+    tables: KeyTables
+    size: int  # queries that a tile has room for
+
+    @classmethod
+    def of(
+        cls, starts: np.ndarray, counts: np.ndarray, *, tables: KeyTables, device: torch.device
+    ) -> "Tiles":
+        """Rows end to end: sequence s has counts[s] queries, the first at position starts[s]."""
+        size = CUDA_QUERIES if device.type == "cuda" else _CPU_QUERIES
+        num_tiles = -(-counts // size)
+        own = np.repeat(np.arange(len(counts)), num_tiles)
+        within = np.arange(len(own)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+        first = within * size
+        columns = (
+            *(own, (np.cumsum(counts) - counts)[own] + first),
+            *(np.minimum(counts[own] - first, size), starts[own] + first),
+        )
+        numbers = np.stack(columns).astype(np.int64)
+        sequences, rows, lengths, positions = torch.from_numpy(numbers).to(device)
+        return cls(sequences, rows, lengths, positions, tables, size)
+
+    @classmethod
+    def single(cls, positions: Tensor, lengths: Tensor, *, tables: Tensor, block: int) -> "Tiles":
+        """One query per row, the last of `lengths` [B] tokens; 0 = idle. `tables` [B, W]: blocks of
+        `block` tokens. Runs inside CUDA graphs."""
+        numbers = torch.arange(len(lengths), device=lengths.device)
+        found = KeyTables(tables.flatten(), numbers * tables.shape[1], block)
+        return cls(numbers, numbers, (lengths > 0).long(), positions, found, 1)
+
+    @classmethod
+    def packed(cls, layout: PackedLayout, device: torch.device) -> "Tiles":
+        """Of a microbatch: a segment follows its parent."""
+        lengths, parents = layout.lengths, layout.parents
+        begins = np.cumsum(lengths) - lengths
+        starts = np.where(parents >= 0, lengths[parents], 0)
+        rows = [np.arange(n) + b for n, b in zip(lengths, begins, strict=True)]
+        keys = [
+            np.concatenate([rows[p], own]) if p >= 0 else own
+            for p, own in zip(parents.tolist(), rows, strict=True)
+        ]
+        ends = np.cumsum(starts + lengths)
+        numbers = (np.concatenate(keys), ends - starts - lengths)
+        entries, offsets = (torch.from_numpy(n.astype(np.int64)).to(device) for n in numbers)
+        tables = KeyTables(entries, offsets, 1)
+        return cls.of(starts, lengths, tables=tables, device=device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreRules:
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.sinks is not None:
+            refuse("attention sinks")
+
+
+def store(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write rows [T, K, D + E] to their slots [T] of a cache; a slot of -1 drops its row."""
+    with torch._C.DisableTorchFunction():
+        if cache.is_cuda:
+            from millrace.models.exact import attention_kernels
+
+            attention_kernels.store(cache, slots, rows)
+        else:
+            cache[slots[slots >= 0]] = rows[slots >= 0]
+
+
+def attend(
+    query: Tensor,  # [T, H, D]
+    key: Tensor,  # [slots, K, D]
+    value: Tensor,  # [slots, K, E]
+    tiles: Tiles,
+    rules: ScoreRules,
+) -> Tensor:  # [T, H, E]
+    """Attention of every row; differentiable on a CPU."""
+    with torch._C.DisableTorchFunction():
+        if query.is_cuda:
+            from millrace.models.exact import attention_kernels
+
+            return attention_kernels.attend(query, key, value, tiles, rules)[0]
+        return _attend_on_cpu(query, key, value, tiles, rules)
+
+
+def _attend_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, rules: ScoreRules
+) -> Tensor:
+    num_heads, groups = query.shape[1], query.shape[1] // key.shape[1]
+    last = (tiles.positions + tiles.counts - 1).clamp_min(0)
+    # Tiles with the most keys come first, so that those with a block are a slice.
+    order = last.argsort(descending=True)
+    sequences, rows, counts, positions = (x[order] for x in tiles[:4])
+    last = last[order]
+    columns = torch.arange(tiles.size)
+    within = torch.minimum(columns, (counts - 1).clamp_min(0)[:, None])  # [N, Q]
+    places = positions[:, None] + within
+    # [N, K, G * Q, D]
+    grouped = query[rows[:, None] + within].unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4)
+    grouped = grouped.flatten(2, 3).float()
+    scores, values = [], []
+    for begin in range(0, int(last.max()) + 1, _CPU_KEYS):
+        num = int((last >= begin).sum())
+        at = begin + torch.arange(_CPU_KEYS)
+        slots = tiles.tables.slots(sequences[:num], torch.minimum(at, last[:num, None]))
+        behind = places[:num, :, None] - at  # [n, Q, B]
+        seen = behind >= 0 if rules.window is None else (behind >= 0) & (behind < rules.window)
+        keys = key[slots].float().permute(0, 2, 3, 1)  # [n, K, D, B]
+        products = _batched(grouped[:num], keys) * rules.scale
+        if rules.softcap is not None:
+            products = torch.tanh(products / rules.softcap) * rules.softcap
+        hidden = ~seen[:, None].repeat(1, 1, groups, 1)
+        scores.append(products.masked_fill(hidden, -torch.inf))
+        values.append(value[slots].float().transpose(1, 2))  # [n, K, B, E]
+    most = torch.full(grouped.shape[:3], -torch.inf)
+    for part in scores:
+        most[: len(part)] = torch.maximum(most[: len(part)], part.detach().amax(-1))
+    total: Any = 0
+    for part, own in zip(scores, values, strict=True):
+        weights = (part - most[: len(part), ..., None]).exp()
+        sums = torch.cat([_batched(weights, own), weights.sum(-1, keepdim=True)], -1)
+        total = total + torch.nn.functional.pad(sums, (0, 0) * 3 + (0, len(order) - len(part)))
+    output = (total[..., :-1] / total[..., -1:]).unflatten(2, (groups, -1))  # [N, K, G, Q, E]
+    output = output.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, value.shape[2])
+    result = torch.zeros(len(query), num_heads, value.shape[2])
+    is_real = (columns < counts[:, None]).flatten()
+    return result.index_copy(0, (rows[:, None] + within).flatten()[is_real], output[is_real]).to(
+        value.dtype
+    )
+
+
+def _batched(a: Tensor, b: Tensor) -> Tensor:
+    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
+
+
+def attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tiles: Tiles,
+    rules: ScoreRules,
+    *,
+    layout: PackedLayout,
+) -> Tensor:
+    """As attend(), of a microbatch: T rows of each; differentiable."""
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    with torch._C.DisableTorchFunction():
+        if query.is_cuda:
+            _check_gradient(query, value, layout, rules)
+            return _PackedAttention.apply(query, key, value, layout, tiles, rules)
+        return _attend_on_cpu(query, key, value, tiles, rules)
+
+
+def _check_gradient(q: Tensor, v: Tensor, layout: PackedLayout, rules: ScoreRules) -> None:
+    num_kv_heads = v.shape[1]
+    obstacle = flash_obstacle(
+        q.dtype,
+        head_dims=(q.shape[-1], v.shape[-1]),
+        is_capped=rules.softcap is not None,
+        on_flash_gpu=layout.on_flash_gpu,
+    )
+    if q.shape[1] > 16 * num_kv_heads:
+        obstacle = "more than 16 query heads share a KV head"
+    if rules.window is not None and layout.families is not None:
+        obstacle = "the model's window is shorter than the sequences, which share prefixes"
+    if obstacle is not None:
+        raise ConfigError(
+            f"fidelity.mode = 'exact' needs the flash kernel on a GPU, which cannot be used because"
+            f" {obstacle}; set fidelity.mode to 'fast'."
+        )
+
+
+class _PackedAttention(torch.autograd.Function):
+    """On CUDA; the backward pass is that of the flash kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: PackedLayout,
+        tiles: Tiles,
+        rules: ScoreRules,
+    ) -> Tensor:
+        from millrace.models.exact import attention_kernels
+
+        output, lse = attention_kernels.attend(query, key, value, tiles, rules)
+        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.layout, ctx.rules = layout, rules
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Any, ...]:
+        calls = AttentionCalls.of(*flattened(ctx.layout), ctx.rules.window, ctx.rules.scale)
+        tensors = (grad.contiguous(), *ctx.saved_tensors)
+        return *attend_backward(FlashKernel(), *tensors, calls=calls), None, None, None

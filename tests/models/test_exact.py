@@ -1,0 +1,111 @@
+"""Building blocks of exact mode on a CPU: a row gets the same bits in every batch."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from millrace.core.errors import ConfigError
+from millrace.models.attention.layout import PackedLayout
+from millrace.models.attention.packed import packed_attention
+from millrace.models.exact.attention import KeyTables, ScoreRules, Tiles, attend, attend_packed
+from millrace.models.exact.mode import ExactMode, check_exact
+
+CPU = torch.device("cpu")
+ROWS = 70
+BATCHES = ([3], [69, 0], range(5, 22), range(33), range(69, -1, -1))
+
+
+def weight(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + sum(shape)))
+
+
+FUNCTIONS = {
+    "wide product": lambda x: F.linear(x, weight(37, 700)),
+    "product with a vector": lambda x: F.linear(x, weight(1, 700), weight(1)),
+    "head": lambda x: torch.mm(x, weight(90, 700).t()),
+    "silu": F.silu,
+    "tanh gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "sigmoid": lambda x: x.sigmoid(),
+    "norm": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "logsumexp": lambda x: x.repeat(1, 60).logsumexp(-1),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_row_has_the_same_bits_in_every_batch(name, threads):
+    x, function = weight(ROWS, 700), FUNCTIONS[name]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        with ExactMode(torch.float32):
+            expected = function(x)
+        torch.set_num_threads(threads)
+        with ExactMode(torch.float32):
+            for rows in map(list, BATCHES):
+                assert torch.equal(function(x[rows]), expected[rows])
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(expected, function(x), rtol=1e-4, atol=1e-4)
+
+
+def test_experts_have_the_same_bits_beside_other_rows():
+    x, experts = weight(40, 32), weight(4, 24, 32)
+    with ExactMode(torch.float32):
+        whole = F.grouped_mm(x, experts.transpose(1, 2), offs=torch.tensor([9, 9, 30, 40]).int())
+        few = F.grouped_mm(
+            x[[4, 12, 33, 39]], experts.transpose(1, 2), offs=torch.tensor([1, 1, 2, 4]).int()
+        )
+    assert torch.equal(few, whole[[4, 12, 33, 39]])
+    torch.testing.assert_close(whole[9:30], x[9:30] @ experts[2].t(), rtol=1e-5, atol=1e-4)
+
+
+LAYOUT = PackedLayout([30, 90, 11, 150], parents=[-1, 0, 0, -1], device=CPU)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_attention_of_decode_steps_and_chunks_has_the_bits_of_a_packed_pass(window, softcap):
+    """The sequence of segments 0 and 1, whose keys lie in blocks of a cache."""
+    q, k, v = (weight(LAYOUT.num_rows, heads, 8) for heads in (6, 2, 2))
+    rules = ScoreRules(scale=0.3, window=window, softcap=softcap)
+    tiles = Tiles.packed(LAYOUT, CPU)
+    packed = attend_packed(q, k, v, tiles, rules, layout=LAYOUT)
+    options = {"scaling": 0.3, "sliding_window": window, "softcap": softcap}
+    inputs = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    plain, _ = packed_attention(torch.nn.Module(), *inputs, None, layout=LAYOUT, **options)
+    torch.testing.assert_close(packed, plain[0], rtol=1e-5, atol=1e-6)
+    tables = KeyTables(torch.randperm(32), torch.zeros(1, dtype=torch.int64), 4)
+    slots = tables.slots(torch.zeros(1, dtype=torch.int64), torch.arange(120)[None])[0]
+    keys, values = torch.zeros(2, 128, 2, 8)
+    keys[slots], values[slots] = k[:120], v[:120]
+    for start, count in ((0, 120), (119, 1), (17, 1), (40, 33)):
+        own = Tiles.of(np.array([start]), np.array([count]), tables=tables, device=CPU)
+        rows = slice(start, start + count)
+        assert torch.equal(attend(q[rows], keys, values, own, rules), packed[rows])
+
+
+def test_weights_are_rounded_to_the_compute_dtype_and_residuals_are_not():
+    embedding = torch.nn.Embedding(9, 16)
+    linear = torch.nn.Linear(16, 4)
+    with ExactMode(torch.bfloat16):
+        hidden = embedding(torch.arange(9))
+        output = linear(hidden)
+    assert hidden.dtype == torch.float32
+    assert torch.equal(hidden, embedding.weight.bfloat16().float())
+    assert output.dtype == torch.bfloat16
+    output.float().sum().backward()
+    assert linear.weight.grad is not None
+    assert linear.weight.grad.dtype == torch.float32
+
+
+def test_function_without_an_exact_version_is_refused_by_name():
+    with ExactMode(torch.float32), pytest.raises(ConfigError, match="uses 'einsum'"):
+        torch.einsum("ij,kj->ik", weight(3, 4), weight(5, 4))
+
+
+def test_dtype_without_exact_kernels_is_refused():
+    check_exact(CPU, torch.float32)
+    with pytest.raises(ConfigError, match="'float32' on 'cpu', not 'bfloat16'"):
+        check_exact(CPU, torch.bfloat16)
