@@ -21,6 +21,7 @@ from millrace.config import LoraConfig
 from millrace.core.records import Completion, Request, Sampling
 from millrace.inference.backend import FinishedCompletions
 from millrace.inference.embedded.adapters import AdapterMerger
+from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
 from millrace.inference.embedded.parts import EngineSizes
@@ -56,11 +57,14 @@ def make_engine(
     dtype: torch.dtype = torch.float32,
     records_routes: bool = False,
     version: int = 0,
+    memory: EngineMemory | None = None,
     **settings: Any,
 ) -> EmbeddedEngine:
     """Small blocks and chunks, so that a few tokens cross many boundaries."""
     model = tiny_model(architecture, seed=seed, num_layers=num_layers).to(device, dtype)
     model.set_attn_implementation(PAGED_ATTENTION)
+    if memory is not None:
+        memory.adopt(model)
     merger, adapters = None, {**(residents or {})}
     if lora is not None and lora.apply == "unmerged":
         adapters = {None: adapter_of(model, lora), **adapters}
@@ -82,6 +86,7 @@ def make_engine(
         merger=merger,
         adapters=adapters,
         routing=find_routing(model) if records_routes else None,
+        memory=memory,
     )
 
 

@@ -126,7 +126,7 @@ class ScriptedEngine:
     async def expire(self, before: int) -> None:
         self.expired_before.append(before)
 
-    async def pause(self) -> None:
+    async def pause(self, *, sleep: bool = False) -> None:
         self.is_paused = True
 
     async def resume(self) -> None:
@@ -211,23 +211,6 @@ class CharacterTokenizer:
 
     def decode(self, tokens: Sequence[int], **settings: bool) -> str:
         return "".join(map(chr, tokens))
-
-
-class RecordingTracker:
-    """Keeps the rows that a run writes to its trackers."""
-
-    def __init__(self, *, label: str) -> None:
-        self.label = label
-        self.rows: list[tuple[int, dict[str, float]]] = []
-
-    def open(self, run_dir, *, settings, resume_from):
-        self.opened = (run_dir, settings["model"]["path"], resume_from)
-
-    def write(self, step, metrics):
-        self.rows.append((step, dict(metrics)))
-
-    def close(self):
-        self.is_closed = True
 
 
 class FakeTasks:

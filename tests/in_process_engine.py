@@ -17,7 +17,7 @@ from millrace.inference.backend import (
     FinishedCompletions,
     check_request,
 )
-from millrace.inference.worker import WeightInterrupt
+from millrace.inference.interrupt import WeightInterrupt
 from millrace.weights.transport import make_receiver
 
 
@@ -41,6 +41,7 @@ class InProcessEngine:
         self._listeners: dict[str, OnTokens] = {}
         self._completed: dict[str, OnCompletion] = {}
         self._arrived = asyncio.Event()
+        self._is_asleep = False
         self._may_run = asyncio.Event()
         self._may_run.set()
 
@@ -87,10 +88,17 @@ class InProcessEngine:
     async def expire(self, before: int) -> None:
         self._deliver(self._engine.expire(before))
 
-    async def pause(self) -> None:
+    async def pause(self, *, sleep: bool = False) -> None:
         self._may_run.clear()
+        self._engine.pause()
+        if sleep:
+            self._engine.sleep()
+            self._is_asleep = True
 
     async def resume(self) -> None:
+        if self._is_asleep:
+            self._engine.wake()
+            self._is_asleep = False
         self._may_run.set()
 
     async def run(self) -> None:
@@ -129,8 +137,9 @@ async def open_in_process(
 ) -> AsyncIterator[InProcessEngine]:
     """An engine of this backend that receives updates through shared memory."""
     receiver = make_receiver("shm")
+    core = backend.load(spec)
     engine = InProcessEngine(
-        backend.load(spec),
+        core,
         receiver=receiver,
         interrupt=interrupt,
         capabilities=backend.capabilities,
@@ -141,3 +150,4 @@ async def open_in_process(
     with pytest.raises(asyncio.CancelledError):  # anything else is a failed step
         await running
     receiver.close()
+    core.close()

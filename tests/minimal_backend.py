@@ -184,6 +184,12 @@ class MinimalEngine:
             for name, parameter in self._model.named_parameters():
                 parameter.copy_(tensors[name])
 
+    def pause(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
     def _sample(self, running: _Running) -> None:
         request = running.request
         alive = [sequence for sequence in running.sequences if not sequence.finish]

@@ -34,7 +34,7 @@ from millrace.core.records import Completion, Request
 from millrace.weights.send_backend import PackingSender
 from millrace.weights.transport import make_sender
 
-MAX_CONTEXT = 256
+MAX_CONTEXT = 128
 OpenEngine = Callable[..., AbstractAsyncContextManager[Engine]]
 """Called with a model directory, and with `lora` or `adapters` where a part needs them."""
 
@@ -54,8 +54,10 @@ def endless(id: str, *, seed: int = 0) -> Request:
 
 
 async def until_started(engine: Engine) -> None:
-    """Let an engine sample some tokens of earlier requests: a short request runs beside them."""
-    await engine.generate(make_request("beside", max_new_tokens=3))
+    """Let an engine sample some tokens of earlier requests: short requests run beside them. The
+    first may be sent before them."""
+    for id in ("before", "beside"):
+        await engine.generate(make_request(id, max_new_tokens=3))
 
 
 class EngineContract:

@@ -200,6 +200,21 @@ class TokenVersionsPart(EngineContract):
         assert set((await running)[0].versions) == {0, 1}
 
 
+class SleepPart(EngineContract):
+    capability = Capability.SLEEP
+
+    async def test_sleeping_does_not_change_a_completion(self, engine: Engine):
+        (whole,) = await engine.generate(endless("whole"))
+        task = asyncio.create_task(engine.generate(endless("asleep")))
+        await until_started(engine)
+        for _ in range(2):
+            await engine.pause(sleep=True)
+            assert not task.done()
+            await engine.resume()
+        (slept,) = await task
+        assert_same(slept, whole)
+
+
 class ScoringPart(EngineContract):
     capability = Capability.SCORING
 
@@ -259,6 +274,24 @@ class AdaptersPart(EngineContract):
         assert_sampled_from(logits, own, plain.sampling)
         model = PeftModel.from_pretrained(tiny_model("qwen3"), folder).eval()
         assert_sampled_from(plain_logits(model, judged.prompt, other), other, judged.sampling)
+
+
+class LogitsPart(EngineContract):
+    capability = Capability.LOGITS
+
+    async def test_biases_and_top_logprobs_apply_to_the_requests_that_have_them(
+        self, engine: Engine
+    ):
+        plain = make_request("plain", top_logprobs=2)
+        biased = make_request("biased", logit_bias=((5, 100.0),), presence_penalty=0.5)
+        (own,), (other,) = await asyncio.gather(engine.generate(plain), engine.generate(biased))
+        assert set(other.tokens) == {5}
+        assert other.top is None
+        assert own.top is not None
+        assert own.top.ids.shape == own.top.logprobs.shape == (len(own.tokens), 2)
+        logits = plain_logits(tiny_model("qwen3"), plain.prompt, own)
+        likeliest = torch.tensor(logits).log_softmax(-1).topk(2)
+        np.testing.assert_allclose(own.top.logprobs, likeliest.values, atol=1e-4)
 
 
 class GrammarsPart(EngineContract):

@@ -1,13 +1,12 @@
 """A receiver in its own process, as the tests use it."""
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from forked_program import start_program
 
 from millrace.core.errors import WeightError
 from millrace.core.records import WeightUpdate
@@ -18,13 +17,7 @@ class RemoteReceiver:
     """tests/contracts/transport_receiver.py; stage() as WeightReceiver has it."""
 
     def __init__(self, transport: str, **arguments: Any) -> None:
-        script = Path(__file__).with_name("transport_receiver.py")
-        self.process = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={"PYTHONPATH": ":".join(sys.path)},
-        )
+        self.process = start_program(Path(__file__).with_name("transport_receiver.py"))
         self.transport = transport
         self._is_opening = False
         self.open(**arguments)

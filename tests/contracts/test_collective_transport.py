@@ -115,6 +115,21 @@ def test_late_engine_joins_a_group_with_the_others(pair: WeightSender):
     second.close()
 
 
+def test_evaluators_and_self_teachers_take_other_versions_in_groups_of_their_own(
+    pair: WeightSender,
+):
+    engines = [new_receiver(), new_receiver()]
+    evaluator, teacher = new_receiver(role="evaluator"), new_receiver(role="my_teacher")
+    for version in range(4):
+        sent, other = some_tensors(seed=version), teacher if version % 2 else evaluator
+        for received in together(pair.publish(version, sent), *engines, other):
+            assert_arrived(received, sent, torch.float32)
+        pair.release(version)
+    assert pair._backend._group_number == 3  # type: ignore[attr-defined]
+    for receiver in (*engines, evaluator, teacher):
+        receiver.close()
+
+
 def test_delta_is_sent_only_if_every_engine_holds_its_base():
     sender = new_sender(torch.float32, num_engines=2, payload="delta")
     old, new = new_receiver(payload="delta"), new_receiver(payload="delta")

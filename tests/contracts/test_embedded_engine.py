@@ -10,11 +10,13 @@ from engine_contract_parts import (
     AdaptersPart,
     GrammarsPart,
     KeptIdsPart,
+    LogitsPart,
     LoraPart,
     PartialsPart,
     RoutesPart,
     ScoringPart,
     SeedsPart,
+    SleepPart,
     TokenVersionsPart,
 )
 from in_process_engine import open_in_process
@@ -48,6 +50,8 @@ class TestEmbeddedEngine(
     LoraPart,
     AdaptersPart,
     GrammarsPart,
+    LogitsPart,
+    SleepPart,
 ):
     @pytest.fixture
     def open_engine(self) -> OpenEngine:

@@ -5,6 +5,7 @@ of whole processes are in transport_faults.py.
 """
 
 import dataclasses
+import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -96,7 +97,7 @@ class TransportContract:
         receiver.close()
 
     @pytest.fixture
-    def remote(self) -> Iterator[RemoteReceiver]:
+    def remote(self, warm_fork_server: None) -> Iterator[RemoteReceiver]:
         remote = RemoteReceiver(self.transport, **self.receiver_settings)
         yield remote
         remote.close()
@@ -291,6 +292,7 @@ class TransportContract:
     ):
         weights = {f"layer.{i}": torch.zeros(100, 100) for i in range(5)}  # 200 kB
         trainer, engine = psutil.Process(), psutil.Process(remote.process.pid)
+        gc.collect()  # what earlier tests left open must not be closed in between
         usage: list[tuple[int, int, int, int]] = []
         for version in range(500):
             for weight in weights.values():
@@ -308,7 +310,8 @@ class TransportContract:
                 )
             )
         warm, last = usage[20], usage[-1]
-        assert last[:2] == warm[:2]
+        assert last[0] - warm[0] < 5, "descriptors of the trainer; other tests share its process"
+        assert last[1] <= warm[1], "descriptors of the engine"
         assert last[2] - warm[2] < 1e7  # bytes; leaking every tenth version would make it
         assert last[3] - warm[3] < 1e7
 

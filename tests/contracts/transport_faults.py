@@ -6,8 +6,6 @@ version.
 """
 
 import dataclasses
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ import msgspec
 import pytest
 import torch
 from fault_weights import Kind, published_hash, shapes_of, weights_of
+from forked_program import start_program
 from remote_receiver import RemoteReceiver
 
 from millrace.core.protocols import WeightSender
@@ -58,7 +57,7 @@ class FaultContract:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def processes(cls) -> Iterator[list[RemoteReceiver]]:
+    def processes(cls, warm_fork_server: None) -> Iterator[list[RemoteReceiver]]:
         """Two engines, shared by the tests of a class."""
         processes = [RemoteReceiver(cls.transport, **cls.receiver_settings) for _ in range(2)]
         for process in processes:
@@ -168,12 +167,7 @@ class FaultContract:
         self, engines: list[RemoteReceiver], kind: Kind, tmp_path: Path
     ):
         engine, script = engines[0], Path(__file__).with_name("transport_sender.py")
-        trainer = subprocess.Popen(
-            [sys.executable, str(script), self.transport, kind, str(tmp_path / "weights")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={"PYTHONPATH": ":".join(sys.path)},
-        )
+        trainer = start_program(script, self.transport, kind, str(tmp_path / "weights"))
         held = ""
         with trainer:
             assert trainer.stdout is not None

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 import pytest
+from architectures import tiny_model
+from engine_rig import letter_tokenizer
 from minimal_backend import MinimalBackend
 
 from millrace.config import EngineConfig, RunConfig
@@ -14,6 +16,8 @@ from millrace.inference.backend import (
     load_backend,
     seed_warnings,
 )
+from millrace.inference.embedded.build import engine_of
+from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
 
 ALL = frozenset(Capability)
 CORE_ONLY = {"weights": {"interrupt": "drain"}, "journal": {"partial_every_s": 0}}
@@ -102,3 +106,12 @@ def test_backend_without_seeds_gives_a_warning():
     assert seed_warnings(EngineConfig(), ALL) == ()
     (sentence,) = seed_warnings(EngineConfig(), frozenset())
     assert "a repeated run samples other tokens" in sentence
+
+
+def test_recurrent_states_are_part_of_the_bytes_of_kv():
+    model = tiny_model("qwen3_next")
+    model.set_attn_implementation(PAGED_ATTENTION)
+    options = EmbeddedBackend(kv_bytes=2000)
+    reason = r"KV block of \d+ bytes and the recurrent states of \d+ bytes; raise it, or lower"
+    with pytest.raises(ConfigError, match=reason):
+        engine_of(model, letter_tokenizer(), config=EngineConfig(), version=0, options=options)

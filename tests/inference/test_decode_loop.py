@@ -14,6 +14,7 @@ from engine_rig import (
     weights,
 )
 
+from millrace.core.completions import kept_counts, kept_row
 from millrace.core.records import Completion, Request
 from millrace.inference.embedded.decode.loop import row_sizes
 
@@ -77,14 +78,21 @@ def test_stop_string_within_a_launch_ends_completion_there():
     assert all(character in LETTERS for character in done["a"][0].text)
 
 
-def test_kept_ids_beyond_capacity_are_recorded_by_single_steps():
+def test_kept_ids_beyond_capacity_are_recorded_as_masks():
     requests = [make_request("wide", top_p=0.98), make_request("plain", seed=1)]
     engine = make_engine(eos_ids=(), decode_steps=4, kept_capacity=3)
     done = finish_all(engine, requests)
-    kept = done["wide"][0].kept
+    expected = finish_all(make_engine(eos_ids=()), requests)
+    kept, listed = done["wide"][0].kept, expected["wide"][0].kept
     assert kept is not None
-    assert (kept.offsets[1:] - kept.offsets[:-1]).max() > 3
-    assert_all_same(done, finish_all(make_engine(eos_ids=()), requests))
+    assert listed is not None
+    assert (kept.ids < 0).any()
+    assert kept_counts(kept).max() > 3
+    assert kept_counts(kept).tolist() == kept_counts(listed).tolist()
+    for row in range(len(kept_counts(kept))):
+        assert kept_row(kept, row).tolist() == kept_row(listed, row).tolist()
+    assert_all_same({"plain": done["plain"]}, {"plain": expected["plain"]})
+    assert done["wide"][0].tokens.tolist() == expected["wide"][0].tokens.tolist()
 
 
 def test_swap_lands_between_two_launches():

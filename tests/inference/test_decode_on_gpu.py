@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from architectures import ARCHITECTURES, MIXTURE, tiny_model
+import torch.nn.functional as F
+from architectures import ARCHITECTURES, MIXTURE, RECURRENT, tiny_model
 from engine_rig import (
     assert_sampled_from,
     finish_all,
@@ -15,7 +16,8 @@ from engine_rig import (
 )
 
 from millrace.inference.embedded.decode.attention import plain_decode
-from millrace.inference.embedded.sampler import KEPT_CAPACITY, SamplingBatch, sample, sample_step
+from millrace.inference.embedded.sampler import SamplingBatch, mask_logits, sample_step
+from millrace.models.kept_rows import packed, unpacked
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +44,10 @@ def decode_case(*, heads: int, kv_heads: int, dim: int, block_tokens: int, seed:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("splits", [1, 4, 64])
-@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (50, 0.0), (0, 20.0), (16, 30.0)])
+@pytest.mark.parametrize(
+    ("window", "cap", "has_sinks"),
+    [(0, 0.0, False), (50, 0.0, True), (0, 20.0, False), (16, 30.0, True)],
+)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "block_tokens"),
     [
@@ -52,6 +57,7 @@ def decode_case(*, heads: int, kv_heads: int, dim: int, block_tokens: int, seed:
         (5, 1, 80, 7),
         (8, 2, 256, 32),
         (40, 2, 128, 1),
+        (48, 48, 16, 16),  # enough programs without splits
     ],
 )
 def test_decode_attention_matches_float64_reference(
@@ -61,6 +67,7 @@ def test_decode_attention_matches_float64_reference(
     block_tokens: int,
     window: int,
     cap: float,
+    has_sinks: bool,
     splits: int,
     dtype: torch.dtype,
 ):
@@ -70,12 +77,13 @@ def test_decode_attention_matches_float64_reference(
     *tensors, tables, lengths = inputs
     tensors = [tensor.to(dtype) for tensor in tensors]
     exact = [tensor.double() for tensor in tensors]
-    settings = (block_tokens, 1, dim**-0.5, window, cap)
+    sinks = torch.randn(heads, generator=torch.Generator().manual_seed(1)) if has_sinks else None
+    settings = (block_tokens, 1, dim**-0.5, window, cap, sinks)
     expected = plain_decode(*exact, tables, lengths, *settings)
     query, key, value, cache = (tensor.cuda() for tensor in tensors)
     output = torch.ops.millrace.paged_decode(
         query, key, value, cache, tables.cuda(), lengths.cuda(), block_tokens, splits,
-        dim**-0.5, window, cap,
+        dim**-0.5, window, cap, None if sinks is None else sinks.cuda(),
     )  # fmt: skip
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(
@@ -86,7 +94,8 @@ def test_decode_attention_matches_float64_reference(
 
 @pytest.mark.parametrize("vocab", [7, 1000, 4096, 4097, 49152, 151936])
 @pytest.mark.parametrize("truncates", [False, True])
-def test_sampling_kernels_match_plain_sampler(vocab: int, truncates: bool):
+@pytest.mark.parametrize("is_guided", [False, True], ids=["free", "guided"])
+def test_sampling_kernels_match_plain_sampler(vocab: int, truncates: bool, is_guided: bool):
     generator = torch.Generator().manual_seed(vocab)
     num_rows = 40
     logits = torch.randn(num_rows, vocab, generator=generator) * 4
@@ -104,7 +113,13 @@ def test_sampling_kernels_match_plain_sampler(vocab: int, truncates: bool):
     settings["top_p"][::2] = 1.0
     settings["min_p"][::5] = 0.0
     settings["positions"] = torch.arange(num_rows)
-    expected = sample(logits, SamplingBatch(**settings, any_truncates=truncates))
+    if is_guided:
+        allowed = torch.rand(num_rows, vocab, generator=generator) < 0.7
+        allowed[:, 2] = True
+        masks = packed(allowed)
+        torch.testing.assert_close(unpacked(masks, vocab), allowed)
+        logits = mask_logits(logits, masks)
+    expected = sample_step(logits, SamplingBatch(**settings, any_truncates=truncates))
     on_gpu = {name: tensor.cuda() for name, tensor in settings.items()}
     drawn = sample_step(logits.cuda(), SamplingBatch(**on_gpu, any_truncates=truncates))
     # A draw within a rounding error of a boundary may fall to either side; these seeds have none.
@@ -115,13 +130,34 @@ def test_sampling_kernels_match_plain_sampler(vocab: int, truncates: bool):
     assert expected.kept is not None
     assert drawn.kept is not None
     assert drawn.num_kept is not None
-    sizes = expected.kept.offsets.diff()
-    torch.testing.assert_close(drawn.num_kept.cpu().long(), sizes)
-    for row in range(num_rows):
-        size = min(int(sizes[row]), KEPT_CAPACITY)
-        start = int(expected.kept.offsets[row])
-        ids = expected.kept.ids[start : start + size]
-        torch.testing.assert_close(drawn.kept[row, :size].cpu().long(), ids)
+    assert expected.num_kept is not None
+    torch.testing.assert_close(drawn.num_kept.cpu(), expected.num_kept)
+    for row, size in enumerate(expected.num_kept.tolist()):
+        torch.testing.assert_close(drawn.kept[row, :size].cpu(), expected.kept[row, :size])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9, 200, 600])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_expert_kernels_match_float64_reference(num_tokens: int, dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(num_tokens)
+    num_experts, top_k, size, inner = 16, 4, 192, 128
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    hidden, gate_up = random(num_tokens, size), random(num_experts, 2 * inner, size) / 8
+    down, weights = random(num_experts, size, inner) / 8, random(num_tokens, top_k).float()
+    indices = torch.rand(num_tokens, num_experts, generator=generator).topk(top_k).indices
+    indices[: num_tokens // 2] %= 3  # some experts have no tokens
+    both = torch.einsum("ti,tkoi->tko", hidden.double(), gate_up.double()[indices])
+    gate, up = both.chunk(2, dim=-1)
+    outputs = torch.einsum("tkm,tkim->tki", F.silu(gate) * up, down.double()[indices])
+    expected = (outputs * weights.double()[..., None]).sum(1)
+    arguments = (x.cuda() for x in (hidden, indices, weights, gate_up, down))
+    output = torch.ops.millrace.experts(*arguments).cpu().double()
+    tolerance = 0.02 if dtype == torch.bfloat16 else 0.004
+    error = (output - expected).abs().max() / expected.abs().max()
+    assert error < tolerance
 
 
 def mixed_requests(n: int):
@@ -132,7 +168,7 @@ def mixed_requests(n: int):
     ]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "gpt_oss", *RECURRENT])
 @pytest.mark.parametrize("compile_layers", [False, True])
 def test_decode_loop_on_cuda_matches_plain_forward(architecture: str, compile_layers: bool):
     engine = make_engine(
@@ -178,23 +214,6 @@ def test_swap_between_launches_reaches_captured_graphs():
     assert not np.array_equal(resumed.tokens[changed:], completion.tokens[changed:]) or np.allclose(
         resumed.logprobs[changed:], completion.logprobs[changed:], atol=1e-3
     )
-
-
-def test_kept_ids_beyond_capacity_are_sampled_in_single_steps():
-    logits = torch.zeros(2, 9000)
-    logits[:, 5000:] = -20.0
-    settings = {
-        "temperatures": torch.ones(2),
-        "top_k": torch.tensor([3000, 10]),
-        "top_p": torch.ones(2),
-        "min_p": torch.zeros(2),
-        "keys": torch.tensor([1, 2]),
-        "positions": torch.zeros(2, dtype=torch.int64),
-    }
-    on_gpu = {name: tensor.cuda() for name, tensor in settings.items()}
-    drawn = sample_step(logits.cuda(), SamplingBatch(**on_gpu))
-    assert drawn.num_kept is not None
-    assert drawn.num_kept.tolist() == [5000, 5000]  # ties with the last kept one stay
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])

@@ -7,15 +7,17 @@ import torch
 from architectures import tiny_model
 from engine_rig import (
     assert_same,
+    assert_sampled_from,
     finish_all,
     make_engine,
     make_request,
+    plain_logits,
     save_model,
     weights,
 )
 
 from millrace.config import EngineConfig, LoraConfig
-from millrace.core.errors import WeightError
+from millrace.core.errors import ConfigError, WeightError
 from millrace.inference.backend import EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.inference.embedded.engine import EmbeddedEngine
@@ -55,6 +57,23 @@ def test_zero_adapter_restores_base_model_exactly_after_50_swaps(decode_steps, d
     completion = finish_all(engine, [make_request()])["r"][0]
     assert_same(completion, expected)
     assert set(completion.versions) == {50}
+
+
+def test_an_adapter_of_layers_with_a_state_is_merged_and_cannot_be_applied_beside_them():
+    engine = make_engine("qwen3_next", lora=LORA, eos_ids=())
+    tensors = adapter_for(engine, seed=1)
+    engine.swap(tensors, version=1)
+    request = make_request(n=2)
+    done = finish_all(engine, [request])["r"]
+    model = tiny_model("qwen3_next")
+    adapter = TrainedAdapter(model, LORA, model_path="tiny")
+    for name, weight in adapter.named_weights().items():
+        weight.copy_(tensors[name])
+    for completion in done:
+        logits = plain_logits(model, request.prompt, completion)
+        assert_sampled_from(logits, completion, request.sampling, tolerance=1e-4)
+    with pytest.raises(ConfigError, match=r"'model\.layers\.0\.linear_attn\..*apply to 'merged'"):
+        make_engine("qwen3_next", lora=LORA.model_copy(update={"apply": "unmerged"}))
 
 
 def test_swap_writes_in_place():

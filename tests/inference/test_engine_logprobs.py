@@ -35,7 +35,7 @@ def mixed_requests(*, n: int = 1) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "gpt_oss", "qwen3_next"])
 def test_all_sampling_settings_in_one_batch_match_plain_forward(architecture: str):
     requests = mixed_requests()
     done = finish_all(make_engine(architecture, prefill_tokens=9, eos_ids=()), requests)
@@ -44,10 +44,10 @@ def test_all_sampling_settings_in_one_batch_match_plain_forward(architecture: st
         (completion,) = done[request.id]
         assert len(completion.tokens) == 16
         logits = plain_logits(model, request.prompt, completion)
-        assert_sampled_from(logits, completion, request.sampling)
+        assert_sampled_from(logits, completion, request.sampling, tolerance=5e-5)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "lfm2"])
 @pytest.mark.parametrize("max_sequences", [3, 16])
 def test_completions_with_shared_prefill_match_plain_forward(architecture: str, max_sequences: int):
     engine = make_engine(architecture, max_sequences=max_sequences, eos_ids=())
@@ -59,25 +59,29 @@ def test_completions_with_shared_prefill_match_plain_forward(architecture: str, 
         for completion in done[request.id]:
             logits = plain_logits(model, request.prompt, completion)
             assert_sampled_from(logits, completion, request.sampling)
-    # Each prompt was prefilled once; a member that came late computed one token of it.
-    assert engine.stats().prefill_tokens == sum(len(request.prompt) for request in requests)
+    # Each prompt was prefilled once; a member that came late computed one token of it, or all
+    # tokens if it needs a state.
+    num_once = sum(len(request.prompt) for request in requests)
+    num_again = engine.stats().prefill_tokens - num_once
+    assert (num_again > 0) == (architecture == "lfm2" and max_sequences == 3)
     assert engine.stats().free_blocks == 256
 
 
-def test_preempted_sequences_match_plain_forward_and_undisturbed_engine():
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_next"])
+def test_preempted_sequences_match_plain_forward_and_undisturbed_engine(architecture: str):
     requests = mixed_requests(n=2)
-    engine = make_engine(num_blocks=26, prefill_tokens=13, eos_ids=())
+    engine = make_engine(architecture, num_blocks=26, prefill_tokens=13, eos_ids=())
     done = finish_all(engine, requests)
     assert engine.stats().preemptions > 0
     assert engine.stats().free_blocks == 26
-    undisturbed = finish_all(make_engine(max_sequences=16, eos_ids=()), requests)
-    model = tiny_model("qwen3")
+    undisturbed = finish_all(make_engine(architecture, max_sequences=16, eos_ids=()), requests)
+    model = tiny_model(architecture)
     for request in requests:
         pairs = zip(done[request.id], undisturbed[request.id], strict=True)
         for completion, expected in pairs:
             assert_same(completion, expected)
             logits = plain_logits(model, request.prompt, completion)
-            assert_sampled_from(logits, completion, request.sampling)
+            assert_sampled_from(logits, completion, request.sampling, tolerance=5e-5)
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])

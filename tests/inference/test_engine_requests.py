@@ -229,6 +229,23 @@ def test_prefill_that_runs_out_of_memory_is_split(decode_steps: int):
     assert_same(finish_all(engine, [request])["a"][0], expected)
 
 
+def test_states_that_a_failed_pass_advanced_are_computed_again():
+    requests = [make_request(str(i), prompt=prompt_of(9 + 30 * i), seed=i) for i in range(3)]
+    expected = finish_all(make_engine("qwen3_next", eos_ids=()), requests)
+    engine = make_engine("qwen3_next", eos_ids=())
+    passes = iter(range(99))
+
+    def fail_once(*_: object) -> None:
+        if next(passes) == 5:
+            raise torch.OutOfMemoryError("a stand-in for a full GPU")
+
+    # The first layer has a state and has advanced it, when the second one fails.
+    engine._model.model.layers[-1].register_forward_pre_hook(fail_once)
+    done = finish_all(engine, requests)
+    for id, (completion,) in expected.items():
+        assert_same(done[id][0], completion)
+
+
 def test_pass_that_never_fits_into_memory_fails_the_run():
     engine = make_engine()
     engine._model.get_input_embeddings().register_forward_pre_hook(out_of_memory_beyond(3))

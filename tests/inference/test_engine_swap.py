@@ -62,7 +62,7 @@ def cached_logits(
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "qwen3_next"])
 def test_kept_kv_continues_like_a_transformers_cache(architecture: str):
     engine = make_engine(architecture, eos_ids=(), kv="keep")
     requests = mixed_requests()

@@ -1,6 +1,7 @@
 """Greedy tokens are those of transformers' generate."""
 
 import functools
+from itertools import product
 
 import numpy as np
 import pytest
@@ -32,18 +33,22 @@ def generated(architecture: str) -> list[np.ndarray]:
     return outputs
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+SIZES = {
+    "roomy": {"prefill_tokens": 64},
+    "small-chunks": {"prefill_tokens": 7, "max_sequences": 3},
+    "few-blocks": {"prefill_tokens": 11, "num_blocks": 22, "block_tokens": 3},
+}
+
+
 @pytest.mark.parametrize(
-    "sizes",
+    ("architecture", "sizes"),
     [
-        {"prefill_tokens": 64},
-        {"prefill_tokens": 7, "max_sequences": 3},
-        {"prefill_tokens": 11, "num_blocks": 22, "block_tokens": 3},
+        *product(ARCHITECTURES, SIZES),
+        *product(("gpt_oss", "qwen3_next"), ["few-blocks"]),
     ],
-    ids=["roomy", "small-chunks", "few-blocks"],
 )
-def test_greedy_tokens_match_transformers_generate(architecture: str, sizes: dict[str, int]):
-    engine = make_engine(architecture, **sizes)
+def test_greedy_tokens_match_transformers_generate(architecture: str, sizes: str):
+    engine = make_engine(architecture, **SIZES[sizes])
     requests = [
         make_request(
             str(length), prompt=prompt_of(length, seed=length), temperature=0.0, max_new_tokens=20

@@ -24,7 +24,7 @@ from millrace.config import Interrupt
 from millrace.core.records import Completion, Request
 from millrace.inference.backend import FinishedCompletions
 from millrace.inference.embedded.engine import EmbeddedEngine
-from millrace.inference.worker import WeightInterrupt
+from millrace.inference.interrupt import WeightInterrupt
 
 SEQUENCES = [{}, {"temperature": 1.4}, {"top_p": 0.8}, {"top_k": 7, "min_p": 0.01}]
 MOMENTS = {1: (4, 7), 4: (1, 2)}  # by tokens per step: announced and staged before which step

@@ -5,7 +5,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from millrace.core.records import Request, Sampling
+from millrace.inference.embedded.decode.loop import DecodeResult
+from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.outputs import StopRules
+from millrace.inference.embedded.scheduling.sequence import sequences_of
 
 EOS = 256
 
@@ -72,3 +76,29 @@ def test_only_a_final_eos_is_removed_from_text():
     assert STOPPING.text(tokens, ()) == "done"
     assert STOPPING.text(np.append(tokens, tokens_of("x")), ()) == "done<eos>x"
     assert STOPPING.text(np.empty(0, dtype=np.int32), ()) == ""
+
+
+@pytest.mark.parametrize("stop", [("b日",), ("éa", "日日"), ("zz",), ("\ufffd",)])
+@pytest.mark.parametrize("num_earlier", [0, 1, 30])
+def test_stop_string_in_a_launch_is_found_at_its_token(stop: tuple[str, ...], num_earlier: int):
+    random = np.random.default_rng(num_earlier)
+    for _ in range(20):
+        text = "".join(random.choice([*"abcé日"], 40))
+        tokens = tokens_of(text)[: num_earlier + 24]
+        found = [STOPPING.ends_in_stop_string(tokens[:n], stop) for n in range(len(tokens) + 1)]
+        if any(found[: num_earlier + 1]):
+            continue
+        sampling = Sampling(max_new_tokens=100, stop=stop)
+        request = Request(id="a", prompt=tokens[:1], sampling=sampling)
+        (sequence,) = sequences_of(request, first_arrival=0)
+        slots = BatchSlots(1, max_context=200)
+        chosen = np.array([slots.assign(sequence, num_cached=0)])
+        earlier, new = tokens[:num_earlier, None], tokens[num_earlier:, None]
+        counts = np.array([num_earlier])
+        slots.append(chosen, tokens=earlier, logprobs=earlier, counts=counts, version=0)
+        launch = DecodeResult(
+            tokens=new, logprobs=new, counts=np.array([len(new)]), kept=None, num_kept=None
+        )
+        (count,), (has_stop,) = STOPPING.counts_until_stop(slots, chosen, launch)
+        assert has_stop == any(found)
+        assert count == (found.index(True) - num_earlier if has_stop else len(new))

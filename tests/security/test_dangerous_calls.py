@@ -35,8 +35,11 @@ ALLOWED = {
     "scoring/sandbox/candidate.py: compile()",
     "scoring/sandbox/runner.py: exec()",
     "scoring/sandbox/runner.py: compile()",
+    # Not a collective: the reference that ctypes takes to an object of this process.
+    "inference/embedded/device_memory.py: ctypes.py_object()",
     # Ranks of one benchmark, which are children of its process.
     "bench/rank_processes.py: import multiprocessing",
+    "bench/float64.py: import multiprocessing",
     # "module:name" in the user's own settings: the user asks to run that function.
     "core/plugins.py: import_module(name)",
     # Fixed names.
@@ -44,6 +47,9 @@ ALLOWED = {
     "__init__.py: import_module(_HOMES[name])",
     "cli/commands.py: import_module(f'millrace.bench.{args.bench}')",
     "serving/programs/verifiers_env.py: import_module('verifiers.v1')",
+    "cluster/launchers/ray_cluster.py: import_module('ray')",
+    "monitoring/trackers.py: import_module(self.package)",
+    "run/execution/execute.py: import_module('pandas')",
     "scoring/verifiers/reasoning_gym.py: import_module(f'reasoning_gym.{module}'.rstrip('.'))",
     "scoring/sandbox/runner.py: import_module('_strptime')",
     # Modules that the controller names over the private pipe of its own child process.

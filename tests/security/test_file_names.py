@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from millrace.cluster.hub import Hub
 from millrace.cluster.join.host import _JoiningHost
 from millrace.cluster.messages import JoinSlot
+from millrace.cluster.process import start_worker
 from millrace.config import load_config
 from millrace.core.errors import CheckpointError, ConfigError
 from millrace.core.files import check_file_name
@@ -50,10 +51,18 @@ class SilentSocket:
 
 async def test_joining_host_refuses_worker_names_that_leave_the_folder(tmp_path: Path):
     ticket = SimpleNamespace(heartbeat_timeout_s=60.0)
-    host = _JoiningHost(dealer=SilentSocket(), ticket=ticket)  # type: ignore[arg-type]
+    host = _JoiningHost(
+        dealer=SilentSocket(),  # type: ignore[arg-type]
+        ticket=ticket,  # type: ignore[arg-type]
+        role="engine",
+        start=start_worker,
+        log=print,
+        log_dir=tmp_path,
+    )
     slots = [JoinSlot(name="../../engine", token="t")]
     with pytest.raises(ConfigError, match=r"A worker of this run has the name '\.\./\.\./engine'"):
-        await host.serve(slots, module="no_such_module", log_dir=tmp_path)
+        await host.serve(slots, restarts=False)
+    assert files_in(tmp_path) == []
 
 
 @given(st.text(max_size=250))

@@ -94,6 +94,7 @@ TICKET = msgspec.json.encode(
         client_key="c" * 40,
         client_secret="SECRET" * 6 + "1234",
         token="t" * 32,
+        versions={"torch": "2.13.0"},
     )
 )
 

@@ -1,7 +1,7 @@
 """The ranks of a trainer with sharded weights, for test_gathering.py.
 
-Arguments: folder, and for each rank the descriptor of a pipe. Each line that all ranks read from
-their pipes is a command with its arguments. Rank 0 prints each update as a line of JSON and
+Arguments: folder, and for each rank the path of a FIFO. Each line that all ranks read from their
+FIFOs is a command with its arguments. Rank 0 prints each update as a line of JSON and
 continues when it reads a line. The first line of the output is the pids of the ranks, the last
 their exit codes.
 """
@@ -300,10 +300,10 @@ def publish_for_ever() -> None:
         commands.readline()
 
 
-def run_rank(rank: int, num_ranks: int, pipe: int) -> None:
+def run_rank(rank: int, num_ranks: int, pipe: str) -> None:
     global commands
     torch.set_num_threads(1)
-    commands = os.fdopen(pipe)
+    commands = Path(pipe).open()  # noqa: SIM115 - until this process ends
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks
     )
@@ -315,8 +315,7 @@ def main() -> None:
     """Fork the ranks, so that torch is imported once."""
     global folder
     folder = Path(sys.argv[1])
-    pipes = [int(pipe) for pipe in sys.argv[2:]]
-    pids = []
+    pipes, pids = sys.argv[2:], []
     for rank, pipe in enumerate(pipes):
         if pid := os.fork():
             pids.append(pid)

@@ -3,8 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +11,7 @@ import msgspec
 import pytest
 import sharded_trainer as trainer
 import torch
+from forked_program import start_program
 
 from millrace.core.records import WeightUpdate
 from millrace.weights.send_backend import Payload
@@ -26,17 +25,12 @@ class Ranks:
     """The ranks of sharded_trainer.py."""
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
-        pipes = [os.pipe() for _ in range(num_ranks)]
-        readers = [reader for reader, _ in pipes]
-        self._writers = [os.fdopen(writer, "w") for _, writer in pipes]
-        self._launcher = subprocess.Popen(
-            [sys.executable, trainer.__file__, str(folder), *map(str, readers)],
-            stdout=subprocess.PIPE,
-            pass_fds=readers,
-            env={"PYTHONPATH": ":".join(sys.path)},
-        )
-        for reader in readers:
-            os.close(reader)
+        pipes = [folder / f"commands-{rank}" for rank in range(num_ranks)]
+        for pipe in pipes:
+            os.mkfifo(pipe)
+        script = Path(trainer.__file__)
+        self._launcher = start_program(script, str(folder), *map(str, pipes))
+        self._writers = [pipe.open("w") for pipe in pipes]
         self.pids = msgspec.json.decode(self.read_line(), type=list[int])
 
     def begin(self, command: str) -> None:
@@ -76,13 +70,13 @@ def running(folder: Path, num_ranks: int) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> Iterator[Ranks]:
+def two(tmp_path_factory, warm_fork_server) -> Iterator[Ranks]:
     """Two ranks, shared by the tests."""
     yield from running(tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory) -> Iterator[Ranks]:
+def four(tmp_path_factory, warm_fork_server) -> Iterator[Ranks]:
     yield from running(tmp_path_factory.mktemp("four"), 4)
 
 
@@ -195,7 +189,9 @@ def test_a_step_does_not_wait_for_a_gather(two):
 
 
 @pytest.mark.slow
-def test_a_rank_killed_during_a_gather_is_named_and_only_whole_versions_are_left(tmp_path: Path):
+def test_a_rank_killed_during_a_gather_is_named_and_only_whole_versions_are_left(
+    tmp_path: Path, warm_fork_server
+):
     with contextlib.closing(Ranks(tmp_path, 2)) as ranks:
         ranks.begin("publish_for_ever")
         updates = [ranks.update()]

@@ -1,13 +1,13 @@
 import gc
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from forked_program import start_program
 
 from millrace.core.errors import WeightError
 from millrace.weights.transports.shm import DEFAULT_BACKING, Backing, Segment, ShmRecvBackend
@@ -93,26 +93,25 @@ def test_private_files_are_private_and_removed():
 
 
 @linux
-def test_killed_owner_leaves_nothing_behind(tmp_path: Path):
-    script = (
-        "import sys, time\n"
+def test_killed_owner_leaves_nothing_behind(tmp_path: Path, warm_fork_server):
+    script, temp = tmp_path / "owner.py", tmp_path / "temp"
+    temp.mkdir()
+    script.write_text(
+        "import sys, tempfile, time\n"
+        "tempfile.tempdir = sys.argv[1]\n"
         "from millrace.weights.transports.shm import Segment\n"
         "segment = Segment(1000)\n"
         "print(segment.location, flush=True)\n"
         "time.sleep(3600)\n"
     )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
-    owner = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=env
-    )
-    with owner:
+    with start_program(script, str(temp)) as owner:
         assert owner.stdout is not None
-        location = owner.stdout.readline().strip()
+        location = owner.stdout.readline().decode().strip()
         reader = ShmRecvBackend(keep=1)
         assert reader.map(location, num_bytes=1000).tolist() == [0] * 1000
         owner.send_signal(signal.SIGKILL)
     assert not Path(location).exists()
-    assert not list(tmp_path.iterdir())
+    assert not list(temp.iterdir())
     assert not list(Path("/dev/shm").glob("*millrace*"))
 
 

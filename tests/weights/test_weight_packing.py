@@ -49,6 +49,16 @@ def test_packed_tensors_are_aligned_disjoint_and_unpack_unchanged(named: dict[st
         assert torch.equal(tensor, sent.to(tensor.dtype))
 
 
+def test_biases_of_routers_are_not_rounded():
+    bias = {"mlp.gate.e_score_correction_bias": torch.tensor([15.01, 15.02])}
+    specs, num_bytes = lay_out(bias, dtype=torch.bfloat16)
+    payload = torch.zeros(num_bytes, dtype=torch.uint8)
+    pack(bias, specs, payload)
+    check_fits(specs, expected=dict.fromkeys(bias, (2,)), dtype=torch.bfloat16)
+    for name, sent in unpack(specs, payload).items():
+        assert torch.equal(sent, bias[name])
+
+
 def test_the_checksum_covers_every_byte():
     named = {"a": torch.ones(3), "b": torch.ones(5)}
     specs, num_bytes = lay_out(named, dtype=torch.float32)

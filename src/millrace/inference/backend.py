@@ -8,7 +8,7 @@ starts. Torch-free: a backend imports its libraries in load().
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -18,6 +18,7 @@ from millrace.core.errors import ConfigError, TaskError, suggestion
 from millrace.core.plugins import build_plugin, plugin
 from millrace.core.protocols import Capability
 from millrace.core.records import Completion, CompletionChunk, Request, ScoreRequest, TokenLogprobs
+from millrace.core.secrets import VARIABLE, Secrets
 
 INTERRUPTS_WITHIN_COMPLETIONS = ("swap", "abort", "save")
 
@@ -34,6 +35,8 @@ class EngineSpec:
     lora: LoraConfig | None = None  # updates bring adapters of this kind instead of all weights
     adapter_path: Path | None = None
     records_routes: bool = False  # record the experts of each token of a mixture of experts
+    sleeps: bool = False  # sleep() will be called
+    exact: bool = False  # logprobs are bit for bit those of the trainer
     on_warm_up: Callable[[], None] = lambda: None  # called before compilation, if there is any
 
 
@@ -133,6 +136,19 @@ class EngineCore(Protocol):
     def commit(self, prepared: Any) -> None:
         """Replace the weights by what prepare() returned. Raises WeightError on failure."""
 
+    def pause(self) -> None:
+        """Compute nothing until the next step(), also outside of it."""
+
+    def close(self) -> None:
+        """End what the engine has started outside of its process."""
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and KV until wake(), before which neither prepare() nor
+        anything that computes is called. Needs Capability.SLEEP."""
+
+    def wake(self) -> None:
+        """Undo sleep()."""
+
 
 class EngineBackend(Protocol):
     """What `[engine] type` names: a class whose fields are the keys of [engine.options]."""
@@ -171,7 +187,40 @@ class EmbeddedBackend:
         return build_engine(spec, options=self)
 
 
-BACKENDS: dict[str, type] = {"embedded": EmbeddedBackend}
+@plugin
+class VllmBackend:
+    """A vLLM server for each engine, which Millrace starts and replaces, or to which it connects.
+
+    Not offered: kept ids and routes, which the API lacks on many devices; seeds, because a resumed
+    sequence draws other tokens; entropies; adapters besides that of the policy; grammars, because
+    vLLM loads no tokenizer; penalties, logit biases and top logprobs."""
+
+    # Python interpreter of the environment that has vLLM. By default Millrace's own.
+    python: str | None = None
+    # URLs of running servers, one for each engine, instead of servers that Millrace starts.
+    attach: list[str] = field(default_factory=list[str])
+    arguments: list[str] = field(default_factory=list[str])  # further ones of `vllm serve`
+    # "env:NAME" if the servers of `attach` want a key.
+    api_key: str | None = None
+    # Folder for new weights that the server reads, too. By default shared memory of this host.
+    directory: str | None = None
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.PARTIALS, Capability.TOKEN_VERSIONS, Capability.LORA}
+    )
+
+    def __post_init__(self) -> None:
+        if self.attach and (self.python or self.arguments):
+            raise ValueError("python and arguments are of servers that Millrace starts, not attach")
+        if self.api_key is not None and not (self.attach and VARIABLE.fullmatch(self.api_key)):
+            raise ValueError("api_key is 'env:NAME', and belongs to the servers of attach")
+
+    def load(self, spec: EngineSpec) -> EngineCore:
+        from millrace.inference.vllm.build import build_vllm_engine
+
+        return build_vllm_engine(spec, options=self)
+
+
+BACKENDS: dict[str, type] = {"embedded": EmbeddedBackend, "vllm": VllmBackend}
 
 
 def load_backend(config: EngineConfig) -> EngineBackend:
@@ -179,12 +228,52 @@ def load_backend(config: EngineConfig) -> EngineBackend:
     if config.type not in BACKENDS and ":" not in config.type:
         hint = suggestion(config.type, BACKENDS, otherwise="built in")
         raise ConfigError(f"Setting 'engine.type' = {config.type!r} is not known; {hint}")
+    if config.tp > 1 and config.type == "embedded":
+        raise ConfigError(
+            f"Setting 'engine.tp' = {config.tp}: the embedded engine computes on one GPU; set it to"
+            " 1, or engine.type to 'vllm'."
+        )
     return build_plugin(
         {**config.options, "type": config.type},
         builtins=BACKENDS,
         default="embedded",
         section="engine.options",
     )
+
+
+def check_servers(config: RunConfig) -> None:
+    """Refuse settings that do not fit the servers: their number, their key, a merged adapter."""
+    servers = config.engine.options.get("attach", ())
+    num_engines = config.engine.num_local + config.evaluate.engines
+    if servers and (config.engine.remote or len(servers) != num_engines):
+        raise ConfigError(
+            f"engine.options.attach has {len(servers)} servers, and the run has"
+            f" {num_engines + config.engine.remote} engines; list one for each of engine.count and"
+            " evaluate.engines, and set engine.remote to 0."
+        )
+    server_secrets(config.engine)
+    if config.engine.type == "vllm" and config.lora is not None and config.lora.apply == "merged":
+        raise ConfigError(
+            "lora.apply = 'merged' is not possible with engine.type = 'vllm', which applies"
+            " adapters beside the weights; set it to 'auto'."
+        )
+
+
+def of_engine(config: EngineConfig, index: int) -> EngineConfig:
+    """The settings of one of several engines, which has its own server to attach to."""
+    if not (servers := config.options.get("attach")):
+        return config
+    own = {**config.options, "attach": [servers[index % len(servers)]]}
+    return config.model_copy(update={"options": own})
+
+
+def server_secrets(config: EngineConfig) -> dict[str, str]:
+    """The environment variable that holds the key of servers to attach to. Engine processes get no
+    other secret."""
+    key = config.options.get("api_key")
+    if not isinstance(key, str) or (found := VARIABLE.fullmatch(key)) is None:
+        return {}
+    return {found[1]: Secrets({"key": key}, owner="engine.options.api_key").filled(key)}
 
 
 def check_capabilities(
@@ -227,6 +316,10 @@ def _needs(config: RunConfig, *, has_experts: bool) -> Iterator[tuple[str, Capab
         if kind == "pivot" and recipe.get("by") == "entropy":
             setting = "environment.recipe.by = 'entropy'"
             yield setting, Capability.SCORING, "set it to 'surprisal'"
+    if config.weights.probe and config.engine.type != "vllm":  # which scores at temperature 1
+        yield "weights.probe = true", Capability.SCORING, "set it to false"
+    if config.cluster.share_gpu == "sleep":
+        yield "cluster.share_gpu = 'sleep'", Capability.SLEEP, "set it to 'take_turns'"
     if config.lora is not None:
         yield "[lora]", Capability.LORA, "leave it out"
     if config.engine.adapters:
@@ -239,6 +332,7 @@ def check_request(request: Request, capabilities: frozenset[Capability]) -> None
         Capability.PARTIALS: request.partial is not None,
         Capability.GRAMMARS: request.sampling.grammar is not None,
         Capability.ADAPTERS: request.adapter is not None,
+        Capability.LOGITS: request.sampling.adjusts_logits or request.sampling.top_logprobs > 0,
     }
     for capability, is_wanted in wanted.items():
         if is_wanted and capability not in capabilities:

@@ -104,7 +104,7 @@ class EnginePool:
         self._answered = asyncio.Event()  # set when a request is answered
         self._homes: OrderedDict[str, _PoolEntry] = OrderedDict()  # by session; last = latest
         self._open: dict[str, _OpenRequest] = {}  # by the caller's request id
-        self._is_paused = False
+        self._is_paused = self._is_asleep = False
         self._expired_before = 0
 
     @property
@@ -126,7 +126,7 @@ class EnginePool:
         self._entries.append(entry)
         try:
             if self._is_paused:
-                await engine.pause()
+                await engine.pause(sleep=self._is_asleep)
             await engine.expire(self._expired_before)
             if prepare is not None:
                 await prepare(engine)
@@ -295,13 +295,13 @@ class EnginePool:
         self._expired_before = max(before, self._expired_before)
         await self._each(lambda engine: engine.expire(before))
 
-    async def pause(self) -> None:
+    async def pause(self, *, sleep: bool = False) -> None:
         """Returns when the last engine has finished its pass."""
-        self._is_paused = True
-        await self._each(lambda engine: engine.pause())
+        self._is_paused, self._is_asleep = True, sleep
+        await self._each(lambda engine: engine.pause(sleep=sleep))
 
     async def resume(self) -> None:
-        self._is_paused = False
+        self._is_paused = self._is_asleep = False
         await self._each(lambda engine: engine.resume())
 
     @contextlib.asynccontextmanager

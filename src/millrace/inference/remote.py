@@ -92,8 +92,8 @@ class RemoteEngine:
     async def expire(self, before: int) -> None:
         await self._call(messages.Expire(before=before))
 
-    async def pause(self) -> None:
-        await self._call(messages.Pause())
+    async def pause(self, *, sleep: bool = False) -> None:
+        await self._call(messages.Pause(sleep=sleep))
 
     async def resume(self) -> None:
         await self._call(messages.Resume())

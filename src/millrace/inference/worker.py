@@ -12,7 +12,7 @@ had.
 import time
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,10 @@ from millrace.inference.backend import (
     check_request,
     load_backend,
 )
+from millrace.inference.interrupt import WeightInterrupt
 from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWorker
 from millrace.models.loading import resolve_device, resolve_dtype
+from millrace.weights.probe import check_probe, probe_request
 from millrace.weights.transport import make_receiver
 
 # Interval of the coalesced token reports. If an engine dies, its sequences resume elsewhere from
@@ -67,14 +69,16 @@ def _start(message: messages.StartEngine, link: Link, timeline: Timeline) -> "En
         lora=config.lora,
         adapter_path=None if message.adapter_path is None else Path(message.adapter_path),
         records_routes=message.records_routes,
+        sleeps=config.cluster.share_gpu == "sleep",
+        exact=config.is_exact,
         on_warm_up=on_warm_up,
     )
     engine = load_backend(config.engine).load(spec)
-    return wire(engine, config, link=link, timeline=timeline)
+    return wire(engine, config, link=link, timeline=timeline, role=message.role)
 
 
 def wire(
-    engine: EngineCore, config: RunConfig, *, link: Link, timeline: Timeline
+    engine: EngineCore, config: RunConfig, *, link: Link, timeline: Timeline, role: str = "engine"
 ) -> "EngineWorker":
     """Connect a built engine to the link and to the weight transport."""
     device = resolve_device(config.placement.engine(0))
@@ -85,6 +89,7 @@ def wire(
         device=device,
         payload=config.weights.payload,
         timeout_s=config.weights.timeout_s,
+        role=role,
     )
     return EngineWorker(
         link,
@@ -101,56 +106,9 @@ def wire(
 class _Staging:
     """An update that is being staged, and the calls that it answers."""
 
-    version: int
+    update: WeightUpdate
     staged: Future[tuple[Any, float]]  # prepared weights, and the milliseconds that staging took
     calls: list[WorkerCall]
-
-
-class WeightInterrupt:
-    """What a weight update does to running sequences, by the value of weights.interrupt.
-
-    - "swap": sequences never stop; their next token is sampled under the new weights.
-    - "abort": running sequences are returned unfinished, to be resumed on any engine.
-    - "save": all sequences wait from the announcement on, then continue in order of arrival.
-    - "drain", "barrier": no sequence starts from the announcement on; running sequences finish
-      first. With "barrier", the controller alternates generation and training.
-
-    An update is announced, received while decoding continues, and lands between two forward passes.
-    It is settled once it has landed or was refused. A newer update may supersede it before it
-    lands: the newer one is announced again, and both are settled together. The engine's thread
-    calls all methods.
-    """
-
-    def __init__(self, mode: Interrupt, engine: EngineCore) -> None:
-        self._mode = mode
-        self._engine = engine
-        self._drains = mode in ("drain", "barrier")
-        self.needs_announcement = self._drains or mode == "save"  # between two forward passes
-        self.may_generate = True
-
-    @property
-    def may_land(self) -> bool:
-        """True if received weights can replace the old ones now."""
-        return not (self._drains and self._engine.has_work)
-
-    def announce(self) -> list[FinishedCompletions]:
-        """An update is being received; returns the completions that end now, as land() does."""
-        if self._drains:
-            self._engine.hold_new()
-        if self._mode != "save":
-            return []
-        self.may_generate = False
-        return self._engine.preempt_all()
-
-    def land(self) -> list[FinishedCompletions]:
-        """Called right before the weights change."""
-        return self._engine.interrupt() if self._mode == "abort" else []
-
-    def settle(self) -> None:
-        """The weights have changed, or the update was refused."""
-        self.may_generate = True
-        if self._drains:
-            self._engine.release_new()
 
 
 class EngineWorker(ModelWorker):
@@ -179,7 +137,8 @@ class EngineWorker(ModelWorker):
         self._num_scored = 0  # tokens
         self._staging: _Staging | None = None
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
-        self._is_paused = False
+        self._is_paused = self._is_asleep = False
+        self._early_swaps: list[WorkerCall] = []  # arrived while the engine was asleep
         self._num_swaps = 0
         self._report_s = report_s
         self._coalesced_s = time.monotonic()  # of the last coalesced report
@@ -199,6 +158,7 @@ class EngineWorker(ModelWorker):
     def _close(self) -> None:
         self._stager.shutdown(wait=True, cancel_futures=True)
         self._receiver.close()
+        self._engine.close()
 
     def _is_awaited(self) -> bool:
         """Whether a launch of the decode loop should end early: weights are staged, or a call other
@@ -214,7 +174,9 @@ class EngineWorker(ModelWorker):
 
     @property
     def _has_staged_weights(self) -> bool:
-        if self._staging is None or not (staged := self._staging.staged).done():
+        if self._staging is None or self._is_asleep:
+            return False
+        if not (staged := self._staging.staged).done():
             return False
         return self._interrupt.may_land or staged.exception() is not None
 
@@ -259,6 +221,8 @@ class EngineWorker(ModelWorker):
                     call.fail(error)
                 else:
                     self._calls[request.id] = call
+            case messages.SwapWeights() if self._is_asleep:
+                self._early_swaps.append(call)
             case messages.SwapWeights(update=update):
                 self._stage(update, call)
             case messages.ScoreTokens():
@@ -269,14 +233,38 @@ class EngineWorker(ModelWorker):
             case messages.Expire(before=before):
                 self._answer(self._engine.expire(before))
                 call.reply()
-            case messages.Pause() | messages.Resume():
+            case messages.Pause(sleep=sleep):
                 # Calls are handled between two passes, so no pass runs when this is answered.
-                self._is_paused = isinstance(call.message, messages.Pause)
-                if self._is_paused:  # entered before the reply, after which the trainer may start
-                    self._timeline.enter("paused", busy=False)
+                self._is_paused = True
+                self._engine.pause()
+                if sleep and not self._is_asleep:
+                    self._sleep()
+                # Entered before the reply, after which the trainer may start.
+                self._timeline.enter("paused", busy=False)
+                call.reply()
+            case messages.Resume():
+                self._is_paused = False
+                if self._is_asleep:
+                    self._wake()
                 call.reply()
             case _:
                 call.fail(unexpected(call))
+
+    def _sleep(self) -> None:
+        if self._staging is not None:  # it reads live weights
+            wait([self._staging.staged])
+            self._commit_weights()
+        self._timeline.enter("sleep", busy=True)
+        self._engine.sleep()
+        self._is_asleep = True
+
+    def _wake(self) -> None:
+        self._timeline.enter("wake", busy=True)
+        self._engine.wake()
+        self._is_asleep = False
+        early, self._early_swaps = self._early_swaps, []
+        for call in early:
+            self._handle(call)
 
     def _score(self, call: WorkerCall) -> None:
         assert isinstance(call.message, messages.ScoreTokens)
@@ -310,7 +298,7 @@ class EngineWorker(ModelWorker):
     def _stage(self, update: WeightUpdate, call: WorkerCall) -> None:
         """Start to stage an update. Of several updates only the newest is applied."""
         under_way = self._staging
-        if under_way is not None and under_way.version >= update.version:
+        if under_way is not None and under_way.update.version >= update.version:
             under_way.calls.append(call)
             return
         visible = self._engine.version
@@ -322,7 +310,7 @@ class EngineWorker(ModelWorker):
             under_way.staged.cancel()  # if it has started, its result is dropped
             superseded = under_way.calls
         self._staging = _Staging(
-            version=update.version,
+            update=update,
             staged=self._stager.submit(self._timed_stage, update),
             calls=[*superseded, call],
         )
@@ -347,6 +335,7 @@ class EngineWorker(ModelWorker):
             started_s = time.perf_counter()
             self._answer(self._interrupt.land())
             self._engine.commit(prepared)
+            self._check_swap(staging.update)
         except WeightError as error:
             for call in staging.calls:
                 call.fail(error)
@@ -355,9 +344,15 @@ class EngineWorker(ModelWorker):
             self._interrupt.settle()
         self._num_swaps += 1
         gap_ms = (time.perf_counter() - started_s) * 1000
-        reply = messages.Swapped(version=staging.version, stage_ms=stage_ms, gap_ms=gap_ms)
+        reply = messages.Swapped(version=staging.update.version, stage_ms=stage_ms, gap_ms=gap_ms)
         for call in staging.calls:
             call.reply(reply)
+
+    def _check_swap(self, update: WeightUpdate) -> None:
+        """Raise EngineLost, which ends this process, if the weights are not the trainer's."""
+        if update.probe is not None:
+            (scored,) = self._engine.score([probe_request(update.probe)])
+            check_probe(update, scored.logprobs)
 
     def _progress(self) -> messages.WorkerProgress:
         stats = self._engine.stats()

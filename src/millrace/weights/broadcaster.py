@@ -96,6 +96,7 @@ class VersionBroadcaster:
         """`version`: what every subscriber holds when the run starts."""
         self._policy = policy
         self._version = version
+        self.newest = version  # that was published
         self._subscriptions: list[Subscription] = []
         self._unread: asyncio.Queue[WeightUpdate] = asyncio.Queue()  # to be released
 
@@ -115,6 +116,7 @@ class VersionBroadcaster:
     def publish(self, update: WeightUpdate) -> None:
         """Offer a version to every subscriber that was not offered it before and wants it."""
         assert update.policy == self._policy, "each policy has its own broadcaster"
+        self.newest = max(self.newest, update.version)
         shared = _Shared(update=update, num_readers=1)  # until all have been offered it
         for subscription in self._subscriptions:
             if update.version > subscription.offered and subscription.wants(update.version):

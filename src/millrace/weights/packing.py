@@ -1,8 +1,8 @@
 """Named tensors in one flat payload: layout, packing, unpacking, checksum and delta.
 
 Promise: unpack() returns bit for bit what pack() wrote. Floating-point tensors are sent in the
-engine's dtype, all others as they are. Every offset, and the payload's size, is a multiple of
-ALIGN_BYTES; the bytes between two tensors are never written.
+engine's dtype, biases of routers and all others as they are. Every offset, and the payload's size,
+is a multiple of ALIGN_BYTES; the bytes between two tensors are never written.
 
 A payload is a flat uint8 tensor, on the host or on a GPU. Both ends compute the same checksum for
 the same bytes. On the host it is xxh3_64, at memory speed. Hashing on a GPU would first copy
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from millrace.core.errors import WeightError
 from millrace.core.records import Delta, TensorSpec, WeightUpdate
+from millrace.models.routing import ROUTER_BIAS
 
 ALIGN_BYTES = 64  # a cache line, and enough for any vector load
 _WORDS = {2: torch.int16, 4: torch.int32}
@@ -38,9 +39,14 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def transfer_dtype(tensor: torch.Tensor, *, dtype: torch.dtype) -> torch.dtype:
+def transfer_dtype(name: str, tensor: torch.Tensor, *, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a tensor is sent, if floating-point weights are sent as `dtype`."""
-    return dtype if tensor.is_floating_point() else tensor.dtype
+    return dtype if tensor.is_floating_point() and not _is_exact(name) else tensor.dtype
+
+
+def _is_exact(name: str) -> bool:
+    """Models keep the biases of routers in float32: rounded ones choose other experts."""
+    return name.rpartition(".")[2] == ROUTER_BIAS
 
 
 def lay_out(
@@ -50,7 +56,7 @@ def lay_out(
     specs: list[TensorSpec] = []
     end = 0
     for name, tensor in tensors.items():
-        sent_as = transfer_dtype(tensor, dtype=dtype)
+        sent_as = transfer_dtype(name, tensor, dtype=dtype)
         offset = end
         end = _aligned(offset + tensor.numel() * sent_as.itemsize)
         specs.append(
@@ -131,7 +137,9 @@ def check_fits(
                 f"The weight update has {spec.name!r} as {list(spec.shape)},"
                 f" and the model as {list(shape)}."
             )
-        if dtype not in (None, DTYPES[spec.dtype]) and DTYPES[spec.dtype].is_floating_point:
+        sent_as = DTYPES[spec.dtype]
+        is_rounded = sent_as.is_floating_point and not _is_exact(spec.name)
+        if is_rounded and dtype not in (None, sent_as):
             raise WeightError(
                 f"The weight update has {spec.name!r} as {spec.dtype}, and the engine computes in"
                 f" {str(dtype).removeprefix('torch.')}; give trainer and engines the same"

@@ -61,7 +61,7 @@ class WeightSnapshot:
             self._layout = None  # until the memory is allocated
             self.tensors = {
                 name: torch.empty_like(
-                    tensor, dtype=transfer_dtype(tensor, dtype=dtype), requires_grad=False
+                    tensor, dtype=transfer_dtype(name, tensor, dtype=dtype), requires_grad=False
                 )
                 for name, tensor in tensors.items()
             }

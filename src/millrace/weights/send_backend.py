@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from millrace.core.errors import WeightError
-from millrace.core.records import Delta, TensorSpec, WeightUpdate
+from millrace.core.records import Delta, SwapProbe, TensorSpec, WeightUpdate
 from millrace.weights import packing
 from millrace.weights.packing import checksum
 
@@ -24,6 +24,7 @@ MAX_HELD = 3
 Payload = Literal["full", "delta"]
 # packing.pack(), or its replacement if the tensors are sharded over ranks.
 Pack = Callable[[Mapping[str, torch.Tensor], Sequence[TensorSpec], torch.Tensor], None]
+Reference = Callable[[Mapping[str, torch.Tensor]], SwapProbe]  # see probe.py
 
 
 class NoSpace(WeightError):
@@ -89,8 +90,15 @@ class PayloadSlot:
 
 class PackingSender:
     def __init__(
-        self, backend: SendBackend, *, dtype: torch.dtype, payload: Payload = "full"
+        self,
+        backend: SendBackend,
+        *,
+        dtype: torch.dtype,
+        payload: Payload = "full",
+        reference: Reference | None = None,
     ) -> None:
+        """`reference`: computes the probe of each version; None = versions have none."""
+        self._reference = reference
         self.dtype = dtype  # of floating-point weights during the transfer
         self.payload: Payload = payload
         self._backend = backend
@@ -126,6 +134,7 @@ class PackingSender:
                 transport=self._backend.transport,
                 location=slot.payload.location,
                 delta=self._find_delta(slot),
+                probe=self._probe(specs, slot.payload.flat),
             )
             update = self._backend.offer(update, payload=slot.payload, delta=slot.delta)
         except BaseException:
@@ -138,6 +147,11 @@ class PackingSender:
             previous, self._newest = self._newest, slot
             self._recycle(previous)
         return update
+
+    def _probe(self, specs: Sequence[TensorSpec], payload: torch.Tensor) -> SwapProbe | None:
+        if self._reference is None:
+            return None
+        return self._reference(packing.unpack(specs, payload))
 
     def base_for(self, layout: Sequence[TensorSpec]) -> PayloadSlot | None:
         """The version whose difference from the next one, of this layout, will be sent."""

@@ -12,10 +12,11 @@ import torch
 
 from millrace.core.errors import ConfigError
 from millrace.weights.recv_backend import RecvBackend, StagingReceiver
-from millrace.weights.send_backend import PackingSender, Payload, SendBackend
+from millrace.weights.send_backend import PackingSender, Payload, Reference, SendBackend
 from millrace.weights.transports.collective import CollectiveRecvBackend, CollectiveSendBackend
 from millrace.weights.transports.disk import DiskRecvBackend, DiskSendBackend
 from millrace.weights.transports.ipc import IpcRecvBackend, IpcSendBackend
+from millrace.weights.transports.rendezvous import ENGINE, EVALUATOR
 from millrace.weights.transports.shm import ShmRecvBackend, ShmSendBackend
 
 
@@ -49,12 +50,15 @@ def make_sender(
     directory: Path | None = None,
     address: str = "127.0.0.1",
     num_engines: int = 1,
+    num_evaluators: int = 0,
     bucket_bytes: int = 2**26,
     timeout_s: float = 60.0,
     device: torch.device | None = None,
+    reference: Reference | None = None,
 ) -> PackingSender:
     """Floating-point weights travel as `dtype`. disk needs `directory`. collective listens on
-    `address`, waits for `num_engines` and sends from `device` (host memory if not given)."""
+    `address`, waits for `num_engines`, or `num_evaluators` beside them, and sends from `device`
+    (host memory if not given)."""
     backend: SendBackend
     match transport:
         case "shm":
@@ -65,7 +69,7 @@ def make_sender(
         case "collective":
             backend = CollectiveSendBackend(
                 address=address,
-                num_engines=num_engines,
+                num_members={ENGINE: num_engines, EVALUATOR: num_evaluators},
                 bucket_bytes=bucket_bytes,
                 timeout_s=timeout_s,
                 device=device or torch.device("cpu"),
@@ -74,7 +78,7 @@ def make_sender(
             backend = IpcSendBackend()
         case _:
             raise _unknown(transport)
-    return PackingSender(backend, dtype=dtype, payload=payload)
+    return PackingSender(backend, dtype=dtype, payload=payload, reference=reference)
 
 
 def make_receiver(
@@ -85,14 +89,16 @@ def make_receiver(
     device: torch.device | None = None,
     payload: Payload = "full",
     timeout_s: float = 60.0,
+    role: str = ENGINE,
 ) -> StagingReceiver:
     """`expected` and `dtype`: shapes of the model's tensors by name, and the type of its
-    floating-point tensors; other updates are refused. `device`: where the engine computes."""
+    floating-point tensors; other updates are refused. `device`: where the engine computes.
+    `role`: receivers of one role get a version together, where it is broadcast."""
     device = device or torch.device("cpu")
     backends: dict[str, Callable[[], RecvBackend]] = {
         "shm": ShmRecvBackend,
         "disk": DiskRecvBackend,
-        "collective": lambda: CollectiveRecvBackend(device=device, timeout_s=timeout_s),
+        "collective": lambda: CollectiveRecvBackend(device=device, timeout_s=timeout_s, role=role),
         "ipc": lambda: IpcRecvBackend(device=device),
     }
     if transport not in ("auto", *backends):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from millrace.core.errors import TaskError
+from millrace.core.errors import ConfigError, TaskError
 from millrace.inference.embedded.decode.layers import (
     AdapterChoice,
     FusedLinear,
@@ -24,8 +24,9 @@ from millrace.inference.embedded.decode.layers import (
     add_lora,
     fused_slice_of,
 )
+from millrace.models.attention.recurrent import mixers_of
 from millrace.models.lora.experts import add_update, aligned
-from millrace.models.lora.factors import Adapter, factors_of, gain, merged
+from millrace.models.lora.factors import Adapter, factors_of, gain
 
 BASE = "base"  # name of the model without an adapter, if the policy is an adapter
 
@@ -63,17 +64,10 @@ class AdaptedProduct:
         else:
             add_lora(self.owner, side)
 
-    def write(
-        self, slot: AdapterSlot, tensors: Mapping[str, Tensor], *, weights: Mapping[str, Tensor]
-    ) -> None:
-        """Lay out an adapter with these `tensors`, for a model with these `weights`."""
-        scale = slot.adapter.scale
+    def places(self, slot: AdapterSlot) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """The name of each layer that has this adapter, and where its A and B belong."""
         for layer, rows, columns in self._layers_of(slot):
-            factors = factors_of(tensors, layer, dora=False)
-            self.a[columns].copy_(factors.a, non_blocking=True)
-            b = factors.b if scale == 1.0 else factors.b.float() * scale
-            self.b[rows, columns].copy_(b, non_blocking=True)
-        self.write_gains(slot, tensors, weights=weights)
+            yield layer, self.a[columns], self.b[rows, columns]
 
     def write_gains(
         self, slot: AdapterSlot, tensors: Mapping[str, Tensor], *, weights: Mapping[str, Tensor]
@@ -117,16 +111,9 @@ class AdaptedExperts:
         update = UnmergedExpertUpdate(self.a, self.b, choice=choice)
         add_update(self.owner, self.layer.rpartition(".")[2], update)
 
-    def write(
-        self, slot: AdapterSlot, tensors: Mapping[str, Tensor], *, weights: Mapping[str, Tensor]
-    ) -> None:
-        """Lay out an adapter with these `tensors`."""
+    def places(self, slot: AdapterSlot) -> Iterator[tuple[str, Tensor, Tensor]]:
         if self.layer in slot.adapter.layers:
-            factors = factors_of(tensors, self.layer, dora=False)
-            self.a[:, slot.columns].copy_(factors.a, non_blocking=True)
-            self.b[:, :, slot.columns].copy_(
-                factors.b.float() * slot.adapter.scale, non_blocking=True
-            )
+            yield self.layer, self.a[:, slot.columns], self.b[:, :, slot.columns]
 
 
 def _products(
@@ -182,6 +169,13 @@ class AdapterBank:
             self._slots[name] = AdapterSlot(number=number, columns=columns, adapter=adapter)
             num_columns = columns.stop
         slots = list(self._slots.values())
+        layers = [layer for slot in slots for layer in slot.adapter.layers]
+        mixers = tuple(f"{name}." for name in mixers_of(model))
+        if inside := [layer for layer in layers if layer.startswith(mixers)]:
+            raise ConfigError(
+                f"An adapter of {inside[0]!r}, a layer with a recurrent state, cannot be applied"
+                " without merging; set lora.apply to 'merged', and leave engine.adapters empty."
+            )
         ranks = torch.tensor([slot.adapter.rank for slot in slots])
         column_slots = torch.arange(len(ranks)).repeat_interleave(ranks).to(model.device)
         self._choice = AdapterChoice(column_slots, dtype=model.dtype)
@@ -191,10 +185,10 @@ class AdapterBank:
             for name in map(slot.adapter.weight_name, slot.adapter.layers)
         }
         self._products = _products(model, slots)
+        for name, slot in self._slots.items():
+            if name is not None:
+                self._write(self._products, slot, slot.adapter.tensors)
         for product in self._products:
-            for name, slot in self._slots.items():
-                if name is not None:
-                    product.write(slot, slot.adapter.tensors, weights=self._weights)
             product.attach(self._choice)
 
     @property
@@ -221,13 +215,35 @@ class AdapterBank:
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Pairs of live and new tensor that make these the policy's adapter."""
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for live in self._products:
-            # A clone holds the frozen adapters, too, so that whole tensors are copied.
-            staged = live.clone()
-            staged.write(self._slots[None], tensors, weights=self._weights)
-            pairs += zip(live.tensors(), staged.tensors(), strict=True)
-        return pairs
+        # A clone holds the frozen adapters, too, so that whole tensors are copied.
+        staged = [live.clone() for live in self._products]
+        self._write(staged, self._slots[None], tensors)
+        return [
+            pair
+            for live, new in zip(self._products, staged, strict=True)
+            for pair in zip(live.tensors(), new.tensors(), strict=True)
+        ]
+
+    def _write(
+        self,
+        products: Sequence[AdaptedProduct | AdaptedExperts],
+        slot: AdapterSlot,
+        tensors: Mapping[str, Tensor],
+    ) -> None:
+        """Lay out an adapter with these tensors, in few launches: they delay the next version."""
+        places = [place for product in products for place in product.places(slot)]
+        factors = [factors_of(tensors, layer, dora=False) for layer, _, _ in places]
+        bs = [own.b for own in factors]
+        if slot.adapter.scale != 1.0:
+            bs = torch._foreach_mul(bs, slot.adapter.scale)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage] - no public name
+            [a for _, a, _ in places] + [b for _, _, b in places],
+            [own.a for own in factors] + list(bs),
+            non_blocking=True,
+        )
+        for product in products:
+            if isinstance(product, AdaptedProduct):
+                product.write_gains(slot, tensors, weights=self._weights)
 
     def prepare_gains(self, weights: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Pairs of live and new gains of frozen adapters, for new weights of the model."""
@@ -255,10 +271,9 @@ class AdapterMerger:
         self, tensors: Mapping[str, Tensor], *, live: Mapping[str, Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
         """Pairs of each `live` weight that an adapter of these tensors changes, and its value."""
-        is_dora, scale = self.adapter.is_dora, self.adapter.scale
         pairs: list[tuple[Tensor, Tensor]] = []
         for layer, base in self._bases.items():
-            factors = factors_of(tensors, layer, dora=is_dora).to(base.device, torch.float32)
-            value = merged(base, factors, scale=scale).to(base.dtype)
+            # Sums are float32 and are rounded once.
+            value = self.adapter.merged(layer, base, tensors, dtype=base.dtype).to(base.dtype)
             pairs.append((live[self.adapter.weight_name(layer)], value))
         return pairs

@@ -13,12 +13,14 @@ from millrace.config import EngineConfig, LoraConfig
 from millrace.core.errors import ConfigError
 from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.adapters import AdapterMerger
+from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.cache import block_bytes
-from millrace.inference.embedded.kv.paged_attention import measure_kv
+from millrace.inference.embedded.kv.paged_attention import CacheProbe, measure_cache
 from millrace.inference.embedded.parts import EngineSizes
 from millrace.inference.embedded.self_test import engine_path
 from millrace.models.directory import context_limit, load_tokenizer
+from millrace.models.exact.mode import check_exact
 from millrace.models.loading import load_model, resolve_device, resolve_dtype, stop_token_ids
 from millrace.models.lora.factors import Adapter, adapter_of
 from millrace.models.lora.folders import read_checkpoint, read_resident
@@ -34,14 +36,20 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
     """Load the model and make the engine that the spec describes."""
     config, model_path = spec.config, spec.model_path
     device = resolve_device(spec.device)
+    if spec.exact:
+        check_exact(device, resolve_dtype(config.dtype, device))
     try:
         model = load_model(
             model_path,
             dtype=resolve_dtype(config.dtype, device),
             device=device,
-            attention=engine_path(device),
+            attention=engine_path(device, exact=spec.exact),
             trust_remote_code=spec.trust_remote_code,
         )
+        memory = None
+        if spec.sleeps and device.type == "cuda":
+            memory = EngineMemory(device)
+            memory.adopt(model)
         merger, adapters = applied_adapters(model, config=config, lora=spec.lora)
     except torch.OutOfMemoryError:
         raise ConfigError(
@@ -59,6 +67,8 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
         routing=find_routing(model) if spec.records_routes else None,
         on_warm_up=spec.on_warm_up,
         options=options,
+        memory=memory,
+        exact=spec.exact,
     )
     if spec.adapter_path is not None:
         engine.swap(read_checkpoint(spec.adapter_path), version=spec.version)
@@ -76,24 +86,22 @@ def engine_of(
     routing: Routing | None = None,
     on_warm_up: Callable[[], None] = lambda: None,
     options: EmbeddedBackend = DEFAULTS,
+    memory: EngineMemory | None = None,
+    exact: bool = False,
 ) -> EmbeddedEngine:
     """An engine with these settings, ready for its first request."""
     on_gpu = model.device.type == "cuda"
-    block_tokens, decode_steps = options.block_tokens, _decode_steps(model, options.decode_steps)
-    if on_gpu and decode_steps != 1:
-        _check_compiler()
+    block_tokens, probe = options.block_tokens, measure_cache(model)
+    decode_steps = _decode_steps(model, options.decode_steps, probe, exact=exact)
     text_config, path = model.config.get_text_config(), str(model.name_or_path)
-    context = context_limit(
-        text_config, path, wanted=config.max_context, setting="engine.max_context"
-    )
-    of_block = block_bytes(measure_kv(model), block_tokens=block_tokens, dtype=model.dtype)
-    if routing is not None:
-        of_block += block_tokens * routing.token_bytes
+    setting = "engine.max_context"
+    context = context_limit(text_config, path, wanted=config.max_context, setting=setting)
+    of_block = block_bytes(probe.shapes, block_tokens=block_tokens, dtype=model.dtype)
+    of_block = max(1, of_block + (0 if routing is None else block_tokens * routing.token_bytes))
+    states = config.max_sequences * probe.slot_bytes
+    kv_bytes = _kv_bytes(options, size=of_block, of_states=states, device=model.device)
     # Enough for all sequences at full context, within kv_bytes.
-    num_blocks = min(
-        config.max_sequences * -(-context // block_tokens),
-        _kv_bytes(options, size=of_block, device=model.device) // of_block,
-    )
+    num_blocks = min(config.max_sequences * -(-context // block_tokens), kv_bytes // of_block)
     try:
         engine = EmbeddedEngine(
             model,
@@ -102,6 +110,7 @@ def engine_of(
             merger=merger,
             adapters=adapters,
             routing=routing,
+            memory=memory,
             eos_ids=stop_token_ids(model, tokenizer),
             sizes=EngineSizes(
                 max_context=context,
@@ -112,7 +121,8 @@ def engine_of(
                 kv=config.kv,
                 prefix_cache=options.prefix_cache,
                 decode_steps=decode_steps,
-                compile_layers=options.compile and on_gpu,
+                compile_layers=options.compile and on_gpu and not exact,
+                exact=exact,
             ),
         )
         on_warm_up()
@@ -147,15 +157,44 @@ def applied_adapters(
     return None, {None: policy, **residents}
 
 
-def _decode_steps(model: PreTrainedModel, wanted: int | None) -> int:
-    """Decode steps per launch. 1 for experts without a grouped kernel: their loop over experts
-    reads token counts from the device, which a CUDA graph cannot do."""
+def _decode_steps(
+    model: PreTrainedModel, wanted: int | None, probe: CacheProbe, *, exact: bool
+) -> int:
+    """Decode steps per launch. 1 for recurrent states, and for experts without a grouped kernel:
+    their loop over experts reads token counts from the device, which a CUDA graph cannot do."""
     if model.device.type != "cuda":
         return wanted or 1
+    name = type(model).__name__
+    if exact and wanted is None:
+        warnings.warn(
+            "In exact mode a GPU decodes in single steps, several times slower than with the decode"
+            " loop (engine.options.decode_steps), which has not been exact in every measurement.",
+            stacklevel=2,
+        )
+        return 1
+    if probe.has_sinks and wanted is None:
+        warnings.warn(
+            f"{name} has attention sinks and decodes in single steps, five times slower than with"
+            " the decode loop, which is less tested with sinks; to use it, set"
+            " engine.options.decode_steps to 32 and engine.options.compile to false.",
+            stacklevel=2,
+        )
+        return 1
     wanted = wanted or 32
+    if probe.layers and wanted > 1:
+        warnings.warn(
+            f"{name} has layers with a recurrent state, which decode in single steps by the code of"
+            " transformers, several times slower than with the decode loop, and share no cached"
+            " prefixes.",
+            stacklevel=2,
+        )
+        return 1
     has_experts = any(parameter.ndim == 3 for parameter in model.parameters())
     major, _ = torch.cuda.get_device_capability(model.device)
-    if wanted == 1 or not has_experts or (model.dtype == torch.bfloat16 and major in (9, 10)):
+    if wanted == 1:
+        return 1
+    if not has_experts or (model.dtype == torch.bfloat16 and major in (9, 10)):
+        _check_compiler()
         return wanted
     warnings.warn(
         f"Experts in {model.dtype} on this GPU decode in single steps, several times slower than"
@@ -174,17 +213,19 @@ def _check_compiler() -> None:
         )
 
 
-def _kv_bytes(options: EmbeddedBackend, *, size: int, device: torch.device) -> int:
-    """Limit of the KV cache; a block has `size` bytes."""
+def _kv_bytes(options: EmbeddedBackend, *, size: int, of_states: int, device: torch.device) -> int:
+    """Limit of the KV cache without recurrent states; a block has `size` bytes."""
     bound = options.kv_bytes or _CPU_KV_BYTES
     if options.kv_bytes is None and device.type == "cuda":
         bound = int(torch.cuda.mem_get_info(device)[0] * _GPU_KV_SHARE)
-    if bound < size:
+    if bound < size + of_states:
+        states = f" and the recurrent states of {of_states} bytes" if of_states else ""
+        remedy = "raise it, or lower engine.max_sequences" if of_states else "raise it"
         raise ConfigError(
             f"Setting 'engine.options.kv_bytes' = {bound} does not hold one KV block of"
-            f" {size} bytes; raise it."
+            f" {size} bytes{states}; {remedy}."
         )
-    return bound
+    return bound - of_states
 
 
 def _free(device: torch.device) -> str:

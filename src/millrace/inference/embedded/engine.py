@@ -24,14 +24,14 @@ from millrace.core.records import (
 )
 from millrace.inference.backend import EngineStats, FinishedCompletions
 from millrace.inference.embedded.adapters import AdapterMerger
-from millrace.inference.embedded.decode.attention import can_flash
 from millrace.inference.embedded.decode.loop import NO_TOKEN, DecodeLoop, DecodeResult
+from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.kv.prefix_cache import PrefixCache
 from millrace.inference.embedded.live_weights import LiveWeights, PreparedWeights
 from millrace.inference.embedded.parts import EngineParts, EngineSizes
 from millrace.inference.embedded.runner import ModelRunner
-from millrace.inference.embedded.sampler import sample, sample_batch
-from millrace.inference.embedded.scheduling.batch_slots import mask_by_grammars
+from millrace.inference.embedded.sampler import mask_logits, sample_batch
+from millrace.inference.embedded.scheduling.batch_slots import adjust_logits, grammar_masks
 from millrace.inference.embedded.scheduling.outputs import ChunkStreams, OutputProcessor, StopRules
 from millrace.inference.embedded.scheduling.scheduler import Scheduler
 from millrace.inference.embedded.scheduling.sequence import (
@@ -40,7 +40,7 @@ from millrace.inference.embedded.scheduling.sequence import (
     check_request,
     sequences_of,
 )
-from millrace.inference.embedded.scoring import ScoringEngine, num_rows
+from millrace.inference.embedded.scoring import ScoringEngine, chunk_scores, num_rows
 from millrace.models.grammars import GrammarCompiler
 from millrace.models.logprobs import final_logits
 from millrace.models.lora.factors import Adapter
@@ -61,15 +61,18 @@ class EmbeddedEngine:
         merger: AdapterMerger | None = None,
         adapters: Mapping[str | None, Adapter] | None = None,
         routing: Routing | None = None,
+        memory: EngineMemory | None = None,
     ) -> None:
         """Updates bring adapters if there is a `merger`, or an adapter under the name None.
         `adapters`: applied without merging, by their name in requests. `routing`: of this model, if
-        routes are recorded."""
+        routes are recorded. `memory`: where the weights are, if the engine sleeps on a GPU."""
         self._max_context = sizes.usable_context
         self._model = model.requires_grad_(False)
         self._vocab_size = model.config.get_text_config().vocab_size
-        self._kv = sizes.kv
-        parts = EngineParts.build(model, sizes, adapters=adapters, routing=routing)
+        self._kv, self._is_exact = sizes.kv, sizes.exact
+        parts = EngineParts.build(model, sizes, adapters=adapters, routing=routing, memory=memory)
+        self._memory, self._cache, self._numerics = memory, parts.cache, parts.numerics
+        self._saved_kv: tuple[dict[int, Tensor], np.ndarray] | None = None  # and their blocks
         self._slots, self._bank, self._routes = parts.slots, parts.bank, parts.routes
         self._pool = parts.tables.pool
         prefixes = PrefixCache(
@@ -77,7 +80,7 @@ class EmbeddedEngine:
             block_tokens=sizes.block_tokens,
             version=version,
             keeps=sizes.kv == "keep",
-            is_on=sizes.prefix_cache,
+            is_on=sizes.prefix_cache and parts.states is None,
         )
         self._scheduler = Scheduler(
             parts.slots,
@@ -85,13 +88,14 @@ class EmbeddedEngine:
             prefixes=prefixes,
             prefill_tokens=sizes.prefill_tokens,
             routes=parts.routes,
+            states=parts.states,
         )
-        has_loop = sizes.decode_steps > 1
+        self._has_states = parts.states is not None
+        has_loop = sizes.decode_steps > 1 and not self._has_states
         self._decode_loop = DecodeLoop(parts, sizes, eos_ids=eos_ids) if has_loop else None
-        self._runner = ModelRunner(parts, flashes=has_loop and can_flash(parts.cache, model=model))
+        self._runner = ModelRunner(parts, sizes)
         self._scorer = ScoringEngine(model)
         self._weights = LiveWeights(model, version=version, merger=merger, bank=self._bank)
-        self._needs_single_step = False  # the decode loop had no room for some kept ids
         self._has_new = False  # requests arrived since the last launch of the decode loop
         self._grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size, eos_ids=eos_ids)
         self._stop_rules = StopRules(tokenizer, eos_ids=eos_ids)
@@ -160,8 +164,7 @@ class EmbeddedEngine:
         if self._decode_loop is None:
             return
         self._decode_loop.warm_up()
-        # Two lengths, so that prefill is compiled for any length. Two tokens, so that the prefix
-        # cache does not serve the second prompt.
+        # Two lengths compile prefill for any length; two tokens, so that no prefix is reused.
         for token, length in enumerate((24, 16)):
             prompt = np.full(min(length, self._max_context - 1), token, dtype=np.int32)
             sampling = Sampling(max_new_tokens=1)
@@ -172,20 +175,12 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def step(self, *, should_stop: Callable[[], bool] = lambda: False) -> list[FinishedCompletions]:
-        """Run one forward pass, or one launch of the decode loop.
-
-        Sequences that the decode loop finishes are returned by the next step, which builds their
-        records while the device works. The loop ends early once should_stop() returns True.
-        """
+        """Run one forward pass, or one launch of the decode loop, which ends early once
+        should_stop() returns True. The next step returns sequences that the loop finished, and
+        builds their records while the device works."""
         if self.version is not None:
-            # With a grammar, the host masks the logits of each token.
-            if self._decode_loop is None or self._needs_single_step or self._slots.any_guided:
-                self._needs_single_step = False
-                self._forward(self._scheduler.plan())
-            else:
-                self._forward(self._scheduler.plan(prefill_only=True))
-                if not self._slots.any_guided:
-                    self._decode(self._decode_loop, should_stop=should_stop)
+            with self._numerics():
+                self._compute(should_stop)
         if not self._scheduler.has_work:
             self._record_ended()
         return self._outputs.take()
@@ -198,8 +193,7 @@ class EmbeddedEngine:
             self._bank.choose(rows.to(self._model.device))
         if self._routes is not None:
             self._routes.discard_next(num_rows(requests))
-        (logprobs,) = self._scorer.score([requests], version=self.version)
-        return logprobs
+        return self._scorer.score([requests], version=self.version)[0]
 
     def take_chunks(self, *, coalesced: bool = False) -> dict[str, list[CompletionChunk]]:
         return self._streams.take(coalesced=coalesced)
@@ -249,9 +243,38 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def commit(self, prepared: PreparedWeights) -> None:
         self._weights.commit(prepared)
-        if self._kv == "recompute":
-            self._scheduler.forget_kv()
+        if self._kv == "recompute" or self._is_exact:
+            self._scheduler.forget_kv(only_prompts=self._kv == "keep")
         self._scheduler.begin(prepared.version)
+
+    def pause(self) -> None:
+        """Does nothing, because everything is computed in step()."""
+
+    def close(self) -> None:
+        """Does nothing, because the process holds everything."""
+
+    @torch.inference_mode()
+    def sleep(self) -> None:
+        """On a CPU, an engine keeps its memory. KV of running sequences is saved."""
+        if self._memory is None:
+            return
+        self._record_ended()
+        self._pool.forget_reusable()
+        used = np.flatnonzero(self._pool.references)
+        self._saved_kv = self._cache.saved(used), used
+        self._memory.weights.release(save=True)
+        self._memory.kv.release(save=False)
+        torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def wake(self) -> None:
+        if self._memory is None:
+            return
+        assert self._saved_kv is not None
+        self._memory.weights.restore()
+        self._memory.kv.restore()
+        self._cache.write(*self._saved_kv)
+        self._saved_kv = None
 
     def swap(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
         """prepare() and commit() in one call, for callers without a staging thread."""
@@ -260,6 +283,15 @@ class EmbeddedEngine:
             torch.cuda.current_stream(self._model.device).synchronize()
         self.commit(self.prepare(tensors, version=version))
 
+    def _compute(self, should_stop: Callable[[], bool]) -> None:
+        # With penalties or top logprobs, the host needs the logits of each token.
+        if self._decode_loop is None or self._slots.any_single_step:
+            self._forward(self._scheduler.plan())
+        else:
+            self._forward(self._scheduler.plan(prefill_only=True))
+            if not self._slots.any_single_step:
+                self._decode(self._decode_loop, should_stop=should_stop)
+
     def _forward(self, plan: BatchPlan | None) -> None:
         if plan is None:
             return
@@ -267,6 +299,8 @@ class EmbeddedEngine:
             hidden = self._runner.forward(plan)
         except torch.OutOfMemoryError:
             # The pass changed no bookkeeping, so it is planned again with a smaller prefill.
+            if self._has_states:  # it advanced some of them
+                self._scheduler.forget_kv()
             if not self._scheduler.shrink_prefill():
                 raise RunFailed(
                     f"A forward pass over {int(plan.counts.sum())} tokens does not fit into the"
@@ -286,19 +320,22 @@ class EmbeddedEngine:
         plan = self._scheduler.plan_decode(max_steps=self._num_steps(decode_loop))
         if plan is None:
             return
-        result = decode_loop.run(plan, should_stop=should_stop, while_running=self._record_ended)
-        counts = self._stop_rules.counts_until_stop(self._slots, plan.slots, result)
+        result = decode_loop.run(
+            plan,
+            should_stop=should_stop,
+            while_running=self._record_ended,
+            masks=lambda out: grammar_masks(self._slots, plan.slots, self._grammars, out=out),
+        )
+        counts, has_stop = self._stop_rules.counts_until_stop(self._slots, plan.slots, result)
         self._append(plan.slots, result, counts=counts)
-        self._end_sequences(plan.slots[counts > 0], later=True)
-        idle = counts < len(result.tokens)
-        self._needs_single_step = bool(self._slots.occupied[plan.slots[idle]].any())
+        self._end_sequences(plan.slots[counts > 0], has_stop=has_stop[counts > 0])
 
     def _num_steps(self, decode_loop: DecodeLoop) -> int:
         """Fewer steps while requests arrive, fewer still while sequences wait for a slot: a slot
-        that is freed within a launch stays empty until the launch ends."""
+        freed within a launch stays empty until its end. A grammar reads each token first."""
         share = 4 if self._scheduler.waiting.num_waiting else 2 if self._has_new else 1
         self._has_new = False
-        return max(1, decode_loop.max_steps // share)
+        return 1 if self._slots.any_guided else max(1, decode_loop.max_steps // share)
 
     def _record_ended(self) -> None:
         self._outputs.record()
@@ -310,10 +347,12 @@ class EmbeddedEngine:
             hidden = hidden[torch.from_numpy(rows).to(hidden.device)]
         logits = final_logits(self._model, hidden.to(self._model.dtype))
         how = self._slots.sampling_batch(slots, vocab_size=logits.shape[1], device=logits.device)
+        if self._slots.adjusts_logits[slots].any():
+            logits = adjust_logits(logits, self._slots, slots)
         if self._slots.is_guided[slots].any():
-            drawn = sample(mask_by_grammars(logits, self._slots, slots), how)
-        else:
-            drawn = sample_batch(logits, how)
+            masks = torch.from_numpy(grammar_masks(self._slots, slots, self._grammars))
+            logits = mask_logits(logits, masks.to(logits.device))
+        drawn = sample_batch(logits, how, exact=self._is_exact)
         kept = num_kept = None
         if drawn.kept is not None:
             kept = drawn.kept.ids.to(torch.int32).cpu().numpy()
@@ -327,6 +366,13 @@ class EmbeddedEngine:
             num_kept=num_kept,
         )
         self._append(slots, result, counts=counts)
+        if num_top := int(self._slots.num_top[slots].max()):
+            temperatures = how.temperatures.masked_fill(how.temperatures == 0, 1.0)
+            _, ids, logprobs, _ = chunk_scores(
+                logits, drawn.tokens, temperatures, kept=drawn.kept, num_top=num_top
+            )
+            ids = ids.to(torch.int32).cpu().numpy()
+            self._slots.append_top(slots, ids=ids, logprobs=logprobs.cpu().numpy())
 
     def _append(self, slots: np.ndarray, result: DecodeResult, *, counts: np.ndarray) -> None:
         """Record the first `counts` tokens of each slot."""
@@ -343,11 +389,11 @@ class EmbeddedEngine:
             self._slots.append_kept(slots, ids=result.kept, num_kept=result.num_kept, counts=counts)
         self._num_generated += int(counts.sum())
 
-    def _end_sequences(self, slots: np.ndarray, *, later: bool = False) -> None:
+    def _end_sequences(self, slots: np.ndarray, *, has_stop: np.ndarray | None = None) -> None:
         """End the sequences in these slots whose newest token was their last. Their slots are
-        freed now; their records are built now or `later`."""
-        for sequence, finish in self._stop_rules.finished_in(self._slots, slots):
+        freed now. Their records are built now, or after the decode loop, later: `has_stop` [R]."""
+        for sequence, finish in self._stop_rules.finished_in(self._slots, slots, has_stop=has_stop):
             self._scheduler.finish(sequence)
             self._outputs.mark_ended(sequence, finish=finish)
-        if not later:
+        if has_stop is None:
             self._record_ended()

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from millrace.core.errors import WeightError
 from millrace.inference.embedded.adapters import AdapterBank, AdapterMerger
+from millrace.models.routing import policy_tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -40,7 +41,7 @@ class LiveWeights:
         adapter, updates are adapters."""
         self.version: int | None = version  # None after an update that failed half-way
         self._device = model.device
-        self._parameters = dict(model.named_parameters())
+        self._parameters = policy_tensors(model)
         self._merger = merger
         self._bank = bank
         shapes = {name: tuple(tensor.shape) for name, tensor in self._parameters.items()}

@@ -1,20 +1,26 @@
 """State that all passes of an engine share: model, batch slots, KV cache, adapters and routes."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
 from millrace.inference.embedded.adapters import AdapterBank
-from millrace.inference.embedded.decode.layers import prepare
+from millrace.inference.embedded.decode.layers import fuse_projections, prepare
+from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.kv.blocks import BlockPool, BlockTables
 from millrace.inference.embedded.kv.cache import KVCache
-from millrace.inference.embedded.kv.paged_attention import measure_kv
+from millrace.inference.embedded.kv.paged_attention import measure_cache
+from millrace.inference.embedded.kv.states import StatePool
 from millrace.inference.embedded.routes import RoutesPool
 from millrace.inference.embedded.sampler import KEPT_CAPACITY
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.sequence import BatchPlan, DecodePlan
+from millrace.models.exact.mode import ExactMode
+from millrace.models.exact.norms import use_exact_norms
+from millrace.models.exact.products import refuse
 from millrace.models.lora.factors import Adapter
 from millrace.models.routing import Routing
 
@@ -31,8 +37,9 @@ class EngineSizes:
     kv: Literal["keep", "recompute"] = "keep"
     prefix_cache: bool = True
     decode_steps: int = 1  # per launch on the device, at most; 1 = no decode loop
-    kept_capacity: int = KEPT_CAPACITY  # kept ids per token that the decode loop has room for
+    kept_capacity: int = KEPT_CAPACITY  # see sampler.py
     compile_layers: bool = False
+    exact: bool = False  # logprobs are bit for bit those of the trainer
 
     @property
     def usable_context(self) -> int:
@@ -50,6 +57,8 @@ class EngineParts:
     cache: KVCache
     bank: AdapterBank | None  # None = no unmerged adapters
     routes: RoutesPool | None  # None = routes are not recorded
+    exact: bool = False
+    states: StatePool | None  # None = no layer has a recurrent state
 
     @staticmethod
     def build(
@@ -58,20 +67,37 @@ class EngineParts:
         *,
         adapters: Mapping[str | None, Adapter] | None,
         routing: Routing | None,
+        memory: EngineMemory | None = None,
     ) -> "EngineParts":
+        """`memory`: of an engine that sleeps."""
         context, num_blocks = sizes.usable_context, sizes.num_blocks
-        cache = KVCache(
-            measure_kv(model),
-            num_blocks=num_blocks,
-            block_tokens=sizes.block_tokens,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        probe = measure_cache(model)
+        states = None
+        with nullcontext() if memory is None else memory.kv.allocating():
+            cache = KVCache(
+                probe.shapes,
+                num_blocks=num_blocks,
+                block_tokens=sizes.block_tokens,
+                dtype=model.dtype,
+                device=model.device,
+            )
         routes = None
         if routing is not None:
             routes = RoutesPool(routing, cache=cache, num_blocks=num_blocks, device=model.device)
-        if sizes.decode_steps > 1:
-            prepare(model, cache.layers, compile_layers=sizes.compile_layers)
+        if probe.layers:
+            if sizes.exact:
+                refuse("a recurrent state")
+            # Memory of weights, which is saved while the engine sleeps.
+            with nullcontext() if memory is None else memory.weights.allocating():
+                states = StatePool(probe, num_slots=sizes.max_sequences)
+        elif sizes.exact:
+            if model.device.type == "cuda":
+                use_exact_norms(model)
+                with nullcontext() if memory is None else memory.weights.allocating():
+                    fuse_projections(model)  # the kernels compute each output by itself
+        elif sizes.decode_steps > 1:
+            with nullcontext() if memory is None else memory.weights.allocating():
+                prepare(model, cache.layers, compile_layers=sizes.compile_layers)
         return EngineParts(
             model=model,
             slots=BatchSlots(sizes.max_sequences, max_context=context),
@@ -84,7 +110,13 @@ class EngineParts:
             cache=cache,
             bank=AdapterBank(model, adapters) if adapters else None,
             routes=routes,
+            states=states,
+            exact=sizes.exact,
         )
+
+    def numerics(self) -> AbstractContextManager[Any]:
+        """The context of every pass."""
+        return ExactMode(self.model.dtype) if self.exact else nullcontext()
 
     def begin_pass(self, plan: BatchPlan | DecodePlan) -> None:
         """Copy the blocks that this plan wants copied, once routes of freed blocks are read."""

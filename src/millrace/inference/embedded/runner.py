@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.inference.embedded.decode.attention import PrefillLayer
-from millrace.inference.embedded.kv.paged_attention import Bucket, PagedBatch
-from millrace.inference.embedded.parts import EngineParts
+from millrace.inference.embedded.decode.attention import PrefillLayer, can_flash
+from millrace.inference.embedded.kv.paged_attention import Bucket, ExactBatch, PagedBatch
+from millrace.inference.embedded.kv.states import SequenceGroup, groups_of
+from millrace.inference.embedded.parts import EngineParts, EngineSizes
 from millrace.inference.embedded.scheduling.sequence import BatchPlan
+from millrace.models.exact.attention import KeyTables, Tiles
 from millrace.models.loading import hidden_states
 
 # The cost of one more bucket per layer, in KV blocks that could be gathered in the same time.
@@ -23,13 +25,15 @@ _BUCKET_SCORES = 1 << 18
 
 
 class ModelRunner:
-    def __init__(self, parts: EngineParts, *, flashes: bool = False) -> None:
-        """`flashes`: prefill may use PrefillLayer, which needs layers that know their caches."""
+    def __init__(self, parts: EngineParts, sizes: EngineSizes) -> None:
         self._parts = parts
         self._device = parts.model.device  # transformers searches the parameters for it
         self._slots = parts.slots
         self._tables = parts.tables
-        self._flashes = flashes
+        self._exact = sizes.exact
+        # PrefillLayer needs layers that know their caches.
+        has_loop = sizes.decode_steps > 1 and not sizes.exact
+        self._flashes = has_loop and can_flash(parts.cache, model=parts.model)
 
     def forward(self, plan: BatchPlan) -> Tensor:
         """Compute the plan's tokens; returns the hidden state of each row's last token, [R, D]."""
@@ -43,12 +47,23 @@ class ModelRunner:
         slot_mapping = self._tensor(self._tables.kv_slots(slots, positions))
         if parts.routes is not None:
             parts.routes.begin(slot_mapping)
-        batch: PrefillLayer | PagedBatch
-        if self._flashes and plan.num_single == 0:
+        batch: PrefillLayer | PagedBatch | ExactBatch
+        if self._exact:
+            tiles = self._tiles(plan, starts)
+            batch = ExactBatch(cache=parts.cache, slot_mapping=slot_mapping, tiles=tiles)
+        elif self._flashes and plan.num_single == 0:
             batch = self._flash_prefill(plan, starts, slot_mapping=slot_mapping)
         else:
-            buckets = self._buckets(plan, starts)
-            batch = PagedBatch(cache=parts.cache, slot_mapping=slot_mapping, buckets=buckets)
+            groups: tuple[SequenceGroup, ...] = ()
+            if parts.states is not None:
+                groups = groups_of(plan.slots, starts, plan.counts, device=self._device)
+            batch = PagedBatch(
+                cache=parts.cache,
+                slot_mapping=slot_mapping,
+                buckets=self._buckets(plan, starts),
+                states=parts.states,
+                groups=groups,
+            )
         if parts.bank is not None:
             parts.bank.choose(self._tensor(self._slots.adapters[slots]))
         hidden = hidden_states(
@@ -60,6 +75,14 @@ class ModelRunner:
         if plan.num_single == len(plan.slots):
             return hidden
         return hidden[self._tensor(np.cumsum(plan.counts) - 1)]
+
+    def _tiles(self, plan: BatchPlan, starts: np.ndarray) -> Tiles:
+        rows = self._tables.rows[plan.slots]
+        offsets = np.arange(len(rows)) * rows.shape[1]
+        tables = KeyTables(
+            self._tensor(rows.reshape(-1)), self._tensor(offsets), self._tables.block_tokens
+        )
+        return Tiles.of(starts, plan.counts, tables=tables, device=self._device)
 
     def _flash_prefill(
         self, plan: BatchPlan, starts: np.ndarray, *, slot_mapping: Tensor

@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from millrace.models.kept_rows import KeptRows
+from millrace.models.kept_rows import KeptRows, packed, unpacked
 from millrace.models.logprobs import token_logprobs
 
-KEPT_CAPACITY = 4096  # kept ids per row that sample_step() has room for, by default
+KEPT_CAPACITY = 4096  # kept ids of a row that are listed, by default; more become a bit mask
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive counters land far apart
 FACTOR_1 = 0xBF58476D1CE4E5B9
 FACTOR_2 = 0x94D049BB133111EB
@@ -106,23 +107,28 @@ class StepSample:
 
     tokens: Tensor  # [N] int64
     logprobs: Tensor  # [N] float32
-    kept: Tensor | None  # [N, capacity] int32
-    num_kept: Tensor | None  # [N] int32; 0 = no id was ruled out; may exceed the capacity
+    kept: Tensor | None  # [N, capacity] int32; rows as in Kept
+    num_kept: Tensor | None  # [N] int32; numbers of the row; 0 = no id was ruled out
 
 
-def sample_batch(logits: Tensor, rows: SamplingBatch) -> SamplerOutput:
-    """One token for each row of logits [N, V] float32, by the kernels where they apply."""
-    if not logits.is_cuda:
+def mask_logits(logits: Tensor, masks: Tensor) -> Tensor:
+    """Logits [N, V] with -inf for the ids that are 0 in masks [N, V / 32] int32."""
+    return torch.where(unpacked(masks, logits.shape[1]), logits, -torch.inf)
+
+
+def sample_batch(logits: Tensor, rows: SamplingBatch, *, exact: bool = False) -> SamplerOutput:
+    """One token for each row of logits [N, V] float32, by the kernels where they apply; their
+    logprobs are not `exact`."""
+    if not logits.is_cuda or exact:
         return sample(logits, rows)
     drawn = sample_step(logits.contiguous(), rows)
     if drawn.kept is None or drawn.num_kept is None:
         return SamplerOutput(tokens=drawn.tokens, logprobs=drawn.logprobs, kept=None)
-    if int(drawn.num_kept.max()) > KEPT_CAPACITY:
-        return sample(logits, rows)
-    columns = torch.arange(KEPT_CAPACITY, device=logits.device)
+    columns = torch.arange(drawn.kept.shape[1], device=logits.device)
     kept = KeptRows(
         ids=drawn.kept[columns < drawn.num_kept[:, None]].long(),
         offsets=F.pad(drawn.num_kept.cumsum(0), (1, 0)),
+        has_masks=bool(((drawn.kept[:, 0] < 0) & (drawn.num_kept > 0)).any()),
     )
     return SamplerOutput(tokens=drawn.tokens, logprobs=drawn.logprobs, kept=kept)
 
@@ -131,6 +137,7 @@ def sample_step(
     logits: Tensor, rows: SamplingBatch, *, capacity: int = KEPT_CAPACITY
 ) -> StepSample:
     """One token for each row of logits [N, V] float32. On CUDA it runs inside CUDA graphs."""
+    capacity = row_capacity(capacity, vocab_size=logits.shape[1])
     if logits.is_cuda:
         from millrace.inference.embedded.decode import sampling_kernels
 
@@ -146,12 +153,51 @@ def sample_step(
     drawn = sample(logits, rows)
     kept = num_kept = None
     if drawn.kept is not None:
-        num_kept = drawn.kept.offsets.diff().int()
         kept = torch.zeros(len(logits), capacity, dtype=torch.int32)
+        masks = packed(drawn.kept.allowed(logits.shape[1]))
+        num_kept = drawn.kept.offsets.diff().int()
         for row, (start, stop) in enumerate(pairwise(drawn.kept.offsets.tolist())):
-            stop = min(stop, start + capacity)
-            kept[row, : stop - start] = drawn.kept.ids[start:stop]
+            ids = drawn.kept.ids[start:stop]
+            if len(ids) > capacity:
+                ids = torch.cat([-num_kept[row : row + 1], masks[row]])
+            num_kept[row] = len(ids)
+            kept[row, : len(ids)] = ids
     return StepSample(tokens=drawn.tokens, logprobs=drawn.logprobs, kept=kept, num_kept=num_kept)
+
+
+def with_exact_logprobs(drawn: StepSample, logits: Tensor, temperatures: Tensor) -> StepSample:
+    """The logprobs that token_logprobs() computes in exact mode. Runs inside CUDA graphs."""
+    scaled = logits / temperatures.masked_fill(temperatures == 0, 1.0)[:, None]
+    if drawn.kept is not None and drawn.num_kept is not None:
+        columns = torch.arange(drawn.kept.shape[1], device=logits.device)
+        vocab_size = logits.shape[1]
+        is_mask = ((drawn.num_kept > 0) & (drawn.kept[:, 0] < 0))[:, None]
+        is_listed = (columns < drawn.num_kept[:, None]) & ~is_mask
+        ids = torch.where(is_listed, drawn.kept, drawn.tokens[:, None])
+        allowed = (drawn.num_kept == 0)[:, None].repeat(1, vocab_size).scatter(1, ids, True)
+        masks = unpacked(drawn.kept[:, 1 : 1 + -(-vocab_size // 32)], vocab_size)
+        allowed = torch.where(is_mask, masks, allowed)
+        scaled = scaled.masked_fill(~allowed, -torch.inf)
+    logprobs = scaled.gather(-1, drawn.tokens[:, None]).squeeze(-1) - scaled.logsumexp(-1)
+    return replace(drawn, logprobs=logprobs)
+
+
+def joined_rows(rows: Tensor, sizes: np.ndarray) -> np.ndarray:
+    """The first `sizes` [R, N] numbers of rows [R, N, capacity] int32, row after row, on the
+    host."""
+    if not rows.is_cuda:
+        columns = torch.arange(rows.shape[2])
+        return rows[columns < torch.from_numpy(sizes)[..., None]].numpy()
+    from millrace.inference.embedded.decode.sampling_kernels import join_rows
+
+    joined = join_rows(rows, torch.from_numpy(sizes).to(rows.device))
+    # Pinned: wide rows are many bytes.
+    return torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True).copy_(joined).numpy()
+
+
+def row_capacity(capacity: int, *, vocab_size: int) -> int:
+    """Room for a row of kept ids: for `capacity` ids, or for the bit mask of more."""
+    return max(capacity, 1 + -(-vocab_size // 32))
 
 
 def sample(logits: Tensor, rows: SamplingBatch) -> SamplerOutput:

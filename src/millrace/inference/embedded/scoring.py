@@ -70,7 +70,7 @@ class ScoringEngine:
     def _score_rows(
         self, hidden: Tensor, predictors: np.ndarray, requests: Sequence[ScoreRequest]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """What _chunk_scores() returns, for all positions of all requests."""
+        """What chunk_scores() returns, for all positions of all requests."""
         device, num_top = hidden.device, max(request.top_k for request in requests)
         targets = np.concatenate([p.tokens[p.positions] for p in requests]).astype(np.int64)
         counts = [len(request.positions) for request in requests]
@@ -83,7 +83,7 @@ class ScoringEngine:
         kept = _join_kept(requests)
         allowed = None if kept is None else KeptRows.of(kept, device=device).split(self._chunk)
         parts = [
-            _chunk_scores(
+            chunk_scores(
                 final_logits(self._model, hidden[rows]),
                 *chunk,
                 kept=None if allowed is None else allowed[i],
@@ -99,22 +99,23 @@ class ScoringEngine:
         return logprobs, ids.astype(np.int32), top, entropies
 
 
-def _chunk_scores(
+def chunk_scores(
     logits: Tensor,  # [n, V]
     targets: Tensor,  # [n]
     temperatures: Tensor,  # [n]
     *,
     kept: KeptRows | None,
     num_top: int,
-    num_known: int | None,
-    wants_entropies: bool,
+    num_known: int | None = None,
+    wants_entropies: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Logprobs of targets [n], ids and logprobs of top tokens [n, K], entropies [n] if wanted."""
     scaled = logits / temperatures[:, None]
     if kept is not None:
         scaled = scaled.masked_fill(~kept.allowed(logits.shape[-1]), -torch.inf)
     normalizers = scaled.logsumexp(-1, keepdim=True)
-    top = scaled[:, :num_known].topk(num_top, dim=-1)
+    known = scaled[:, :num_known]
+    top = known.topk(min(num_top, known.shape[-1]), dim=-1)
     logprobs = scaled.gather(-1, targets[:, None]) - normalizers
     entropies = logits.new_empty(0)
     if wants_entropies:

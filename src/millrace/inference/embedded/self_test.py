@@ -27,7 +27,11 @@ class _NoTokenizer:
 
 
 def _generate(
-    model: PreTrainedModel, sequences: Sequence[np.ndarray], *, decode_steps: int
+    model: PreTrainedModel,
+    sequences: Sequence[np.ndarray],
+    *,
+    decode_steps: int,
+    exact: bool = False,
 ) -> list[ScoredTokens]:
     """Prompts are the sequences without their last tokens, which are sampled."""
     sizes = EngineSizes(
@@ -37,6 +41,7 @@ def _generate(
         block_tokens=4,
         prefill_tokens=16,
         decode_steps=decode_steps,
+        exact=exact,
     )
     tokenizer: Any = _NoTokenizer()
     engine = EmbeddedEngine(model, tokenizer, sizes=sizes, version=0, eos_ids=())
@@ -68,6 +73,15 @@ DECODE_LOOP = AttentionPath(
 )
 
 
-def engine_path(device: torch.device) -> AttentionPath:
+EXACT = AttentionPath(
+    name=PAGED_ATTENTION,
+    user="engine",
+    score=functools.partial(_generate, decode_steps=2, exact=True),
+)
+
+
+def engine_path(device: torch.device, *, exact: bool = False) -> AttentionPath:
     """What an engine on this device uses."""
+    if exact:
+        return EXACT
     return DECODE_LOOP if device.type == "cuda" else SINGLE_STEPS

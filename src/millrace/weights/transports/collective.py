@@ -13,7 +13,7 @@ a group, not authenticated: use it in a trusted network.
 import math
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -31,6 +31,7 @@ from millrace.weights.transports.broadcast import (
     open_store,
 )
 from millrace.weights.transports.rendezvous import (
+    ENGINE,
     RendezvousCaller,
     RendezvousClient,
     RendezvousServer,
@@ -62,6 +63,15 @@ class _Offer(NamedTuple):
     base: int | None  # of the delta
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class _RoleGroup:
+    """The group of one role, kept as long as the same callers ask."""
+
+    group: BroadcastGroup
+    number: int = 0
+    members: list[RendezvousCaller] = field(default_factory=list[RendezvousCaller])
+
+
 class CollectiveSendBackend(SendBackend):
     """Trainer side. Its methods are called by the publisher's thread."""
 
@@ -71,14 +81,15 @@ class CollectiveSendBackend(SendBackend):
         self,
         *,
         address: str,
-        num_engines: int,
+        num_members: Mapping[str, int],  # engines by role
         bucket_bytes: int,
         timeout_s: float,
         device: torch.device,  # of the payload while it is sent
     ) -> None:
         self._bucket_bytes = math.ceil(bucket_bytes / 4) * 4  # whole words: see packing.py
         self._device = device
-        self._server = RendezvousServer(address, num_engines=num_engines, timeout_s=timeout_s)
+        self._timeout_s = timeout_s
+        self._server = RendezvousServer(address, num_members=num_members, timeout_s=timeout_s)
         self._store = open_store(address, timeout_s=timeout_s)
         self._endpoint = CollectiveEndpoint(
             host=address,
@@ -94,9 +105,8 @@ class CollectiveSendBackend(SendBackend):
         self._is_closing = False
         self._error: BaseException | None = None
         # The thread's own.
-        self._group = BroadcastGroup(device=device, timeout_s=timeout_s)
-        self._group_number = 0
-        self._members: list[RendezvousCaller] = []
+        self._groups: dict[str, _RoleGroup] = {}  # by role
+        self._group_number = 0  # of the newest
         self._thread = threading.Thread(target=self._serve, name="broadcast", daemon=True)
         self._thread.start()
 
@@ -140,11 +150,13 @@ class CollectiveSendBackend(SendBackend):
             with self._changed:
                 self._error = error
         finally:
-            self._drop_group()
+            for role in [*self._groups]:
+                self._drop_group(role)
 
     def _admit(self, requests: Mapping[RendezvousCaller, TransferRequest]) -> None:
         """Send the version that these callers requested, or refuse it if it was released."""
-        version = next(iter(requests.values())).version
+        first = next(iter(requests.values()))
+        version, role = first.version, first.role
         with self._changed:
             offer = self._offers.get(version)
             self._sending = None if offer is None else version
@@ -156,21 +168,26 @@ class CollectiveSendBackend(SendBackend):
         have_base = all(request.base == offer.base for request in requests.values())
         delta = offer.delta if have_base else None
         try:
-            self._send([*requests], delta or offer.payload, is_delta=delta is not None)
+            self._send(role, [*requests], delta or offer.payload, is_delta=delta is not None)
         except BroadcastFailed:
-            self._drop_group()  # the remaining engines notice it and request again
+            self._drop_group(role)  # the remaining engines notice it and request again
         finally:
             with self._changed:
                 self._sending = None
                 self._changed.notify_all()
 
-    def _send(self, callers: list[RendezvousCaller], blob: _Blob, *, is_delta: bool) -> None:
-        if {*callers} != {*self._members}:
-            self._drop_group()
+    def _send(
+        self, role: str, callers: list[RendezvousCaller], blob: _Blob, *, is_delta: bool
+    ) -> None:
+        kept = self._groups.get(role)
+        if kept is None or {*callers} != {*kept.members}:
+            self._drop_group(role)
             self._group_number += 1
-            self._members = callers
-        number, size = self._group_number, len(self._members) + 1
-        for rank, caller in enumerate(self._members, start=1):
+            group = BroadcastGroup(device=self._device, timeout_s=self._timeout_s)
+            kept = _RoleGroup(group=group, number=self._group_number, members=callers)
+            self._groups[role] = kept
+        number, size = kept.number, len(kept.members) + 1
+        for rank, caller in enumerate(kept.members, start=1):
             admission = TransferAdmission(
                 group=number,
                 rank=rank,
@@ -181,18 +198,19 @@ class CollectiveSendBackend(SendBackend):
             )
             if not self._server.answer(caller, admission):
                 raise BroadcastFailed("an engine left before the broadcast began")
-        self._group.join(self._store, number=number, rank=0, size=size, host=self._endpoint.host)
-        self._group.broadcast(blob.flat, bucket_bytes=self._bucket_bytes)
+        kept.group.join(self._store, number=number, rank=0, size=size, host=self._endpoint.host)
+        kept.group.broadcast(blob.flat, bucket_bytes=self._bucket_bytes)
 
-    def _drop_group(self) -> None:
-        self._group.close()
-        self._members = []
+    def _drop_group(self, role: str) -> None:
+        if (kept := self._groups.pop(role, None)) is not None:
+            kept.group.close()
 
 
 class CollectiveRecvBackend(RecvBackend):
     """Engine side."""
 
-    def __init__(self, *, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, *, device: torch.device, timeout_s: float, role: str = ENGINE) -> None:
+        self._role = role
         self._engine_device = device
         self._timeout_s = timeout_s
         self._endpoint: CollectiveEndpoint | None = None
@@ -234,7 +252,9 @@ class CollectiveRecvBackend(RecvBackend):
         client, group = self._connect(endpoint, device=device)
         base = None if delta is None else delta.base
         admission = client.request(
-            TransferRequest(token=endpoint.token, version=update.version, base=base)
+            TransferRequest(
+                token=endpoint.token, version=update.version, base=base, role=self._role
+            )
         )
         if admission.refusal:
             raise WeightError(f"The trainer refuses to send: {admission.refusal}.")
@@ -277,9 +297,9 @@ class CollectiveRecvBackend(RecvBackend):
             return torch.device("cpu")
         if self._engine_device.type != "cuda":
             raise WeightError(
-                "The trainer broadcasts between GPUs, but this engine has placement.engines ="
-                f" {str(self._engine_device)!r}; set placement.engines = 'cpu' in the trainer's"
-                " settings too, or weights.transport = 'disk'."
+                "The trainer broadcasts between GPUs, but this process computes on"
+                f" {str(self._engine_device)!r}; give it a GPU in [placement], or set"
+                " weights.transport = 'disk'."
             )
         return self._engine_device
 

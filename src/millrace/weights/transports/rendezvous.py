@@ -1,11 +1,12 @@
 """How a collective's trainer and engines agree on the next broadcast.
 
 An engine connects to the trainer's RendezvousServer at the address in the update, and requests a
-version with one line of JSON (TransferRequest). When all engines have requested it, or
+version with one line of JSON (TransferRequest). When all engines of its role have requested it, or
 ADMIT_AFTER_S after the first request, the server gives each of them its rank in a group
 (TransferAdmission). A group serves as long as the same engines ask; if one is lost or a new one
 joins, the next group is formed. So a dead engine costs the others ADMIT_AFTER_S, and a late engine
-gets its own broadcast.
+gets its own broadcast. Evaluators and self-teachers, which take other versions at other times, have
+roles of their own.
 
 Promise: nothing but JSON is read from a socket, lines are bounded, and an engine must show the
 token that its update brought.
@@ -16,12 +17,14 @@ import secrets
 import selectors
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from millrace.core.errors import WeightError
 
+ENGINE, EVALUATOR = "engine", "evaluator"  # roles; another role has one member
 ADMIT_AFTER_S = 1.0
 _MAX_LINE = 2**20
 _POLL_S = 0.1
@@ -31,6 +34,7 @@ class TransferRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     token: str
     version: int
     base: int | None  # checksum of the payload it holds, if the delta applies to it
+    role: str = ENGINE
 
 
 class TransferAdmission(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -55,9 +59,10 @@ class RendezvousCaller:
 class RendezvousServer:
     """The trainer's side; used by one thread."""
 
-    def __init__(self, address: str, *, num_engines: int, timeout_s: float) -> None:
+    def __init__(self, address: str, *, num_members: Mapping[str, int], timeout_s: float) -> None:
+        """`num_members`: number of engines by role."""
         self.token = secrets.token_hex(16)
-        self._num_engines = num_engines
+        self._num_members = num_members
         self._timeout_s = timeout_s
         self._requests: dict[RendezvousCaller, TransferRequest] = {}  # unanswered, oldest first
         self._listener = listen(address)
@@ -66,7 +71,8 @@ class RendezvousServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def poll(self) -> dict[RendezvousCaller, TransferRequest]:
-        """Wait up to _POLL_S; returns callers that requested the same version and get it now."""
+        """Wait up to _POLL_S; returns callers of one role that requested the same version and get
+        it now."""
         due_s = min(
             (caller.requested_s + ADMIT_AFTER_S for caller in self._requests), default=math.inf
         )
@@ -76,12 +82,13 @@ class RendezvousServer:
                 self._accept()
             else:
                 self._read(key.data)
-        if not self._requests:
-            return {}
-        first, request = next(iter(self._requests.items()))
-        same = {c: r for c, r in self._requests.items() if r.version == request.version}
-        is_due = time.monotonic() - first.requested_s >= ADMIT_AFTER_S
-        return same if is_due or len(same) >= self._num_engines else {}
+        for first, request in self._requests.items():  # the oldest come first
+            wanted = request.role, request.version
+            same = {c: r for c, r in self._requests.items() if (r.role, r.version) == wanted}
+            is_due = time.monotonic() - first.requested_s >= ADMIT_AFTER_S
+            if is_due or len(same) >= self._num_members.get(request.role, 1):
+                return same
+        return {}
 
     def answer(self, caller: RendezvousCaller, admission: TransferAdmission) -> bool:
         """False if the engine is gone."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.inference.embedded.kv.cache import KVCache
-from millrace.models.attention.flash import flash_obstacle
+from millrace.models.attention.flash import add_sinks, flash_obstacle
 from millrace.models.attention.layout import FLASH_CAPABILITY
 
 _LIBRARY = torch.library.Library("millrace", "FRAGMENT")
@@ -62,11 +62,17 @@ class DecodeLayer(NamedTuple):
     splits: int  # parts of a row's context that attend side by side; a power of two
 
     def attend(
-        self, *tensors: Tensor, scale: float, window: int | None, softcap: float | None
+        self,
+        *tensors: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:  # [B, H, E]
-        """`tensors`: query [B, H, D], key [B, K, D] and value [B, K, E]."""
+        """`tensors`: query [B, H, D], key [B, K, D] and value [B, K, E]. `sinks`: [H]."""
         paged = (self.cache, self.tables, self.lengths, self.block_tokens, self.splits)
-        return torch.ops.millrace.paged_decode(*tensors, *paged, scale, window or 0, softcap or 0.0)
+        scores = (scale, window or 0, softcap or 0.0, sinks)
+        return torch.ops.millrace.paged_decode(*tensors, *paged, *scores)
 
 
 class PrefillLayer(NamedTuple):
@@ -81,11 +87,16 @@ class PrefillLayer(NamedTuple):
     max_context: int
 
     def attend(
-        self, *tensors: Tensor, scale: float, window: int | None, softcap: float | None
+        self,
+        *tensors: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:  # [T, H, D]
-        """`tensors`: query [T, H, D], key [T, K, D] and value [T, K, D]."""
+        """`tensors`: query [T, H, D], key [T, K, D] and value [T, K, D]. `sinks`: [H]."""
         assert softcap is None, "see can_flash"
-        return torch.ops.millrace.flash_prefill(*tensors, *self, scale, window or 0)
+        return torch.ops.millrace.flash_prefill(*tensors, *self, scale, window or 0, sinks)
 
 
 def can_flash(cache: KVCache, *, model: PreTrainedModel) -> bool:
@@ -130,6 +141,7 @@ def plain_decode(
     scale: float,
     window: int,  # 0 = none
     cap: float,  # 0 = none
+    sinks: Tensor | None,  # [H]
 ) -> Tensor:  # [B, H, E]
     """Decode attention in plain PyTorch, on any device."""
     key_dim = key.shape[2]
@@ -151,7 +163,10 @@ def plain_decode(
     if window:
         seen &= at >= ends - window
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
-    weights = scores.softmax(-1).nan_to_num(0.0).to(query.dtype)  # NaN: a row that sees nothing
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None].expand(*scores.shape[:2], 1)], -1)
+    # NaN: a row that sees nothing.
+    weights = scores.softmax(-1)[..., :context].nan_to_num(0.0).to(query.dtype)
     return torch.einsum("bhl,blhe->bhe", weights, entries[..., key_dim:])
 
 
@@ -168,11 +183,12 @@ def _flash_prefill(
     max_context: int,
     scale: float,
     window: int,  # 0 = none
+    sinks: Tensor | None,  # [H]
 ) -> Tensor:  # [T, H, D]
     cache.index_copy_(0, slot_mapping, torch.cat([key, value], dim=-1))
     if len(context_slots):
         key, value = cache.index_select(0, context_slots).chunk(2, dim=-1)
-    output, *_ = torch.ops.aten._flash_attention_forward(
+    output, lse, *_ = torch.ops.aten._flash_attention_forward(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
@@ -187,13 +203,13 @@ def _flash_prefill(
         window_size_left=window - 1 if window else None,
         window_size_right=0 if window else None,
     )
-    return output
+    return output if sinks is None else add_sinks(output, lse, sinks)[0]
 
 
 define_operator(
     "paged_decode(Tensor query, Tensor key, Tensor value, Tensor cache, Tensor tables,"
-    " Tensor lengths, SymInt block_tokens, SymInt splits, float scale, SymInt window, float cap)"
-    " -> Tensor",
+    " Tensor lengths, SymInt block_tokens, SymInt splits, float scale, SymInt window, float cap,"
+    " Tensor? sinks) -> Tensor",
     cpu=plain_decode,
     cuda=_decode_on_cuda,
     shape=lambda query, key, value, *_: query.new_empty(*query.shape[:2], value.shape[2]),
@@ -201,7 +217,7 @@ define_operator(
 define_operator(
     "flash_prefill(Tensor query, Tensor key, Tensor value, Tensor cache, Tensor slot_mapping,"
     " Tensor context_slots, Tensor query_starts, Tensor context_starts, SymInt max_queries,"
-    " SymInt max_context, float scale, SymInt window) -> Tensor",
+    " SymInt max_context, float scale, SymInt window, Tensor? sinks) -> Tensor",
     cuda=_flash_prefill,
     shape=lambda query, *_: torch.empty_like(query, memory_format=torch.contiguous_format),
 )

@@ -14,6 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 64  # tokens that a program handles at a time
+_SPLIT_TILES = 8  # of a split at least, if there are enough rows to fill the GPU
+_FILLING = 512  # programs without splits that fill it
+
+
+@triton.jit
+def _tiles_of_split(length, first, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):
+    """Tiles of each split of a row but the last ones: a short row has fewer splits."""
+    return tl.maximum(tl.cdiv(tl.cdiv(length - first, TILE), SPLITS), LEAST)
 
 
 @triton.jit
@@ -29,6 +37,7 @@ def _attend_kernel(
     scale,  # of the scores, times log2(e) unless capped
     window,
     cap,
+    sinks,  # [H]; unused without HAS_SINKS
     table_width,
     query_stride,
     key_stride,
@@ -43,8 +52,10 @@ def _attend_kernel(
     VALUE_PAD: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -54,9 +65,11 @@ def _attend_kernel(
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0)
-    tiles = tl.cdiv(tl.cdiv(length - first, TILE), SPLITS)
+    tiles = _tiles_of_split(length, first, TILE, SPLITS, LEAST)
     start = first + split * tiles * TILE
     stop = tl.minimum(start + tiles * TILE, length)
+    if (split > 0) & (start >= length):
+        return
 
     group = tl.arange(0, GROUP_PAD)
     key_dim = tl.arange(0, KEY_PAD)
@@ -83,6 +96,10 @@ def _attend_kernel(
         tl.debug_barrier()
     best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
+    if HAS_SINKS:  # in one split
+        sink = tl.load(sinks + heads, mask=own, other=0.0).to(tl.float32) * 1.4426950408889634
+        best = tl.where(split == 0, sink, best)
+        total = tl.where(split == 0, total + 1.0, total)
     acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
     for begin in tl.range(start, stop, TILE):
         at = begin + tl.arange(0, TILE)
@@ -113,7 +130,7 @@ def _attend_kernel(
         acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         best = new_best
 
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # idle rows and empty splits: 0
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # idle rows: 0
     kept = own[:, None] & (value_dim < VALUE_DIM)[None, :]
     line = row.to(tl.int64) * (HEADS * GROUP) + heads
     if SPLITS == 1:
@@ -129,20 +146,32 @@ def _attend_kernel(
 def _join_kernel(
     parts,  # float32 [B, H, S, E]
     normalizers,  # float32 [B, H, S]
+    lengths,
     out,  # [B, H, E]
+    window,
+    NUM_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_PAD: tl.constexpr,
+    TILE: tl.constexpr,
     SPLITS: tl.constexpr,  # a power of two
+    LEAST: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
 ):
     line = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths + line // NUM_HEADS).to(tl.int32)
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(length - window, 0)
+    tiles = _tiles_of_split(length, first, TILE, SPLITS, LEAST)
     split = tl.arange(0, SPLITS)
     dim = tl.arange(0, VALUE_PAD)
-    normalizer = tl.load(normalizers + line * SPLITS + split)
+    is_used = first + split * tiles * TILE < length
+    normalizer = tl.load(normalizers + line * SPLITS + split, mask=is_used, other=-float("inf"))
     best = tl.max(normalizer, 0)
     weights = tl.exp2(normalizer - tl.where(best == -float("inf"), 0.0, best))
     part = tl.load(
         parts + (line * SPLITS + split[:, None]) * VALUE_DIM + dim[None, :],
-        mask=(dim < VALUE_DIM)[None, :],
+        mask=is_used[:, None] & (dim < VALUE_DIM)[None, :],
         other=0.0,
     )
     total = tl.sum(weights, 0)
@@ -162,6 +191,7 @@ def paged_decode(
     scale: float,
     window: int,  # 0 = none
     cap: float,  # 0 = none
+    sinks: Tensor | None,  # [H]
 ) -> Tensor:  # [B, H, E]
     num_rows, num_heads, key_dim = query.shape
     num_kv_heads, value_dim = value.shape[1:]
@@ -174,6 +204,12 @@ def paged_decode(
         shape = (num_rows, num_heads, splits)
         parts = torch.empty(*shape, value_dim, dtype=torch.float32, device=query.device)
         normalizers = torch.empty(shape, dtype=torch.float32, device=query.device)
+    splitting = {
+        "TILE": _TILE if key_dim <= 128 else _TILE // 2,
+        "SPLITS": splits,
+        "LEAST": _SPLIT_TILES if num_rows * num_kv_heads >= _FILLING else 1,
+        "HAS_WINDOW": window > 0,
+    }
     _attend_kernel[(num_kv_heads, num_rows, splits)](
         query,
         key,
@@ -186,6 +222,7 @@ def paged_decode(
         scale if cap else scale * 1.4426950408889634,
         window,
         cap,
+        lengths if sinks is None else sinks,
         tables.stride(0),
         query.stride(0),
         key.stride(0),
@@ -198,10 +235,9 @@ def paged_decode(
         GROUP_PAD=max(16, pad(group)),
         KEY_PAD=max(16, pad(key_dim)),
         VALUE_PAD=max(16, pad(value_dim)),
-        TILE=_TILE if key_dim <= 128 else _TILE // 2,
-        SPLITS=splits,
-        HAS_WINDOW=window > 0,
+        **splitting,
         HAS_CAP=cap > 0,
+        HAS_SINKS=sinks is not None,
         PRECISION="ieee",
         num_warps=2 if key_dim <= 128 else 4,
         num_stages=3,
@@ -210,10 +246,13 @@ def paged_decode(
         _join_kernel[(num_rows * num_heads,)](
             parts,
             normalizers,
+            lengths,
             out,
+            window,
+            NUM_HEADS=num_heads,
             VALUE_DIM=value_dim,
             VALUE_PAD=pad(value_dim),
-            SPLITS=splits,
+            **splitting,
             num_warps=2,
         )
     return out

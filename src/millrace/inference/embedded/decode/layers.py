@@ -24,10 +24,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from millrace.inference.embedded.decode.attention import DecodeLayer, PrefillLayer
+from millrace.inference.embedded.decode.experts import use_expert_kernels
 from millrace.models.lora.experts import grouped
 
 _Forward = Callable[..., Any]  # a layer's forward; the first argument is the layer
 _SHORT_PREFILL = 8  # tokens; torch.compile would recompile for a pass of one token
+_MAX_PROGRAMS = 64  # of a class of layers
 # Called one after another, in this order, with the same input.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -159,6 +161,8 @@ def prepare(model: PreTrainedModel, caches: Mapping[int, Tensor], *, compile_lay
     """Change a model, loaded with PAGED_ATTENTION, in place for the decode loop."""
     fuse_projections(model)
     keep_residual_in_float32(model)
+    if model.device.type == "cuda":
+        use_expert_kernels(model)
     install(model, caches, compile_layers=compile_layers)
 
 
@@ -225,6 +229,11 @@ def install(model: PreTrainedModel, caches: Mapping[int, Tensor], *, compile_lay
     A pass gives every layer the same DecodeLayer or PrefillLayer, with the cache of the first.
     """
     programs: dict[type, tuple[_Forward, _Forward]] = {}
+    if compile_layers:
+        # The programs of a class count together: decoding and prefill, with and without a window
+        # and a cached context, for one size and for all. With windows, these are more than 8.
+        limits: Any = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, _MAX_PROGRAMS)
     for layer in model.modules():
         if not isinstance(layer, GradientCheckpointingLayer) or (number := _index(layer)) is None:
             continue

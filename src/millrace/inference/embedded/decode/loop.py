@@ -15,7 +15,7 @@ K = kept ids, W = blocks per row.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,10 +23,20 @@ from torch import Tensor
 
 from millrace.inference.embedded.decode.attention import DecodeLayer
 from millrace.inference.embedded.kv.blocks import BlockTables
+from millrace.inference.embedded.kv.paged_attention import ExactBatch
 from millrace.inference.embedded.parts import EngineParts, EngineSizes
-from millrace.inference.embedded.sampler import SamplingBatch, StepSample, sample_step
+from millrace.inference.embedded.sampler import (
+    SamplingBatch,
+    StepSample,
+    joined_rows,
+    mask_logits,
+    row_capacity,
+    sample_step,
+    with_exact_logprobs,
+)
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.sequence import DecodePlan
+from millrace.models.exact.attention import Tiles
 from millrace.models.loading import hidden_states
 from millrace.models.logprobs import final_logits
 
@@ -53,7 +63,8 @@ class DecodeState:
     ) -> None:
         device, max_steps = parts.model.device, sizes.decode_steps
         max_blocks = parts.tables.rows.shape[1]
-        self._kept_capacity = sizes.kept_capacity
+        vocab_size = parts.model.config.get_text_config().vocab_size
+        self._kept_capacity = row_capacity(sizes.kept_capacity, vocab_size=vocab_size)
         self._eos_ids = torch.tensor(list(eos_ids), dtype=torch.int64, device=device)
         self._integers = torch.zeros(7, max_rows, dtype=torch.int64, device=device)
         self._floats = torch.ones(3, max_rows, dtype=torch.float32, device=device)
@@ -67,9 +78,13 @@ class DecodeState:
         self._out = torch.zeros(max_steps, 2, max_rows, dtype=torch.int32, device=device)
         self._out_num_kept = torch.zeros(max_steps, max_rows, dtype=torch.int32, device=device)
         self._out_kept: Tensor | None = None  # [N, B, capacity] int32; made when first needed
+        self._vocab_size = vocab_size
+        self._grammar: tuple[Tensor, Tensor, Tensor] | None = None
         self._advance: Callable[..., None] = _advance
+        self._mask_logits: Callable[[Tensor, Tensor], Tensor] = mask_logits
         if sizes.compile_layers:
             self._advance = torch.compile(_advance)
+            self._mask_logits = torch.compile(mask_logits)
 
     def load(self, chosen: np.ndarray, slots: BatchSlots, tables: BlockTables) -> None:
         """Start a launch with these slots in the first rows; the other rows are idle."""
@@ -94,6 +109,30 @@ class DecodeState:
         self.lengths.zero_()
         self._step.zero_()
 
+    def grammar(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [B, V], masks [B, V / 32] int32 and pinned masks; made outside of CUDA graphs."""
+        if self._grammar is None:
+            device, max_rows = self._out.device, len(self.tables)
+            logits = torch.zeros(max_rows, self._vocab_size, device=device)
+            masks = torch.zeros(max_rows, -(-self._vocab_size // 32), dtype=torch.int32)
+            host = masks.pin_memory() if device.type == "cuda" else masks.clone()
+            self._grammar = logits, masks.to(device), host
+        return self._grammar
+
+    def keep_logits(self, logits: Tensor) -> None:
+        """For masked_logits(). Runs inside CUDA graphs, as that does."""
+        self.grammar()[0][: len(logits)] = logits
+
+    def masked_logits(self, num_rows: int) -> Tensor:
+        logits, masks, _ = self.grammar()
+        return self._mask_logits(logits[:num_rows], masks[:num_rows])
+
+    def load_masks(self, fill: Callable[[np.ndarray], Any], *, count: int) -> None:
+        """The ids that the next samples of the first rows may be: fill() writes [count, V / 32]."""
+        _, masks, host = self.grammar()
+        fill(host[:count].numpy())
+        masks[:count].copy_(host[:count], non_blocking=True)
+
     def advance(self, drawn: StepSample, *, num_rows: int) -> None:
         """Record the sample of one step. Runs inside CUDA graphs: no shape depends on a value."""
         if drawn.kept is not None and drawn.num_kept is not None:
@@ -108,9 +147,7 @@ class DecodeState:
             self._out[:, :, :num_rows],
             drawn.tokens,
             drawn.logprobs,
-            drawn.num_kept,
             self._eos_ids,
-            self._kept_capacity,
         )
 
     def read(self, count: int, *, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
@@ -123,10 +160,8 @@ class DecodeState:
         belong to each token [count, N]."""
         num_steps, count = tokens.shape
         sizes = self._out_num_kept[:num_steps, :count].T.cpu().numpy() * (tokens.T != NO_TOKEN)
-        columns = torch.arange(self._kept_capacity, device=self._out.device)
-        is_kept = columns < torch.from_numpy(sizes).to(self._out.device)[..., None]
-        ids = self._kept()[:num_steps, :count].transpose(0, 1)[is_kept]
-        return ids.cpu().numpy(), sizes
+        rows = self._kept()[:num_steps, :count].transpose(0, 1)
+        return joined_rows(rows, sizes), sizes
 
     def _kept(self) -> Tensor:
         if self._out_kept is None:
@@ -144,14 +179,9 @@ def _advance(
     out: Tensor,  # [N, 2, B] int32; tokens, and the bits of logprobs
     drawn: Tensor,  # [B] int64
     logprobs: Tensor,  # [B] float32
-    num_kept: Tensor | None,  # [B] int32
     eos_ids: Tensor,
-    kept_capacity: int,
 ) -> None:
     counts = lengths > 0
-    if num_kept is not None:
-        # A row whose kept ids do not fit is sampled again in a single step.
-        counts = counts & (num_kept <= kept_capacity)
     tokens_out = torch.where(counts, drawn, NO_TOKEN).int()
     out.index_copy_(0, step, torch.stack([tokens_out, logprobs.view(torch.int32)])[None])
     ends = (drawn[:, None] == eos_ids).any(1) | (lengths + 1 >= limits)
@@ -174,6 +204,7 @@ class StepShape(NamedTuple):
     num_rows: int
     splits: int  # see DecodeLayer
     truncates: bool
+    is_guided: bool  # some rows have a grammar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -200,17 +231,22 @@ class DecodeLoop:
         self.max_steps = sizes.decode_steps
         self._parts = parts
         self._kept_capacity = sizes.kept_capacity
+        self._is_exact = sizes.exact
         self._device = parts.model.device
         self._sizes = row_sizes(len(parts.slots.occupied))
         self._state = DecodeState(parts, sizes, max_rows=self._sizes[-1], eos_ids=eos_ids)
         # Without CUDA there is no pool, and steps simply run.
         self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
-        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
+        # The parts of a step: with grammars one up to the logits, and one from the masks on.
+        self._steps: dict[StepShape, list[Callable[[], None]]] = {}
 
     def warm_up(self) -> None:
-        """Capture the steps of every number of rows, without truncation and long contexts."""
-        for num_rows in reversed(self._sizes):  # largest first: the others fit into its memory
-            self._prepare(StepShape(num_rows, self._splits(num_rows, 0), truncates=False))
+        """Capture plain steps of powers of two rows; a start would wait long for all others."""
+        with self._parts.numerics():
+            for num_rows in reversed(self._sizes):  # largest first: the others fit into its memory
+                if num_rows == self._sizes[-1] or not num_rows & (num_rows - 1):
+                    splits = self._splits(num_rows, 0)
+                    self._prepare(StepShape(num_rows, splits, truncates=False, is_guided=False))
 
     def run(
         self,
@@ -218,22 +254,30 @@ class DecodeLoop:
         *,
         should_stop: Callable[[], bool],
         while_running: Callable[[], None],
+        masks: Callable[[np.ndarray], Any],
     ) -> DecodeResult:
         """Sample up to plan.num_steps tokens for each slot; its last token is not yet cached.
 
         The launch ends a few steps after should_stop() returns True. while_running() is called once
-        while the device works.
+        while the device works, and so is masks() if a slot has a grammar: it fills [R, V / 32].
         """
         slots, count = self._parts.slots, len(plan.slots)
         self._parts.begin_pass(plan)
         num_rows = next(size for size in self._sizes if size >= count)
         context = int(slots.num_tokens[plan.slots].max()) + plan.num_steps
         truncates = bool(slots.truncates[plan.slots].any())
-        shape = StepShape(num_rows, self._splits(num_rows, context), truncates)
+        is_guided = bool(slots.is_guided[plan.slots].any())
+        assert plan.num_steps == 1 or not is_guided
+        shape = StepShape(num_rows, self._splits(num_rows, context), truncates, is_guided)
         self._prepare(shape)
         self._state.load(plan.slots, slots, self._parts.tables)
         num_steps = self._run_steps(
-            shape, num_steps=plan.num_steps, should_stop=should_stop, while_running=while_running
+            self._steps[shape],
+            num_steps=plan.num_steps,
+            count=count,
+            should_stop=should_stop,
+            while_running=while_running,
+            masks=masks,
         )
         tokens, logprobs = self._state.read(count, num_steps=num_steps)
         kept, num_kept = self._state.read_kept(tokens) if truncates else (None, None)
@@ -244,21 +288,23 @@ class DecodeLoop:
 
     def _run_steps(
         self,
-        shape: StepShape,
+        parts: Sequence[Callable[[], None]],
         *,
         num_steps: int,
+        count: int,  # slots
         should_stop: Callable[[], bool],
         while_running: Callable[[], None],
+        masks: Callable[[np.ndarray], Any],
     ) -> int:
         """Returns the number of steps that ran. At most _AHEAD steps are queued on the device."""
         launched: deque[torch.Event] = deque()
         for done in range(num_steps):
             if done > 0 and should_stop():
                 return done
-            if self._pool is None:
-                self._step(shape)
-            else:
-                self._graphs[shape].replay()
+            parts[0]()
+            for part in parts[1:]:
+                self._state.load_masks(masks, count=count)
+                part()
             if done == 0:
                 while_running()
             if self._device.type == "cuda":
@@ -268,24 +314,36 @@ class DecodeLoop:
         return num_steps
 
     def _prepare(self, shape: StepShape) -> None:
-        """Capture a graph of this shape, if there is none. Everything it computes is garbage."""
-        if self._pool is None or shape in self._graphs:
+        """Capture graphs of this shape, if there are none. Everything they compute is garbage."""
+        if shape in self._steps:
             return
-        self._state.set_idle()
+        parts = [lambda: self._sample(shape, self._logits(shape))]
+        if shape.is_guided:
+            self._state.grammar()
+            parts = [
+                lambda: self._state.keep_logits(self._logits(shape)),
+                lambda: self._sample(shape, self._state.masked_logits(shape.num_rows)),
+            ]
+        if self._pool is not None:
+            self._state.set_idle()
+            parts = [self._captured(part) for part in parts]
+        self._steps[shape] = parts
+
+    def _captured(self, part: Callable[[], None]) -> Callable[[], None]:
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             for _ in range(_WARMUPS):
-                self._step(shape)
+                part()
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # Thread-local, because a staging thread may allocate meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._step(shape)
-        self._graphs[shape] = graph
+            part()
+        return graph.replay
 
-    def _step(self, shape: StepShape) -> None:
-        """One token for each row. Runs inside CUDA graphs."""
+    def _logits(self, shape: StepShape) -> Tensor:  # [B, V]
+        """Feed the newest token of each row. Runs inside CUDA graphs."""
         state, num_rows, model = self._state, shape.num_rows, self._parts.model
         cache, lengths = self._parts.cache, state.lengths[:num_rows]
         if self._parts.bank is not None:
@@ -296,7 +354,9 @@ class DecodeLoop:
             model,
             input_ids=state.tokens[None, :num_rows],
             position_ids=(lengths - 1).clamp_min(0)[None],
-            millrace_paged=DecodeLayer(
+            millrace_paged=self._exact_batch(num_rows)
+            if self._is_exact
+            else DecodeLayer(
                 cache=cache.layers[0],
                 tables=state.tables,
                 lengths=state.lengths,
@@ -304,9 +364,23 @@ class DecodeLoop:
                 splits=shape.splits,
             ),
         )
-        rows = state.sampling.first(num_rows, truncates=shape.truncates)
-        logits = final_logits(model, hidden.to(model.dtype))
-        state.advance(sample_step(logits, rows, capacity=self._kept_capacity), num_rows=num_rows)
+        return final_logits(model, hidden.to(model.dtype))
+
+    def _sample(self, shape: StepShape, logits: Tensor) -> None:
+        """Draw the next token of each row. Runs inside CUDA graphs."""
+        rows = self._state.sampling.first(shape.num_rows, truncates=shape.truncates)
+        drawn = sample_step(logits, rows, capacity=self._kept_capacity)
+        if self._is_exact:
+            drawn = with_exact_logprobs(drawn, logits, rows.temperatures)
+        self._state.advance(drawn, num_rows=shape.num_rows)
+
+    def _exact_batch(self, num_rows: int) -> ExactBatch:
+        tables, lengths = self._state.tables[:num_rows], self._state.lengths[:num_rows]
+        cache, positions = self._parts.cache, (lengths - 1).clamp_min(0)
+        tiles = Tiles.single(positions, lengths, tables=tables, block=cache.block_tokens)
+        slots = tiles.tables.slots(tiles.sequences, positions[:, None])[:, 0].long()
+        slots = torch.where(lengths > 0, slots, -1)
+        return ExactBatch(cache=cache, slot_mapping=slots, tiles=tiles)
 
     def _splits(self, num_rows: int, context: int) -> int:
         """Enough splits to fill the GPU and to keep a long row from outlasting all others."""

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.inference.embedded.decode.logits_kernels import (
+    CANDIDATES,
     inverse_cdf,
     is_sampled,
     scaled,
@@ -114,10 +115,12 @@ def sample(
     truncation: tuple[Tensor, Tensor, Tensor] | None,  # top-k, top-p, min-p
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Tokens [B] int64, logprobs [B]; with truncation kept ids [B, capacity] and counts [B]."""
+    """Tokens [B] int64, logprobs [B]; with truncation kept ids [B, capacity] and the
+    numbers in each row [B]."""
     vectors = (temperatures, keys, indices, *(truncation or ()))
     assert all(vector.is_contiguous() for vector in vectors)
     num_rows, vocab = logits.shape
+    assert capacity >= CANDIDATES.value
     num_chunks = triton.cdiv(vocab, _CHUNK)
     padded = triton.next_power_of_2(num_chunks)
     maxima = logits.new_empty(num_rows, num_chunks)
@@ -160,3 +163,27 @@ def sample(
     )
     _, _, tokens, logprobs = draws
     return tokens, logprobs, kept, counts
+
+
+@triton.jit
+def _join_kernel(rows, sizes, ends, out, num_steps, slot_stride, step_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    size = tl.load(sizes + row)
+    start = tl.load(ends + row) - size
+    source = rows + (row // num_steps) * slot_stride + (row % num_steps) * step_stride
+    for begin in range(0, size, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        value = tl.load(source + at, mask=at < size)
+        tl.store(out + start + at, value, mask=at < size)
+
+
+def join_rows(rows: Tensor, sizes: Tensor) -> Tensor:
+    """The first `sizes` [R, N] numbers of rows [R, N, capacity], row after row."""
+    sizes = sizes.contiguous()
+    ends = sizes.flatten().cumsum(0)  # int64
+    out = rows.new_empty(int(ends[-1]))
+    slot_stride, step_stride, _ = rows.stride()
+    _join_kernel[(sizes.numel(),)](
+        rows, sizes, ends, out, sizes.shape[1], slot_stride, step_stride, BLOCK=1024
+    )
+    return out

@@ -182,7 +182,7 @@ def _select_kernel(
     tokens,  # [B] int64
     logprobs,  # [B] float32
     kept,  # [B, CAPACITY] int32; ascending
-    counts,  # [B] int32; may exceed CAPACITY
+    counts,  # [B] int32
     vocab,
     num_chunks,
     CAPACITY: tl.constexpr,
@@ -202,12 +202,12 @@ def _select_kernel(
         threshold = _smallest(x, number, top, total, top_k, top_p)
     if min_p > 0.0:
         threshold = tl.maximum(threshold, top + tl.log(min_p))
-    stays = (at < number) & (x >= threshold)
+    stays = (x >= threshold) & (x > -float("inf"))  # -inf: no candidate, or not in a grammar
     token_ids = tl.load(ids + row * CANDIDATES + at, mask=at < number, other=0)
     listed = stays.to(tl.int32)
     count = tl.sum(listed, 0)
     place = tl.cumsum(listed, 0) - listed
-    tl.store(kept + row * CAPACITY + place, token_ids, mask=stays & (place < CAPACITY))
+    tl.store(kept + row * CAPACITY + place, token_ids, mask=stays)
     tl.store(counts + row, tl.where(count == vocab, 0, count))  # all = nothing was ruled out
 
     weight = tl.where(stays, tl.exp(x - top), 0.0).to(tl.float64)

@@ -112,6 +112,11 @@ class BlockPool:
         self._reusable.put(idle[~survives].tolist(), survives_swaps=False)
         self._reusable.put(idle[survives].tolist(), survives_swaps=True)
 
+    def forget_reusable(self) -> None:
+        """The contents of free blocks are lost."""
+        lost = [self._reusable.evict() for _ in range(len(self._reusable))]
+        self._discard(np.array(lost, dtype=np.int64))
+
     def expire(self) -> None:
         """The weights changed; see FreeBlockLRU.expire()."""
         self._reusable.expire()

@@ -68,10 +68,27 @@ class KVCache:
         found = found.transpose(1, 2)
         return found[..., : shape.key_dim], found[..., shape.key_dim :]
 
+    def saved(self, blocks: np.ndarray) -> dict[int, Tensor]:
+        """Host copies of these blocks, by layer; on a GPU complete once it is synchronized."""
+        found = {}
+        for layer, tensor in self._blocks.items():
+            rows = tensor[self._index(blocks, tensor)]
+            host = torch.empty_like(rows, device="cpu", pin_memory=rows.is_cuda)
+            found[layer] = host.copy_(rows, non_blocking=True)
+        return found
+
+    def write(self, saved: Mapping[int, Tensor], blocks: np.ndarray) -> None:
+        """Undo saved()."""
+        for layer, tensor in self._blocks.items():
+            tensor.index_copy_(0, self._index(blocks, tensor), saved[layer].to(tensor.device))
+
+    @staticmethod
+    def _index(blocks: np.ndarray, tensor: Tensor) -> Tensor:
+        return torch.from_numpy(blocks).to(tensor.device)
+
     def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         if not len(sources):
             return
         for tensor in (*self._blocks.values(), *self._copied_along):
-            source = torch.from_numpy(sources).to(tensor.device)
-            target = torch.from_numpy(targets).to(tensor.device)
+            source, target = self._index(sources, tensor), self._index(targets, tensor)
             tensor.index_copy_(0, target, tensor.index_select(0, source))

@@ -21,8 +21,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from millrace.core.errors import ConfigError
 from millrace.inference.embedded.decode.attention import DecodeLayer, PrefillLayer
 from millrace.inference.embedded.kv.cache import KVCache, KVShape
+from millrace.inference.embedded.kv.states import SequenceGroup, StatePool, StateProbe
 from millrace.models.attention.layout import PackedLayout
 from millrace.models.attention.packed import attend_masked, packed_attention
+from millrace.models.exact.attention import ScoreRules, Tiles, attend, store
 from millrace.models.loading import hidden_states
 
 PAGED_ATTENTION = "millrace_paged"
@@ -63,6 +65,8 @@ class PagedBatch:
     cache: KVCache
     slot_mapping: Tensor  # [T] int64; where each token's key and value go
     buckets: tuple[Bucket, ...]  # cover 0..T in order
+    states: StatePool | None = None  # of layers with a recurrent state
+    groups: tuple[SequenceGroup, ...] = ()  # likewise
 
     def attend(
         self,
@@ -85,16 +89,40 @@ class PagedBatch:
             outputs.append(_attend_bucket(bucket, query[own], keys, values, **settings))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
+    def mix(self, mixer: nn.Module, hidden: Tensor) -> Tensor:
+        assert self.states is not None
+        return self.states.mix(mixer, hidden, self.groups)
 
-class _ShapeProbe:
-    """Takes the place of a PagedBatch before there is a cache, to learn what each layer stores."""
 
-    def __init__(self) -> None:
-        self.shapes: dict[int, KVShape] = {}
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ExactBatch:
+    """Takes the place of a PagedBatch in exact mode."""
+
+    cache: KVCache
+    slot_mapping: Tensor  # [T] int64; -1 = a row of a decode step that idles
+    tiles: Tiles
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, **settings: Any
     ) -> Tensor:
+        cached = self.cache.layers[layer]
+        store(cached, self.slot_mapping, torch.cat([key, value], dim=-1))
+        keys, values = cached.split([key.shape[2], value.shape[2]], dim=-1)
+        return attend(query, keys, values, self.tiles, ScoreRules(**settings))
+
+
+class CacheProbe(StateProbe):
+    """Takes the place of a PagedBatch before there is a cache, to learn what each layer stores."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.shapes: dict[int, KVShape] = {}
+        self.has_sinks = False
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **settings: Any
+    ) -> Tensor:
+        self.has_sinks |= settings["sinks"] is not None
         self.shapes[layer] = KVShape(
             num_heads=key.shape[1],
             key_dim=key.shape[2],
@@ -104,15 +132,15 @@ class _ShapeProbe:
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
 
-def measure_kv(model: PreTrainedModel) -> dict[int, KVShape]:
-    """What each layer of a model, loaded with PAGED_ATTENTION, caches per token."""
-    probe = _ShapeProbe()
+def measure_cache(model: PreTrainedModel) -> CacheProbe:
+    """What each layer of a model, loaded with PAGED_ATTENTION, caches per token or sequence."""
+    probe = CacheProbe(model)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.inference_mode():
         hidden_states(model, input_ids=token, position_ids=token, millrace_paged=probe)
-    if not probe.shapes:
+    if not probe.shapes and not probe.layers:
         raise ConfigError(f"{type(model).__name__} does not use transformers' AttentionInterface.")
-    return probe.shapes
+    return probe
 
 
 def _attend_bucket(
@@ -124,17 +152,19 @@ def _attend_bucket(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:  # [stop - start, H, Dv]
     num_rows, num_queries = bucket.positions.shape
     num_kv_heads, context = keys.shape[1:3]
     num_heads, head_dim = query.shape[1:]
     if bucket.padded is not None:
         query = query[bucket.padded]
-    causal = bucket.fresh and softcap is None and (window is None or window >= context)
+    is_plain = softcap is None and sinks is None
+    causal = bucket.fresh and is_plain and (window is None or window >= context)
     mask = None
     if not causal:
         mask = bucket.mask(window=window, context=context, dtype=query.dtype)
-    if num_queries == 1 and softcap is None:
+    if num_queries == 1 and is_plain:
         # Heads that share a KV head become its queries: one kernel, and no KV is repeated.
         query = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         if mask is not None:
@@ -142,9 +172,10 @@ def _attend_bucket(
         output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
         return output.reshape(num_rows, num_heads, -1)
     query = query.view(num_rows, num_queries, num_heads, head_dim).transpose(1, 2)
-    if softcap is not None:
+    if not is_plain:
         assert mask is not None
-        output = attend_masked(query, keys, values, visible=mask == 0, scale=scale, softcap=softcap)
+        scores = {"scale": scale, "softcap": softcap, "sinks": sinks}
+        output = attend_masked(query, keys, values, visible=mask == 0, **scores)
     else:
         if mask is not None and query.is_cuda:
             # With a mask, no fused CUDA kernel supports shared KV heads.
@@ -164,22 +195,26 @@ def _paged_attention(
     value: Tensor,  # [1, H // G, T, Dv]
     attention_mask: Tensor | None,
     *,
-    millrace_paged: PagedBatch | _ShapeProbe | DecodeLayer | PrefillLayer | None = None,
+    millrace_paged: (
+        PagedBatch | ExactBatch | CacheProbe | DecodeLayer | PrefillLayer | None
+    ) = None,
     layout: PackedLayout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,  # load_model refuses models that pass anything else of consequence
 ) -> tuple[Tensor, None]:
     # Rotary embedding runs in the dtype of the residual stream; the cache has the projections'.
     query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layout is not None:  # a scoring pass, which caches nothing: see scoring.py
-        scoring = {"scaling": scale, "sliding_window": sliding_window, "softcap": softcap}
-        return packed_attention(module, query, key, value, None, layout=layout, **scoring)
+        scoring = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        tensors = (query, key, value, None)
+        return packed_attention(module, *tensors, layout=layout, scaling=scale, **scoring)
     assert millrace_paged is not None
     query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    settings = {"scale": scale, "window": sliding_window, "softcap": softcap}
+    settings = {"scale": scale, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
     if isinstance(millrace_paged, DecodeLayer | PrefillLayer):
         # Reading the layer's number here would make torch.compile build a program for each layer.
         return millrace_paged.attend(query, key, value, **settings)[None], None

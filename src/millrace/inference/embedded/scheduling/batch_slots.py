@@ -4,12 +4,19 @@ C = capacity in tokens, which grows with the longest sequence; N = steps, R = sl
 V = vocabulary. The engine's thread calls everything.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.core.records import TopTokens
 from millrace.inference.embedded.sampler import SamplingBatch, stream_key
 from millrace.inference.embedded.scheduling.sequence import Sequence
+from millrace.models.grammars import GrammarCompiler
+
+_MANY_IDS = 2**18  # kept ids of a launch that threads copy
+_NUM_COPIERS = 4
 
 
 class BatchSlots:
@@ -34,10 +41,19 @@ class BatchSlots:
         self.truncates = np.zeros(num_slots, dtype=bool)
         self.has_stop_strings = np.zeros(num_slots, dtype=bool)
         self.is_guided = np.zeros(num_slots, dtype=bool)  # by a grammar
+        self.adjusts_logits = np.zeros(num_slots, dtype=bool)  # by penalties or biases
+        self.num_top = np.zeros(num_slots, dtype=np.int64)  # likeliest ids to report per token
+        self._copiers = ThreadPoolExecutor(_NUM_COPIERS, thread_name_prefix="kept")
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def any_single_step(self) -> bool:
+        """True if the host needs the logits of each token of a sequence."""
+        needed = self.adjusts_logits | (self.num_top > 0)
+        return bool((self.occupied & needed).any())
 
     @property
     def any_guided(self) -> bool:
@@ -84,6 +100,8 @@ class BatchSlots:
         self.truncates[slot] = sampling.truncates
         self.has_stop_strings[slot] = bool(sampling.stop)
         self.is_guided[slot] = sequence.guide is not None
+        self.adjusts_logits[slot] = sampling.adjusts_logits
+        self.num_top[slot] = sampling.top_logprobs
         sequence.slot = slot
         return slot
 
@@ -130,13 +148,29 @@ class BatchSlots:
         num_kept: np.ndarray,  # [R, N]
         counts: np.ndarray,  # [R]; as in append()
     ) -> None:
-        """Record the ids that sampled tokens were drawn from."""
+        """Record the ids that sampled tokens were drawn from; many are copied while the device
+        works."""
         starts = np.concatenate([[0], num_kept.sum(1).cumsum()])
+        copiers = self._copiers if len(ids) >= _MANY_IDS else None
         for row in np.flatnonzero(self.truncates[slots]):
             sizes = num_kept[row, : counts[row]].astype(np.int64)
-            # A copy: a view would keep the ids of the whole batch alive.
-            own = ids[starts[row] : starts[row] + sizes.sum()].copy()
-            self.sequence(slots[row]).kept.append(own, sizes=sizes)
+            own = ids[starts[row] : starts[row] + sizes.sum()]
+            self.sequence(slots[row]).kept.append(own, sizes=sizes, copiers=copiers)
+
+    def append_top(
+        self,
+        slots: np.ndarray,  # [R]
+        *,
+        ids: np.ndarray,  # [R, K]
+        logprobs: np.ndarray,  # [R, K]
+    ) -> None:
+        """Record the likeliest ids of one sampled token for each slot that reports them."""
+        for row in np.flatnonzero(self.num_top[slots]):
+            count = self.num_top[slots[row]]
+            one = TopTokens(
+                ids=ids[row : row + 1, :count], logprobs=logprobs[row : row + 1, :count]
+            )
+            self.sequence(slots[row]).top.append(one)
 
     def sampling_batch(
         self, slots: np.ndarray, *, vocab_size: int, device: torch.device
@@ -172,12 +206,33 @@ class BatchSlots:
         self.versions = np.pad(self.versions, pad)
 
 
-def mask_by_grammars(logits: Tensor, slots: BatchSlots, chosen: np.ndarray) -> Tensor:
-    """Logits [R, V] of these slots [R], with -inf for tokens that a grammar rules out."""
-    allowed = np.ones(tuple(logits.shape), dtype=bool)
-    for row in np.flatnonzero(slots.is_guided[chosen]):
+def grammar_masks(
+    slots: BatchSlots,
+    chosen: np.ndarray,
+    grammars: GrammarCompiler,
+    *,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """The ids that grammars allow as the next token of these slots [R], [R, V / 32] int32."""
+    sequences = [slots.sequence(slot) for slot in chosen]
+    sampled = [slots.sampled_by(sequence)[0] for sequence in sequences]
+    return grammars.masks([sequence.guide for sequence in sequences], sampled, out=out)
+
+
+def adjust_logits(logits: Tensor, slots: BatchSlots, chosen: np.ndarray) -> Tensor:
+    """Logits [R, V] of these slots [R], with their penalties and biases."""
+    adjusted = logits.clone()
+    for row in np.flatnonzero(slots.adjusts_logits[chosen]):
         sequence = slots.sequence(chosen[row])
-        assert sequence.guide is not None
+        sampling = sequence.request.sampling
         sampled, _, _ = slots.sampled_by(sequence)
-        allowed[row] = sequence.guide.allowed(sampled)
-    return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
+        ids, counts = np.unique(sampled, return_counts=True)
+        penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
+        biases = dict(sampling.logit_bias)
+        ids = np.concatenate([ids, np.array(list(biases), ids.dtype)]).astype(np.int64)
+        changes = np.concatenate([-penalties, np.array(list(biases.values()))]).astype(np.float32)
+        device = logits.device
+        adjusted[row].index_add_(
+            0, torch.from_numpy(ids).to(device), torch.from_numpy(changes).to(device)
+        )
+    return adjusted

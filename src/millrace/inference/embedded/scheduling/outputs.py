@@ -17,6 +17,7 @@ from collections.abc import Iterable
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from millrace.core.completions import join_top
 from millrace.core.records import Completion, CompletionChunk, Finish, Request
 from millrace.inference.backend import FinishedCompletions
 from millrace.inference.embedded.decode.loop import DecodeResult
@@ -40,8 +41,7 @@ class StopRules:
 
     def ends_in_stop_string(self, sampled: np.ndarray, stop: tuple[str, ...]) -> bool:
         """True if the sampled tokens [N], checked after each of them, now contain a stop string."""
-        # A token decodes to at least one byte, which bounds the length of a stop string in tokens.
-        reach = max(len(text.encode()) for text in stop) + _TAIL_MARGIN
+        reach = _reach(stop)
         tail = self._decode(sampled[-reach:])
         if not any(text in tail for text in stop):
             return False
@@ -55,14 +55,20 @@ class StopRules:
         text = self._decode(sampled)
         return text[: min((text.find(s) for s in stop if s in text), default=None)]
 
-    def finished_in(self, slots: BatchSlots, chosen: np.ndarray) -> list[tuple[Sequence, Finish]]:
-        """The sequences in these slots whose newest token was their last."""
+    def finished_in(
+        self, slots: BatchSlots, chosen: np.ndarray, *, has_stop: np.ndarray | None = None
+    ) -> list[tuple[Sequence, Finish]]:
+        """The sequences in these slots whose newest token was their last. `has_stop` [R]: of each,
+        whether it now has a stop string, if that is known."""
         num_tokens = slots.num_tokens[chosen]
         stopped = self.is_eos(slots.tokens[chosen, num_tokens - 1])
-        for row in np.flatnonzero(slots.has_stop_strings[chosen] & ~stopped):
-            sequence = slots.sequence(chosen[row])
-            sampled, _, _ = slots.sampled_by(sequence)
-            stopped[row] = self.ends_in_stop_string(sampled, sequence.request.sampling.stop)
+        if has_stop is not None:
+            stopped |= has_stop
+        else:
+            for row in np.flatnonzero(slots.has_stop_strings[chosen] & ~stopped):
+                sequence = slots.sequence(chosen[row])
+                sampled, _, _ = slots.sampled_by(sequence)
+                stopped[row] = self.ends_in_stop_string(sampled, sequence.request.sampling.stop)
         ended = stopped | (num_tokens >= slots.limits[chosen])
         return [
             (slots.sequence(chosen[row]), "stop" if stopped[row] else "length")
@@ -71,19 +77,25 @@ class StopRules:
 
     def counts_until_stop(
         self, slots: BatchSlots, chosen: np.ndarray, result: DecodeResult
-    ) -> np.ndarray:
-        """[R] number of new tokens of each slot up to its first stop string."""
-        counts = result.counts.copy()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """[R] number of new tokens of each slot up to its first stop string, and whether there is
+        one."""
+        counts, has_stop = result.counts.copy(), np.zeros(len(chosen), dtype=bool)
         for row in np.flatnonzero(slots.has_stop_strings[chosen]):
             sequence = slots.sequence(chosen[row])
             earlier, _, _ = slots.sampled_by(sequence)
+            stop = sequence.request.sampling.stop
             sampled = np.concatenate([earlier, result.tokens[: counts[row], row]])
+            # One look at all new tokens rules out nearly every launch. Half a character, which
+            # later tokens complete, decodes to U+FFFD.
+            text = self._decode(sampled[max(0, len(earlier) - _reach(stop)) :])
+            if not any(one in text or "\ufffd" in one for one in stop):
+                continue
             for count in range(1, counts[row] + 1):
-                known = sampled[: len(earlier) + count]
-                if self.ends_in_stop_string(known, sequence.request.sampling.stop):
-                    counts[row] = count
+                if self.ends_in_stop_string(sampled[: len(earlier) + count], stop):
+                    counts[row], has_stop[row] = count, True
                     break
-        return counts
+        return counts, has_stop
 
     def finish_on_arrival(self, sequence: Sequence, *, max_context: int) -> Finish | None:
         """How a partial completion had already ended when it arrived; None if it had not."""
@@ -101,6 +113,11 @@ class StopRules:
         )
         assert isinstance(text, str)
         return text
+
+
+def _reach(stop: tuple[str, ...]) -> int:
+    """The last tokens that a stop string can lie in: each decodes to at least one byte."""
+    return max(len(text.encode()) for text in stop) + _TAIL_MARGIN
 
 
 class OutputProcessor:
@@ -204,5 +221,6 @@ class ChunkStreams:
             logprobs=logprobs[start:].copy(),
             versions=versions[start:].copy(),
             kept=sequence.kept.since(start) if truncates else None,
+            top=join_top(sequence.top[len(sequence.top) - (len(tokens) - start) :]),
             finish=sequence.finish,
         )

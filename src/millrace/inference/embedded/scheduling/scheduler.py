@@ -5,6 +5,8 @@ that is up to date, and up to `prefill_tokens` tokens for the others. The member
 one prefill: the first member computes it, and the others fork its block table. A prefix that the
 prefix cache holds is not computed again.
 
+A recurrent state lies in a slot alone, so sequences of such models hold nothing without a slot.
+
 When blocks run out, waiting sequences give up the prefixes they hold; then the latest arrival is
 preempted and recomputes what was evicted. A single sequence always fits, because the engine refuses
 others, so the earliest arrival always makes progress.
@@ -17,6 +19,7 @@ import numpy as np
 
 from millrace.inference.embedded.kv.blocks import BlockTables
 from millrace.inference.embedded.kv.prefix_cache import Prefix, PrefixCache
+from millrace.inference.embedded.kv.states import StatePool
 from millrace.inference.embedded.routes import RoutesPool
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.sequence import (
@@ -39,9 +42,10 @@ class Scheduler:
         prefixes: PrefixCache,
         prefill_tokens: int,
         routes: RoutesPool | None = None,
+        states: StatePool | None = None,
     ) -> None:
         self._slots = slots
-        self._routes = routes
+        self._routes, self._states = routes, states
         self._tables = tables
         self._prefixes = prefixes
         self._prefill_tokens = prefill_tokens
@@ -151,20 +155,24 @@ class Scheduler:
         for sequence in slots.running():
             slot = sequence.slot
             assert slot is not None
-            if slots.num_tokens[slot] - slots.num_cached[slot] == 1 and not slots.leads[slot]:
+            is_decoding = slots.num_tokens[slot] - slots.num_cached[slot] == 1
+            if is_decoding and not slots.leads[slot] and self._states is None:
                 self._free_slot(sequence)
                 sequence.held_blocks = self._tables.take(slot)
             else:
                 self._leave(sequence, ends=False)
             self.waiting.add(sequence)
 
-    def forget_kv(self) -> None:
-        """Drop all KV, so that other weights recompute it."""
+    def forget_kv(self, *, only_prompts: bool = False) -> None:
+        """Drop all KV, so that other weights recompute it; or that of sequences without a sampled
+        token, whose record would not tell that several weights computed their context."""
         self._record_sources()
         for sequence in self._slots.running():
-            self._tables.pool.release(self._tables.take(self._free_slot(sequence)))
-            self.waiting.add(sequence)
-        self.waiting.forget_kv()
+            slot = sequence.slot
+            if not only_prompts or self._slots.num_tokens[slot] == self._slots.num_prompt[slot]:
+                self._tables.pool.release(self._tables.take(self._free_slot(sequence)))
+                self.waiting.add(sequence)
+        self.waiting.forget_kv(only_prompts=only_prompts)
 
     def begin(self, version: int) -> None:
         """Other weights compute from now on, and use the KV that was not dropped.
@@ -289,6 +297,9 @@ class Scheduler:
         self._slots.leads[leader.slot] = False
         forked = []
         for follower in followers:
+            if not self._slots.num_free and self._states is not None:
+                self.waiting.add(follower)
+                continue
             follower.kv_history = leader.kv_history
             blocks = self._tables.share(leader.slot)
             if not self._slots.num_free:
@@ -298,6 +309,8 @@ class Scheduler:
             slot = self._slots.assign(follower, num_cached=len(follower.tokens))
             self._tables.assign(slot, blocks)
             forked.append(slot)
+        if self._states is not None and forked:
+            self._states.copy(leader.slot, forked)
         return forked
 
     def _leave(self, sequence: Sequence, *, ends: bool) -> None:

@@ -7,13 +7,14 @@ every prefix-cache key.
 P = prompt tokens, N = sampled tokens so far.
 """
 
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace.core.completions import cut_kept, join_kept, joined
+from millrace.core.completions import join_top, joined
 from millrace.core.errors import TaskError
-from millrace.core.records import Completion, Finish, Kept, KVOrigin, Request
+from millrace.core.records import Completion, Finish, Kept, KVOrigin, Request, TopTokens
 from millrace.inference.embedded.adapters import AdapterBank
 from millrace.inference.embedded.routes import SequenceRoutes
 from millrace.models.grammars import GrammarCompiler, GrammarMatcher
@@ -54,26 +55,50 @@ def extend_history(kv_history: KVHistory, *, at: int, source: KVSource) -> KVHis
 
 
 class KeptIds:
-    """Kept ids of each sampled token: one row per token, one part per pass or launch."""
+    """Kept ids of each sampled token, one row per token. They may be megabytes, so they lie in one
+    array that grows: a completion takes it as it is. The engine's thread calls everything; a thread
+    of an executor may still copy what append() got, and since() waits for it."""
 
     def __init__(self, done: Kept | None = None) -> None:
         """`done`: kept ids of tokens that the sequence already has."""
-        self._parts = [] if done is None else [done]
+        self._ids = np.empty(0, dtype=np.int32)  # with room to spare
+        self._offsets = [np.zeros(1, dtype=np.int64)]  # of each append()
+        self._end = 0
+        self._copied: Future[None] | None = None
+        if done is not None:
+            self.append(done.ids, sizes=np.diff(done.offsets))
 
-    def append(self, ids: np.ndarray, *, sizes: np.ndarray) -> None:
-        """Add rows of these sizes, which lie in `ids` one after another; `ids` is not copied."""
-        self._parts.append(Kept(ids=ids, offsets=np.concatenate([[0], sizes.cumsum()])))
+    def append(
+        self, ids: np.ndarray, *, sizes: np.ndarray, copiers: Executor | None = None
+    ) -> None:
+        """Add rows of these sizes, which lie in `ids` one after another; `ids` is copied."""
+        self._wait()
+        start, self._end = self._end, self._end + len(ids)
+        self._offsets.append(start + sizes.cumsum(dtype=np.int64))
+        if copiers is None:
+            self._copy(ids, start)
+        else:
+            self._copied = copiers.submit(self._copy, ids, start)
 
     def since(self, start: int) -> Kept:
-        """The rows from token number `start` on. Parts before it are not read."""
-        first = stop = sum(len(part.offsets) - 1 for part in self._parts)
-        tail: list[Kept] = []  # the last part first
-        for part in reversed(self._parts):
-            if first <= start:
-                break
-            tail.append(part)
-            first -= len(part.offsets) - 1
-        return cut_kept(join_kept(tail[::-1]), start - first, stop - first)
+        """The rows from token number `start` on; a view, which append() leaves as it is."""
+        self._wait()
+        self._offsets = [np.concatenate(self._offsets)]
+        offsets = self._offsets[0][start:]
+        return Kept(ids=self._ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
+
+    def _copy(self, ids: np.ndarray, start: int) -> None:
+        stop = start + len(ids)
+        if stop > len(self._ids):
+            larger = np.empty(max(2 * len(self._ids), stop), dtype=np.int32)
+            larger[:start] = self._ids[:start]
+            self._ids = larger
+        self._ids[start:stop] = ids
+
+    def _wait(self) -> None:
+        if self._copied is not None:
+            self._copied.result()
+            self._copied = None
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -88,6 +113,8 @@ class Sequence:
     logprobs: np.ndarray  # [N] float32
     versions: np.ndarray  # [N] int32
     kept: KeptIds  # N rows, if the request truncates
+    # Of each sampled token, if the request reports them; those of a partial completion are one.
+    top: list[TopTokens]
     routes: SequenceRoutes | None = None  # None = not recorded, or not wanted
     slot: int | None = None
     # Members of the same request that wait for this one's prefill, to share it.
@@ -122,6 +149,7 @@ class Sequence:
             logprobs=self.logprobs,
             versions=self.versions,
             kept=self.kept.since(0) if self.request.sampling.truncates else None,
+            top=join_top(self.top),
             routes=None if self.routes is None else self.routes.rows(),
             finish=finish,
             text=text,
@@ -150,6 +178,7 @@ def sequences_of(
             logprobs=done.logprobs,
             versions=done.versions,
             kept=KeptIds(done.kept),
+            top=[] if done.top is None else [done.top],
             routes=_routes_of(request) if records_routes else None,
             guide=None if grammars is None else grammars.matcher(request.sampling.grammar),
         )
@@ -209,6 +238,8 @@ def check_request(request: Request, *, max_context: int, vocab_size: int) -> Non
             f"Request {request.id!r} needs n and max_new_tokens of at least 1, and no empty"
             f" stop string; it has {request.n}, {sampling.max_new_tokens}, {sampling.stop}."
         )
+    if any(not 0 <= id < vocab_size for id, _ in sampling.logit_bias):
+        raise TaskError(f"logit_bias has a token id outside 0..{vocab_size - 1}.")
     if (partial := request.partial) is None:
         return
     if request.n != 1:

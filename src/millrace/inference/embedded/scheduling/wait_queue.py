@@ -74,9 +74,12 @@ class WaitQueue:
         for sequence in held:
             self.add(sequence)
 
-    def forget_kv(self) -> None:
-        """Drop all held KV, and the right to find it in the prefix cache: the weights changed."""
+    def forget_kv(self, *, only_prompts: bool = False) -> None:
+        """Drop all held KV, and the right to find it in the prefix cache: the weights changed.
+        `only_prompts`: of sequences without a sampled token."""
         for sequence in self._queue:
+            if only_prompts and sequence.has_begun:
+                continue
             sequence.kv_history = ()
             if sequence.held_blocks is not None:
                 self._pool.release(sequence.held_blocks)

@@ -1,0 +1,135 @@
+"""Triton kernels of experts for few rows per expert: reading the weights takes most of the time.
+
+Three kernels per layer: rows are grouped by expert; gate, up and activation are one product; the
+last product writes each row weighted. A program walks the rows of one expert for one tile of its
+weights, so that each weight is read once. Sums are float32.
+
+Imported on machines with CUDA only. T = tokens, K = experts per token, S = T K rows, E = experts,
+I = hidden size, M = inner size of an expert.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_ROWS = 4096  # S; more are a matter of the tensor cores, not of the memory
+
+
+@triton.jit
+def _group_kernel(indices, order, starts, num_rows, num_experts, ROWS_PAD: tl.constexpr):
+    """order [S]: rows by expert; starts [E + 1]: where those of each expert begin."""
+    expert = tl.program_id(0)
+    at = tl.arange(0, ROWS_PAD)
+    chosen = tl.load(indices + at, mask=at < num_rows, other=num_experts)
+    is_own = chosen == expert
+    number = is_own.to(tl.int32)
+    start = tl.sum((chosen < expert).to(tl.int32), 0)
+    tl.store(order + start + tl.cumsum(number, 0) - 1, at, mask=is_own)
+    tl.store(starts + expert, start)
+    tl.store(starts + num_experts, num_rows)
+
+
+@triton.jit
+def _gate_up_kernel(
+    hidden,  # [T, I]
+    gate_up,  # [E, 2 M, I]
+    order,
+    starts,
+    inner,  # [S, M], rows by expert
+    hidden_size,
+    inner_size,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    expert = tl.program_id(1)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    first, last = tl.load(starts + expert), tl.load(starts + expert + 1)
+    gates = gate_up + expert.to(tl.int64) * (2 * inner_size * hidden_size)
+    gates += columns[None, :] * hidden_size + depth[:, None]
+    ups = gates + inner_size * hidden_size
+    for begin in range(first, last, ROWS):
+        rows = begin + tl.arange(0, ROWS)
+        is_row = (rows < last)[:, None]
+        tokens = tl.load(order + rows, mask=rows < last, other=0) // TOP_K
+        x = hidden + tokens[:, None] * hidden_size + depth[None, :]
+        gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+        up = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for at in range(0, hidden_size, DEPTH):
+            a = tl.load(x + at, mask=is_row, other=0.0)
+            gate = tl.dot(a, tl.load(gates + at), gate)
+            up = tl.dot(a, tl.load(ups + at), up)
+        value = gate * tl.sigmoid(gate) * up
+        place = inner + rows[:, None] * inner_size + columns[None, :]
+        tl.store(place, value.to(inner.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def _down_kernel(
+    inner,  # [S, M]
+    down,  # [E, I, M]
+    order,
+    starts,
+    weights,  # [S]
+    out,  # [S, I] float32; in the order of the tokens
+    hidden_size,
+    inner_size,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    expert = tl.program_id(1)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    first, last = tl.load(starts + expert), tl.load(starts + expert + 1)
+    downs = down + expert.to(tl.int64) * (hidden_size * inner_size)
+    downs += columns[None, :] * inner_size + depth[:, None]
+    for begin in range(first, last, ROWS):
+        rows = begin + tl.arange(0, ROWS)
+        is_row = (rows < last)[:, None]
+        x = inner + rows[:, None] * inner_size + depth[None, :]
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for at in range(0, inner_size, DEPTH):
+            a = tl.load(x + at, mask=is_row, other=0.0)
+            total = tl.dot(a, tl.load(downs + at), total)
+        targets = tl.load(order + rows, mask=rows < last, other=0)
+        weight = tl.load(weights + targets, mask=rows < last, other=0.0).to(tl.float32)
+        place = out + targets[:, None] * hidden_size + columns[None, :]
+        tl.store(place, total * weight[:, None], mask=is_row)
+
+
+def experts(
+    hidden: Tensor,  # [T, I]
+    indices: Tensor,  # [T, K] int64
+    weights: Tensor,  # [T, K]
+    gate_up: Tensor,  # [E, 2 M, I]
+    down: Tensor,  # [E, I, M]
+) -> Tensor:  # [T, I]
+    """The weighted sum of the chosen experts, each down(silu(gate(x)) * up(x))."""
+    (num_tokens, top_k), (num_experts, hidden_size, inner_size) = indices.shape, down.shape
+    num_rows = num_tokens * top_k
+    integers = {"dtype": torch.int32, "device": hidden.device}
+    order = torch.empty(num_rows, **integers)
+    starts = torch.empty(num_experts + 1, **integers)
+    inner = hidden.new_empty(num_rows, inner_size)
+    out = torch.empty(num_rows, hidden_size, dtype=torch.float32, device=hidden.device)
+    padded = triton.next_power_of_2(num_rows)
+    _group_kernel[(num_experts,)](
+        indices.contiguous(), order, starts, num_rows, num_experts, ROWS_PAD=padded
+    )
+    groups = (order, starts)
+    rows = 16 if num_rows <= 6 * num_experts else 32 if num_rows <= 24 * num_experts else 64
+    depth = 64 if hidden_size % 128 or inner_size % 128 else 128
+    # On an H200, these read the weights at the rate of a large copy.
+    tiles = {"ROWS": rows, "COLUMNS": 64, "DEPTH": depth, "num_warps": 4, "num_stages": 3}
+    sizes = {"hidden_size": hidden_size, "inner_size": inner_size}
+    _gate_up_kernel[(inner_size // tiles["COLUMNS"], num_experts)](
+        hidden.contiguous(), gate_up, *groups, inner, **sizes, TOP_K=top_k, **tiles
+    )
+    _down_kernel[(hidden_size // tiles["COLUMNS"], num_experts)](
+        inner, down, *groups, weights.contiguous(), out, **sizes, **tiles
+    )
+    return out.view(num_tokens, top_k, hidden_size).sum(1).to(hidden.dtype)

@@ -1,0 +1,143 @@
+"""Recurrent states: what layers without KV remember of a sequence, one state per batch slot.
+
+A state lies in the layers of a transformers cache, such as the last inputs of a convolution and the
+matrix of a gated delta net. A pool holds the tensors of all slots. A call of a mixer gets a cache
+with the states of its sequences, and what it leaves there goes back to the pool.
+
+Promise: a state is that of the tokens of its slot's sequence that are cached. It cannot go back to
+an earlier token, so models with states share no prefixes, except by forks of a whole prompt, and a
+preempted sequence is computed again from its first token.
+
+The engine's thread calls everything. T = tokens of a pass, b = sequences of a group, n = tokens of
+each, D = hidden size.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from millrace.models.attention.recurrent import run_mixer
+
+Place = tuple[str, Any]  # attribute of a cache's layer, and key if that is a dictionary
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SequenceGroup:
+    """Sequences of a pass that have equally many tokens, and all begin or all continue."""
+
+    slots: Tensor  # [b] int64
+    tokens: Tensor  # [b, n] int64; their tokens in the flat batch
+    begins: bool
+
+
+class StateProbe:
+    """Learns which states the mixers of a model have."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._config = model.config.get_text_config()
+        self.layers: dict[int, Any] = {}  # of the cache, with the state of one sequence
+
+    @cached_property
+    def unused(self) -> Cache:
+        return DynamicCache(config=self._config)
+
+    def mix(self, mixer: Any, hidden: Tensor) -> Tensor:
+        cache = _cache_with(self.unused, mixer.layer_idx, _copied(self.unused, mixer.layer_idx))
+        output = run_mixer(mixer, hidden[None], cache)[0]
+        self.layers[mixer.layer_idx] = cache.layers[mixer.layer_idx]
+        return output
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of all states of one sequence."""
+        tensors = (tensor for layer in self.layers.values() for _, tensor in _tensors(layer))
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class StatePool:
+    def __init__(self, probe: StateProbe, *, num_slots: int) -> None:
+        self._probe = probe
+        self._pools: dict[int, dict[Place, Tensor]] = {
+            number: {
+                place: tensor.new_zeros(num_slots, *tensor.shape[1:])
+                for place, tensor in _tensors(layer)
+            }
+            for number, layer in probe.layers.items()
+        }
+
+    def mix(self, mixer: Any, hidden: Tensor, groups: tuple[SequenceGroup, ...]) -> Tensor:
+        """The output [T, D] of a mixer; the states of the groups' slots advance."""
+        number, output = mixer.layer_idx, torch.empty_like(hidden)
+        for group in groups:
+            cache = self._load(number, None if group.begins else group.slots)
+            output[group.tokens] = run_mixer(mixer, hidden[group.tokens], cache).to(output.dtype)
+            for place, tensor in _tensors(cache.layers[number]):
+                self._pools[number][place].index_copy_(0, group.slots, tensor)
+        return output
+
+    def copy(self, source: int, targets: list[int]) -> None:
+        """Give slots the states of another one."""
+        for tensor in (t for pool in self._pools.values() for t in pool.values()):
+            tensor[targets] = tensor[source].clone()
+
+    def _load(self, number: int, slots: Tensor | None) -> Cache:
+        """A cache with the states of these slots in layer `number`; None = without any."""
+        if slots is None:
+            return _cache_with(self._probe.unused, number, _copied(self._probe.unused, number))
+        tensors = {place: pool[slots] for place, pool in self._pools[number].items()}
+        layer = _shallow(self._probe.layers[number], tensors)
+        return _cache_with(self._probe.unused, number, layer)
+
+
+def groups_of(
+    slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, *, device: torch.device
+) -> tuple[SequenceGroup, ...]:
+    """The groups of a pass in which each slot computes `counts` tokens after `starts` cached ones,
+    slot after slot. All arrays are [R]."""
+    firsts = np.cumsum(counts) - counts
+    groups: dict[tuple[int, bool], list[int]] = {}
+    for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+        groups.setdefault((count, start == 0), []).append(row)
+    return tuple(
+        SequenceGroup(
+            slots=torch.from_numpy(slots[rows]).to(device),
+            tokens=torch.from_numpy(firsts[rows][:, None] + np.arange(count)).to(device),
+            begins=begins,
+        )
+        for (count, begins), rows in groups.items()
+    )
+
+
+def _tensors(layer: Any) -> Iterator[tuple[Place, Tensor]]:
+    """The tensors of a cache's layer, in whichever attributes transformers has them."""
+    for name, value in vars(layer).items():
+        inner = value.items() if isinstance(value, dict) else [(None, value)]
+        yield from (((name, key), x) for key, x in inner if isinstance(x, Tensor))
+
+
+def _shallow(layer: Any, tensors: Mapping[Place, Tensor]) -> Any:
+    """A copy of a cache's layer with these tensors."""
+    copied = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            vars(copied)[name] = {key: tensors.get((name, key), x) for key, x in value.items()}
+        elif (name, None) in tensors:
+            vars(copied)[name] = tensors[name, None]
+    return copied
+
+
+def _copied(cache: Cache, number: int) -> Any:
+    return _shallow(cache.layers[number], {})
+
+
+def _cache_with(cache: Cache, number: int, layer: Any) -> Cache:
+    copied = copy.copy(cache)
+    copied.layers = [*cache.layers[:number], layer, *cache.layers[number + 1 :]]
+    return copied

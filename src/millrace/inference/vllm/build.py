@@ -1,0 +1,212 @@
+"""Starts a vLLM engine, and refuses a server that would give wrong numbers.
+
+Promise: every refusal is one sentence, and no server that was started here is left running.
+"""
+
+import math
+import time
+from pathlib import Path
+
+import torch
+
+from millrace.core.errors import ConfigError, EngineLost
+from millrace.core.secrets import Secrets
+from millrace.inference.backend import EngineSpec, VllmBackend
+from millrace.inference.embedded.scheduling.outputs import StopRules
+from millrace.inference.vllm.client import ServerRefused, VllmClient
+from millrace.inference.vllm.engine import VllmEngine
+from millrace.inference.vllm.server import EXTENSION, VllmServer, lora_arguments
+from millrace.inference.vllm.staging import WeightStaging, private_folder, weight_folder
+from millrace.models.directory import context_length, load_tokenizer, read_config, text_config
+from millrace.models.loading import generation_stop_ids, resolve_device, resolve_dtype
+
+_POLL_S = 0.2
+_TOP = 5  # likeliest tokens that are compared
+_CHECKED_PROMPT = (1, 2, 3, 4)
+
+
+def build_vllm_engine(spec: EngineSpec, *, options: VllmBackend) -> VllmEngine:
+    path, trust = spec.model_path, spec.trust_remote_code
+    device = resolve_device(spec.device)
+    dtype = str(resolve_dtype(spec.config.dtype, device)).removeprefix("torch.")
+    max_context = context_length(
+        path, wanted=spec.config.max_context, setting="engine.max_context", trust_remote_code=trust
+    )
+    folder = private_folder(options.directory)
+    staging = WeightStaging(path, Path(folder.name), trust_remote_code=trust, lora=spec.lora)
+    tokenizer = load_tokenizer(path, trust_remote_code=trust)
+    stop_ids = generation_stop_ids(path, tokenizer)
+    server = None
+    if not options.attach:
+        socket = Path(folder.name) / "http.sock"
+        server = VllmServer(
+            spec,
+            options,
+            socket=socket,
+            dtype=dtype,
+            device=spec.device if device.type == "cuda" else "cpu",
+            max_context=max_context,
+            threads=torch.get_num_threads(),
+        )
+        client = VllmClient("http://localhost", socket=str(socket))
+    else:
+        client = _attached(options)
+    engine = VllmEngine(
+        client,
+        staging=staging,
+        rules=StopRules(tokenizer, eos_ids=stop_ids),
+        stop_ids=stop_ids,
+        max_context=max_context,
+        vocab_size=text_config(path, trust_remote_code=trust).vocab_size,
+        kv=spec.config.kv,
+        server=server,
+        folder=folder,
+    )
+    try:
+        _await(client, server)
+        _check_server(client, max_context=max_context)
+        _check_model(client, spec, dtype=dtype)
+        _serve_version(client, spec, staging=staging, is_attached=server is None)
+        _check_logprobs(client)
+    except BaseException:
+        engine.close()
+        raise
+    engine.version = spec.version
+    return engine
+
+
+def _attached(options: VllmBackend) -> VllmClient:
+    if options.api_key is None:
+        return VllmClient(options.attach[0])
+    header = {"Authorization": f"Bearer {options.api_key}"}
+    secrets = Secrets(header, owner="engine.options.api_key")
+    filled = {name: secrets.filled(value) for name, value in header.items()}
+    return VllmClient(options.attach[0], headers=filled)
+
+
+def _await(client: VllmClient, server: VllmServer | None) -> None:
+    """Wait for a server that was started here; the controller limits the time."""
+    while True:
+        try:
+            client.call("/health", method="GET")
+            return
+        except EngineLost as error:
+            if server is None:
+                raise ConfigError(
+                    f"No vLLM server can be reached at {client.url} ({error}); start it, or correct"
+                    " engine.options.attach."
+                ) from None
+        if server.end is not None:
+            raise ConfigError(
+                f"The vLLM server {server.end} before it served; its reason is in the log of this"
+                " engine: correct the model or engine.options."
+            )
+        time.sleep(_POLL_S)
+
+
+def _check_server(client: VllmClient, *, max_context: int) -> None:
+    try:
+        (model, *_) = client.call("/v1/models", method="GET")["data"]
+    except ServerRefused as error:
+        if error.status != 401:
+            raise
+        raise ConfigError(
+            f"{client} wants a key, and refuses that of engine.options.api_key; set it to"
+            " 'env:NAME', where the variable NAME holds the key."
+        ) from None
+    client.model = model["id"]
+    if (limit := model.get("max_model_len")) is not None and limit < max_context:
+        raise ConfigError(
+            f"{client} serves sequences of {limit} tokens, and engine.max_context is {max_context};"
+            " lower it, or start the server with a larger --max-model-len."
+        )
+
+
+def _check_model(client: VllmClient, spec: EngineSpec, *, dtype: str) -> None:
+    try:
+        found = client.rpc("millrace_model")
+    except ServerRefused as error:
+        remedy = (
+            "VLLM_SERVER_DEV_MODE=1"
+            if error.status == 404
+            else f"--worker-extension-cls {EXTENSION}, and its folder in PYTHONPATH"
+        )
+        raise ConfigError(
+            f"{client} cannot receive weights ({error}); start it with {remedy}."
+        ) from None
+    config = read_config(spec.model_path, trust_remote_code=spec.trust_remote_code)
+    text = config.get_text_config()
+    wanted = {"architectures": list(config.architectures or ()), "dtype": dtype}
+    wanted |= {name: getattr(text, name, None) for name in found["sizes"]}
+    for name, value in wanted.items():
+        served = found["sizes"].get(name, found.get(name))
+        if served != value:
+            raise ConfigError(
+                f"{client} serves another model than {spec.model_path!r}: its {name} is {served},"
+                f" not {value}; serve that model there."
+            )
+    if (mode := found["logprobs_mode"]) != "processed_logprobs":
+        raise ConfigError(
+            f"{client} reports {mode}, which are not those of the sampled distribution; start it"
+            " with --logprobs-mode processed_logprobs."
+        )
+
+
+def _serve_version(
+    client: VllmClient, spec: EngineSpec, *, staging: WeightStaging, is_attached: bool
+) -> None:
+    """A server that was started elsewhere may hold the weights of an earlier run."""
+    client.pause(forget_kv=True)
+    if spec.lora is not None:
+        first = staging.write_first(spec.adapter_path, version=spec.version)
+        try:
+            client.add_adapter(first.folder.name)
+        except ServerRefused as error:
+            remedy = " ".join(lora_arguments(spec.lora.rank))
+            raise ConfigError(
+                f"{client} cannot load the adapter of [lora] ({error}); start it with"
+                f" VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and {remedy}."
+            ) from None
+    elif is_attached:
+        client.load_weights(weight_folder(spec.model_path))
+    client.set_version(spec.version)
+    client.resume()
+
+
+def _check_logprobs(client: VllmClient) -> None:
+    """At half the temperature, differences of logprobs are twice as large."""
+    cold, warm = (_likeliest(client, temperature) for temperature in (0.5, 1.0))
+    shared = sorted(warm.keys() & cold.keys(), key=warm.__getitem__)  # the sampled one may differ
+    gaps = [rows[shared[-1]] - rows[shared[0]] for rows in (cold, warm)]
+    if abs(gaps[0] - 2 * gaps[1]) > 0.05 * max(1.0, gaps[0]):
+        raise ConfigError(
+            f"{client} does not apply the temperature to its logprobs: they differ by"
+            f" {gaps[1]:.3f} at temperature 1 and by {gaps[0]:.3f} at 0.5, not {2 * gaps[1]:.3f};"
+            " start it with --logprobs-mode processed_logprobs."
+        )
+
+
+def _likeliest(client: VllmClient, temperature: float) -> dict[int, float]:
+    """Logprobs of the next token after a short prompt, of the likeliest ids and of one sampled."""
+    try:
+        answer = client.sample_once(
+            _CHECKED_PROMPT, max_tokens=1, temperature=temperature, logprobs=_TOP
+        )
+        (choice,) = answer["choices"]
+        top = choice["logprobs"]["content"][0]["top_logprobs"]
+        rows = {row["token_id"]: row["logprob"] for row in top}
+    except (ServerRefused, KeyError, TypeError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"{client} does not take and return token ids with logprobs ({error}); start vLLM 0.32"
+            " or newer with --enable-scale-out."
+        ) from None
+    if not choice.get("weight_versions"):
+        raise ConfigError(
+            f"{client} does not report the weight version of each token; start vLLM 0.32 or newer."
+        )
+    if (total := sum(map(math.exp, rows.values()))) > 1.01:
+        raise ConfigError(
+            f"{client} reports logprobs whose probabilities add up to {total:.3g}; start it with"
+            " --logprobs-mode processed_logprobs."
+        )
+    return rows

@@ -1,0 +1,156 @@
+"""New weights on their way from Millrace's receiver to a vLLM server: Hugging Face directories, or
+PEFT directories of an adapter.
+
+Promise: a directory is complete before its path is used, and it is removed after its commit, or
+when nothing refers to it any more. Directories of processes that were killed are removed by the
+next engine on the host.
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from millrace.config import LoraConfig
+from millrace.core.errors import ConfigError, WeightError
+from millrace.models.directory import read_config
+from millrace.models.loading import write_model
+from millrace.models.lora.factors import Adapter, adapter_of
+from millrace.models.lora.folders import (
+    NAME_PREFIX,
+    SETTINGS_FILE,
+    WEIGHTS_FILE,
+    read_checkpoint,
+)
+from millrace.models.routing import policy_tensors
+
+_PREFIX = "millrace-vllm-"
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StagedVersion:
+    version: int
+    folder: tempfile.TemporaryDirectory[str]
+    is_adapter: bool
+
+
+def private_folder(directory: str | None) -> tempfile.TemporaryDirectory[str]:
+    """A new folder of this process in `directory`, by default in memory."""
+    parent = Path(directory) if directory else _SHARED_MEMORY
+    parent = parent if directory or parent.is_dir() else Path(tempfile.gettempdir())
+    parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(parent)
+    return tempfile.TemporaryDirectory(
+        prefix=f"{_PREFIX}{os.getpid()}-", dir=parent, ignore_cleanup_errors=True
+    )
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for folder in parent.glob(f"{_PREFIX}*"):
+        found = re.fullmatch(rf"{_PREFIX}(\d+)-.*", folder.name)
+        if found and not Path(f"/proc/{found[1]}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def weight_folder(model_path: str) -> str:
+    """The folder of a model; of one on the hub, the folder in its cache, filled if it is not."""
+    if Path(model_path).is_dir():
+        return str(Path(model_path).absolute())
+    try:
+        return snapshot_download(model_path, allow_patterns=["*.safetensors", "*.json"])
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"The weights of {model_path!r} cannot be passed to the server of engine.options.attach"
+            f" ({type(error).__name__}); download the model, and set model.path to its folder."
+        ) from error
+
+
+class WeightStaging:
+    def __init__(
+        self,
+        model_path: str,
+        folder: Path,
+        *,
+        trust_remote_code: bool,
+        lora: LoraConfig | None = None,
+    ) -> None:
+        """`folder`: where versions are written; with `lora`, they are adapters."""
+        config = read_config(model_path, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):  # only names, shapes and the layout of files
+            self._model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust_remote_code
+            )
+        tensors = {name: tuple(p.shape) for name, p in policy_tensors(self._model).items()}
+        self._lora = lora
+        self.shapes: dict[str, tuple[int, ...]] = (
+            tensors if lora is None else _checked(adapter_of(self._model, lora)).shapes()
+        )
+        self._folder = folder
+
+    def write_first(self, checkpoint: Path | None, *, version: int) -> StagedVersion:
+        """The adapter that a run starts with: that of a checkpoint, or one that changes nothing."""
+        if checkpoint is not None:
+            return self.write(read_checkpoint(checkpoint), version=version)
+        zeros = {name: torch.zeros(shape) for name, shape in self.shapes.items()}
+        return self.write(zeros, version=version)
+
+    def write(self, tensors: Mapping[str, Tensor], *, version: int) -> StagedVersion:
+        """Any thread may call this."""
+        given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if given != self.shapes:
+            names = [n for n in given | self.shapes if given.get(n) != self.shapes.get(n)]
+            raise WeightError(
+                f"Version {version} has {names[0]!r} as {given.get(names[0])}; the model's is"
+                f" {self.shapes.get(names[0])}."
+            )
+        folder = tempfile.TemporaryDirectory(prefix=f"{version}-", dir=self._folder)
+        try:
+            if self._lora is None:
+                write_model(self._model, tensors, Path(folder.name))
+            else:
+                _write_adapter(self._lora, tensors, Path(folder.name))
+        except OSError as error:
+            raise WeightError(
+                f"Version {version} cannot be written to {str(self._folder)!r} ({error.strerror});"
+                " free some space there, or set engine.options.directory."
+            ) from error
+        return StagedVersion(version=version, folder=folder, is_adapter=self._lora is not None)
+
+
+def _checked(adapter: Adapter) -> Adapter:
+    """Raise ConfigError for an adapter that vLLM cannot apply."""
+    experts = [name for name, shape in adapter.layers.items() if len(shape) == 3]
+    if experts or adapter.is_dora:
+        what = f"adapters of experts ({experts[0]})" if experts else "lora.dora = true"
+        raise ConfigError(
+            f"engine.type = 'vllm' cannot apply {what}; list the linear layers to adapt in"
+            " lora.target_modules and set lora.dora to false, or choose another engine.type."
+        )
+    return adapter
+
+
+def _write_adapter(lora: LoraConfig, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in tensors}
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
+        "target_modules": sorted(layers),
+        "bias": "none",
+    }
+    (folder / SETTINGS_FILE).write_text(json.dumps(settings))
+    named = {f"{NAME_PREFIX}{name}": tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(named, folder / WEIGHTS_FILE)

@@ -1,0 +1,115 @@
+"""Engines that give back the memory of weights and KV while the trainer steps."""
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_rig import assert_same, finish_all, make_engine, make_request, prompt_of
+from test_engine_pause import UPDATE, serve
+
+from millrace.cluster.messages import Generate, Pause, Resume, SwapWeights
+from millrace.inference.embedded.device_memory import EngineMemory
+from millrace.inference.embedded.engine import EmbeddedEngine
+
+
+class LostMemory:
+    """Stands for memory of a GPU: what is not saved is lost."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._saved: list[torch.Tensor] = []
+
+    def allocating(self) -> Any:
+        return contextlib.nullcontext()
+
+    def release(self, *, save: bool) -> None:
+        self._saved = [t.clone() if save else torch.zeros_like(t) for t in self.tensors]
+        for tensor in self.tensors:
+            tensor.fill_(torch.nan)
+
+    def restore(self) -> None:
+        for tensor, saved in zip(self.tensors, self._saved, strict=True):
+            tensor.copy_(saved)
+
+
+class LostEngineMemory:
+    def __init__(self) -> None:
+        self.weights, self.kv = LostMemory(), LostMemory()
+
+    def adopt(self, model: torch.nn.Module) -> None:
+        self.weights.tensors = [parameter.data for parameter in model.parameters()]
+
+
+def sleeping_engine(**settings: Any) -> EmbeddedEngine:
+    memory: Any = LostEngineMemory()
+    engine: Any = make_engine(memory=memory, **settings)
+    memory.kv.tensors = list(engine._cache.layers.values())
+    return engine
+
+
+@pytest.mark.parametrize("decode_steps", [1, 4])
+def test_completions_that_slept_equal_undisturbed_ones(decode_steps: int):
+    requests = [make_request(str(i), prompt=prompt_of(5 + 9 * i), n=2, seed=i) for i in range(3)]
+    expected = finish_all(make_engine(eos_ids=(), decode_steps=decode_steps), requests)
+    engine = sleeping_engine(eos_ids=(), decode_steps=decode_steps)
+    done: dict[str, dict[int, Any]] = {request.id: {} for request in requests}
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_work:
+        for finished in engine.step():
+            done[finished.id] |= finished.completions
+        engine.sleep()
+        engine.wake()
+    for id, completions in expected.items():
+        for member, completion in enumerate(completions):
+            assert_same(done[id][member], completion)
+
+
+def test_prefixes_that_nobody_uses_are_not_found_after_sleep():
+    engine = sleeping_engine(eos_ids=())
+    finish_all(engine, [make_request(prompt=20)])
+    engine.sleep()
+    engine.wake()
+    again = make_request("again", prompt=20)
+    expected = finish_all(make_engine(eos_ids=()), [again])["again"]
+    assert_same(finish_all(engine, [again])["again"][0], expected[0])
+    assert engine.stats().cached_tokens == 0
+
+
+def test_weights_that_arrive_during_sleep_are_taken_after_it():
+    link = serve(
+        [Generate(request=make_request())],
+        [Pause(sleep=True)],
+        [SwapWeights(update=UPDATE)],
+        [],
+        [Resume()],
+        [],
+    )
+    assert link.reply_to(SwapWeights).version == 1
+    assert ("sleep", True) in link.spans
+    assert [name for name, _ in link.spans].index("wake") < [n for n, _ in link.spans].index("swap")
+
+
+@pytest.mark.gpu
+def test_memory_of_a_gpu_is_given_back_and_restored_at_the_same_addresses():
+    device = torch.device("cuda", 0)
+    memory = EngineMemory(device)
+    request = make_request(n=4, max_new_tokens=40)
+    settings: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "decode_steps": 4}
+    expected = finish_all(make_engine(eos_ids=(), **settings), [request])[request.id]
+    engine: Any = make_engine(eos_ids=(), memory=memory, num_blocks=4096, **settings)
+    engine.add_request(request)
+    done: dict[int, Any] = {}
+    while engine.has_work:
+        for finished in engine.step():
+            done |= finished.completions
+        free = torch.cuda.mem_get_info(device)[0]
+        engine.sleep()
+        held = memory.weights.num_bytes + memory.kv.num_bytes
+        assert torch.cuda.mem_get_info(device)[0] - free >= 0.9 * held
+        engine.wake()
+    for member, completion in enumerate(expected):
+        assert_same(done[member], completion)
+    assert np.isfinite(done[0].logprobs).all()

@@ -1,0 +1,174 @@
+"""A vLLM server that would give wrong numbers is refused in one sentence."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_vllm import serving
+
+from millrace.config import EngineConfig, LoraConfig, load_config
+from millrace.core.errors import ConfigError
+from millrace.inference.backend import (
+    EngineSpec,
+    VllmBackend,
+    check_servers,
+    load_backend,
+    of_engine,
+)
+from millrace.inference.vllm.engine import VllmEngine
+from millrace.inference.vllm.staging import private_folder, weight_folder
+from millrace.run.mesh_checks import check_mesh
+
+
+def load(model_path: Path, options: VllmBackend, **settings: Any) -> VllmEngine:
+    config = EngineConfig(type="vllm", **settings)
+    spec = EngineSpec(config=config, device="cpu", model_path=str(model_path), version=0)
+    engine = options.load(spec)
+    assert isinstance(engine, VllmEngine)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("no_dev_mode", "cannot receive weights .* start it with VLLM_SERVER_DEV_MODE=1"),
+        ("no_extension", "cannot receive weights .* start it with --worker-extension-cls"),
+        ("wrong_model", "serves another model than .*: its hidden_size is 64, not 32"),
+        ("raw_logprobs", "does not apply the temperature .* --logprobs-mode processed_logprobs"),
+        ("no_versions", "does not report the weight version of each token"),
+    ],
+)
+def test_wrong_server_is_refused(model_path: Path, fault: str, sentence: str):
+    with (
+        serving(model_path, faults=[fault]) as (url, _),
+        pytest.raises(ConfigError, match=sentence) as refused,
+    ):
+        load(model_path, VllmBackend(attach=[url]))
+    assert str(refused.value).count(". ") == 0
+
+
+def test_server_with_a_shorter_context_is_refused(model_path: Path, tmp_path: Path):
+    for file in model_path.iterdir():
+        text = file.read_bytes().replace(b'_embeddings": 256', b'_embeddings": 512')
+        (tmp_path / file.name).write_bytes(text)
+    sentence = r"of 256 tokens, and engine\.max_context is 300"
+    with serving(model_path) as (url, _), pytest.raises(ConfigError, match=sentence):
+        load(tmp_path, VllmBackend(attach=[url]), max_context=300)
+
+
+def test_unreachable_server_is_refused(model_path: Path):
+    with pytest.raises(ConfigError, match="No vLLM server can be reached at"):
+        load(model_path, VllmBackend(attach=["http://127.0.0.1:9"]))
+
+
+def test_server_with_a_key_needs_that_key(model_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with serving(model_path, api_key="right") as (url, _):
+        with pytest.raises(ConfigError, match=r"wants a key.* set it to 'env:NAME'"):
+            load(model_path, VllmBackend(attach=[url]))
+        options = VllmBackend(attach=[url], api_key="env:SERVER_KEY")
+        with pytest.raises(
+            ConfigError, match="environment variable 'SERVER_KEY', which is not set"
+        ):
+            load(model_path, options)
+        monkeypatch.setenv("SERVER_KEY", "right")
+        load(model_path, options).close()
+
+
+def test_attached_server_gets_the_weights_of_a_model_on_the_hub(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its cache, as the hub's own package fills it."""
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / ("0" * 40)
+    shutil.copytree(model_path, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert weight_folder("org/name") == str(snapshot)
+    with pytest.raises(ConfigError, match="weights of 'org/other' cannot be passed to the server"):
+        weight_folder("org/other")
+
+
+def test_server_without_lora_is_refused(model_path: Path):
+    sentence = r"cannot load the adapter .* --enable-lora --max-loras 1 --max-lora-rank 16\."
+    spec = EngineSpec(
+        config=EngineConfig(type="vllm"),
+        device="cpu",
+        model_path=str(model_path),
+        version=0,
+        lora=LoraConfig(rank=9),
+    )
+    with (
+        serving(model_path, faults=["no_lora"]) as (url, _),
+        pytest.raises(ConfigError, match=sentence),
+    ):
+        VllmBackend(attach=[url]).load(spec)
+
+
+def test_attached_server_gets_the_weights_of_the_run(model_path: Path):
+    with serving(model_path) as (url, fake):
+        load(model_path, VllmBackend(attach=[url])).close()
+        loading = fake.calls.index("/collective_rpc")
+        assert fake.calls[loading:].count("/pause") == fake.calls[loading:].count("/resume") == 1
+
+
+@pytest.mark.parametrize(
+    ("python", "sentence"),
+    [("no/such/python", "cannot be run: No such file"), ("/bin/false", "has no vLLM; install it")],
+)
+def test_python_without_vllm_is_refused(model_path: Path, python: str, sentence: str):
+    with pytest.raises(ConfigError, match=sentence):
+        load(model_path, VllmBackend(python=python))
+
+
+def test_folders_of_dead_processes_are_removed(tmp_path: Path):
+    alive, dead = (
+        tmp_path / f"millrace-vllm-{os.getpid()}-a",
+        tmp_path / "millrace-vllm-999999999-b",
+    )
+    alive.mkdir()
+    dead.mkdir()
+    with private_folder(str(tmp_path)) as folder:
+        assert Path(folder).stat().st_mode & 0o077 == 0
+        assert alive.is_dir()
+        assert not dead.exists()
+
+
+@pytest.mark.parametrize(
+    ("engine", "sentence"),
+    [
+        ({"tp": 2}, "the embedded engine computes on one GPU"),
+        (
+            {"type": "vllm", "options": {"attach": ["http://a"], "python": "python"}},
+            "python and arguments are of servers that Millrace starts",
+        ),
+        ({"type": "vllm", "options": {"api_key": "hunter2", "attach": ["http://a"]}}, "env:NAME"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(engine: dict[str, Any], sentence: str):
+    with pytest.raises(ConfigError, match=sentence):
+        load_backend(EngineConfig(**engine))
+
+
+def test_adapters_that_no_server_or_probe_can_check_are_refused():
+    config = {"model": "m", "engine": {"type": "vllm"}}
+    with pytest.raises(ConfigError, match=r"lora\.apply = 'merged' is not possible with engine"):
+        check_servers(load_config({**config, "lora": {"apply": "merged"}}))
+    for more, reason in (
+        ({"lora": {"dora": True}}, r"cannot score lora\.dora = true; train without it"),
+        ({"lora": {}, "trainer": {"ranks": 2}}, r"cannot score \[lora\] on trainer\.ranks = 2;"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            check_mesh(load_config({**config, **more}))
+        check_mesh(load_config({**config, **more, "weights": {"probe": False}}))
+
+
+def test_each_engine_has_a_server_to_attach_to():
+    servers = {"type": "vllm", "count": 2, "options": {"attach": ["http://a", "http://b"]}}
+    config = load_config({"model": "m", "engine": servers})
+    check_servers(config)
+    assert of_engine(config.engine, 1).options["attach"] == ["http://b"]
+    with pytest.raises(ConfigError, match="has 2 servers, and the run has 3 engines"):
+        check_servers(load_config({"model": "m", "engine": servers, "evaluate": {"engines": 1}}))

@@ -1,0 +1,89 @@
+"""The swap probe: what the trainer computes, and what an engine does with it."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from architectures import MIXTURE, tiny_model
+from engine_rig import make_engine
+from queue_link import FakeLink, in_thread
+
+from millrace.cluster.messages import Swapped, SwapWeights
+from millrace.core.errors import EngineLost
+from millrace.core.records import SwapProbe, WeightUpdate
+from millrace.core.spans import Timeline
+from millrace.inference.worker import EngineWorker
+from millrace.models.attention.self_test import PACKED
+from millrace.models.routing import policy_tensors, router_biases
+from millrace.weights.probe import ProbeReference, check_probe
+from millrace.weights.transport import make_receiver, make_sender
+
+
+def published(architecture: str = "qwen3") -> WeightUpdate:
+    """Other weights than those of the model that the reference was made of."""
+    first = tiny_model(architecture)
+    for bias in router_biases(first).values():
+        bias += torch.arange(len(bias))
+    reference = ProbeReference(first)
+    sender = make_sender("shm", dtype=torch.float32, reference=reference)
+    update = sender.publish(1, policy_tensors(tiny_model(architecture, seed=1)))
+    sender.close()
+    return update
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", MIXTURE, "glm4_moe"])
+def test_update_carries_the_logprobs_of_its_weights(architecture: str):
+    probe = published(architecture).probe
+    assert probe is not None
+    tokens = torch.tensor([probe.tokens])
+    with torch.no_grad():
+        logprobs = tiny_model(architecture, seed=1)(tokens).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(1, tokens[0, 1:, None]).squeeze(1)
+    np.testing.assert_allclose(probe.logprobs, expected, rtol=0, atol=1e-5)
+
+
+def test_reference_leaves_the_attention_of_the_trainer_as_it_is():
+    model = tiny_model("qwen3")
+    model.set_attn_implementation(PACKED.name)
+    ProbeReference(model)
+    assert model.config._attn_implementation == PACKED.name
+
+
+@pytest.mark.parametrize(("error", "is_found"), [(0.0, False), (0.01, True), (math.nan, True)])
+def test_difference_beyond_the_tolerance_is_found(error: float, is_found: bool):
+    update = dataclasses.replace(
+        published(), probe=SwapProbe(tokens=(1, 2, 3), logprobs=(-1.0, -2.0))
+    )
+    logprobs = np.array([-1.0, -2.0]) + error
+    if not is_found:
+        check_probe(update, logprobs)
+        return
+    both = f"{logprobs.mean():.4f} in this engine and -1.5000 in the trainer"
+    with pytest.raises(EngineLost, match=both):
+        check_probe(update, logprobs)
+
+
+def test_engine_process_ends_at_a_swap_that_fails_the_probe():
+    sender = make_sender("shm", dtype=torch.float32, reference=ProbeReference(tiny_model("qwen3")))
+    right = sender.publish(1, dict(tiny_model("qwen3", seed=1).named_parameters()))
+    wrong = sender.publish(2, dict(tiny_model("qwen3", seed=2).named_parameters()))
+    wrong = dataclasses.replace(wrong, probe=right.probe)
+    link = FakeLink()
+    worker = EngineWorker(
+        link,  # pyright: ignore[reportArgumentType]
+        engine=make_engine(),
+        receiver=make_receiver("shm"),
+        timeline=Timeline("engine-0"),
+    )
+
+    def serve() -> None:
+        with pytest.raises(EngineLost, match="After the swap to version 2"):
+            worker.serve()
+
+    with in_thread(serve):
+        reply = link.call(SwapWeights(update=right)).result()
+        assert isinstance(reply, Swapped)
+        link.call(SwapWeights(update=wrong))
+    sender.close()
