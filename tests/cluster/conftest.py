@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.cluster.fork_server import PRELOAD
 from millrace.cluster.hub import Hub
 from millrace.cluster.messages import Message
 
@@ -15,11 +16,14 @@ def events() -> list[tuple[str, Message]]:
 
 
 @pytest.fixture
-async def hub(tmp_path: Path, events: list[tuple[str, Message]]) -> AsyncIterator[Hub]:
+async def hub(
+    tmp_path: Path, events: list[tuple[str, Message]], warm_fork_server: None
+) -> AsyncIterator[Hub]:
     async with Hub(
         log_dir=tmp_path / "logs",
         on_event=lambda worker, message: events.append((worker, message)),
         stop_timeout_s=4.0,
+        preload=PRELOAD,
         start_timeout_s=30.0,
     ) as hub:
         yield hub

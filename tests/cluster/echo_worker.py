@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from millrace.cluster.link import Link, WorkerCall, run_worker
+from millrace.cluster.link import END_SIGNAL, Link, WorkerCall, run_worker
 from millrace.cluster.messages import Generate, GenerateDone, Stop, TokensSampled, WorkerProgress
 from millrace.core.errors import ScoreError
 from millrace.core.records import Completion, CompletionChunk, Request, Sampling
@@ -70,7 +70,7 @@ def handle(call: WorkerCall, request: Request, link: Link) -> None:
             print("the last line of its log", flush=True)
             os._exit(int(code))
         case ["go", "deaf"]:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(END_SIGNAL, signal.SIG_IGN)
             call.reply()
             time.sleep(3600)
         case ["sleep"]:
@@ -81,6 +81,11 @@ def handle(call: WorkerCall, request: Request, link: Link) -> None:
             if child == 0:
                 time.sleep(3600)
             call.reply(answer(np.array([child])))
+        case ["pid"]:
+            call.reply(answer(np.array([os.getpid()])))
+        case ["gpus"]:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            call.reply(answer(np.array([int(gpu) for gpu in visible.split(",") if gpu], np.int32)))
         case ["count", "secrets"]:
             names = [name for name in os.environ if name.startswith(("MILLRACE_HUB", "JUDGE_"))]
             call.reply(answer(np.array([len(names)])))

@@ -13,6 +13,8 @@ import pytest
 from millrace.cluster.fork_server import TITLE_BYTES
 from millrace.cluster.hub import Hub
 from millrace.cluster.join.ticket import ticket_file
+from millrace.cluster.launchers.hosts import JoinLauncher
+from millrace.cluster.worker import Worker
 
 HERE = Path(__file__).parent
 
@@ -39,6 +41,14 @@ def write_ticket(hub: Hub, path: Path) -> Path:
         copy.touch(mode=0o600)
         copy.write_bytes(path.read_bytes())
     return copy
+
+
+def expect(
+    hub: Hub, name: str, *, timeout_s: float = 30, num_gpus: int = 0
+) -> asyncio.Task[Worker]:
+    """Wait for a host that brings this worker."""
+    launcher = JoinLauncher(hub.registry, role="engine", timeout_s=timeout_s, num_gpus=num_gpus)
+    return asyncio.create_task(hub.launch(name, "", launcher=launcher))
 
 
 class Host:

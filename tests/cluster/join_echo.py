@@ -1,22 +1,30 @@
-"""`millrace join` for tests, with a worker module of choice: TICKET COUNT [MODULE]."""
+"""`millrace join` for tests, with a worker module of choice: TICKET COUNT [MODULE [ROLE
+[VARIABLE=VALUE ...]]]. The variable GPUS is the number of GPUs of this host, and
+RESTARTS says that it starts dead workers again."""
 
 import sys
 from pathlib import Path
 
 from millrace.cli.main import report
-from millrace.cluster.join.host import join
+from millrace.cluster.join.host import join, own_gpus
 from millrace.cluster.join.ticket import read_ticket
 from millrace.core.errors import MillraceError
 
-path, count, *module = sys.argv[1:]
+path, count, *more = sys.argv[1:]
+module, role, *variables = [*more, *("echo_worker", "engine")[len(more) :]]
+env = dict(variable.split("=", 1) for variable in variables)
 try:
     ticket = read_ticket(Path(path))
     join(
         ticket,
-        module=[*module, "echo_worker"][0],
+        module=module,
+        role=role,
         count=int(count),
         log_dir=Path("logs"),
         preload=["numpy"],
+        env=env,
+        gpus=own_gpus(None, num_visible=int(env.get("GPUS", "0")), visible=None),
+        restarts="RESTARTS" in env,
     )
 except MillraceError as error:
     sys.exit(report(error))

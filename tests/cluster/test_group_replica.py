@@ -8,6 +8,7 @@ import pytest
 from echo_worker import ask
 from fake_worker import FakeWorker
 
+from millrace.cluster.fork_server import PRELOAD
 from millrace.cluster.hub import Hub
 from millrace.cluster.supervision.group import GroupReplica
 from millrace.cluster.supervision.pool import RestartPolicy, WorkerPool
@@ -37,8 +38,9 @@ class EchoPair(GroupReplica):
 
 
 @pytest.fixture
-async def hub(tmp_path: Path) -> AsyncIterator[Hub]:
-    async with Hub(log_dir=tmp_path, on_event=lambda *_: None, stop_timeout_s=2.0) as hub:
+async def hub(tmp_path: Path, warm_fork_server: None) -> AsyncIterator[Hub]:
+    settings = {"stop_timeout_s": 2.0, "preload": PRELOAD}
+    async with Hub(log_dir=tmp_path, on_event=lambda *_: None, **settings) as hub:
         yield hub
 
 

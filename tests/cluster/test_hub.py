@@ -33,11 +33,17 @@ def tokens_of(reply: Message) -> np.ndarray:
 def ignore(_worker: str, _message: Message) -> None: ...
 
 
+def greetings(events: Events) -> list[tuple[str, int]]:
+    """Name and pid of every Hello; there must be no other event."""
+    assert all(isinstance(event, Hello) for _, event in events)
+    return [(name, event.pid) for name, event in events if isinstance(event, Hello)]
+
+
 async def test_a_worker_answers_a_call(hub: Hub, events: Events):
     worker = await hub.launch("echo-0", "echo_worker")
     reply = await worker.call(ask("echo", np.array([3, 1, 4], dtype=np.int32)))
     np.testing.assert_array_equal(tokens_of(reply), [3, 1, 4])
-    assert events == [("echo-0", Hello(worker="echo-0", pid=worker.pid or 0))]
+    assert greetings(events) == [("echo-0", worker.pid)]
 
 
 async def test_overlapping_calls_get_their_own_replies(hub: Hub):
@@ -167,7 +173,7 @@ async def test_unknown_sender_cannot_pose_as_a_worker(hub: Hub, events: Events):
         stranger.send_multipart([bytes(8), *encode(Hello(worker="echo-0", pid=1))])
         worker = await hub.launch("echo-0", "echo_worker")
         assert tokens_of(await worker.call(ask("echo"))).size == 4
-    assert events == [("echo-0", Hello(worker="echo-0", pid=worker.pid or 0))]
+    assert greetings(events) == [("echo-0", worker.pid)]
 
 
 async def test_garbage_from_a_known_worker_is_counted_and_dropped(hub: Hub):

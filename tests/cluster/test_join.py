@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,17 +12,18 @@ import psutil
 import pytest
 import zmq
 from echo_worker import ask
-from hosts import HERE, Host, is_forked, outside_address, write_ticket
+from hosts import Host, expect, is_forked, outside_address, write_ticket
 
 from millrace.cluster.address import connect
 from millrace.cluster.fork_server import is_supported
 from millrace.cluster.hub import Hub
+from millrace.cluster.join.host import own_gpus
 from millrace.cluster.join.registry import JoinedProcess, host_identity
 from millrace.cluster.link import EVENT_ID
 from millrace.cluster.messages import Done, GenerateDone, Join, Message, ProcessExit, WorkerExited
 from millrace.cluster.wire import encode
 from millrace.cluster.worker import Worker
-from millrace.core.errors import WorkerError
+from millrace.core.errors import ConfigError, WorkerError
 
 TIMEOUT_S = 2.0  # of heartbeats
 
@@ -60,9 +59,7 @@ async def joined(
     hub: Hub, tmp_path: Path, hosts: list[Host], *, count: int = 1, module: str = "echo_worker"
 ) -> tuple[Host, list[Worker]]:
     """One host, and the workers it has brought."""
-    expected = [
-        asyncio.create_task(hub.await_joined(f"echo-{i}", timeout_s=30)) for i in range(count)
-    ]
+    expected = [expect(hub, f"echo-{i}") for i in range(count)]
     ticket = write_ticket(hub, tmp_path / "ticket.json")
     host = await Host.start(ticket, str(count), module, folder=tmp_path / "elsewhere")
     hosts.append(host)
@@ -97,15 +94,16 @@ async def test_joined_worker_that_hangs_dumps_its_stacks_and_its_host_reports_th
 
 @pytest.mark.slow
 async def test_stacks_of_a_silent_host_are_awaited_for_a_few_seconds_only(
-    hub: Hub, tmp_path: Path, hosts: list[Host]
+    tmp_path: Path, hosts: list[Host]
 ):
-    host, (worker,) = await joined(hub, tmp_path, hosts)
-    host.process.send_signal(signal.SIGSTOP)
-    try:
-        with pytest.raises(WorkerError, match=r"within 0.1 s; its log is on "):
-            await worker.call(ask("echo after 9"), timeout_s=0.1, kill_on_timeout=True)
-    finally:
-        host.process.send_signal(signal.SIGCONT)
+    async with new_hub(tmp_path, heartbeat_timeout_s=60.0) as hub:
+        host, (worker,) = await joined(hub, tmp_path, hosts)
+        host.process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(WorkerError, match=r"within 0.1 s; its log is on "):
+                await worker.call(ask("echo after 9"), timeout_s=0.1, kill_on_timeout=True)
+        finally:
+            host.process.send_signal(signal.SIGCONT)
 
 
 def in_time(seconds: float, do, *arguments) -> None:
@@ -159,7 +157,7 @@ async def test_host_forks_its_workers_if_there_are_several(
 async def test_hosts_with_copies_of_one_ticket_get_different_slots(
     hub: Hub, tmp_path: Path, hosts: list[Host]
 ):
-    expected = [asyncio.create_task(hub.await_joined(f"echo-{i}", timeout_s=30)) for i in range(2)]
+    expected = [expect(hub, f"echo-{i}") for i in range(2)]
     ticket = write_ticket(hub, tmp_path / "ticket.json")
     for name in ("here", "there"):
         hosts.append(await Host.start(ticket, "1", folder=tmp_path / name))
@@ -172,10 +170,10 @@ async def test_more_workers_than_free_slots_are_refused(
     hub: Hub, tmp_path: Path, hosts: list[Host]
 ):
     _, (worker,) = await joined(hub, tmp_path, hosts)
-    waiting = asyncio.create_task(hub.await_joined("echo-1", timeout_s=30))
+    waiting = expect(hub, "echo-1")
     ticket = write_ticket(hub, tmp_path / "ticket.json")
     for count, sentence in (
-        (2, "has 1 free slot and 1 taken, but --count = 2"),
+        (2, "has 1 free slot for engines and 1 taken, but --count = 2"),
         (0, "starts no worker"),
     ):
         greedy = await Host.start(ticket, str(count), folder=tmp_path / f"greedy-{count}")
@@ -187,9 +185,43 @@ async def test_more_workers_than_free_slots_are_refused(
     waiting.cancel()
 
 
+async def test_each_joined_worker_gets_gpus_of_its_own_host(
+    hub: Hub, tmp_path: Path, hosts: list[Host]
+):
+    """Two GPUs for each worker, as with engine.tp = 2; no host has those of the controller."""
+    expected = [expect(hub, f"echo-{i}", num_gpus=2) for i in range(3)]
+    ticket = write_ticket(hub, tmp_path / "ticket.json")
+
+    async def join(name: str, count: int, num_gpus: int) -> Host:
+        arguments = (str(count), "echo_worker", "engine", f"GPUS={num_gpus}")
+        hosts.append(await Host.start(ticket, *arguments, folder=tmp_path / name))
+        return hosts[-1]
+
+    code, _, stderr = await (await join("small", 2, 3)).finish()
+    assert code == 2
+    assert "--count = 2 engines need 4 GPUs, and " in stderr
+    assert "has 3; lower --count, or repeat GPUs in --device" in stderr
+    await join("large", 2, 5)
+    workers = await asyncio.gather(*expected[:2])
+    await join("without", 1, 0)
+    workers.append(await expected[2])
+    replies = [await worker.call(ask("gpus")) for worker in workers]
+    gpus = [r.completions[0].tokens.tolist() for r in replies if isinstance(r, GenerateDone)]
+    assert gpus == [[0, 1], [2, 3], []]
+
+
+def test_gpus_to_join_with_are_those_that_pytorch_sees_or_those_named():
+    assert own_gpus(None, num_visible=2, visible=None) == ["0", "1"]
+    assert own_gpus(None, num_visible=2, visible="GPU-a,5") == ["GPU-a", "5"]
+    assert own_gpus("cuda:1,cuda:1", num_visible=2, visible="GPU-a,5") == ["5", "5"]
+    assert own_gpus(None, num_visible=0, visible="7") == [], "an index that no GPU has"
+    with pytest.raises(ConfigError, match="names 'cuda:2', and PyTorch sees cuda:0, cuda:1 on"):
+        own_gpus("cuda:2", num_visible=2, visible=None)
+
+
 async def test_error_if_no_host_joins_in_time_is_one_sentence(hub: Hub):
     with pytest.raises(WorkerError, match=r"No host joined with 'echo-0' within 0\.1 s"):
-        await hub.await_joined("echo-0", timeout_s=0.1)
+        await expect(hub, "echo-0", timeout_s=0.1)
     assert not hub._workers
 
 
@@ -208,7 +240,7 @@ async def test_a_ticket_of_an_earlier_run_at_the_same_port_is_one_sentence(tmp_p
     async with new_hub(tmp_path) as hub:
         ticket, address = write_ticket(hub, tmp_path / "ticket.json"), hub.address
     async with new_hub(tmp_path, address=address) as hub:
-        waiting = asyncio.create_task(hub.await_joined("echo-0", timeout_s=30))
+        waiting = expect(hub, "echo-0")
         late = await Host.start(ticket, "1", folder=tmp_path / "late")
         code, _, stderr = await late.finish()
         assert code == 2
@@ -243,15 +275,48 @@ async def test_joined_worker_without_hello_is_killed(tmp_path: Path, hosts: list
 # Ends
 
 
-async def test_sigkill_of_a_joined_worker_fails_its_calls_and_names_the_signal(
+async def test_host_starts_a_dead_worker_again_beside_its_others(
     hub: Hub, tmp_path: Path, hosts: list[Host]
 ):
-    host, (victim, other) = await joined(hub, tmp_path, hosts, count=2)
-    in_time(0.1, host.workers()[0].kill)
-    for failure in await failures_of(victim, *[ask("echo after 99")] * 5):
-        assert "'echo-0' was killed by SIGKILL" in failure
-        assert str(host.folder / "logs" / "echo-0.log") in failure
-    assert isinstance(await other.call(ask("echo")), GenerateDone)
+    expected = [expect(hub, f"echo-{i}", num_gpus=1) for i in range(2)]
+    ticket = write_ticket(hub, tmp_path / "ticket.json")
+    variables = ("GPUS=2", "RESTARTS=1")
+    host = await Host.start(
+        ticket, "2", "echo_worker", "engine", *variables, folder=tmp_path / "elsewhere"
+    )
+    hosts.append(host)
+    other, victim = await asyncio.gather(*expected)
+    pid = await other.call(ask("pid"))
+    await failures_of(victim, ask("exit 3"))
+    await asyncio.sleep(1.5)  # it asks for a place before there is one
+    again = await expect(hub, "echo-9", num_gpus=1)
+    gpus = await again.call(ask("gpus"))
+    assert isinstance(gpus, GenerateDone)
+    assert gpus.completions[0].tokens.tolist() == [1], "the GPU of the worker before it"
+    same = await other.call(ask("pid"))
+    assert isinstance(pid, GenerateDone)
+    assert isinstance(same, GenerateDone)
+    assert same.completions[0].tokens.tolist() == pid.completions[0].tokens.tolist()
+    await asyncio.gather(again.stop(), other.stop())
+    code, stdout, stderr = await host.finish()
+    assert (code, stderr) == (0, "")
+    assert "echo-1 exited with code 3" in stdout
+    assert "Waiting for a place: The run has 0 free slots for engines and 1 taken" in stdout
+    assert "Started echo-9." in stdout
+
+
+async def test_host_gives_a_dead_worker_up_when_the_run_has_ended(
+    tmp_path: Path, hosts: list[Host]
+):
+    async with new_hub(tmp_path) as hub:
+        expected = expect(hub, "echo-0")
+        ticket = write_ticket(hub, tmp_path / "ticket.json")
+        arguments = (ticket, "1", "echo_worker", "engine", "RESTARTS=1")
+        hosts.append(await Host.start(*arguments, folder=tmp_path / "elsewhere"))
+        await failures_of(await expected, ask("exit 3"))
+    code, stdout, stderr = await hosts[0].finish()
+    assert (code, "exited with code 3" in stderr) == (1, True)
+    assert "asking the run for its place" in stdout
 
 
 async def test_joined_worker_that_is_stopped_fails_its_calls_and_is_killed(
@@ -280,17 +345,6 @@ async def test_a_host_that_vanishes_fails_the_calls_of_its_workers(
         with contextlib.suppress(psutil.NoSuchProcess):  # join, back again, may have ended it
             process.resume()
     await wait_until_dead(*processes)  # what comes back late finds its place gone
-
-
-async def test_the_death_of_join_itself_ends_its_workers_and_their_calls(
-    hub: Hub, tmp_path: Path, hosts: list[Host]
-):
-    host, (worker,) = await joined(hub, tmp_path, hosts)
-    (process,) = host.workers()
-    in_time(0.1, host.process.kill)
-    (failure,) = await failures_of(worker, ask("echo after 99"))
-    assert "lost its connection" in failure
-    await wait_until_dead(process)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -325,31 +379,6 @@ async def test_the_hub_ends_a_joined_worker_that_ignores_sigterm(tmp_path: Path,
     assert "was killed by SIGKILL" in stderr
 
 
-async def test_killing_the_controller_ends_join_and_its_workers(tmp_path: Path, hosts: list[Host]):
-    controller = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(HERE / "doomed_run.py"),
-        str(tmp_path),
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert controller.stdout is not None
-    ticket = tmp_path / "ticket.json"
-    async with asyncio.timeout(30):
-        while not ticket.exists():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    host = await Host.start(ticket, "1", folder=tmp_path / "elsewhere")
-    hosts.append(host)
-    assert await asyncio.wait_for(controller.stdout.readline(), 30) == b"ready\n"
-    (process,) = host.workers()
-    controller.kill()
-    await controller.wait()
-    code, _, stderr = await host.finish()
-    assert code == 1
-    assert "was silent for 2.0 s; the workers on this host were stopped" in stderr
-    await wait_until_dead(process)
-
-
 async def test_a_controller_that_was_busy_does_not_take_joined_workers_for_dead():
     async def echo(_message: Message) -> None:
         asyncio.get_running_loop().call_later(0.01, joined.on_message)
@@ -378,7 +407,7 @@ async def test_a_controller_that_was_busy_does_not_take_joined_workers_for_dead(
 
 async def test_host_that_joins_and_vanishes_costs_its_slot_only(hub: Hub, tmp_path: Path):
     worker = await hub.launch("local", "echo_worker")
-    waiting = asyncio.create_task(hub.await_joined("echo-0", timeout_s=30))
+    waiting = expect(hub, "echo-0")
     ticket = hub.ticket()
     with zmq.Context() as context, context.socket(zmq.DEALER) as host:
         identity = host_identity(ticket.token)
@@ -398,16 +427,16 @@ async def test_host_can_report_about_its_own_workers_only(
     _, (worker,) = await joined(hub, tmp_path, hosts)
     intruder = f"host:{hub.ticket().token}:intruder".encode()
     ended = WorkerExited(worker="echo-0", exit=ProcessExit(reason="fell asleep"))
-    assert not await hub._registry.on_message(intruder, bytes(8), ended)
-    assert not await hub._registry.on_message(intruder, bytes(8), Done())
+    assert not await hub.registry.on_message(intruder, bytes(8), ended)
+    assert not await hub.registry.on_message(intruder, bytes(8), Done())
     assert isinstance(await worker.call(ask("echo")), GenerateDone)
 
 
 async def test_token_of_another_run_is_rejected(hub: Hub, tmp_path: Path):
     async with new_hub(tmp_path) as other:
-        assert hub._registry.is_host(f"host:{hub.ticket().token}:1".encode())
-        assert not hub._registry.is_host(f"host:{other.ticket().token}:1".encode())
-        assert not hub._registry.is_host(b"host:")
+        assert hub.registry.is_host(f"host:{hub.ticket().token}:1".encode())
+        assert not hub.registry.is_host(f"host:{other.ticket().token}:1".encode())
+        assert not hub.registry.is_host(b"host:")
 
 
 # Secrets

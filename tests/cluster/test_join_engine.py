@@ -1,11 +1,10 @@
 """`millrace join` as a user runs it: a real engine that loads a model on its own host."""
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hosts import Host, outside_address, write_ticket
+from hosts import Host, expect, outside_address, write_ticket
 from tiny_model import make_tiny_model
 
 from millrace.cluster.hub import Hub
@@ -21,7 +20,7 @@ async def test_engine_of_another_host_serves_or_reports_that_its_model_is_missin
     config = load_config({"model": model, "cluster": {"threads": 1}}).model_dump(mode="json")
     address = f"tcp://{outside_address()}:0"
     async with Hub(log_dir=tmp_path, on_event=lambda *_: None, address=address) as hub:
-        expected = asyncio.create_task(hub.await_joined("engine-0", timeout_s=60))
+        expected = expect(hub, "engine-0", timeout_s=60)
         ticket = write_ticket(hub, tmp_path / "ticket.json")
         host = await Host.start("join", ticket, folder=tmp_path / "far", script="millrace.cli.main")
         engine = await expected

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from millrace.cluster import mps_daemon
-from millrace.cluster.mps import shared_gpu
+from millrace.cluster.mps import PRIORITY_VARIABLE, apart, below_normal, shared_gpu
 from millrace.core.errors import ConfigError
 
 HERE = Path(__file__).parent
@@ -221,7 +221,12 @@ async def test_existing_daemon_is_used_and_not_touched(
             assert daemon.returncode is None
         for mode in ("auto", "mps"):
             async with machine.share(mode) as env:
-                assert env == {}  # workers inherit what leads to it
+                assert env == {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path / "pipe")}
+                assert below_normal(env)[PRIORITY_VARIABLE] == "1"
+                scorers = apart(env, private=tmp_path)
+                assert not mps_daemon.ask(
+                    "get_server_list", env={**os.environ, **scorers}, timeout_s=10
+                )
         assert is_alive(daemon.pid)
         assert machine.daemon["daemon"] == daemon.pid
         assert "was already there" in machine.log.read_text()

@@ -86,7 +86,9 @@ async def test_messages_of_unknown_peers_are_rejected_and_the_run_continues(
     await assert_answers(worker)
     assert hub.num_invalid == 0  # nothing arrived that could be refused
     assert hub.num_rejected == (comes is with_a_key_of_its_own)
-    assert events == [("echo-0", Hello(worker="echo-0", pid=worker.pid or 0))]
+    ((name, hello),) = events
+    assert isinstance(hello, Hello)
+    assert (name, hello.worker, hello.pid) == ("echo-0", "echo-0", worker.pid)
 
 
 async def test_with_the_runs_keys_but_no_token_messages_are_counted_and_dropped(

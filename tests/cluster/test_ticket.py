@@ -2,9 +2,16 @@ import os
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from millrace.cluster.join.ticket import JoinTicket, read_ticket, ticket_file
+from millrace.cluster.join.ticket import (
+    JoinTicket,
+    check_versions,
+    own_versions,
+    read_ticket,
+    ticket_file,
+)
 from millrace.core.errors import ConfigError
 
 TICKET = JoinTicket(
@@ -14,6 +21,7 @@ TICKET = JoinTicket(
     client_key="c" * 40,
     client_secret="x" * 40,
     token="t" * 32,
+    versions=own_versions(),
 )
 
 
@@ -94,6 +102,28 @@ def test_incomplete_ticket_is_refused_without_quoting_it(tmp_path: Path):
     with pytest.raises(ConfigError) as info:
         read_ticket(path)
     assert TICKET.client_secret not in str(info.value)
+
+
+def test_host_with_other_package_versions_is_refused_in_one_sentence():
+    check_versions(TICKET)
+    assert {"Python", "millrace", "torch", "transformers"} == TICKET.versions.keys()
+    others = {**TICKET.versions, "torch": "1.0", "millrace": "9"}
+    with pytest.raises(ConfigError) as info:
+        check_versions(msgspec.structs.replace(TICKET, versions=others))
+    own = own_versions()
+    assert f"has millrace {own['millrace']} instead of 9, torch {own['torch']}" in str(info.value)
+    assert "instead of 1.0, which the run at tcp://controller:5000 has" in str(info.value)
+    assert "transformers" not in str(info.value)
+
+
+def test_ticket_of_another_format_names_the_version_of_millrace(tmp_path: Path):
+    path = tmp_path / "ticket.json"
+    with ticket_file(TICKET, path):
+        other = path.read_bytes().replace(b"ticket-2", b"ticket-1")
+        path.write_bytes(other)
+        with pytest.raises(ConfigError, match="another version of Millrace; install the version"):
+            read_ticket(path)
+        path.unlink()
 
 
 def test_no_repr_shows_a_secret():

@@ -114,7 +114,6 @@ class TokenAuthenticator:
 
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\[\]\s]+):(\d{1,5}|\*)")
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # by the address of all interfaces
-MAX_SOCKET_PATH = 100  # bytes; operating systems allow 104 or 108
 
 
 def to_bind(address: str) -> str:
@@ -148,6 +147,24 @@ def split(address: str) -> tuple[str, str]:
     """Host, in brackets if it is an IPv6 address, and port."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return host, port
+
+
+def own_address(address: str) -> str:
+    """The address of this host on its route to another, numeric; of loopback if that is here."""
+    if not address.startswith("tcp://"):
+        return "127.0.0.1"
+    host, port = split(address)
+    kind, *_, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing
+        return probe.getsockname()[0]
+
+
+def free_port(address: str) -> int:
+    """A port of this host that is free now."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
 
 
 def is_ipv6(address: str) -> bool:

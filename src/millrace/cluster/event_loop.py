@@ -1,14 +1,13 @@
 """Runs a command on an event loop of its own: uvloop where it is installed.
 
 Promise: Ctrl-C and SIGTERM cancel the command, so that it can clean up, and then raise
-KeyboardInterrupt. A loop that already runs, as in a notebook, is not touched.
+KeyboardInterrupt. The calling thread must not have a running loop.
 """
 
 import asyncio
 import signal
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -16,14 +15,6 @@ T = TypeVar("T")
 
 def run_on_own_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run the coroutine that `make` returns; returns its result."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return _run_here(make)
-    return ThreadPoolExecutor(1, thread_name_prefix="millrace-run").submit(_run_here, make).result()
-
-
-def _run_here(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         loop = runner.get_loop()
 

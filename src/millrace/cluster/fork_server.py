@@ -101,13 +101,13 @@ class ForkedChild:
 class ForkServer:
     """The parent's side."""
 
-    def __init__(self, preload: Sequence[str]) -> None:
-        """`preload`: names of the modules to import."""
+    def __init__(self, preload: Sequence[str], *, start: Any = subprocess.Popen) -> None:
+        """`preload`: names of the modules to import. `start`: starts the server's process."""
         self._env = without_secrets(os.environ)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - its stderr; closed in close()
         command = [sys.executable, "-m", __name__, " " * TITLE_BYTES]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109
-        self._process = subprocess.Popen(
+        self._process = start(
             with_parent_death_signal(command),
             env={**self._env, **SERVER_ENV, "PYTHONPATH": path},
             stdin=subprocess.PIPE,
@@ -115,11 +115,8 @@ class ForkServer:
             stderr=self._errors,
             start_new_session=True,
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        self.num_users = 0
-        self._is_ready = False
+        self.num_users, self._is_ready = 0, False
         self._lock = threading.Lock()  # one request at a time
         self._send(list(preload))
 
@@ -192,7 +189,9 @@ class _SharedServers:
         self._servers: dict[tuple[str, ...], ForkServer] = {}
 
     @contextlib.contextmanager
-    def __call__(self, preload: Sequence[str] = PRELOAD) -> Iterator[ForkServer | None]:
+    def __call__(
+        self, preload: Sequence[str] = PRELOAD, *, start: Any = subprocess.Popen
+    ) -> Iterator[ForkServer | None]:
         """The server with these imports; it ends with its last user. None where it cannot run."""
         if not preload or not is_supported():
             yield None
@@ -201,7 +200,7 @@ class _SharedServers:
         with self._lock:
             server = self._servers.get(key)
             if server is None or not server.is_alive:
-                server = self._servers[key] = ForkServer(key)
+                server = self._servers[key] = ForkServer(key, start=start)
             server.num_users += 1
         try:
             yield server
@@ -253,8 +252,11 @@ def main() -> None:
             os.close(reader)
             _become_worker(request, middle=middle, writer=writer)
             sys.argv = request["arguments"]
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-            _exit()
+            try:
+                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+            except SystemExit as end:
+                _exit(end.code)
+            _exit(None)
         os.close(writer)
         os.waitpid(middle, 0)
         os.write(1, os.read(reader, 32) + b"\n")  # empty if the worker could not start
@@ -289,14 +291,17 @@ def _become_worker(request: dict[str, Any], *, middle: int, writer: int) -> None
         os._exit(1)
 
 
-def _exit() -> None:
+def _exit(status: object) -> None:
     """End a worker as multiprocessing does. Destroying all imported modules would take a second,
     because the first write to each page of the server copies it."""
+    if not isinstance(status, int | None):
+        print(status, file=sys.stderr)
+        status = 1
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - waits for threads
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status or 0)
 
 
 def _set_command_line(command: list[str]) -> None:

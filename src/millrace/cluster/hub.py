@@ -24,17 +24,18 @@ import zmq
 import zmq.asyncio
 
 from millrace.cluster import address as addresses
-from millrace.cluster.address import Credentials, RunKeys, TokenAuthenticator
-from millrace.cluster.fork_server import ForkServer, shared_fork_server
+from millrace.cluster.address import RunKeys, TokenAuthenticator
+from millrace.cluster.fork_server import shared_fork_server
 from millrace.cluster.join.registry import JoinRegistry
-from millrace.cluster.join.ticket import JoinTicket
+from millrace.cluster.join.ticket import JoinTicket, own_versions
+from millrace.cluster.launchers.launcher import Launcher, WorkerSpec
+from millrace.cluster.launchers.local import LocalLauncher
 from millrace.cluster.link import EVENT_ID, identity_of, read_frames
 from millrace.cluster.messages import Heartbeat, Message
-from millrace.cluster.process import start_worker
 from millrace.cluster.wire import MAX_FRAME_BYTES, WireError, encode, message_decoder
 from millrace.cluster.worker import Worker
-from millrace.core.errors import ConfigError, WorkerError
-from millrace.core.files import check_file_name, private_folder
+from millrace.core.errors import ConfigError
+from millrace.core.files import MAX_SOCKET_PATH, check_file_name, private_folder
 
 RECEIVE_MESSAGES = 1000
 
@@ -66,9 +67,8 @@ class Hub:
         if self._keys is not None:
             self.address = addresses.to_bind(self.address)
         self._authenticator: TokenAuthenticator | None = None  # over TCP
-        self._fork_server: ForkServer | None = None
         timeout_s = self.heartbeat_timeout_s
-        self._registry = JoinRegistry(send=self._send, heartbeat_timeout_s=timeout_s)
+        self.registry = JoinRegistry(send=self._send, heartbeat_timeout_s=timeout_s)
         # By routing id. Dead workers stay until the next one is added.
         self._workers: dict[bytes, Worker] = {}
         self._exit = contextlib.AsyncExitStack()
@@ -78,7 +78,7 @@ class Hub:
             folder = stack.enter_context(private_folder(self.runtime_dir))
             if self.address == "auto":
                 self.address = _local(folder)
-            self._fork_server = stack.enter_context(shared_fork_server(self.preload))
+            fork_server = stack.enter_context(shared_fork_server(self.preload))
             context = zmq.asyncio.Context()
             stack.callback(context.destroy, linger=0)
             if self._keys is not None:
@@ -91,6 +91,12 @@ class Hub:
             self._socket.setsockopt(zmq.RCVHWM, RECEIVE_MESSAGES)
             self._socket.setsockopt(zmq.MAXMSGSIZE, self.max_frame_bytes)
             self._bind()
+            self.local: Launcher = LocalLauncher(
+                address=self.address,
+                keys=None if self._keys is None else self._keys.client,
+                log_dir=self.log_dir,
+                fork_server=fork_server,
+            )
             reader = asyncio.create_task(self._read(), name="hub-reader")
             stack.push_async_callback(_cancelled, reader)
             stack.push_async_callback(self._stop_workers)
@@ -112,36 +118,16 @@ class Hub:
         *,
         env: Mapping[str, str] | None = None,
         has_secrets: bool = False,
+        launcher: Launcher | None = None,
     ) -> Worker:
-        """Start `python -m module`, named as no living worker is, and wait for its Hello. The
-        user's keys are in its environment only if it `has_secrets`."""
+        """Start `python -m module`, named as no living worker is, and wait for its Hello; by
+        default on this host. The user's keys are in its environment only if it `has_secrets`."""
         check_file_name(name, of="A worker")
         async with self._registered(name) as (worker, token):
-            keys = None if self._keys is None else self._keys.client
-            process = await start_worker(
-                name,
-                module,
-                address=self.address,
-                credentials=Credentials(token=token, keys=keys),
-                log=self.log_dir / f"{name}.log",
-                env=env,
-                has_secrets=has_secrets,
-                fork_server=self._fork_server,
+            spec = WorkerSpec(
+                name=name, module=module, token=token, env=env or {}, has_secrets=has_secrets
             )
-            await worker.start(process, timeout_s=self.start_timeout_s)
-        return worker
-
-    async def await_joined(self, name: str, *, timeout_s: float | None) -> Worker:
-        """Wait for a host that joins with the worker `name`, and for its Hello."""
-        async with self._registered(name) as (worker, token):
-            try:
-                process = await self._registry.wait_for_host(name, token, timeout_s=timeout_s)
-            except TimeoutError:
-                raise WorkerError(
-                    f"No host joined with {name!r} within {timeout_s} s; run `millrace join` there"
-                    " sooner, or raise cluster.start_timeout_s.",
-                    worker=name,
-                ) from None
+            process = await (launcher or self.local).start(spec)
             await worker.start(process, timeout_s=self.start_timeout_s)
         return worker
 
@@ -156,7 +142,8 @@ class Hub:
             server_key=keys.server,
             client_key=keys.public,
             client_secret=keys.secret,
-            token=self._registry.token,
+            token=self.registry.token,
+            versions=own_versions(),
         )
 
     @contextlib.asynccontextmanager
@@ -198,7 +185,7 @@ class Hub:
             frames = read_frames(await self._socket.recv_multipart(copy=False))
             identity = bytes(frames[0])
             worker = self._workers.get(identity)
-            if len(frames) < 3 or (worker is None and not self._registry.is_host(identity)):
+            if len(frames) < 3 or (worker is None and not self.registry.is_host(identity)):
                 self.num_invalid += 1
                 continue
             try:
@@ -207,7 +194,7 @@ class Hub:
                 self.num_invalid += 1
                 continue
             if worker is None:
-                is_handled = await self._registry.on_message(identity, bytes(frames[1]), message)
+                is_handled = await self.registry.on_message(identity, bytes(frames[1]), message)
                 self.num_invalid += not is_handled
             elif frames[1] == EVENT_ID:
                 self._dispatch_event(worker, message)
@@ -245,7 +232,7 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
 
 def _local(folder: Path) -> str:
     path = folder / "hub"
-    if len(os.fsencode(path)) > addresses.MAX_SOCKET_PATH:
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise ConfigError(
             f"The path of the local socket, {str(path)!r}, is too long;"
             " set TMPDIR to a shorter folder."

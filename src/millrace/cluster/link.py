@@ -27,7 +27,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 import zmq
 
-from millrace.cluster.address import Credentials, connect
+from millrace.cluster.address import Credentials, connect, free_port, own_address
 from millrace.cluster.messages import (
     Done,
     Error,
@@ -44,6 +44,9 @@ from millrace.cluster.wire import Decoder, Frame, WireError, encode, message_dec
 from millrace.core.errors import MillraceError, printable
 from millrace.core.spans import Timeline
 
+# Ends a worker cleanly. Not SIGTERM: systemd and some settings of SLURM send that to every process
+# of a job, whose controller then needs its workers to write a checkpoint.
+END_SIGNAL = signal.SIGUSR2
 OUTBOX_MESSAGES = 64
 FLUSH_TIMEOUT_S = 10.0
 EVENT_ID = bytes(8)  # call id of a message that is no reply
@@ -74,7 +77,11 @@ class WorkerCall:
         """Send the reply; by default Done."""
         if not self._is_open.acquire(blocking=False):
             raise AssertionError(f"{type(self.message).__name__} was replied to twice")
-        self._link._send(self._id, message if message is not None else Done())
+        try:
+            self._link._send(self._id, message if message is not None else Done())
+        except WireError:
+            self._is_open.release()  # fail() can still report it
+            raise
 
     def send_part(self, part: Part) -> None:
         """Send a part before the reply, from the thread that will reply."""
@@ -121,7 +128,10 @@ class Link:
             target=self._move, args=(dealer, outgoing), name="link", daemon=True
         )
         self._thread.start()
-        self.emit(Hello(worker=name, pid=os.getpid()))
+        self.address = own_address(address)
+        """Of this host, on its route to the controller."""
+        port = free_port(self.address)
+        self.emit(Hello(worker=name, pid=os.getpid(), address=self.address, free_port=port))
 
     def receive(self, timeout_s: float | None = None) -> WorkerCall | None:
         """The next call; None if none arrives in time. 0 polls, None waits without limit."""
@@ -262,7 +272,7 @@ class _LogStream(io.TextIOWrapper):
 
 
 def run_worker(main: Callable[[Link, str], None]) -> NoReturn:
-    """Run `main(link, name)` as this process. SIGTERM raises SystemExit in main."""
+    """Run `main(link, name)` as this process. END_SIGNAL raises SystemExit in main."""
     os.umask(0o077)  # checkpoints are the user's alone
     for name in ("stdout", "stderr"):
         log = getattr(sys, name).buffer
@@ -270,7 +280,8 @@ def run_worker(main: Callable[[Link, str], None]) -> NoReturn:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # writes all stacks to the log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller
-    signal.signal(signal.SIGTERM, lambda signum, _frame: sys.exit(128 + signum))
+    signal.signal(signal.SIGTERM, lambda *_: None)  # likewise; programs it starts do not ignore it
+    signal.signal(END_SIGNAL, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(
         description="A Millrace worker; the controller or `millrace join` starts it."
     )

@@ -23,6 +23,7 @@ from millrace.config.operations import ShareGpu
 from millrace.core.errors import ConfigError
 
 GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/nvidia0"))
+PIPE_VARIABLE, DEFAULT_PIPE = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"  # NVIDIA's own default
 PRIORITY_VARIABLE = "CUDA_MPS_CLIENT_PRIORITY"  # 0 = normal, 1 = below normal
 COST = "the GPU computes for one process at a time, and engines and trainer wait for each other"
 
@@ -31,6 +32,12 @@ def below_normal(env: Mapping[str, str]) -> dict[str, str]:
     """The environment with a lower kernel priority, for the trainer: its kernels are long and many,
     and a decode step that waits for them delays every sequence."""
     return {**env, PRIORITY_VARIABLE: "1"} if env else {}
+
+
+def apart(env: Mapping[str, str], *, private: Path) -> dict[str, str]:
+    """The environment of processes that may be killed at any time: with MPS such a death disturbs
+    all its clients on that GPU, so they look for a daemon where there is none."""
+    return {PIPE_VARIABLE: str(private / "no-mps")} if env else {}
 
 
 @contextlib.asynccontextmanager
@@ -58,7 +65,7 @@ async def shared_gpu(
         with log.open("a") as file:
             file.write("mps: the CUDA workers share their GPU through an MPS daemon that was")
             file.write(" already there\n")
-        yield {}  # the workers find it as this process did
+        yield {PIPE_VARIABLE: os.environ.get(PIPE_VARIABLE, DEFAULT_PIPE)}
         return
     async with contextlib.AsyncExitStack() as stack:
         try:

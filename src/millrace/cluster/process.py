@@ -13,6 +13,7 @@ from pathlib import Path
 
 from millrace.cluster.address import Credentials
 from millrace.cluster.fork_server import ForkedChild, ForkServer
+from millrace.cluster.link import END_SIGNAL
 from millrace.cluster.messages import ProcessExit
 from millrace.cluster.parent_death import with_parent_death_signal
 from millrace.core.secrets import without_secrets
@@ -22,7 +23,9 @@ DUMP_S = 1.0  # to write the stacks of all threads
 
 
 class Process:
-    """Created by start_worker(). Used on the event loop."""
+    """Created by start_worker(); the WorkerProcess of this host. Used on the event loop."""
+
+    host = None  # this one
 
     def __init__(self, child: asyncio.subprocess.Process | ForkedChild, *, log: Path) -> None:
         self.pid = child.pid
@@ -39,7 +42,7 @@ class Process:
     def terminate(self) -> None:
         if self._child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._child.send_signal(signal.SIGTERM)
+                self._child.send_signal(END_SIGNAL)
 
     def kill(self) -> None:
         """Kill it and the processes it started."""
@@ -60,6 +63,9 @@ class Process:
             outcome = "its stacks are in its log" if has_written else "it did not write its stacks"
         self._stacks = f"{outcome}, {self.log}"
         return self._stacks, self.log_tail()
+
+    def on_message(self) -> None:
+        """Nothing to note: the system reports its end."""
 
     @property
     def is_stopped(self) -> bool:
@@ -106,9 +112,11 @@ async def start_worker(
     has_secrets: bool = False,
     heartbeat_timeout_s: float | None = None,
     fork_server: ForkServer | None = None,
+    folder: Path | None = None,
 ) -> Process:
     """Start `python -m module` as the worker `name` of the hub; the server forks it if it can.
-    `has_secrets`: its environment holds the user's keys, too."""
+    `has_secrets`: its environment holds the user's keys, too. `folder`: where it runs, if not
+    here."""
     arguments = [module, "--name", name, "--address", address, "--parent", str(os.getpid())]
     if heartbeat_timeout_s is not None:
         arguments += ["--heartbeat-timeout", str(heartbeat_timeout_s)]
@@ -126,6 +134,7 @@ async def start_worker(
         child = await asyncio.create_subprocess_exec(
             *with_parent_death_signal([sys.executable, "-m", *arguments]),
             env=env,
+            cwd=folder,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=file,
             stderr=file,

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import zmq
 
-from millrace.cluster.join.registry import JoinedProcess
+from millrace.cluster.launchers.launcher import WorkerProcess
+from millrace.cluster.link import EVENT_ID
 from millrace.cluster.messages import Error, Failed, Hello, Message, Part, Stop, WorkerProgress
-from millrace.cluster.process import Process
 from millrace.cluster.supervision.watchdog import ProgressWatchdog
 from millrace.core import errors
 from millrace.core.errors import ConfigError, MillraceError, WorkerError
@@ -38,10 +38,9 @@ class Worker:
         self.watchdog = ProgressWatchdog()
         self._send = send
         self._stop_timeout_s = stop_timeout_s
-        # Started here, or joined from another host; None before that.
-        self._process: Process | JoinedProcess | None = None
+        self._process: WorkerProcess | None = None  # None before its start
         self._gone: asyncio.Task[None] | None = None  # done = the process has ended
-        self._connected: asyncio.Future[None] = loop.create_future()
+        self._connected: asyncio.Future[Hello] = loop.create_future()
         self._ids = itertools.count(1)  # 0 is the id of events
         self._waiting: dict[bytes, tuple[Reply, OnPart | None]] = {}  # by call id
         self._is_stopping = False
@@ -50,22 +49,29 @@ class Worker:
     @property
     def pid(self) -> int | None:
         """None before the start, and for a worker on another host."""
-        return self._process.pid if isinstance(self._process, Process) else None
+        return None if self._process is None else self._process.pid
 
     @property
     def log(self) -> Path | None:
         """File with its output; None as for the pid."""
-        return self._process.log if isinstance(self._process, Process) else None
+        return None if self._process is None else self._process.log
 
     @property
     def host(self) -> str | None:
-        """Name of the host it joined from; None on this host."""
-        return self._process.host if isinstance(self._process, JoinedProcess) else None
+        """Name of its host; None on this host."""
+        return None if self._process is None else self._process.host
+
+    @property
+    def free_address(self) -> tuple[str, int]:
+        """Address of its host, as other hosts of the run may reach it, and a port there that was
+        free when the worker started."""
+        hello = self._connected.result()
+        return hello.address, hello.free_port
 
     @property
     def is_stopped(self) -> bool:
         """True while its process on this host is stopped by SIGSTOP."""
-        return isinstance(self._process, Process) and self._process.is_stopped
+        return self._process is not None and self._process.is_stopped
 
     @property
     def is_gone(self) -> bool:
@@ -116,6 +122,11 @@ class Worker:
             raise self._raised(what, answer)
         return answer
 
+    async def emit(self, message: Message) -> None:
+        """Send a message that has no reply; a worker that cannot be reached is about to fail."""
+        with contextlib.suppress(zmq.ZMQError):
+            await self._send(EVENT_ID, message)
+
     async def start_as(self, message: Message, *, timeout_s: float) -> None:
         """Send the message that makes it load and serve; a worker that cannot is ended."""
         try:
@@ -128,7 +139,7 @@ class Worker:
             raise
 
     async def stop(self) -> None:
-        """Send Stop; after half of the time limit send SIGTERM; then kill it."""
+        """Send Stop; after half of the time limit send END_SIGNAL; then kill it."""
         self._is_stopping = True
         half_s = self._stop_timeout_s / 2
         if self._connected.done():
@@ -166,7 +177,7 @@ class Worker:
         await asyncio.wait({self._gone}, timeout=timeout_s)
         return self._gone.done()
 
-    async def start(self, process: Process | JoinedProcess, *, timeout_s: float) -> None:
+    async def start(self, process: WorkerProcess, *, timeout_s: float) -> None:
         """Wait for the Hello of the worker that runs in this process."""
         self._process = process
         if self._is_stopping:  # stop() was called meanwhile
@@ -200,7 +211,7 @@ class Worker:
         """Handle a message that is no reply."""
         self._on_sign_of_life()
         if isinstance(message, Hello) and not self._connected.done():
-            self._connected.set_result(None)
+            self._connected.set_result(message)
         elif isinstance(message, WorkerProgress):
             self.watchdog.report(work=message.work, waits=message.waits)
         elif isinstance(message, Failed):
@@ -214,10 +225,10 @@ class Worker:
         self.kill()
 
     def _on_sign_of_life(self) -> None:
-        if isinstance(self._process, JoinedProcess):
+        if self._process is not None:
             self._process.on_message()
 
-    async def _wait_for_exit(self, process: Process | JoinedProcess) -> None:
+    async def _wait_for_exit(self, process: WorkerProcess) -> None:
         exited = await process.exited()
         is_awaited = not self.dead.done() and (self._waiting or not self._is_stopping)
         if is_awaited and exited.code is not None and exited.code >= 0:

@@ -2,15 +2,17 @@
 
 Promise: the workers end with this process and with the controller: this process kills them when it
 receives no heartbeat for the time limit in the ticket. It reports to the controller how each worker
-ended. One asyncio loop in the main thread.
+ended, and asks for a place for another one, beside those that run. One asyncio loop in the main
+thread.
 """
 
 import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,7 +24,7 @@ from millrace.cluster.address import Credentials, connect
 from millrace.cluster.event_loop import run_on_own_loop
 from millrace.cluster.fork_server import ForkServer, shared_fork_server
 from millrace.cluster.join.registry import host_identity
-from millrace.cluster.join.ticket import JoinTicket
+from millrace.cluster.join.ticket import JoinTicket, check_versions
 from millrace.cluster.link import EVENT_ID, read_frames
 from millrace.cluster.messages import (
     Error,
@@ -43,6 +45,7 @@ from millrace.core.files import check_file_name
 REPLY_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 5.0
 FLUSH_TIMEOUT_S = 2.0
+ASK_AGAIN_S = 1.0
 
 
 def join(
@@ -51,28 +54,65 @@ def join(
     module: str,
     count: int,
     log_dir: Path,
+    role: str = "engine",
     preload: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    gpus: Sequence[str] = (),
+    folder: Path | None = None,
+    has_secrets: bool = False,
+    restarts: bool = False,
     log: Callable[[str], None] = print,
 ) -> None:
     """Start `count` workers of `python -m module` here; returns when the run has stopped them.
-    Raises ConfigError if the run does not admit them, RunFailed if one of them ends otherwise."""
+    Raises ConfigError if the run does not admit them, RunFailed if one of them ends otherwise and
+    is not started again, as it is with `restarts` while the run has a place for it.
+    `env` and `folder` of the workers: besides the inherited environment, and where they run; `gpus`
+    that they share out, see own_gpus(). The user's keys are in their environment only if they have
+    secrets."""
     if count < 1:
         raise ConfigError(f"--count = {count} starts no worker; give 1 or more.")
+    check_versions(ticket)
 
     async def serve() -> None:
         await _check_reachable(ticket)
         context = zmq.asyncio.Context()
         try:
-            host = _JoiningHost(dealer=context.socket(zmq.DEALER), ticket=ticket)
+            dealer = context.socket(zmq.DEALER)
+            start = partial(
+                start_worker,
+                module=module,
+                address=ticket.address,
+                has_secrets=has_secrets,
+                heartbeat_timeout_s=ticket.heartbeat_timeout_s,
+                folder=folder,
+            )
+            host = _JoiningHost(dealer=dealer, ticket=ticket, role=role, start=start, log=log)
+            host.gpus, host.log_dir, host.env = gpus, log_dir, env or {}
             slots = await host.join(count)
             log(f"Joined the run at {ticket.address} with {', '.join(s.name for s in slots)}.")
             with shared_fork_server(preload if count > 1 else ()) as host.fork_server:
-                await host.serve(slots, module=module, log_dir=log_dir)
+                await host.serve(slots, restarts=restarts)
             log("The run has ended.")
         finally:
             context.destroy(linger=int(FLUSH_TIMEOUT_S * 1000))
 
     run_on_own_loop(serve)
+
+
+def own_gpus(named: str | None, *, num_visible: int, visible: str | None) -> list[str]:
+    """The GPUs of this host for workers that join, as entries of CUDA_VISIBLE_DEVICES, of which
+    `visible` is the value here. `named`: those of --device, such as "cuda:1,cuda:2"; by default all
+    that PyTorch sees."""
+    entries = visible.split(",") if visible else [str(i) for i in range(num_visible)]
+    if named is None:
+        return entries[:num_visible]
+    known = {f"cuda:{i}": entry for i, entry in enumerate(entries[:num_visible])}
+    if unknown := [device for device in named.split(",") if device not in known]:
+        raise ConfigError(
+            f"--device names {unknown[0]!r}, and PyTorch sees {', '.join(known) or 'no GPU'} on"
+            " this host; list GPUs as in cuda:0,cuda:1."
+        )
+    return [known[device] for device in named.split(",")]
 
 
 async def _check_reachable(ticket: JoinTicket) -> None:
@@ -98,12 +138,21 @@ class _JoiningHost:
 
     dealer: zmq.asyncio.Socket
     ticket: JoinTicket
+    role: str
+    start: Callable[..., Awaitable[Process]]  # start_worker() with what all workers have in common
+    log: Callable[[str], None]
+    gpus: Sequence[str] = ()  # not given to a worker yet
+    log_dir: Path = Path()
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
     fork_server: ForkServer | None = None
     _processes: dict[str, Process] = field(default_factory=dict[str, Process])
     # Done once they are reported.
     _exits: list[asyncio.Task[ProcessExit]] = field(default_factory=list)
     # The loop itself holds tasks weakly.
     _aborting: set[asyncio.Task[None]] = field(default_factory=set)
+    # Answers to requests for a place, of which there is one at a time.
+    _answers: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
+    _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def join(self, count: int) -> list[JoinSlot]:
         """Connect, and ask for slots for this many workers."""
@@ -114,8 +163,7 @@ class _JoiningHost:
             keys=self.ticket.keys,
             heartbeat_timeout_s=self.ticket.heartbeat_timeout_s,
         )
-        request = Join(host=socket.gethostname(), num_workers=count)
-        await self._send(request, id=secrets.token_bytes(8))
+        await self._ask(count, num_gpus=len(self.gpus))
         try:
             reply = await self._receive(REPLY_TIMEOUT_S)
         except TimeoutError:
@@ -127,24 +175,84 @@ class _JoiningHost:
         assert isinstance(reply, JoinAdmitted), reply
         return reply.slots
 
-    async def serve(self, slots: list[JoinSlot], *, module: str, log_dir: Path) -> None:
+    async def serve(self, slots: list[JoinSlot], *, restarts: bool) -> None:
         """Start a worker for each slot; returns when the controller has stopped all of them."""
         orders = asyncio.create_task(self._follow_orders(), name="orders")
+        places: list[asyncio.Task[ProcessExit]] = []
         try:
             for slot in slots:
-                check_file_name(slot.name, of="A worker of this run")  # it comes from outside
-                await self._start(slot, module=module, log=log_dir / f"{slot.name}.log")
-            ended = asyncio.gather(*self._exits)
+                own, self.gpus = self.gpus[: slot.num_gpus], self.gpus[slot.num_gpus :]
+                worker = await self._start(slot, own)
+                filling = self._fill(slot, own, worker) if restarts else worker
+                places.append(asyncio.ensure_future(filling))
+            ended = asyncio.gather(*places)
             await asyncio.wait({orders, ended}, return_when=asyncio.FIRST_COMPLETED)
             if orders.done():
                 orders.result()  # raises: it ends in no other way
             exits = await ended
         finally:
             orders.cancel()
+            for place in places:
+                if place not in self._exits:
+                    place.cancel()
             await self._stop_workers(at_once=orders.done())
         for exit in exits:
             if exit.code != 0:
                 raise RunFailed(f"A worker {exit.reason}.")
+
+    async def _start(self, slot: JoinSlot, gpus: Sequence[str]) -> asyncio.Task[ProcessExit]:
+        """Start a worker; the task ends with it, once its end is reported."""
+        check_file_name(slot.name, of="A worker of this run")  # it comes from outside
+        chosen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+        process = await self.start(
+            slot.name,
+            credentials=Credentials(token=slot.token, keys=self.ticket.keys),
+            log=self.log_dir / f"{slot.name}.log",
+            env={**self.env, **chosen},
+            fork_server=self.fork_server,
+        )
+        self._processes[slot.name] = process
+        self._exits.append(asyncio.create_task(self._report_exit(slot.name, process)))
+        return self._exits[-1]
+
+    async def _fill(
+        self, slot: JoinSlot, gpus: Sequence[str], worker: asyncio.Task[ProcessExit]
+    ) -> ProcessExit:
+        """Start another worker when one dies; returns how the last one ended. The restart policy is
+        the run's: it offers a place, or it ends."""
+        while True:
+            await asyncio.wait({worker})
+            if (exit := worker.result()).code == 0:  # the run has stopped it
+                return exit
+            self.log(f"{slot.name} {exit.reason}; asking the run for its place.")
+            async with self._asking:
+                if (given := await self._ask_again(gpus)) is None:
+                    return exit
+                slot, worker = given, await self._start(given, gpus)
+            self.log(f"Started {slot.name}.")
+
+    async def _ask_again(self, gpus: Sequence[str]) -> JoinSlot | None:
+        """Wait for a place for one worker; None if the run has ended."""
+        refusal = ""
+        while True:
+            await asyncio.sleep(ASK_AGAIN_S)
+            try:
+                await _check_reachable(self.ticket)
+            except ConfigError:
+                return None
+            await self._ask(1, num_gpus=len(gpus))
+            answer = await self._answers.get()
+            if isinstance(answer, JoinAdmitted):
+                return answer.slots[0]
+            assert isinstance(answer, Error), answer
+            if answer.reason != refusal:
+                refusal = answer.reason
+                self.log(f"Waiting for a place: {refusal}")
+
+    async def _ask(self, count: int, *, num_gpus: int) -> None:
+        host = socket.gethostname()
+        request = Join(host=host, num_workers=count, role=self.role, num_gpus=num_gpus)
+        await self._send(request, id=secrets.token_bytes(8))
 
     async def _send(self, message: Message, *, id: bytes = EVENT_ID) -> None:
         await self.dealer.send_multipart([id, *encode(message)])
@@ -153,19 +261,6 @@ class _JoiningHost:
         async with asyncio.timeout(timeout_s):
             _id, *frames = read_frames(await self.dealer.recv_multipart(copy=False))
         return decode(frames)
-
-    async def _start(self, slot: JoinSlot, *, module: str, log: Path) -> None:
-        process = await start_worker(
-            slot.name,
-            module,
-            address=self.ticket.address,
-            credentials=Credentials(token=slot.token, keys=self.ticket.keys),
-            log=log,
-            heartbeat_timeout_s=self.ticket.heartbeat_timeout_s,
-            fork_server=self.fork_server,
-        )
-        self._processes[slot.name] = process
-        self._exits.append(asyncio.create_task(self._report_exit(slot.name, process)))
 
     async def _follow_orders(self) -> NoReturn:
         """Handle messages of the controller; raises RunFailed when it is silent for too long."""
@@ -180,6 +275,8 @@ class _JoiningHost:
                 ) from None
             if isinstance(message, SignalWorker) and message.worker in self._processes:
                 self._signal(self._processes[message.worker], message.action)
+            elif isinstance(message, JoinAdmitted | Error):
+                self._answers.put_nowait(message)
             else:
                 assert isinstance(message, Heartbeat | SignalWorker), message
 

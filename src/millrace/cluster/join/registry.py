@@ -7,6 +7,7 @@ its own workers only. Runs on the controller's event loop.
 import asyncio
 import contextlib
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +50,10 @@ class JoinedProcess:
     send_to_host: SendTo
     heartbeat_timeout_s: float
 
+    pid = None  # unknown here, as its log is
+    log = None
+    is_stopped = False
+
     def __post_init__(self) -> None:
         self._interval_s = min(MAX_INTERVAL_S, self.heartbeat_timeout_s / MIN_BEATS_PER_TIMEOUT)
         self._exit: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
@@ -79,6 +84,10 @@ class JoinedProcess:
                 reason = f"on {self.host} answered no heartbeat for {self.heartbeat_timeout_s} s"
                 self.on_exit(ProcessExit(reason=reason))
         return self._exit.result()
+
+    def on_end(self, do: Callable[[], object]) -> None:
+        """Call this when the process has ended or counts as dead."""
+        self._exit.add_done_callback(lambda _: do())
 
     def on_message(self) -> None:
         """A message of the worker has arrived."""
@@ -128,14 +137,22 @@ def host_identity(token: str) -> bytes:
     return f"host:{token}:{secrets.token_hex(8)}".encode()
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class _SlotOffer:
+    """The slot of a worker that no host has brought yet."""
+
+    slot: JoinSlot
+    role: str
+    joined: asyncio.Future[JoinedProcess]
+
+
 class JoinRegistry:
     def __init__(self, *, send: Send, heartbeat_timeout_s: float) -> None:
         self.token = secrets.token_hex(16)
         self._send = send
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        # Workers that no host has brought yet, in the order they are given.
-        self._free: list[tuple[JoinSlot, asyncio.Future[JoinedProcess]]] = []
-        self._num_taken = 0
+        self._free: list[_SlotOffer] = []  # in the order they are given
+        self._taken: Counter[str] = Counter()  # by role
         self._processes: dict[tuple[bytes, str], JoinedProcess] = {}  # by host's routing id, worker
 
     def is_host(self, identity: bytes) -> bool:
@@ -143,15 +160,17 @@ class JoinRegistry:
         return secrets.compare_digest(identity[: len(prefix)], prefix)
 
     async def wait_for_host(
-        self, name: str, token: str, *, timeout_s: float | None
+        self, name: str, token: str, *, role: str, num_gpus: int = 0
     ) -> JoinedProcess:
-        """Offer a slot and wait until a host takes it; raises TimeoutError if none does."""
-        joined: asyncio.Future[JoinedProcess] = asyncio.get_running_loop().create_future()
-        offer = JoinSlot(name=name, token=token), joined
+        """Offer a slot for a worker and wait until a host that brings this role takes it."""
+        offer = _SlotOffer(
+            slot=JoinSlot(name=name, token=token, num_gpus=num_gpus),
+            role=role,
+            joined=asyncio.get_running_loop().create_future(),
+        )
         self._free.append(offer)
         try:
-            async with asyncio.timeout(timeout_s):
-                return await joined
+            return await offer.joined
         finally:
             if offer in self._free:
                 self._free.remove(offer)
@@ -172,15 +191,25 @@ class JoinRegistry:
         return True
 
     def _admit(self, host: bytes, request: Join) -> JoinAdmitted | Error:
-        wanted, free = request.num_workers, len(self._free)
-        if not 1 <= wanted <= free:
-            slots = "1 free slot" if free == 1 else f"{free} free slots"
-            reason = f"The run has {slots} and {self._num_taken} taken, but --count = {wanted}"
-            reason += "; lower --count." if free else "; raise engine.remote of the run."
+        role, wanted = request.role, request.num_workers
+        offers = [offer for offer in self._free if offer.role == role]
+        if not 1 <= wanted <= len(offers):
+            slots = "1 free slot" if len(offers) == 1 else f"{len(offers)} free slots"
+            reason = f"The run has {slots} for {role}s and {self._taken[role]} taken, but --count ="
+            reason += f" {wanted}; {'lower --count' if offers else f'raise {role}.remote'}."
             return Error(kind="ConfigError", reason=reason, traceback="")
-        taken, self._free = self._free[:wanted], self._free[wanted:]
-        self._num_taken += wanted
-        for slot, joined in taken:
+        taken = offers[:wanted]
+        num_needed = sum(offer.slot.num_gpus for offer in taken)
+        if 0 < request.num_gpus < num_needed:  # a host without a GPU computes on its CPU
+            reason = f"--count = {wanted} {role}s need {num_needed} GPUs, and {request.host} has"
+            reason += (
+                f" {request.num_gpus}; lower --count, or repeat GPUs in --device to share them."
+            )
+            return Error(kind="ConfigError", reason=reason, traceback="")
+        self._taken[role] += wanted
+        for offer in taken:
+            self._free.remove(offer)
+            slot = offer.slot
             worker = identity_of(slot.name, token=slot.token)
             process = self._processes[host, slot.name] = JoinedProcess(
                 name=slot.name,
@@ -189,5 +218,6 @@ class JoinRegistry:
                 send_to_host=partial(self._send, host, EVENT_ID),
                 heartbeat_timeout_s=self._heartbeat_timeout_s,
             )
-            joined.set_result(process)
-        return JoinAdmitted(slots=[slot for slot, _ in taken])
+            process.on_end(partial(self._taken.subtract, [role]))
+            offer.joined.set_result(process)
+        return JoinAdmitted(slots=[offer.slot for offer in taken])

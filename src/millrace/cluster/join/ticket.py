@@ -6,8 +6,11 @@ ends. The ticket is a secret: anyone with a copy can join while the run lasts.
 
 import contextlib
 import os
+import socket
 import stat
+import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
@@ -17,7 +20,7 @@ from millrace.core.errors import ConfigError
 
 
 class JoinTicket(
-    msgspec.Struct, frozen=True, kw_only=True, tag="ticket-1", forbid_unknown_fields=True
+    msgspec.Struct, frozen=True, kw_only=True, tag="ticket-2", forbid_unknown_fields=True
 ):
     """The tag names the format."""
 
@@ -27,6 +30,7 @@ class JoinTicket(
     client_key: str
     client_secret: str
     token: str
+    versions: dict[str, str]  # of the packages that must be the same on all hosts, and of Python
 
     def __repr__(self) -> str:
         return f"JoinTicket(address={self.address!r})"
@@ -78,10 +82,39 @@ def read_ticket(path: Path) -> JoinTicket:
         )
     ticket = _decode(data)
     if ticket is None:
+        if b'"type": "ticket-' in data and b'"ticket-2"' not in data:
+            raise ConfigError(
+                f"Ticket {str(path)!r} was written by another version of Millrace; install the"
+                " version of the run here."
+            )
         raise ConfigError(
             f"{str(path)!r} is not a complete ticket; copy it again from the run's cluster.ticket."
         )
     return ticket
+
+
+def own_versions() -> dict[str, str]:
+    """Of Python and of the packages whose results or messages would differ between versions."""
+    found = {"Python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    for package in ("millrace", "torch", "transformers"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package).partition("+")[0]  # without the build, such as cu130
+    return found
+
+
+def check_versions(ticket: JoinTicket) -> None:
+    """Raise ConfigError if this host has other versions than the run."""
+    own = own_versions()
+    others = [
+        f"{name} {own.get(name, '(none)')} instead of {wanted}"
+        for name, wanted in ticket.versions.items()
+        if own.get(name) != wanted
+    ]
+    if others:
+        raise ConfigError(
+            f"This host ({socket.gethostname()}) has {', '.join(others)}, which the run at"
+            f" {ticket.address} has; install the same versions here."
+        )
 
 
 def _decode(data: bytes) -> JoinTicket | None:

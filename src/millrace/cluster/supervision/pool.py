@@ -34,7 +34,6 @@ class RestartPolicy:
     backoff_s: float = 0.5  # before a restart; doubles with each failure within BACKOFF_WINDOW_S
     # False where callers may kill the process or it runs user code: only failed starts count.
     limit_deaths: bool = True
-    delay_restarts: bool = True  # False where a start waits for another host
     remedy: str = "It is being restarted."  # ends the report of a restart
 
 
@@ -155,8 +154,7 @@ class RestartHistory:
 
     def add_death(self, error: Exception) -> float:
         """As add(), for a replica that served; nothing is recorded where deaths are not limited."""
-        delay_s = self.add(error) if self.policy.limit_deaths else 0.0
-        return delay_s if self.policy.delay_restarts else 0.0
+        return self.add(error) if self.policy.limit_deaths else 0.0
 
     def _limit_exceeded(self, error: Exception) -> RestartLimitExceeded:
         count = "once" if len(self._recent) == 1 else f"{len(self._recent)} times"

@@ -133,8 +133,9 @@ class ModuleReplica(WorkerReplica):
         start: Message,
         launch: Callable[[str, str], Awaitable[Worker]],
         start_timeout_s: float,
+        hang_timeout_s: float | None = None,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, hang_timeout_s=hang_timeout_s)
         self._module = module
         self._start = start
         self._launch = launch

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from millrace.cluster.messages import environment  # noqa: F401 - they belong to the union
+from millrace.cluster.messages.message import Message, Part
 from millrace.core.microbatch import Batch
 from millrace.core.records import (
     Completion,
@@ -20,15 +22,6 @@ from millrace.core.records import (
     WeightUpdate,
 )
 from millrace.core.spans import Span
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages; the tag is the class name."""
-
-
-class Part(Message, frozen=True):
-    """Base of messages about a call before its reply."""
-
 
 # To any worker
 
@@ -57,6 +50,8 @@ class Hello(Message, frozen=True):
 
     worker: str
     pid: int
+    address: str = "127.0.0.1"  # of its host, as the controller and other hosts may reach it
+    free_port: int = 0  # of its host, for a rendezvous of several workers
 
 
 class WorkerProgress(Message, frozen=True):
@@ -83,11 +78,14 @@ class Join(Message, frozen=True):
 
     host: str  # its name, for messages to the user
     num_workers: int
+    role: str = "engine"  # of its workers
+    num_gpus: int = 0  # that it has for them
 
 
 class JoinSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str  # of the worker
     token: str  # with which that worker authenticates; its host passes it on
+    num_gpus: int = 0  # that the worker uses, if its host has any
 
     def __repr__(self) -> str:
         return f"JoinSlot(name={self.name!r})"
@@ -134,6 +132,7 @@ class StartEngine(Message, frozen=True):
     version: int  # of those weights
     adapter_path: str | None = None  # in a LoRA run: the checkpoint whose adapter is applied
     records_routes: bool = False  # record the experts of each token of a mixture of experts
+    role: str = "engine"  # engines of one role receive weights together
 
 
 class Generate(Message, frozen=True):
@@ -198,6 +197,8 @@ class Expire(Message, frozen=True):
 class Pause(Message, frozen=True):
     """Generate nothing until Resume, but accept requests and swap weights. -> Done"""
 
+    sleep: bool = False  # give back the memory of weights and KV, too
+
 
 class Resume(Message, frozen=True):
     """Continue to generate; has no effect if the engine is not paused. -> Done"""
@@ -213,6 +214,10 @@ class StartTrainer(Message, frozen=True):
     checkpoint: str | None
     rank: int = 0
     rendezvous: str = ""  # "tcp://HOST:PORT" where rank 0 listens for the others; "" = one rank
+    # If some process of the run is on another host than the controller:
+    own_address: str = ""  # of the rank's host; "" = it is on the controller's host
+    peer_address: str = ""  # of another rank's host, if ranks are on several hosts
+    shares_gpu: bool | None = None  # with another rank; None = as placement.trainer says
 
 
 class TrainStep(Message, frozen=True):
@@ -223,12 +228,15 @@ class TrainStep(Message, frozen=True):
     more: tuple[Batch, ...] = ()  # further minibatches: an optimizer update each, one version
     max_rows: int | None = None  # of a microbatch, since larger ones exceeded a rank's memory
     publish: bool = True
+    updates: bool = True  # False: only the loss of `batch` is computed, at `version`
 
 
 class Stepped(Message, frozen=True):
     version: int
     metrics: dict[str, float]
     skipped: tuple[int, ...] = ()  # indices of minibatches with a non-finite loss or gradient
+    # By number in Microbatch.reported: logprobs, entropies and advantages [3, n] of trained tokens.
+    reported: dict[int, np.ndarray] = msgspec.field(default_factory=dict[int, np.ndarray])
 
 
 class Published(Message, frozen=True):

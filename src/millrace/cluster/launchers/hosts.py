@@ -1,0 +1,154 @@
+"""Workers on other hosts, each started by a host program that has joined: `millrace join`.
+
+JoinLauncher waits for people, or a scheduler, to start `millrace join`. HostLauncher starts a host
+program for each worker, wherever the cluster has room; Ray's launcher is one, and so is a class of
+the user's own. Either way the host program starts the worker as its child, reports how it ended and
+ends it on demand, by messages of the hub.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from millrace.cluster.join.registry import JoinedProcess, JoinRegistry
+from millrace.cluster.join.ticket import JoinTicket
+from millrace.cluster.launchers.launcher import Resources, WorkerSpec
+from millrace.cluster.messages import ProcessExit
+from millrace.core.errors import ConfigError, WorkerError
+
+REPORT_S = 1.0  # for the report of a host program that has ended, about its worker
+
+
+class JoinLauncher:
+    """Waits for a host that joins with the role; one per role."""
+
+    def __init__(
+        self, registry: JoinRegistry, *, role: str, timeout_s: float | None, num_gpus: int = 0
+    ) -> None:
+        """`num_gpus`: that a worker uses; its host chooses them."""
+        self._registry = registry
+        self._role = role
+        self._timeout_s = timeout_s
+        self._num_gpus = num_gpus
+
+    async def reserve(self, workers: Mapping[str, Resources]) -> None: ...
+
+    async def release(self, name: str) -> None: ...
+
+    async def start(self, spec: WorkerSpec) -> JoinedProcess:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._registry.wait_for_host(
+                    spec.name, spec.token, role=self._role, num_gpus=self._num_gpus
+                )
+        except TimeoutError:
+            raise WorkerError(
+                f"No host joined with {spec.name!r} within {self._timeout_s} s; run `millrace join`"
+                " there sooner, or raise cluster.start_timeout_s.",
+                worker=spec.name,
+            ) from None
+
+    async def close(self) -> None:
+        """Host programs end with their workers."""
+
+
+class HostProgram(Protocol):
+    """A running host program: whatever the cluster calls a process."""
+
+    async def ended(self) -> Exception | str:
+        """Wait for its end; returns the reason. A ConfigError is for the user: another attempt
+        would fail as well."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once, and the worker with it; does nothing if it has ended."""
+
+
+class HostLauncher:
+    """Subclasses start host programs. The run calls connect() before its hub exists, then
+    attach()."""
+
+    registry: JoinRegistry
+    ticket: JoinTicket
+    timeout_s: float  # for a host program to join
+    log_dir: Path  # of the run; a worker may write its log to another folder
+
+    async def connect(self) -> str:
+        """Reach the cluster; returns the address of this host that its hosts can reach. Raises
+        ConfigError if that cannot work."""
+        raise NotImplementedError
+
+    def attach(
+        self, registry: JoinRegistry, *, ticket: JoinTicket, timeout_s: float, log_dir: Path
+    ) -> None:
+        self.registry, self.ticket, self.timeout_s = registry, ticket, timeout_s
+        self.log_dir = log_dir
+
+    async def reserve(self, workers: Mapping[str, Resources]) -> None:
+        """A cluster without resources to reserve does nothing here."""
+
+    async def release(self, name: str) -> None: ...
+
+    async def start_host(self, spec: WorkerSpec) -> HostProgram:
+        """Start a program that calls join() with the ticket, the role spec.name and the module, or
+        `millrace join TICKET --role NAME`, where resources are reserved for this worker."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """End all host programs."""
+
+    async def start(self, spec: WorkerSpec) -> JoinedProcess:
+        joining = asyncio.create_task(
+            self.registry.wait_for_host(spec.name, spec.token, role=spec.name)
+        )
+        try:
+            program = await self.start_host(spec)
+        except BaseException:
+            joining.cancel()
+            raise
+        ending = asyncio.create_task(program.ended(), name=f"host-of-{spec.name}")
+        try:
+            await asyncio.wait(
+                {joining, ending}, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not joining.done():
+                raise self._not_joined(spec.name, ending)
+        except BaseException:
+            joining.cancel()
+            ending.cancel()
+            program.kill()
+            raise
+        process = joining.result()
+        process.on_end(program.kill)
+        watching = asyncio.create_task(_report_end(process, ending, spec.name))
+        process.on_end(watching.cancel)
+        return process
+
+    def _not_joined(self, name: str, ending: asyncio.Task[Exception | str]) -> Exception:
+        if not ending.done():
+            return WorkerError(
+                f"No host joined with {name!r} within {self.timeout_s:g} s (cluster.start_timeout_s"
+                f"): it did not start, or it cannot reach the controller at {self.ticket.address}.",
+                worker=name,
+            )
+        reason = ending.result()
+        if isinstance(reason, ConfigError):
+            return ConfigError(f"For {name}: {reason}")
+        sentence = str(reason).rstrip(".")
+        return WorkerError(f"The host of {name!r} ended before it joined: {sentence}.", worker=name)
+
+
+async def _report_end(
+    process: JoinedProcess, ending: asyncio.Task[Exception | str], name: str
+) -> None:
+    """The death of a host program is known sooner to its cluster than to the hub."""
+    try:
+        reason = str(await ending).rstrip(".")
+        await asyncio.sleep(REPORT_S)
+        process.on_exit(ProcessExit(reason=f"lost its host program on {process.host}: {reason}"))
+    except asyncio.CancelledError:
+        ending.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await ending
