@@ -2,15 +2,16 @@
 
     python benchmarks/staleness.py --json staleness.json --plot staleness.png
 
-After the first batches, each batch has exactly the staleness of its row (lockstep.py). "naive" is
-PPO that treats its data as on-policy: its ratio compares with the trainer's logprobs before the
-step and ignores the engine's. "default" is `clipped`, which compares with the engine's logprobs.
-"decoupled" is `decoupled_ppo`.
+After the first batches, each batch has exactly the staleness of its row (lockstep.py), and a run
+has at least four times as many steps. "naive" is PPO that treats its data as on-policy: its ratio
+compares with the trainer's logprobs before the step and ignores the engine's. "default" is
+`clipped`, which compares with the engine's logprobs.
 
 Rows in the JSON file are not measured again, so the script may be stopped at any time.
 """
 
 import argparse
+import functools
 import itertools
 import tempfile
 from pathlib import Path
@@ -25,8 +26,13 @@ LOSSES: dict[str, dict[str, Any]] = {
     "naive": {"type": "ppo", "anchor": "proximal"},
     "default": {"type": "clipped"},
     "decoupled": {"type": "decoupled_ppo"},
+    "m2po": {"type": "m2po"},
+    "vcpo": {"type": "vcpo"},
+    "vespo": {"type": "vespo"},
+    "default + ess": {"type": "clipped", "ess_scaling": True},
+    "default + entropy": {"type": "clipped", "entropy_exponent": 1.0},
 }
-LIMITS = (0, 1, 2, 4, 8, 16)
+LIMITS = (0, 8, 32, 64, 128, 256)
 
 
 def main() -> None:
@@ -36,24 +42,31 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--limits", type=int, nargs="+", default=LIMITS)
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
+    parser.add_argument("--steps", type=int, default=256, help="of a run, at least")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each")
     parser.add_argument("--quick", action="store_true", help="a few steps of each, to try it out")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        for seed in range(args.seeds):
+            warm_start_model(Path(folder), seed=seed, quick=args.quick)
+        # The longest runs first, so that all processes end together.
+        limits = sorted(args.limits, reverse=True)
         rows = sweep(
-            itertools.product(range(args.seeds), args.limits, args.losses),
-            lambda seed, limit, loss: measure(
-                Path(folder), loss, limit=limit, seed=seed, quick=args.quick
-            ),
+            itertools.product(range(args.seeds), limits, args.losses),
+            functools.partial(measure, Path(folder), steps=args.steps, quick=args.quick),
             key=("seed", "max_staleness", "loss"),
             file=args.json,
+            jobs=args.jobs,
         )
     print(table(rows))
     if args.plot:
         plot(rows, args.plot)
 
 
-def measure(models: Path, loss: str, *, limit: int, seed: int, quick: bool) -> dict[str, Any]:
-    sizes = QUICK if quick else {}
+def measure(
+    models: Path, seed: int, limit: int, loss: str, *, steps: int, quick: bool
+) -> dict[str, Any]:
+    sizes = QUICK if quick else {"steps": max(steps, 4 * limit)}
     settings = LockstepSettings(loss=LOSSES[loss], staleness=limit, seed=seed, **sizes)
     result = train(warm_start_model(models, seed=seed, quick=quick), settings)
     # The first batches all come from version 0 and are not yet stale enough.
@@ -100,6 +113,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     limits = sorted({row["max_staleness"] for row in rows})
     for loss in LOSSES:
         known = [limit for limit in limits if _accuracies(rows, loss, limit)]
+        if not known:
+            continue
         values = [_accuracies(rows, loss, limit) for limit in known]
         places = [limits.index(limit) for limit in known]
         means = [float(np.mean(seeds)) for seeds in values]

@@ -15,7 +15,14 @@ from millrace.core.completions import unknown_id
 from millrace.core.errors import ConfigError
 from millrace.core.microbatch import Batch
 from millrace.core.records import Rollout
-from millrace.models.routing import RouteReplay, check_aux_loss, find_routing
+from millrace.inference.embedded.live_weights import LiveWeights
+from millrace.models.routing import (
+    RouteReplay,
+    check_aux_loss,
+    check_bias_update,
+    find_routing,
+    router_biases,
+)
 from millrace.training.layers import compile_layers
 from millrace.training.trainer import Trainer
 
@@ -137,15 +144,47 @@ def test_unknown_routes_do_not_count():
     assert metrics["moe/load_max"] > 1
 
 
+def test_biases_of_routers_move_against_the_load():
+    model = tiny_model("glm4_moe")  # its first layer has no experts
+    batch = batch_of(routed(sharing_rollouts(np.random.default_rng(1)), num_layers=1))
+    load = np.bincount(trained_routes(batch).ravel(), minlength=NUM_EXPERTS)
+    assert load.min() < load.mean() < load.max()
+    trainer = replaying(model, router_bias_rate=0.25, epochs=2)
+    trainer.step(batch)
+    ((name, bias),) = router_biases(model).items()
+    assert bias.tolist() == (0.25 * np.sign(load.mean() - load)).tolist()
+    engine = tiny_model("glm4_moe").requires_grad_(False)
+    live = LiveWeights(engine, version=0, merger=None, bank=None)
+    live.commit(live.prepare(trainer.policy.weights(), version=1))
+    assert torch.equal(router_biases(engine)[name], bias)
+    assert name in model.state_dict()  # checkpoints have it
+    bias.zero_()
+    part = batch.microbatches[0]
+    part = dataclasses.replace(part, advantages=np.full_like(part.advantages, np.nan))
+    trainer.step(dataclasses.replace(batch, microbatches=(part, *batch.microbatches[1:])))
+    assert trainer.skipped
+    assert not bias.any()
+
+
+def test_a_bias_update_of_routers_without_bias_is_refused():
+    check_bias_update(tiny_model("glm4_moe"), replay_of("glm4_moe"))
+    with pytest.raises(ConfigError, match="those of Qwen3MoeForCausalLM have none; set it to 0"):
+        check_bias_update(tiny_model(MIXTURE), replay_of(MIXTURE))
+    with pytest.raises(ConfigError, match=r"needs a mixture of experts and trainer\.replay_routes"):
+        check_bias_update(tiny_model("qwen3"), None)
+
+
+def replay_of(architecture: str) -> RouteReplay:
+    routing = find_routing(tiny_model(architecture))
+    assert routing is not None
+    return RouteReplay(routing)
+
+
 def test_an_aux_loss_that_is_not_defined_is_refused():
     assert RunConfig.model_fields["trainer"].annotation().router_aux_loss == 0
     with pytest.raises(ConfigError, match=r"needs a mixture of experts and trainer\.replay_routes"):
         check_aux_loss(None)
-    for architecture in (MIXTURE, "mixtral", "olmoe", "qwen2_moe"):
-        routing = find_routing(tiny_model(architecture))
-        assert routing is not None
-        check_aux_loss(RouteReplay(routing))
-    routing = find_routing(tiny_model("glm4_moe"))  # sigmoid scores
-    assert routing is not None
+    for architecture in (MIXTURE, "mixtral", "qwen2_moe"):
+        check_aux_loss(replay_of(architecture))
     with pytest.raises(ConfigError, match="needs routers that choose by softmax probabilities"):
-        check_aux_loss(RouteReplay(routing))
+        check_aux_loss(replay_of("glm4_moe"))  # sigmoid scores

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from millrace.config import LoraConfig
 from millrace.core.errors import ConfigError
 from millrace.models.loading import write_model
-from millrace.models.lora.factors import adapted_layers, adapter_of, factors_of, merged
+from millrace.models.lora.factors import adapted_layers, adapter_of
 from millrace.models.lora.folders import read_checkpoint, read_resident
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.routing import RouteReplay, find_routing
@@ -45,8 +45,8 @@ def merged_parameters(model, leaves) -> dict[str, torch.Tensor]:
     adapter = adapter_of(model, LORA)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     for layer in adapter.layers:
-        name, factors = adapter.weight_name(layer), factors_of(leaves, layer, dora=False)
-        parameters[name] = merged(parameters[name], factors, scale=adapter.scale)
+        name = adapter.weight_name(layer)
+        parameters[name] = adapter.merged(layer, parameters[name], leaves)
     return parameters
 
 
@@ -136,7 +136,7 @@ def test_dora_and_experts_of_another_layout_are_refused():
         adapter_of(model, LoraConfig(dora=True))
     linears = LoraConfig(dora=True, target_modules=("q_proj",))
     assert len(adapter_of(model, linears).layers) == 2
-    model.get_submodule(EXPERTS).is_transposed = True
+    model.get_submodule(EXPERTS).has_post_expert_norm = True
     with pytest.raises(ConfigError, match=r"cannot adapt Qwen3MoeExperts, whose weights have"):
         adapter_of(model, LoraConfig())
 
@@ -149,7 +149,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe"])
 @pytest.mark.parametrize("lora", SETTINGS.values(), ids=SETTINGS)
 @torch.no_grad()
 def test_peft_loads_adapters_of_experts_and_computes_the_same(architecture, lora, tmp_path):

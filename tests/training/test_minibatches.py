@@ -6,7 +6,9 @@ import torch
 from architectures import tiny_model
 from batches import batch_of, mixed_rollouts, trainer_of
 
+from millrace.core.records import Episode, Group, Task
 from millrace.training.losses.recipes import build_loss
+from millrace.training.packing.packer import pack
 
 
 def rng() -> np.random.Generator:
@@ -46,6 +48,35 @@ def test_a_step_of_two_updates_is_two_steps_that_make_one_version():
         assert metrics[name] == pytest.approx(expected), name
     for name in ("loss", "grad_norm"):
         assert metrics[name] == pytest.approx(np.mean([m[name] for m in separate])), name
+
+
+def test_trainer_reports_tokens_of_chosen_rollouts_from_their_first_update():
+    rollouts = mixed_rollouts(rng(), 8)
+    group = Group(
+        number=0,
+        task=Task(prompt=""),
+        episodes=tuple(Episode(turns=(), rollouts=(r,)) for r in rollouts),
+        advantages=np.arange(8, dtype=np.float32),
+    )
+    numbers = {rollouts[2]: 0, rollouts[5]: 1}
+    batch = pack([group], microbatch_tokens=1000, reported=numbers)
+    trainer = trainer_of(tiny_model("llama"), epochs=2)
+    trainer.limit_rows(60)  # it splits the microbatch
+    (whole,) = batch.microbatches
+    with torch.no_grad():
+        before = trainer.policy.logprobs(whole)
+    metrics = trainer.step(batch)
+    assert metrics["batch/microbatch_splits"] > 0
+    assert trainer.reported.keys() == {0, 1}
+    for rollout, number in numbers.items():
+        logprobs, entropies, advantages = trainer.reported[number]
+        own = np.flatnonzero(whole.reported == number)
+        assert whole.targets[own].tolist() == rollout.tokens[rollout.mask].tolist()
+        np.testing.assert_allclose(logprobs, before.logprobs[own], atol=1e-5)
+        np.testing.assert_allclose(entropies, before.entropies[own], atol=1e-5)
+        assert set(advantages) == {2.0 if number == 0 else 5.0}
+    assert trainer.step(*two_batches())
+    assert trainer.reported == {}
 
 
 def test_all_updates_of_a_step_use_proximal_logprobs_from_before_the_first():

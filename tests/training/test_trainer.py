@@ -17,6 +17,7 @@ from batches import (
 
 from millrace.core.microbatch import Batch
 from millrace.training.losses.policy_loss import PolicyLoss
+from millrace.training.losses.recipes import build_loss
 from millrace.training.losses.weights import LossAverage
 from millrace.training.optimizer import LossScale
 
@@ -319,3 +320,27 @@ def test_a_users_loss_gets_every_token_with_its_sequence_and_staleness():
     assert by_sequence == {(0.5,) * 3, (-1.0,) * 2}
     assert tokens.staleness.tolist() == [4] * 5
     assert (tokens.num_trained_tokens, tokens.num_sequences) == (5, 2)
+
+
+def test_effective_sample_size_of_the_ratios_scales_the_step():
+    batch = batch_of(mixed_rollouts(rng(), 8))
+    plain, scaled = (
+        trainer_of(
+            tiny_model("llama"),
+            loss=build_loss({"type": "tis", "ess_scaling": ess}, max_new_tokens=8),
+        )
+        for ess in (False, True)
+    )
+    before = {name: own.clone() for name, own in plain.policy.weights().items()}
+    (part,) = batch.microbatches
+    with torch.no_grad():
+        log_ratio = plain.policy.logprobs(part).logprobs - torch.from_numpy(part.engine_logprobs)
+    ratios = log_ratio.double().exp()
+    plain.step(batch)
+    metrics = scaled.step(batch)
+    scale = float(ratios.sum() / (len(ratios) * ratios.square().sum()).sqrt())
+    assert scale < 0.99
+    assert metrics["step_scale"] == pytest.approx(scale, rel=1e-5)
+    for name, own in scaled.policy.weights().items():
+        expected = before[name] + scale * (plain.policy.weights()[name] - before[name])
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-6)

@@ -16,7 +16,7 @@ from millrace.cluster.messages import (
     Stepped,
     TrainStep,
 )
-from millrace.core.errors import CheckpointError, OutOfMemory, WorkerError
+from millrace.core.errors import CheckpointError, OutOfMemory, RankUnreachable, WorkerError
 from millrace.core.mesh import MeshSizes
 from millrace.core.records import WeightUpdate
 from millrace.training.group import StepsInMemory, TrainerGroup
@@ -118,8 +118,9 @@ async def test_group_after_one_that_ran_out_of_memory_splits_microbatches():
     ranks = [FakeWorker(hangs_at=TrainStep), FakeWorker(rank=1, fails_at=TrainStep)]
     group = make_group(*ranks)
     stepping = asyncio.create_task(group.step(BATCH, version=1))
-    for limit in (rows // 2, rows // 4):  # a further one does not fit either
-        ranks[1].error = OutOfMemory("A microbatch is too large.")
+    failing = rows - 2
+    for size, limit in ((f"of {failing} tokens", failing // 2), ("of any size", failing // 2 // 2)):
+        ranks[1].error = OutOfMemory(f"A microbatch {size} does not fit.")
         await run_pending_tasks()
         assert all(rank.dead.done() for rank in ranks)
         assert f"those of more than {limit} tokens are split" in str(ranks[1].dead.result())
@@ -129,6 +130,18 @@ async def test_group_after_one_that_ran_out_of_memory_splits_microbatches():
         rank.hangs_at = rank.fails_at = None
     assert (await stepping).version == 1
     assert [rank.calls[-1].max_rows for rank in ranks] == [limit, limit]
+
+
+async def test_group_whose_rank_lost_another_is_replaced_before_the_death_of_that_one_is_known():
+    ranks = [FakeWorker(fails_at=TrainStep), FakeWorker(rank=1, hangs_at=TrainStep)]
+    ranks[0].error = RankUnreachable("lost its connection to another rank")
+    group = make_group(*ranks)
+    stepping = asyncio.create_task(group.step(BATCH, version=1))
+    await run_pending_tasks()
+    assert all(rank.dead.done() for rank in ranks)
+    assert "lost its connection" in str(ranks[0].dead.result())
+    await group.replace([FakeWorker(), FakeWorker(rank=1)], version=0)  # pyright: ignore
+    assert (await stepping).version == 1
 
 
 async def test_error_of_a_living_rank_is_raised():

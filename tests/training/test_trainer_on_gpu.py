@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from architectures import ARCHITECTURES, tiny_model
+from architectures import ARCHITECTURES, RECURRENT, tiny_model
 from batches import batch_of, mixed_rollouts, random_rollout, sharing_rollouts, trainer_of
 from critics import critic_batch, critic_of
 from safetensors.torch import load_file
@@ -26,7 +26,7 @@ def sharing_batch(prompt: int):
     return batch_of(sharing_rollouts(np.random.default_rng(11), prompt=prompt, sampled=40))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "gpt_oss", *RECURRENT])
 def test_the_gpu_computes_the_logprobs_and_the_step_of_the_cpu(architecture):
     on_cpu = trainer_of(tiny_model(architecture), logprob_chunk=50)
     on_gpu = trainer_of(tiny_model(architecture).to("cuda"), logprob_chunk=50)
@@ -65,7 +65,7 @@ def test_the_flash_path_gives_the_step_of_the_cpu_with_shared_prefixes(architect
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3", "gpt_oss"])
 def test_unsupported_attention_falls_back_from_the_flash_kernel_with_a_warning(architecture):
     on_gpu = trainer_of(tiny_model(architecture).to("cuda"), compute_dtype=torch.bfloat16)
     metrics = on_gpu.step(sharing_batch(9))

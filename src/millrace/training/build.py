@@ -11,10 +11,17 @@ from transformers import PreTrainedModel
 
 from millrace.config import CriticConfig, RunConfig
 from millrace.core.protocols import WeightSender
-from millrace.models.attention.self_test import PACKED
+from millrace.models.attention.self_test import EXACT_PACKED, PACKED
+from millrace.models.exact.mode import check_exact
 from millrace.models.loading import load_model, resolve_device, resolve_dtype
 from millrace.models.lora.trained import TrainedAdapter
-from millrace.models.routing import RouteReplay, check_aux_loss, check_replay, find_routing
+from millrace.models.routing import (
+    RouteReplay,
+    check_aux_loss,
+    check_bias_update,
+    check_replay,
+    find_routing,
+)
 from millrace.models.sharding import shard
 from millrace.training.critic import Critic, GaeEstimator
 from millrace.training.losses.recipes import build_loss
@@ -23,6 +30,7 @@ from millrace.training.parallel.ranks import Ranks
 from millrace.training.policy_model import PolicyModel
 from millrace.training.trainer import Trainer
 from millrace.weights.gathering import GatheringSender
+from millrace.weights.probe import ProbeReference
 from millrace.weights.send_backend import PackingSender
 from millrace.weights.transport import listening_address, make_sender, resolve_transport
 
@@ -50,6 +58,8 @@ def build_trainer(
         ),
         epochs=config.trainer.epochs,
         router_aux_loss=config.trainer.router_aux_loss,
+        router_bias_rate=config.trainer.router_bias_rate,
+        exact_kv=config.engine.kv if config.is_exact else None,
     )
 
 
@@ -57,6 +67,8 @@ def build_policy(
     config: RunConfig, *, path: str, ranks: Ranks, on_forward: Callable[[], None]
 ) -> PolicyModel:
     settings = train_settings(config)
+    if settings.exact:
+        check_exact(resolve_device(config.placement.trainer[0]), settings.compute_dtype)
     is_dora = config.lora is not None and config.lora.dora  # needs the norms of float32 weights
     model = _load(
         config,
@@ -69,6 +81,8 @@ def build_policy(
     replay = _build_replay(model) if config.trainer.replay_routes else None
     if config.trainer.router_aux_loss:
         check_aux_loss(replay)
+    if config.trainer.router_bias_rate:
+        check_bias_update(model, replay)
     return PolicyModel(
         model,
         settings=settings,
@@ -124,22 +138,36 @@ def train_settings(config: RunConfig) -> TrainSettings:
         compute_dtype=resolve_dtype(settings.dtype, resolve_device(config.placement.trainer[0])),
         gradient_checkpointing=settings.gradient_checkpointing,
         compile_layers=settings.compile,
+        exact=config.is_exact,
     )
 
 
-def build_sender(config: RunConfig, *, ranks: Ranks | None = None) -> WeightSender:
+def build_sender(
+    config: RunConfig,
+    *,
+    ranks: Ranks | None = None,
+    reference: ProbeReference | None = None,
+    own_address: str = "",
+) -> WeightSender:
     """The sender of one rank; several ranks gather their weights to rank 0, which has the
-    transport."""
+    transport. `reference`: of the probes that versions carry. `own_address`: of this host, if it is
+    not the controller's."""
+
+    def build() -> PackingSender:
+        return _build_transport(config, reference, own_address=own_address)
+
     if ranks is None or ranks.is_alone:
-        return _build_transport(config)
-    return GatheringSender(lambda: _build_transport(config), timeout_s=config.weights.timeout_s)
+        return build()
+    return GatheringSender(build, timeout_s=config.weights.timeout_s)
 
 
-def _build_transport(config: RunConfig) -> PackingSender:
+def _build_transport(
+    config: RunConfig, reference: ProbeReference | None, *, own_address: str
+) -> PackingSender:
     weights, engine = config.weights, config.engine
     device = resolve_device(config.placement.trainer[0])
     engine_device = _engine_device(config)
-    is_one_host = engine.remote == 0
+    is_one_host = not config.spans_hosts
     transport = resolve_transport(
         weights.transport, device=device, engine_device=engine_device, is_one_host=is_one_host
     )
@@ -148,12 +176,15 @@ def _build_transport(config: RunConfig) -> PackingSender:
         dtype=resolve_dtype(config.transfer_dtype, engine_device),
         payload=weights.payload,
         directory=Path(weights.directory or Path(config.run_dir) / "weights"),
-        address=listening_address(
+        address=own_address
+        or listening_address(
             config.cluster.advertise or config.cluster.address, is_one_host=is_one_host
         ),
         num_engines=engine.num_local + engine.remote,
+        num_evaluators=config.evaluate.engines,
         timeout_s=weights.timeout_s,
         device=device if engine_device.type == "cuda" else None,
+        reference=reference,
     )
 
 
@@ -194,7 +225,7 @@ def _load(
         path,
         dtype=dtype,
         device=resolve_device(config.placement.trainer[0]),
-        attention=PACKED,
+        attention=EXACT_PACKED if config.is_exact else PACKED,
         trust_remote_code=config.model.trust_remote_code,
         shard=None if ranks.is_alone else shard_over_ranks,
     )

@@ -37,7 +37,13 @@ from millrace.cluster.messages import (
 )
 from millrace.cluster.supervision.group import DEATH_NOTICE_S
 from millrace.cluster.worker import Worker
-from millrace.core.errors import CheckpointError, OutOfMemory, RunFailed, WorkerError
+from millrace.core.errors import (
+    CheckpointError,
+    OutOfMemory,
+    RankUnreachable,
+    RunFailed,
+    WorkerError,
+)
 from millrace.core.mesh import MeshSizes
 from millrace.core.microbatch import Batch
 from millrace.core.records import WeightUpdate
@@ -133,6 +139,7 @@ class TrainerGroup:
         self._sizes = sizes or MeshSizes()
         self.num_redone = 0  # steps that were repeated after a death
         self._max_rows: int | None = None  # of a microbatch; lowered when a rank runs out of memory
+        self.publishes = True  # False: no engine wants the weights of a step
         self._step_timeout_s = step_timeout_s
         self._save_timeout_s = save_timeout_s
         self._ranks: Sequence[Worker] = ranks  # empty while the group is being replaced
@@ -141,12 +148,19 @@ class TrainerGroup:
 
     async def step(self, batch: Batch, *more: Batch, version: int) -> Stepped:
         """Update on each batch; the weights become `version`, published in the background."""
-        step = TrainStep(batch=batch, version=version, more=more)
+        step = TrainStep(batch=batch, version=version, more=more, publish=self.publishes)
         reply = await self._call(step, timeout_s=self._step_timeout_s)
         assert isinstance(reply, Stepped)
         assert reply.version == version
         self.past.record(version, (batch, *more))
         return reply
+
+    async def held_out_loss(self, batch: Batch, *, version: int) -> float:
+        """Mean cross-entropy of the trained tokens; `version` is that of the weights."""
+        step = TrainStep(batch=batch, version=version, publish=False, updates=False)
+        reply = await self._call(step, timeout_s=self._step_timeout_s)
+        assert isinstance(reply, Stepped)
+        return reply.metrics["loss"]
 
     async def save(
         self,
@@ -286,8 +300,13 @@ class TrainerGroup:
                 )
             except OutOfMemory as error:
                 assert isinstance(message, TrainStep)
-                self._max_rows = _most_rows(message) // 2
+                self._max_rows = _most_rows(message, failed=error.num_tokens) // 2
                 worker.fail(_shortage(error, max_rows=self._max_rows), error=error)
+                raise worker.dead.result() from error
+            except (
+                RankUnreachable
+            ) as error:  # possibly long before the other one is known to be dead
+                worker.fail(str(error), error=error)
                 raise worker.dead.result() from error
 
         first, *others = await asyncio.gather(*map(call, range(len(ranks)), ranks))
@@ -307,10 +326,10 @@ def _share_of(message: Message, *, data_rank: int) -> Message:
     )
 
 
-def _most_rows(step: TrainStep) -> int:
-    """Rows of the largest microbatch, as far as it can be split."""
+def _most_rows(step: TrainStep, *, failed: int | None) -> int:
+    """Rows of the microbatch that failed, or else of the largest, as far as it can be split."""
     rows = [len(part.tokens) for batch in (step.batch, *step.more) for part in batch.microbatches]
-    return min(max(rows), step.max_rows or max(rows))
+    return min(failed or max(rows), step.max_rows or max(rows))
 
 
 def _shortage(error: OutOfMemory, *, max_rows: int) -> str:

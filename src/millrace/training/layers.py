@@ -8,40 +8,40 @@ weights are cast here. torch.compile cannot know how many tokens each expert get
 not compiled.
 
 Model code computes an RMS norm in seven operations, each a pass over memory, and as many in the
-backward pass; on CPUs and in small models that is a fifth of a step. fuse_norms replaces the
-forward function of modules whose output shows that they compute exactly this norm.
+backward pass; on CPUs and in small models that is a fifth of a step. fuse_norms replaces them.
 D = size of the normed dimension.
 """
 
 import functools
 import os
 import shutil
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from millrace.core.errors import ConfigError
+from millrace.models.exact.mode import ExactMode
+from millrace.models.exact.norms import find_norms, use_exact_norms
 from millrace.models.lora.experts import expert_modules, local_forward, set_forward
 from millrace.models.sharding import decoder_layers
 from millrace.training.optimizer import TrainSettings
 
-_PROBE_ROWS = 3
-_EPSILONS = ("variance_epsilon", "eps", "epsilon")  # attribute names in models
-
 
 def prepare_layers(model: PreTrainedModel, settings: TrainSettings) -> None:
     prepare_experts(model)
-    if settings.compile_layers:
+    if settings.compile_layers and not settings.exact:
         compile_layers(model)
-    elif model.device.type == "cpu":
+    elif settings.exact and model.device.type == "cuda":
+        use_exact_norms(model)
+    elif model.device.type == "cpu" and not settings.exact:
         fuse_norms(model)
     if settings.gradient_checkpointing:
-        checkpoint_layers(model)
+        checkpoint_layers(model, exact=settings.compute_dtype if settings.exact else None)
 
 
 def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None:
@@ -61,11 +61,18 @@ def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None
         layer.forward = functools.partial(compiled[type(layer)], layer)
 
 
-def checkpoint_layers(model: PreTrainedModel) -> None:
+def checkpoint_layers(model: PreTrainedModel, *, exact: torch.dtype | None = None) -> None:
     """Keep only the inputs of each layer for the backward pass and recompute the rest. That of
-    transformers needs train mode, and the model stays in eval mode."""
+    transformers needs train mode, and the model stays in eval mode. `exact`: the dtype of exact
+    mode."""
+
+    def contexts() -> tuple[Any, Any]:  # of the forward pass, and of computing it again
+        return nullcontext(), nullcontext() if exact is None else ExactMode(exact)
+
     for layer in decoder_layers(model):
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = functools.partial(
+            checkpoint, layer.forward, use_reentrant=False, context_fn=contexts
+        )
 
 
 def prepare_experts(model: PreTrainedModel) -> None:
@@ -117,39 +124,10 @@ class _Norm(torch.autograd.Function):
 
 def fuse_norms(model: nn.Module) -> int:
     """Fuse all RMS norms of a model; returns their number."""
-    num_fused = 0
-    for module in model.modules():
-        if (epsilon := _epsilon(module)) is None:
-            continue
-        for offset in (0.0, 1.0):  # some models store the gain minus one
-            if _computes_norm(module, epsilon=epsilon, offset=offset):
-                module.forward = functools.partial(
-                    _forward_norm, module, module.forward, epsilon, offset
-                )
-                num_fused += 1
-                break
-    return num_fused
-
-
-def _epsilon(module: nn.Module) -> float | None:
-    """The module's epsilon; None if it cannot be a norm with a gain."""
-    weight = getattr(module, "weight", None)
-    names = [name for name in _EPSILONS if isinstance(getattr(module, name, None), float)]
-    is_gain = isinstance(weight, nn.Parameter) and weight.ndim == 1
-    alone = is_gain and len(list(module.parameters())) == 1
-    return float(getattr(module, names[0])) if alone and names else None
-
-
-def _computes_norm(module: nn.Module, *, epsilon: float, offset: float) -> bool:
-    weight: Any = module.weight
-    generator = torch.Generator().manual_seed(0)
-    *x, gain = torch.randn(_PROBE_ROWS + 1, len(weight), generator=generator).to(weight.device)
-    x = torch.stack(x)
-    x = torch.cat([x, x * epsilon**0.5])  # ordinary, and so small that epsilon dominates
-    with torch.no_grad():
-        theirs = functional_call(module, {"weight": gain.to(weight.dtype)}, (x,))
-        ours = _Norm.apply(x, gain + offset, epsilon)
-    return theirs.shape == ours.shape and torch.allclose(theirs, ours, rtol=1e-5, atol=1e-6)
+    norms = [*find_norms(model)]
+    for module, epsilon, offset in norms:
+        module.forward = functools.partial(_forward_norm, module, module.forward, epsilon, offset)
+    return len(norms)
 
 
 def _forward_norm(

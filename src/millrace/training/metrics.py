@@ -2,7 +2,8 @@
 
 Promise: every mean is over the trained tokens of the whole step, so no number depends on how it was
 split. Sums stay on the device, in float64, until the step is over: one wait per step. Then the sums
-of all ranks are added, so the metrics are those of the whole step, however many ranks share it.
+of all ranks are added, so the metrics are those of the whole step, however many ranks share it. The
+numbers of single tokens of a few rollouts (Microbatch.reported) leave the device with the sums.
 """
 
 import math
@@ -14,14 +15,21 @@ import torch
 from torch import Tensor
 
 from millrace.core.completions import unknown_id
-from millrace.core.microbatch import Batch
-from millrace.training.losses.loss import TokenBatch
+from millrace.core.microbatch import Batch, Microbatch
+from millrace.training.losses.loss import RATIO, SQUARED_RATIO, TokenBatch
 
 # Histogram of log ratios for quantiles: they are right to 1 %. A ratio of 1 is the middle of a bin,
 # so the quantiles of on-policy tokens are exactly 1.
 LOG_RANGE = 2.0
 NUM_BINS = 401
 QUANTILES = {"ratio/p01": 0.01, "ratio/p99": 0.99}
+
+
+_EXACT = {
+    "mismatch/differing_logprobs": "_differing",
+    "mismatch/compared_logprobs": "_compared",
+    "mismatch/mixed_context_tokens": "_mixed",
+}
 
 
 class StepMetrics:
@@ -32,6 +40,8 @@ class StepMetrics:
         self._extremes: Tensor | None = None  # [2] float64; the largest ratio, minus the smallest
         self._num_tokens = 0
         self._num_microbatches = 0
+        # Numbers of rollouts [n], and for their tokens the rows of HostSums.reported [3, n].
+        self._reported: list[tuple[np.ndarray, Tensor]] = []
 
     @torch.no_grad()
     def add(
@@ -66,23 +76,61 @@ class StepMetrics:
         self._num_tokens += len(ratio)
         self._num_microbatches += 1
 
+    @torch.no_grad()
+    def compare_bits(self, tokens: TokenBatch, is_mixed: np.ndarray | None) -> None:
+        """Count on-policy logprobs that are not the engine's, bit for bit. Tokens where `is_mixed`
+        [N] is True cannot be compared: see mixed_context()."""
+        on_policy = tokens.staleness == 0
+        mixed = torch.zeros_like(on_policy)
+        if is_mixed is not None:
+            mixed = torch.from_numpy(is_mixed).to(on_policy.device) & on_policy
+        logprobs = (tokens.trainer_logprobs.detach(), tokens.engine_logprobs)
+        ours, theirs = (values.contiguous().view(torch.int32) for values in logprobs)
+        compared = on_policy & ~mixed
+        counts = {"differing": (ours != theirs) & compared, "compared": compared, "mixed": mixed}
+        for name, chosen in counts.items():
+            total = self._sums.get(f"_{name}", 0)
+            self._sums[f"_{name}"] = total + chosen.sum(dtype=torch.float64)
+
+    @torch.no_grad()
+    def report(self, tokens: TokenBatch, reported: np.ndarray | None) -> None:
+        """Add the numbers of single tokens of a microbatch; `reported` is its field."""
+        if reported is not None:
+            columns = torch.stack([tokens.trainer_logprobs, tokens.entropies, tokens.advantages])
+            chosen = torch.from_numpy(np.flatnonzero(reported >= 0)).to(columns.device)
+            self._reported.append((reported[reported >= 0], columns.index_select(1, chosen)))
+
     def extend(self, other: "StepMetrics") -> None:
         if other._extremes is not None:
             self._accumulate(other._sums, other._extremes)
             self._num_tokens += other._num_tokens
             self._num_microbatches += other._num_microbatches
+            self._reported += other._reported
 
     @property
     def loss(self) -> Tensor:
         return self._sums["_loss"]
 
+    def ratio_sums(self) -> tuple[float, float, float]:
+        """Number of tokens, and the sums of the loss's ratios and of their squares."""
+        if RATIO not in self._sums:  # no microbatch with trained tokens
+            return 0.0, 0.0, 0.0
+        ratios, squares = torch.stack([self._sums[RATIO], self._sums[SQUARED_RATIO]]).tolist()
+        return float(self._num_tokens), ratios, squares
+
     def on_host(self) -> "HostSums":
         """Waits for the device once."""
         if self._extremes is None:
             return HostSums()
-        columns = [*self._sums.values(), self._extremes]
+        columns = [*self._sums.values(), self._extremes, *(own for _, own in self._reported)]
         values = torch.cat([column.double().flatten() for column in columns]).cpu().numpy()
-        *sums, extremes = np.split(values, np.cumsum([column.numel() for column in columns])[:-1])
+        parts = np.split(values, np.cumsum([column.numel() for column in columns])[:-1])
+        sums, (extremes, *of_tokens) = parts[: len(self._sums)], parts[len(self._sums) :]
+        reported: dict[int, np.ndarray] = {}
+        for (numbers, _), part in zip(self._reported, of_tokens, strict=True):
+            for number in np.unique(numbers).tolist():  # a later epoch has it, too
+                own = part.reshape(3, -1)[:, numbers == number].astype(np.float32)
+                reported.setdefault(number, own)
         return HostSums(
             sums={
                 name: values.reshape(own.shape or 1)
@@ -91,6 +139,7 @@ class StepMetrics:
             extremes=extremes,
             num_tokens=self._num_tokens,
             num_microbatches=self._num_microbatches,
+            reported=reported,
         )
 
     def summary(self) -> dict[str, float]:
@@ -117,6 +166,13 @@ class HostSums:
     extremes: np.ndarray = field(default_factory=lambda: np.full(2, -np.inf))
     num_tokens: int = 0
     num_microbatches: int = 0
+    # By rollout: logprobs, entropies and advantages of its trained tokens, in their first update.
+    reported: dict[int, np.ndarray] = field(default_factory=dict[int, np.ndarray])  # [3, n] float32
+
+
+def expert_load(ranks: Sequence[HostSums]) -> np.ndarray:  # [layers, experts]
+    """How many trained tokens of all ranks each expert computed; routes are replayed."""
+    return np.sum([rank.sums["_expert_load"] for rank in ranks if rank.sums], axis=0)
 
 
 def summarize(ranks: Sequence[HostSums]) -> dict[str, float]:
@@ -137,6 +193,7 @@ def summarize(ranks: Sequence[HostSums]) -> dict[str, float]:
         "ratio/min": -float(minus_least),
         "ratio/effective_sample_size": float(effective_size[0]),
         **_quantiles(sums["_histogram"]),
+        **{name: float(sums[own][0]) for name, own in _EXACT.items() if own in sums},
         **(_balance(sums["_expert_load"]) if "_expert_load" in sums else {}),
         "batch/trained_tokens": float(num_tokens),
         "batch/microbatches": float(sum(rank.num_microbatches for rank in ranks)),
@@ -162,6 +219,13 @@ def _balance(load: np.ndarray) -> dict[str, float]:
         "moe/load_max": float(shares.max(1).mean()) * num_experts,
         "moe/load_entropy": float(entropies.mean()) / math.log(num_experts),
     }
+
+
+def mixed_context(part: Microbatch) -> np.ndarray:  # [N] bool
+    """Tokens of which an earlier one of the same rollout was sampled by another version: with
+    kv = "keep", several versions computed their context, which no trainer can reproduce."""
+    first = np.searchsorted(part.rollouts, part.rollouts)
+    return part.versions != part.versions[first]
 
 
 def replayed_rows(batches: Sequence[Batch]) -> tuple[int, int]:

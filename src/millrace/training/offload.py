@@ -31,7 +31,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """`optimizer` computes the updates; it keeps state per parameter only."""
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._optimizer = optimizer
+        self.inner = optimizer
         self._bucket_bytes = bucket_bytes
         self._device = self.param_groups[0]["params"][0].device
         self._is_cuda = self._device.type == "cuda"
@@ -104,16 +104,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _update(self, bucket: Bucket, states: States) -> States:
         group, parameters = bucket
         part = {**group, "params": parameters}
-        self._optimizer.param_groups = [part]
-        self._optimizer.state = defaultdict(dict, zip(parameters, states, strict=True))
-        self._optimizer.step()
+        self.inner.param_groups = [part]
+        self.inner.state = defaultdict(dict, zip(parameters, states, strict=True))
+        self.inner.step()
         if any(part[key] is not group.get(key) for key in part.keys() - {"params", "lr"}):
             raise ConfigError(
-                f"optimizer.offload = true does not fit {type(self._optimizer).__name__}, which"
+                f"optimizer.offload = true does not fit {type(self.inner).__name__}, which"
                 " keeps state for all parameters together; set optimizer.offload to false."
             )
-        updated = [self._optimizer.state[parameter] for parameter in parameters]
-        self._optimizer.state = defaultdict(dict)
+        updated = [self.inner.state[parameter] for parameter in parameters]
+        self.inner.state = defaultdict(dict)
         return updated
 
     def _store(self, parameters: list[Tensor], states: States) -> None:

@@ -11,8 +11,7 @@ Trained weights and optimizer state are float32; bfloat16, or float16 with a sca
 for computing only. The module stays in eval mode, because dropout would make the trainer's
 distribution differ from the engine's.
 
-Used by one thread. T = rows of a microbatch, N = its trained tokens, D = hidden size, K = ids per
-token that a teacher gives logprobs for.
+Used by one thread. T = rows of a microbatch, N = its trained tokens, D = hidden size.
 """
 
 import math
@@ -31,18 +30,19 @@ from millrace.core.errors import OutOfMemory
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.models.attention.context import OwnTokens
 from millrace.models.attention.layout import PackedLayout
+from millrace.models.exact.attention import Tiles
 from millrace.models.kept_rows import KeptRows
 from millrace.models.loading import hidden_states
 from millrace.models.logprobs import chunked_distributions
 from millrace.models.lora.trained import TrainedAdapter
-from millrace.models.routing import RouteReplay
-from millrace.models.sharding import gathered, inside
+from millrace.models.routing import RouteReplay, policy_tensors
+from millrace.models.sharding import gathered, inside, zero_unused_gradients
 from millrace.training.checkpoints.optimizer_state import load_named_state, named_state
 from millrace.training.checkpoints.snapshot import Parts, Write, host_copy, model_writer
 from millrace.training.layers import prepare_layers
 from millrace.training.optimizer import LossScale, TrainSettings, build_optimizer
 from millrace.training.packing.splitting import RowLimit, kept_rows, placeholder
-from millrace.training.parallel.gradients import scale, squared_norm, sum_unsharded
+from millrace.training.parallel.gradients import clip, scale, squared_norm, sum_unsharded
 from millrace.training.parallel.ranks import Ranks
 from millrace.training.token_batches import PolicyOutput, as_tensor
 
@@ -59,6 +59,7 @@ class Gradient:
     num_splits: int  # microbatches that were split to fit into memory
     norm: float = math.nan  # before clipping; set by clipped_gradient()
     is_finite: bool = False  # whether it may be applied; likewise
+    step_scale: float = 1.0  # of the learning rate that it was applied with
 
 
 class TrainableModel:
@@ -98,14 +99,16 @@ class TrainableModel:
         """The backbone's last hidden states; differentiable."""
         self._on_forward()
         device, context = self.device, self.ranks.context
-        with self._settings.autocast(device):
-            own = (context.own_rows(x) for x in (microbatch.tokens, microbatch.positions))
-            tokens, positions = (as_tensor(x, np.int64, device)[None] for x in own)
+        layout = PackedLayout(microbatch.lengths, parents=microbatch.parents, device=device)
+        own = (context.own_rows(x) for x in (microbatch.tokens, microbatch.positions))
+        tokens, positions = (as_tensor(x, np.int64, device)[None] for x in own)
+        with self._settings.numerics(device):
             return hidden_states(
                 self._backbone,
                 input_ids=tokens,
                 position_ids=positions,
-                layout=PackedLayout(microbatch.lengths, parents=microbatch.parents, device=device),
+                layout=layout,
+                tiles=Tiles.packed(layout, device) if self._settings.exact else None,
                 context=context if context.size > 1 else None,
             )
 
@@ -114,10 +117,9 @@ class TrainableModel:
         """Replace each microbatch by compute() of it, without a gradient; large ones are split."""
 
         def run(part: Microbatch) -> Microbatch:
-            if len(part.targets):
-                return compute(part)
-            self.idle_pass(part)
-            return part
+            if not len(part.targets):
+                self.idle_pass(part)
+            return compute(part) if len(part.targets) else part
 
         parts, _ = self._in_parts(batch, run)
         return replace(batch, microbatches=tuple(parts))
@@ -138,12 +140,11 @@ class TrainableModel:
         results = [result for result in results if result is not None]
         for value, _ in results:
             total += value
-        gradients = self._gradients()
         if not self.ranks.is_alone:
-            sum_unsharded(gradients, self.ranks)
-        self._loss_scale.unscale(gradients)
-        outputs = [output for _, output in results]
-        return Gradient(loss=total, outputs=outputs, num_splits=num_splits)
+            zero_unused_gradients(self.module)
+            sum_unsharded(self._gradients(), self.ranks)
+        self._loss_scale.unscale(self._gradients())
+        return Gradient(loss=total, outputs=[o for _, o in results], num_splits=num_splits)
 
     def clipped_gradient(self, batch: Batch, loss: LossFunction) -> Gradient:
         """Compute and clip the gradient of a batch. If float16 overflows, it is computed again with
@@ -165,12 +166,12 @@ class TrainableModel:
     def _clip(self, loss: Tensor) -> tuple[float, float]:
         """Clip the gradient; returns the loss and the norm over all ranks."""
         max_norm = self._settings.max_grad_norm
-        if self.ranks.is_alone:
-            norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm=max_norm)
+        gradients = self._gradients()
+        if self.ranks.sizes.num_ranks == 1:
+            norm = clip(gradients, max_norm=max_norm)
             # One wait for the device.
             total, grad_norm = torch.stack([loss, norm.double()]).tolist()
             return total, grad_norm
-        gradients = self._gradients()
         squared = squared_norm(gradients, num_ranks=self.ranks.sizes.num_ranks)
         total, squared_sum = self.ranks.sum(torch.stack([loss, squared]).tolist())
         grad_norm = math.sqrt(squared_sum)
@@ -232,13 +233,13 @@ class TrainableModel:
                     break
             else:
                 return results, num_splits
-            if len(part.targets):  # a placeholder is not the reason
+            size = "without trained tokens"  # which is not the reason
+            if len(part.targets):
+                size = f"of {len(part.tokens)} tokens"
                 self.row_limit.lower(part)
             if not self.ranks.is_alone:  # the others wait for it in the middle of a pass
-                raise OutOfMemory(
-                    f"A microbatch of {len(part.tokens)} tokens does not fit into the memory of"
-                    f" the trainer's rank {self.ranks.rank}."
-                )
+                rank = f"the trainer's rank {self.ranks.rank}"
+                raise OutOfMemory(f"A microbatch {size} does not fit into the memory of {rank}.")
 
 
 def _unless_out_of_memory(
@@ -278,9 +279,8 @@ class PolicyModel(TrainableModel):
     def logprobs(
         self, microbatch: Microbatch, *, topk_ids: np.ndarray | None = None
     ) -> PolicyOutput:
-        """Logprobs of the trained tokens, in order, in the distributions they were sampled from:
-        at their temperatures, among their kept ids, with their expert routes. `topk_ids` [N, K]
-        asks for logprobs of further ids."""
+        """Logprobs of the trained tokens, in order, in the distributions they were sampled from (by
+        temperature, kept ids and expert routes), and of a teacher's `topk_ids` [N, K]."""
         return inside(self.module, lambda: self._logprobs(microbatch, topk_ids))
 
     def idle_pass(self, part: Microbatch) -> Tensor:
@@ -292,12 +292,12 @@ class PolicyModel(TrainableModel):
             routes = microbatch.routes
             own_routes = None if routes is None else self.ranks.context.own_rows(routes)
             self._replay.begin(own_routes, device=device)
-        hidden = self.hidden_states(microbatch)
+        hidden = self._settings.before_head(self.hidden_states(microbatch))
         own, kept = self._own_tokens(microbatch), microbatch.kept
         if kept is not None and own.chosen is not None:
             kept = kept_rows(kept, own.chosen)
         ids = None if topk_ids is None else as_tensor(own.of(topk_ids), np.int64, device)
-        with self._settings.autocast(device):
+        with self._settings.numerics(device):
             logprobs, entropies, topk = chunked_distributions(
                 self.module,
                 hidden.index_select(0, as_tensor(own.rows, np.int64, device)),
@@ -306,7 +306,7 @@ class PolicyModel(TrainableModel):
                 temperatures=as_tensor(own.of(microbatch.temperatures), np.float32, device),
                 kept=None if kept is None else KeptRows.of(kept, device=device),
                 chunk=self._logprob_chunk,
-                compiled=self._settings.compile_layers,
+                compiled=self._settings.compile_layers and not self._settings.exact,
             )
         topk = None if topk is None else own.gather(topk)
         return PolicyOutput(own.gather(logprobs), own.gather(entropies), topk)
@@ -372,8 +372,10 @@ class PolicyModel(TrainableModel):
         return self.logprobs(part).logprobs.cpu().numpy()
 
     def weights(self) -> dict[str, Tensor]:
-        """The tensors that a version consists of: the adapter's, or all parameters."""
-        return super().weights() if self._adapter is None else self._adapter.named_weights()
+        """The tensors that a version consists of: the adapter's, or all of the model's."""
+        if self._adapter is not None:
+            return self._adapter.named_weights()
+        return {name: tensor.detach() for name, tensor in policy_tensors(self.module).items()}
 
     def load_adapter(self, folder: Path) -> None:
         """Load the adapter's weights; a model without one was loaded with its weights."""

@@ -8,16 +8,20 @@ computes the advantages, and it learns from every batch that the policy learns f
 Used by one thread.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError
 from torch import Tensor
 
-from millrace.core.errors import CheckpointError
+from millrace.core.errors import CheckpointError, RunFailed
 from millrace.core.microbatch import Batch, Microbatch
+from millrace.models.routing import balance_experts
 from millrace.training.checkpoints.directory import CRITIC
 from millrace.training.checkpoints.optimizer_state import sharded_tensors
 from millrace.training.checkpoints.shards import own_parts
@@ -32,8 +36,15 @@ from millrace.training.checkpoints.snapshot import (
     restore_random_state,
 )
 from millrace.training.critic import Critic
-from millrace.training.losses.loss import AdaptiveLoss, Loss, loss_needs
-from millrace.training.metrics import HostSums, StepMetrics, replayed_rows, summarize
+from millrace.training.losses.loss import AdaptiveLoss, Loss, loss_needs, scales_step
+from millrace.training.metrics import (
+    HostSums,
+    StepMetrics,
+    expert_load,
+    mixed_context,
+    replayed_rows,
+    summarize,
+)
 from millrace.training.optimizer import Schedule
 from millrace.training.policy_model import Gradient, PolicyModel
 from millrace.training.token_batches import token_batch
@@ -53,15 +64,21 @@ class Trainer:
         schedule: Schedule,
         epochs: int = 1,  # passes of a step over its batches
         router_aux_loss: float = 0.0,  # coefficient of PolicyModel.router_aux_loss()
+        router_bias_rate: float = 0.0,  # of balance_experts()
+        exact_kv: str | None = None,  # engine.kv in exact mode; None = logprobs may differ
     ) -> None:
         self.policy = policy
         self.steps_done = 0  # = the Version of the weights
         self.skipped: tuple[int, ...] = ()  # batches of the last step whose updates were skipped
+        self.reported: dict[int, np.ndarray] = {}  # of the last step, see HostSums
         self._loss = loss
         self.critic = critic
         self._schedule = schedule
         self._epochs = epochs
         self._router_aux_loss = router_aux_loss
+        self._router_bias_rate = router_bias_rate
+        self._exact_kv = exact_kv
+        self._has_updated = False  # since the step began
 
     def step(self, *batches: Batch) -> dict[str, float]:
         """Make one version: in each epoch one optimizer update per batch. Returns the metrics of
@@ -71,21 +88,36 @@ class Trainer:
             batches = self.critic.estimate_advantages(batches)
         batches, num_proximal = self._with_logprobs(batches)
         batches *= self._epochs
+        self._has_updated = False
         learning_rate = 0.0 if self._is_critic_warmup else self._schedule.at(self.steps_done)
         updates = [self._update(batch, learning_rate=learning_rate) for batch in batches]
         self.skipped = tuple(i for i, update in enumerate(updates) if not update.is_finite)
         self.steps_done += 1
         counted = [update for update in updates if update.is_finite] or updates
-        summary, num_splits, num_proximal, replayed_share = self._over_ranks(
+        sums, num_splits, num_proximal, replayed_share = self._over_ranks(
             _merged([_merged(update.outputs) for update in counted]),
             num_splits=sum(update.num_splits for update in updates),
             num_proximal=num_proximal,
             rows=replayed_rows(batches),
         )
+        summary = summarize(sums)
+        if num := int(summary.get("mismatch/differing_logprobs", 0)):
+            raise RunFailed(
+                f"In step {self.steps_done}, {num} of {int(summary['mismatch/compared_logprobs'])}"
+                " on-policy logprobs of the trainer are not those of the engine, bit for bit, as"
+                " fidelity.mode = 'exact' promises; run both on equal devices with equal libraries,"
+                " or set it to 'fast'."
+            )
+        self.reported = {number: own for rank in sums for number, own in rank.reported.items()}
+        if self._router_bias_rate and counted[0].is_finite and learning_rate:
+            load = expert_load(sums)
+            balance_experts(self.policy.module, load, rate=self._router_bias_rate)
         if isinstance(self._loss, AdaptiveLoss) and counted[0].is_finite:
             self._loss = self._loss.adapted(summary)
         if self.critic is not None:
             summary |= self.critic.step_metrics()
+        if scales_step(self._loss):
+            summary["step_scale"] = sum(update.step_scale for update in counted) / len(counted)
         if self.policy.replays_routes:
             summary["routing/replayed_share"] = replayed_share
         return {
@@ -98,6 +130,14 @@ class Trainer:
             "learning_rate": learning_rate,
             "skipped/updates": float(len(self.skipped)),
         }
+
+    def held_out_loss(self, batch: Batch) -> float:
+        """Mean cross-entropy of the trained tokens of a batch, which nothing is learned from."""
+        parts = self.policy.with_proximal_logprobs(batch).microbatches
+        found = [p.proximal_logprobs for p in parts if p.proximal_logprobs is not None]
+        own = sum(float(logprobs.sum(dtype=np.float64)) for logprobs in found)
+        (total,) = self.policy.ranks.sum([own])
+        return -total / self.policy.ranks.num_per_share / batch.num_trained_tokens
 
     def limit_rows(self, most: int) -> None:
         """Split microbatches with more rows from now on."""
@@ -152,14 +192,14 @@ class Trainer:
 
     def _over_ranks(
         self, metrics: StepMetrics, *, num_splits: int, num_proximal: int, rows: tuple[int, int]
-    ) -> tuple[dict[str, float], int, int, float]:
-        """The summary of all ranks' metrics, the sums of their counts, and the share of rows."""
+    ) -> tuple[Sequence[HostSums], int, int, float]:
+        """The metrics of all ranks, the sums of their counts, and the share of replayed rows."""
         found = self.policy.ranks.gather(
             (metrics.on_host(), num_splits, num_proximal, *rows),
             tuple[HostSums, int, int, int, int],
         )
         sums, splits, proximal, replayed, computed = zip(*found, strict=True)
-        return summarize(sums), sum(splits), sum(proximal), sum(replayed) / sum(computed)
+        return sums, sum(splits), sum(proximal), sum(replayed) / sum(computed)
 
     @property
     def _is_critic_warmup(self) -> bool:
@@ -187,9 +227,17 @@ class Trainer:
         )
         # The critic learns first: either both learn from a batch or neither does.
         is_finite = gradient.is_finite and (self.critic is None or self.critic.update(batch))
+        scale = self._step_scale(gradient) if is_finite and scales_step(self._loss) else 1.0
         if is_finite and not self._is_critic_warmup:
-            self.policy.apply_gradient(learning_rate=learning_rate)
-        return replace(gradient, is_finite=is_finite)
+            self.policy.apply_gradient(learning_rate=scale * learning_rate)
+            self._has_updated = True
+        return replace(gradient, is_finite=is_finite, step_scale=scale)
+
+    def _step_scale(self, gradient: Gradient) -> float:
+        """The square root of the effective sample size, as a share of the tokens of all ranks."""
+        sums = _merged(gradient.outputs).ratio_sums()
+        num_tokens, ratios, squares = self.policy.ranks.sum(sums)
+        return math.sqrt(ratios**2 / (num_tokens * squares))
 
     def _microbatch_loss(self, part: Microbatch, batch: Batch) -> tuple[Tensor, StepMetrics]:
         topk_ids = part.topk_ids if loss_needs(self._loss, "topk") else None
@@ -203,6 +251,10 @@ class Trainer:
         metrics = StepMetrics()
         load = self.policy.expert_load(part)
         metrics.add(tokens, loss=loss.detach(), named=named, expert_load=load)
+        metrics.report(tokens, part.reported)
+        if self._exact_kv is not None and not self._has_updated:
+            is_mixed = mixed_context(part) if self._exact_kv == "keep" else None
+            metrics.compare_bits(tokens, is_mixed)
         return loss, metrics
 
 

@@ -6,6 +6,9 @@ weights are published, so that the controller packs and sends the next batch mea
 """
 
 import time
+from collections.abc import Sequence
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -29,14 +32,16 @@ from millrace.cluster.messages import (
 )
 from millrace.config import RunConfig
 from millrace.core import files as storage
-from millrace.core.errors import CheckpointError, RunFailed
+from millrace.core.errors import CheckpointError, RankUnreachable, RunFailed
 from millrace.core.records import WeightUpdate
 from millrace.core.spans import Timeline
-from millrace.models.directory import load_tokenizer
-from millrace.models.loading import resolve_device
+from millrace.models.directory import load_tokenizer, text_config
+from millrace.models.loading import resolve_device, resolve_dtype
 from millrace.training.build import build_sender, build_trainer, seed_everything
 from millrace.training.checkpoints.snapshot import CheckpointWriter
-from millrace.training.parallel.ranks import Ranks
+from millrace.training.parallel.interfaces import use_interface_to
+from millrace.training.parallel.ranks import Ranks, is_lost_connection
+from millrace.weights.probe import ProbeReference
 from millrace.weights.publisher import Publisher
 
 PROGRESS_S = 0.25
@@ -66,14 +71,13 @@ class TrainerWorker:
         # The checkpoint of an adapter holds no model, so the base model comes from the config.
         path = config.model.path if config.lora else message.checkpoint or config.model.path
         seed_everything(config.seed)
-        self._ranks = Ranks.join(  # before the model is loaded: each rank loads its shard
-            config.trainer.mesh_sizes,
-            rank=message.rank,
-            rendezvous=message.rendezvous,
-            device=device,
-            backend="gloo" if len(set(devices)) < len(devices) else None,  # NCCL shares no GPU
-            timeout_s=config.supervision.stall_timeout_s,  # a hung rank is found before that
-        )
+        # Before the model is loaded: each rank loads its shard.
+        self._ranks = _join_ranks(message, config, devices=devices, device=device)
+        if not self._ranks.is_alone:
+            found = text_config(path, trust_remote_code=config.model.trust_remote_code)
+            model = sha256(found.to_json_string().encode()).hexdigest()[:12]
+            packages = {name: version(name) for name in ("millrace", "torch", "transformers")}
+            self._ranks.check_equal({**packages, "model config": model})
         self._trainer = build_trainer(
             config, path=path, ranks=self._ranks, on_forward=self._on_forward
         )
@@ -87,6 +91,8 @@ class TrainerWorker:
         exports = config.lora is not None and config.lora.export_merged
         self._has_adapter = config.lora is not None
         self._export_version = config.trainer.steps if exports else None
+        # Engines that wake up need what the trainer holds for its next step.
+        self._gives_memory_back = device.type == "cuda" and config.cluster.share_gpu == "sleep"
         self._trained_tokens = 0.0
         self._num_forwards = 0
         self._is_stepping = False
@@ -94,10 +100,23 @@ class TrainerWorker:
         self._timeline = timeline
         self._reported_at = time.monotonic()
         self._publisher = Publisher(
-            build_sender(config, ranks=self._ranks),
+            build_sender(
+                config,
+                ranks=self._ranks,
+                reference=self._reference(config, device),
+                own_address=message.own_address,
+            ),
             emit=self._announce,
             patience_s=config.weights.timeout_s,
         )
+
+    def _reference(self, config: RunConfig, device: torch.device) -> ProbeReference | None:
+        if not config.probes_weights or self._ranks.rank != 0:
+            return None
+        # Adapters travel in float32, whatever engines compute in.
+        dtype = str(resolve_dtype(config.engine.dtype, device)) if config.lora else ""
+        module, name = self._trainer.policy.module, dtype.removeprefix("torch.")
+        return ProbeReference(module, lora=config.lora, dtype=name)
 
     def serve(self) -> None:
         """Answer calls until Stop. Raises errors of the publisher's thread."""
@@ -135,7 +154,7 @@ class TrainerWorker:
                 case _:
                     raise TypeError(f"a running trainer does not take {type(message).__name__}")
         except Exception as error:  # noqa: BLE001 - the controller raises it again
-            call.fail(error)
+            call.fail(_lost_rank(error) if is_lost_connection(error) else error)
             return True
         if isinstance(message, TrainStep):
             self._timeline.enter("publish", busy=True)  # before the reply: the step is over
@@ -165,15 +184,23 @@ class TrainerWorker:
             self._publisher.release(update.version)  # rank 0 holds its bytes
 
     def _step(self, message: TrainStep) -> Stepped:
-        assert message.version == self._trainer.steps_done + 1, "a step makes the next version"
-        self._timeline.enter("step", busy=True)
+        made = message.version if message.updates else message.version + 1
+        assert made == self._trainer.steps_done + 1, "a step makes the next version"
+        self._timeline.enter("step" if message.updates else "evaluate", busy=True)
         self._is_stepping = True
         if message.max_rows is not None:
             self._trainer.limit_rows(message.max_rows)
+        if not message.updates:
+            loss = self._trainer.held_out_loss(message.batch)
+            self._is_stepping = False
+            return Stepped(version=message.version, metrics={"loss": loss})
         metrics = self._trainer.step(message.batch, *message.more)
         self._is_stepping = False
+        if self._gives_memory_back:
+            torch.cuda.empty_cache()
         self._trained_tokens += metrics["batch/trained_tokens"]
-        return Stepped(version=message.version, metrics=metrics, skipped=self._trainer.skipped)
+        skipped, reported = self._trainer.skipped, self._trainer.reported
+        return Stepped(version=message.version, metrics=metrics, skipped=skipped, reported=reported)
 
     def _save(self, call: WorkerCall, message: SaveCheckpoint) -> None:
         """Copy the state. A thread writes it and replies while steps continue."""
@@ -184,6 +211,8 @@ class TrainerWorker:
         try:
             snapshot = self._trainer.snapshot(merged_into=MERGED if is_exported else None)
         except (MemoryError, RuntimeError) as error:
+            if is_lost_connection(error):
+                raise
             # Other ranks may be in the middle of a collective: only one rank alone can go on.
             kind = CheckpointError if self._ranks.is_alone else RunFailed
             raise kind(
@@ -234,6 +263,29 @@ class TrainerWorker:
         self._num_forwards += 1
         if time.monotonic() - self._reported_at >= PROGRESS_S:
             self._report_progress()
+
+
+def _lost_rank(error: Exception) -> RankUnreachable:
+    reason = str(error).split(". ")[0]
+    return RankUnreachable(f"lost its connection to another rank ({reason})")
+
+
+def _join_ranks(
+    message: StartTrainer, config: RunConfig, *, devices: Sequence[str], device: torch.device
+) -> Ranks:
+    shares_gpu = message.shares_gpu
+    if shares_gpu is None:
+        shares_gpu = len(set(devices)) < len(devices)
+    if message.peer_address:
+        use_interface_to(message.peer_address)
+    return Ranks.join(
+        config.trainer.mesh_sizes,
+        rank=message.rank,
+        rendezvous=message.rendezvous,
+        device=device,
+        backend="gloo" if shares_gpu else None,  # NCCL shares no GPU
+        timeout_s=config.supervision.stall_timeout_s,  # a hung rank is found before that
+    )
 
 
 if __name__ == "__main__":

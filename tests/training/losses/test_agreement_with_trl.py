@@ -48,6 +48,10 @@ def trl_trainer(logprobs, entropies, **settings) -> SimpleNamespace:
         "use_bias_correction_kl": False,
         "sapo_temperature_pos": 1.0,
         "sapo_temperature_neg": 1.05,
+        "vespo_k_pos": 2.0,
+        "vespo_lambda_pos": 3.0,
+        "vespo_k_neg": 3.0,
+        "vespo_lambda_neg": 2.0,
         "steps_per_generation": 1,
     }
     attributes = {
@@ -76,6 +80,7 @@ def trl_trainer(logprobs, entropies, **settings) -> SimpleNamespace:
         _entropy_bonus_enabled=attributes["entropy_coef"] != 0,
         _metrics=defaultdict(lambda: defaultdict(list)),
         get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
         _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, entropies, None),
     )
 
@@ -122,7 +127,7 @@ SAME = [
         {"importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.1},
     ),
     (
-        {"type": "gspo", "low": 0.05, "high": 0.1, "aggregation": "constant", "length": 1},
+        {"type": "luspo", "low": 0.05, "high": 0.1},
         {
             "loss_type": "luspo",
             "importance_sampling_level": "sequence",
@@ -132,6 +137,7 @@ SAME = [
     ),
     ({"type": "cispo", "cap": 1.2}, {"loss_type": "cispo", "epsilon_high": 1.2}),
     ({"type": "sapo"}, {"loss_type": "sapo"}),
+    ({"type": "vespo"}, {"loss_type": "vespo"}),
     ({"type": "grpo", "kl": 0.2}, {"beta": 0.2}),
     ({"type": "dapo", "high": 0.2, "kl": 0.2}, {"loss_type": "dapo", "beta": 0.2}),
     (

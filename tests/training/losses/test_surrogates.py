@@ -102,6 +102,22 @@ def test_gradient_of_surrogates_without_constant_weights_is_that_of_their_value(
     assert torch.autograd.gradcheck(value, (tokens.trainer_logprobs, tokens.entropies))
 
 
+def test_vespo_fades_on_both_sides_of_the_present_policy():
+    for advantage, power, decay in ((2.0, 2.0, 3.0), (-2.0, 3.0, 2.0)):
+        for ratio in (0.3, 1.0, 1.6):
+            weight = ratio**power * math.exp(decay * (1 - ratio))
+            value = weight * advantage * math.log(ratio / 16)
+            check(loss_of("vespo"), ratio, advantage, value, weight * advantage, 0)
+
+
+def test_clip_range_follows_the_entropy_of_a_token():
+    entropies = torch.tensor([0.5, 0.5, 2.0], dtype=torch.float64)  # half, half, twice the mean
+    tokens = tokens_of([1.15, 1.05, 1.3], [1.0] * 3, entropies=entropies)
+    loss = loss_of("dapo", high=0.2, entropy_exponent=1.0)
+    assert loss(tokens)[1]["clip_ratio"].tolist() == [1, 0, 0]  # beyond 1.1; below 1.1 and 1.4
+    assert loss_of("dapo", high=0.2)(tokens)[1]["clip_ratio"].tolist() == [0, 0, 1]
+
+
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_constant_weights_have_the_gradient_of_the_weighted_logprob(level):
     tokens = random_tokens([3, 5, 4], seed=4)

@@ -94,3 +94,32 @@ def test_weights_multiply():
     tokens = tokens_of([1.5], [1.0], staleness=torch.tensor([3]))
     loss = loss_of("decoupled_ppo", max_token_staleness=2, staleness_half_life=1)
     assert gradient(loss, tokens).item() == pytest.approx(-1.5 / 2)
+
+
+def masked_by_second_moment(moves: list[float], *, most: float) -> set[int]:
+    """Of one sequence with A > 0: mask the furthest of those that moved up until the mean holds."""
+    kept = sorted((move, place) for place, move in enumerate(moves) if move > 0)
+    masked = set()
+    while kept and sum(move**2 for move, _ in kept) > most * len(kept):
+        masked.add(kept.pop()[1])
+    return masked
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_second_moment_masks_what_moved_furthest_in_each_sequence(seed):
+    lengths = [1, 9, 30, 4]
+    moves = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(seed)) * 0.3
+    tokens = tokens_of(moves.double().exp().tolist(), [1.0] * len(moves), lengths=lengths)
+    expected, first = set(), 0
+    for length in lengths:
+        own = moves[first : first + length].tolist()
+        expected |= {first + place for place in masked_by_second_moment(own, most=0.04)}
+        first += length
+    found = gradient(loss_of("m2po"), tokens)
+    assert {place for place, slope in enumerate(found.tolist()) if slope == 0} == expected
+    assert expected
+
+
+def test_second_moment_ignores_tokens_that_moved_back():
+    tokens = tokens_of([5.0, 0.2, 1.0], [-1.0, 1.0, 1.0])
+    assert (gradient(loss_of("m2po"), tokens) != 0).all()

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from millrace.bench import ranks as bench
 from millrace.bench.rank_processes import run_ranks
 from millrace.config import RunConfig
 from millrace.core.mesh import MeshSizes
-from millrace.models.sharding import local_part, whole
+from millrace.models.sharding import _host_mesh, local_part, whole
 from millrace.training.build import build_trainer, seed_everything
 from millrace.training.checkpoints.directory import CRITIC, damage_to, write_checkpoint
 from millrace.training.checkpoints.snapshot import OPTIMIZER
@@ -81,6 +82,21 @@ def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch
         assert torch.equal(found[name], tensor), name
 
 
+def check_host_gathering(weights: Mapping[str, torch.Tensor]) -> None:
+    """Ranks that share a GPU gather over the groups that they have, whichever meshes these form."""
+    for name, weight in weights.items():
+        if isinstance(weight, DTensor):
+            on_host = DTensor.from_local(
+                weight.to_local(),
+                _host_mesh(weight.device_mesh),
+                weight.placements,
+                run_check=False,
+                shape=weight.shape,
+                stride=weight.stride(),
+            )
+            assert torch.equal(on_host.full_tensor(), whole(weight)), name
+
+
 def pass_through(ranks: Ranks, kinds: list[str], folder: Path) -> None:
     """Load checkpoints of one rank and save what was loaded, on several ranks."""
     for kind in kinds:
@@ -88,6 +104,7 @@ def pass_through(ranks: Ranks, kinds: list[str], folder: Path) -> None:
         trainer = trainer_of(config_of(kind, folder), ranks, checkpoint=run / "step_1")
         expected = torch.load(run / "contents.pt", weights_only=True)
         assert_equal(contents(trainer), expected)
+        check_host_gathering(trainer.policy.weights())
         parts = trainer.snapshot().parts
         own = sum(local_part(part).numel() for part in parts[OPTIMIZER].values())
         moments = [name for name in expected if "PolicyModel" in name and "exp_avg" in name]

@@ -5,7 +5,8 @@ sharded. States of format 1 have these numbers; they were written by one rank, w
 matrices in its first group and all vectors in its second.
 
 In the state of several ranks, tensors without values (on the device "meta") stand for sharded ones.
-The values of these are in files, named after the parameter and the kind of state.
+The values of these are in files, named after the parameter and the kind of state. Moments that an
+8-bit optimizer keeps in blocks of numbers are float32 there: other ranks have other blocks.
 """
 
 from collections.abc import Mapping
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from millrace.models.sharding import empty_like, shard_like
+from millrace.config.training import ADAMW_8BIT
+from millrace.models.sharding import empty_like, local_part, shard_like
 from millrace.training.checkpoints.shards import ShardReader
 from millrace.training.offload import OffloadedOptimizer
 
@@ -59,8 +62,10 @@ def load_named_state(
         saved = state["state"]
     group_of = {name: group for group in groups for name in group["params"]}
     parameters = dict(module.named_parameters())
-    # The device may have no room for state that is offloaded.
-    device = torch.device("cpu") if isinstance(optimizer, OffloadedOptimizer) else None
+    is_8bit = optimizer.param_groups[0].get("type") == ADAMW_8BIT
+    # The device may have no room for state that is offloaded, or for float32 moments.
+    is_offloaded = isinstance(optimizer, OffloadedOptimizer)
+    device = torch.device("cpu") if is_offloaded or is_8bit else None
     own: dict[int, dict[str, Any]] = {}
     to_read: dict[str, Tensor] = {}
     for number, name in names.items():
@@ -71,6 +76,11 @@ def load_named_state(
                     to_read[f"{name}.{key}"] = own[number][key]
     if to_read:
         ShardReader(shards).read(to_read)
+    if is_8bit:
+        inner: Any = optimizer.inner if is_offloaded else optimizer
+        for number, values in own.items():
+            for key, moment in _quantized(values, parameters[names[number]], inner).items():
+                values[key] = moment.to("cpu") if is_offloaded else moment
     optimizer.load_state_dict(
         {
             "state": own,
@@ -80,6 +90,17 @@ def load_named_state(
             ],
         }
     )
+
+
+@torch.no_grad()
+def _quantized(values: Mapping[str, Any], parameter: Tensor, optimizer: Any) -> dict[str, Tensor]:
+    """The moments of a parameter as torchao keeps them, on the device of the parameter."""
+    moments: dict[str, Tensor] = {}
+    for key, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        if key in values:  # else the state is another optimizer's, which is refused
+            moments[key] = optimizer._new_buffer(parameter, is_signed)
+            local_part(moments[key]).copy_(local_part(values[key]).to(parameter.device))
+    return moments
 
 
 def _names(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[int, str]:
@@ -100,6 +121,8 @@ def _sharded(
             return torch.empty_like(value, device="cpu") if is_in_file else value
         if value.is_meta:
             return empty_like(parameter, dtype=value.dtype, device=device)
+        if is_traceable_wrapper_subclass(value) and isinstance(parameter, DTensor):
+            value = value.dequantize()  # pyright: ignore
         return shard_like(value, parameter, device=device)
 
     return {key: own(value) for key, value in values.items()}

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageWriter,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from millrace.models.sharding import is_first_owner, local_part, with_part
 
@@ -42,7 +43,10 @@ def own_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    part = local_part(tensor).to("cpu", copy=True).contiguous()
+    part = local_part(tensor).to("cpu", copy=True)
+    if is_traceable_wrapper_subclass(part):  # quantized, in blocks of this rank
+        part = part.dequantize()
+    part = part.contiguous()
     return with_part(part, tensor) if isinstance(tensor, DTensor) else part
 
 

@@ -26,6 +26,10 @@ AtLeastOne = Annotated[float, Field(ge=1, allow_inf_nan=True)]
 UnitInterval = Annotated[float, Field(ge=0, le=1)]
 
 
+# Per-token metrics of a loss with `scales_step`; the trainer sums them and reports none.
+RATIO, SQUARED_RATIO = "_ratio", "_squared_ratio"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenSegments:
     """A partition of the tokens of a microbatch: into sequences, turns or groups."""
@@ -91,6 +95,11 @@ def loss_needs(loss: Loss, logprobs: Literal["proximal", "reference", "topk"]) -
     because it uses those logprobs. Proximal ones cost one more forward pass, those of the top k
     another pass over the logits."""
     return bool(getattr(loss, f"needs_{logprobs}", False))
+
+
+def scales_step(loss: Loss) -> bool:
+    """Whether the effective sample size of the loss's ratios scales the learning rate."""
+    return bool(getattr(loss, "scales_step", False))
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
-from millrace.training.losses.loss import TokenBatch
+from millrace.training.losses.loss import RATIO, SQUARED_RATIO, TokenBatch
 from millrace.training.losses.regularisers import Distillation, EntropyBonus, ReferenceKl
 from millrace.training.losses.surrogates import Clip, Surrogate
 from millrace.training.losses.weights import (
@@ -20,7 +20,9 @@ from millrace.training.losses.weights import (
     LossAverage,
     OffPolicyMask,
     Ratio,
+    SecondMomentMask,
     StalenessWeight,
+    StepScale,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ class PolicyLoss:
     correction: Correction = field(default_factory=Correction)
     staleness: StalenessWeight = field(default_factory=StalenessWeight)
     off_policy: OffPolicyMask = field(default_factory=OffPolicyMask)
+    second_moment: SecondMomentMask = field(default_factory=SecondMomentMask)
+    step: StepScale = field(default_factory=StepScale)
     average: LossAverage = field(default_factory=LossAverage)
     distil: Distillation = field(default_factory=Distillation)
     kl: ReferenceKl = field(default_factory=ReferenceKl)
@@ -59,6 +63,9 @@ class PolicyLoss:
             objective = objective * weights
             metrics["mask_ratio"] = (weights == 0).float()
             metrics["loss_weight/mean"] = weights
+        if self.step.ess_scaling:
+            ratio = policy.log_ratio.detach().exp()
+            metrics |= {RATIO: ratio, SQUARED_RATIO: ratio.square()}
         loss = -self.average(objective, tokens)
         if self.distil.is_on:
             metrics["teacher/kl"] = self.distil.sampled_kl(tokens)
@@ -79,6 +86,10 @@ class PolicyLoss:
     @property
     def needs_proximal(self) -> bool:
         return self.ratio.anchor == "proximal"
+
+    @property
+    def scales_step(self) -> bool:
+        return self.step.ess_scaling
 
     @property
     def needs_topk(self) -> bool:
@@ -107,7 +118,7 @@ class PolicyLoss:
         is_engine = self.ratio.anchor == "engine"
         target = tokens.trainer_logprobs.detach() if is_engine else anchor
         product = self.correction.weights(tokens, target=target)
-        for part in (self.staleness, self.off_policy):
+        for part in (self.staleness, self.off_policy, self.second_moment):
             weights = part.weights(tokens)
             if weights is not None:
                 product = weights if product is None else product * weights

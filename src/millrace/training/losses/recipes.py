@@ -8,6 +8,7 @@ Promise: a wrong key, value or combination is reported in one sentence before an
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,14 +17,17 @@ from millrace.core.plugins import build_plugin, load_reference
 from millrace.training.losses.loss import Loss
 from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.losses.preference import PreferenceLoss
+from millrace.training.losses.supervised import SupervisedLoss
 from millrace.training.losses.surrogates import SURROGATES
 
 SECTION = "loss"
 DEFAULT = "clipped"
 DEFAULT_SURROGATE = "clip"
 PREFERENCE = "online_dpo"
+SUPERVISED = "sft"
 
 _DECOUPLED = {"low": 0.2, "high": 0.2, "correction": "truncate", "correction_high": 5.0}
+_SUMMED = {"aggregation": "constant", "length": 1}  # over tokens, so that long sequences weigh more
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "clipped": {"low": 0.2, "high": 0.28, "max_ratio": 2.0},
     "ppo": {"low": 0.2, "high": 0.2, "dual": 3.0},
@@ -42,6 +46,10 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "prime_rl": {"surrogate": "prime_rl"},
     "decoupled_ppo": {"anchor": "proximal", **_DECOUPLED},
     "a3po": {"anchor": "interpolated", **_DECOUPLED},
+    "m2po": {"low": 1.0, "high": math.inf, "second_moment": 0.04},
+    "vcpo": {"surrogate": "reinforce", "ratio": "sequence", "cap": 5.0, "ess_scaling": True},
+    "vespo": {"surrogate": "vespo", "ratio": "sequence"},
+    "luspo": {"ratio": "geometric", "low": 2e-3, "high": 2.5e-3, **_SUMMED},
     "distil": {"surrogate": "reinforce", "cap": 5.0, "distil": "reverse_kl", "reward_weight": 0.0},
 }
 
@@ -67,11 +75,14 @@ def build_loss(table: Mapping[str, Any], *, max_new_tokens: int) -> Loss:
     settings = dict(table)
     name = settings.pop("type", DEFAULT)
     if not isinstance(name, str) or name not in RECIPES:
-        named = {**dict.fromkeys(RECIPES, PolicyLoss), PREFERENCE: PreferenceLoss}
+        others = {PREFERENCE: PreferenceLoss, SUPERVISED: SupervisedLoss}
+        named = {**dict.fromkeys(RECIPES, PolicyLoss), **others}
         return build_plugin(table, builtins=named, default=DEFAULT, section=SECTION)
     settings = {**_recipe(name, keeps_surrogate="surrogate" not in settings), **settings}
     if settings.get("aggregation") == "constant":
         settings.setdefault("length", max_new_tokens)
+    elif "length" not in table:  # it belongs to the recipe's own average
+        settings.pop("length", None)
     parts = {"surrogate": _surrogate(settings.pop("surrogate", DEFAULT_SURROGATE)), **_PARTS}
     _check_keys(settings, name=name, valid=[key for part in parts.values() for key in _keys(part)])
     built = {

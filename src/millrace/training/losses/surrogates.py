@@ -6,7 +6,7 @@ At r = 1 every surrogate has the gradient of A log pi. N = trained tokens of a m
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
@@ -42,6 +42,9 @@ class Clip:
     """Dual clip for A < 0, at least 1 + high; inf disables it."""
     max_ratio: Positive = math.inf
     """Largest weight of a token with A < 0, at least 1 + high; inf disables it."""
+    entropy_exponent: NonNegative = 0.0
+    """Scales the clip range of a token by (its entropy / mean entropy of its sequence) to this
+    power, within 1/4 and 4: tokens that the policy is sure of move less; 0 disables it."""
 
     def __post_init__(self) -> None:
         for name, bound in (("dual", self.dual), ("max_ratio", self.max_ratio)):
@@ -60,8 +63,7 @@ class Clip:
 
     def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         log_ratio, advantages = policy.log_ratio, policy.advantages
-        lowest = math.log(1 - self.low) if self.low < 1 else -math.inf
-        highest = math.log(1 + self.high)
+        lowest, highest = self._bounds(policy)
         # Value: weight. Gradient: weight times that of the log ratio, also where it was truncated.
         weight = log_ratio.detach().clamp(max=math.log(self.max_ratio)).exp()
         ratio = weight * (log_ratio - log_ratio.detach()).exp()
@@ -78,6 +80,15 @@ class Clip:
             is_truncated = is_bad & (log_ratio > math.log(self.max_ratio))
             metrics["truncation_ratio"] = is_truncated.float()
         return objective, metrics
+
+    def _bounds(self, policy: PolicyRatio) -> tuple[Any, Any]:
+        """Of the log ratio: two numbers, or two for each token ([N] each)."""
+        if self.entropy_exponent == 0:
+            return math.log(1 - self.low) if self.low < 1 else -math.inf, math.log(1 + self.high)
+        entropies, sequences = policy.tokens.entropies.detach(), policy.tokens.sequences
+        relative = entropies / sequences.mean(entropies).clamp(min=1e-6)
+        scale = relative.pow(self.entropy_exponent).clamp(0.25, 4.0)
+        return (1 - self.low * scale).clamp(min=0).log(), (1 + self.high * scale).log()
 
 
 Outside = Literal["truncate", "zero"]
@@ -176,6 +187,29 @@ class PrimeRl:
         return gain - self.tau * log_ratio.square(), {"clip_ratio": is_far.float()}
 
 
+@plugin
+class Vespo:
+    """Variational sequence-level soft policy optimization (arXiv 2602.10693):
+    sg(r^k exp(lambda (1 - r))) A log pi. The weight is 1 at r = 1 and fades on both sides of it."""
+
+    good_power: NonNegative = 2.0
+    """Exponent k of the ratio where A > 0, at least 0."""
+    good_decay: NonNegative = 3.0
+    """Decay lambda where A > 0, at least 0."""
+    bad_power: NonNegative = 3.0
+    """Exponent k of the ratio elsewhere, at least 0."""
+    bad_decay: NonNegative = 2.0
+    """Decay lambda elsewhere, at least 0."""
+
+    def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
+        log_ratio, advantages = policy.log_ratio.detach(), policy.advantages
+        less = 1 - log_ratio.exp()
+        good = self.good_power * log_ratio + self.good_decay * less
+        bad = self.bad_power * log_ratio + self.bad_decay * less
+        weight = good.where(advantages > 0, bad).exp()
+        return weight * advantages * policy.logprobs, _nothing_clipped(policy)
+
+
 def _nothing_clipped(policy: PolicyRatio) -> "dict[str, Tensor]":
     return {"clip_ratio": policy.advantages.new_zeros(len(policy.advantages))}
 
@@ -187,4 +221,5 @@ SURROGATES: Mapping[str, type] = {
     "kimi": Kimi,
     "sapo": Sapo,
     "prime_rl": PrimeRl,
+    "vespo": Vespo,
 }

@@ -56,6 +56,7 @@ class PolicyRatio:
     logprobs: "Tensor"  # [N] differentiable
     anchor: "Tensor"  # [N]
     advantages: "Tensor"  # [N]
+    tokens: TokenBatch  # what else is known of them
 
 
 @plugin
@@ -75,6 +76,7 @@ class Ratio:
             logprobs=tokens.trainer_logprobs,
             anchor=anchor,
             advantages=tokens.advantages,
+            tokens=tokens,
         )
 
     def anchor_logprobs(self, tokens: TokenBatch) -> "Tensor":  # [N] constant
@@ -162,6 +164,49 @@ class OffPolicyMask:
         drift = tokens.sequences.mean(tokens.engine_logprobs - tokens.trainer_logprobs.detach())
         is_kept = (tokens.advantages >= 0) | (drift <= self.off_policy_limit)
         return is_kept.to(tokens.advantages.dtype)
+
+
+@plugin
+class SecondMomentMask:
+    """The trust region of M2PO (arXiv 2510.01161), which masks few tokens however stale they are.
+
+    Here it holds for each sequence, there for a batch: so it does not depend on how the batch is
+    split."""
+
+    second_moment: Positive = math.inf
+    """Largest mean of (log r)^2 over the tokens of a sequence that have moved in the direction of
+    A: those that moved furthest are masked until it holds; above 0, inf disables it. M2PO: 0.04."""
+
+    def weights(self, tokens: TokenBatch) -> "Tensor | None":  # [N]
+        if math.isinf(self.second_moment):
+            return None
+        moved = tokens.trainer_logprobs.detach() - tokens.engine_logprobs
+        has_moved = moved * tokens.advantages > 0
+        squares = moved.square() * has_moved
+        # By sequence, the nearest first: the mean over a token and all before it grows along them.
+        order = squares.argsort(stable=True)
+        order = order[tokens.sequences.ids[order].argsort(stable=True)]
+        ids, counted = tokens.sequences.ids[order], has_moved[order].to(squares.dtype)
+        begins = tokens.sequences.lengths.cumsum(0)[ids] - tokens.sequences.lengths[ids]
+        sums, counts = (_sum_from(begins, x) for x in (squares[order].double(), counted.double()))
+        is_kept = (sums <= self.second_moment * counts) | (counted == 0)
+        return tokens.advantages.new_empty(len(ids)).index_copy(
+            0, order, is_kept.to(tokens.advantages.dtype)
+        )
+
+
+def _sum_from(begins: "Tensor", values: "Tensor") -> "Tensor":  # [N]
+    """The sum of `values` from the index `begins` of each to itself."""
+    sums = values.cumsum(0)
+    return sums - (sums - values)[begins]
+
+
+@plugin
+class StepScale:
+    ess_scaling: bool = False
+    """Scale the learning rate of an update by the square root of the effective sample size of its
+    importance ratios, as a share of the tokens (VCPO, arXiv 2602.17616): few tokens with large
+    ratios make a noisy gradient, and a short step."""
 
 
 @plugin

@@ -8,9 +8,9 @@ Pure numpy, so the controller can run it in a thread. T = rows of a microbatch.
 
 import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import fmean
 
 import numpy as np
@@ -72,6 +72,7 @@ class _Family:
 
 
 _Bundle = Sequence[_Family]  # families that stay in one microbatch
+_Numbers = Mapping[Rollout, int]
 _Shares = Sequence[Sequence[Sequence[_Bundle]]]  # by rank and microbatch
 
 
@@ -82,13 +83,13 @@ def pack(
     pairs: bool = False,
     critic: bool = False,
     num_ranks: int = 1,
+    reported: _Numbers | None = None,
 ) -> Batch:
     """The microbatches of one optimizer update, from scored groups. With `pairs`, only rollouts
     with an advantage are packed, and those of a group together, because the loss compares them.
-    With `critic`, rewards and end states are included."""
+    With `critic`, rewards and end states are included. `reported`: see Microbatch."""
     samples = [_samples(group, critic=critic) for group in groups]
-    if pairs:
-        samples = _compared(samples)
+    samples = _compared(samples) if pairs else samples
     families = [_families(_branches(of_group)) for of_group in samples]
     if pairs:
         bundles = [_alike(of_group) for of_group in families]
@@ -105,7 +106,7 @@ def pack(
         ]
     ranks = _fill_ranks(bundles, budget=microbatch_tokens, num_ranks=num_ranks)
     return Batch(
-        microbatches=_microbatches(ranks, pairs=pairs),
+        microbatches=_microbatches(ranks, pairs=pairs, reported=reported or {}),
         num_sequences=sum(len(of_group) for of_group in samples),
         num_trained_tokens=sum(len(one.advantages) for of_group in samples for one in of_group),
         num_groups=len(samples),
@@ -132,9 +133,9 @@ def _fill_ranks(bundles: Sequence[_Bundle], *, budget: int, num_ranks: int) -> _
     return [[[bundles[i] for i in bin_] for bin_ in rank] for rank in ranks]
 
 
-def _microbatches(ranks: _Shares, *, pairs: bool) -> tuple[Microbatch, ...]:
+def _microbatches(ranks: _Shares, *, pairs: bool, reported: _Numbers) -> tuple[Microbatch, ...]:
     """The microbatches of all ranks, those of rank 0 first."""
-    filled = [_lay_out(bin_, pairs=pairs) if bin_ else None for rank in ranks for bin_ in rank]
+    filled = [_lay_out(b, pairs=pairs, reported=reported) if b else None for b in chain(*ranks)]
     return tuple(placeholder(next(filter(None, filled))) if m is None else m for m in filled)
 
 
@@ -226,11 +227,10 @@ def _alike(families: list[_Family]) -> list[_Family]:
     apart, and a group must stay contiguous."""
     if len({family.shared == 0 for family in families}) == 1:
         return families
-    branches = [branch for family in families for branch in family.branches]
-    return [_Family(shared=0, branches=(branch,)) for branch in branches]
+    return [_Family(shared=0, branches=(b,)) for family in families for b in family.branches]
 
 
-def _lay_out(bundles: Sequence[_Bundle], *, pairs: bool) -> Microbatch:
+def _lay_out(bundles: Sequence[_Bundle], *, pairs: bool, reported: _Numbers) -> Microbatch:
     """One microbatch: shared rows first, then their continuations, then single branches."""
     bundles = sorted(bundles, key=lambda bundle: bundle[0].shared == 0)
     families = [family for bundle in bundles for family in bundle]
@@ -255,8 +255,9 @@ def _lay_out(bundles: Sequence[_Bundle], *, pairs: bool) -> Microbatch:
     rollouts = [sample.rollout for sample in members]
     rewards = [sample.rewards for sample in members if sample.rewards is not None]
     counts = [rollout.num_sampled for rollout in rollouts]
-    temperatures = [rollout.sampling.temperature for rollout in rollouts]
     sizes = [sum(family.num_trained for family in bundle) for bundle in bundles]
+    temperatures = np.array([r.sampling.temperature for r in rollouts], np.float32)
+    numbers = np.array([reported.get(rollout, -1) for rollout in rollouts], np.int32)
     return Microbatch(
         tokens=np.concatenate(segments.tokens),
         positions=np.concatenate(segments.positions).astype(np.int32),
@@ -268,12 +269,13 @@ def _lay_out(bundles: Sequence[_Bundle], *, pairs: bool) -> Microbatch:
         engine_logprobs=np.concatenate([r.engine_logprobs[r.mask] for r in rollouts]),
         versions=np.concatenate([r.versions[r.mask] for r in rollouts]),
         advantages=np.concatenate([sample.advantages for sample in members]),
-        temperatures=np.repeat(np.array(temperatures, np.float32), counts),
+        temperatures=np.repeat(temperatures, counts),
         kept=_join_kept(rollouts),
         routes=_join_routes(routes, lengths),
         reference_logprobs=_join_references(rollouts),
         **_join_teachers(rollouts),
         groups=np.repeat(np.arange(len(bundles)), sizes).astype(np.int32) if pairs else None,
+        reported=np.repeat(numbers, counts) if max(numbers) >= 0 else None,
         rewards=np.concatenate(rewards).astype(np.float32) if rewards else None,
         last_rows=np.array(last_rows, np.int32) if rewards else None,
     )

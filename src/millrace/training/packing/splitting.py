@@ -18,7 +18,7 @@ from millrace.core.records import Kept
 _TOKEN_FIELDS = (
     *("targets", "engine_logprobs", "versions", "advantages", "temperatures"),
     *("reference_logprobs", "proximal_logprobs", "teacher_logprobs", "topk_ids", "topk_logprobs"),
-    *("groups", "rewards", "values", "returns"),
+    *("groups", "reported", "rewards", "values", "returns"),
 )
 
 

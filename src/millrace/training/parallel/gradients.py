@@ -33,10 +33,25 @@ def _sum(gradients: Sequence[Tensor], mesh: Callable[[], DeviceMesh]) -> None:
         gradient.copy_(total.view_as(gradient))
 
 
+@torch.no_grad()
+def clip(gradients: Sequence[Tensor], *, max_norm: float) -> Tensor:
+    """Clip the gradients of a single rank without a wait for the device; returns their norm []."""
+    parts = [local_part(gradient) for gradient in gradients]
+    norm = torch.nn.utils.get_total_norm(parts)
+    torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage] - no public name
+        parts, (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    )
+    return norm
+
+
+@torch.no_grad()
 def squared_norm(gradients: Sequence[Tensor], *, num_ranks: int) -> Tensor:
     """This rank's share of the squared norm, [] float64: a part that several ranks have is divided
     among them, so the sum over all ranks is the whole."""
-    norms = [torch.linalg.vector_norm(local_part(g), dtype=torch.float64) for g in gradients]
+    parts = [local_part(gradient) for gradient in gradients]
+    norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage] - no public name
+        parts, 2, dtype=torch.float64
+    )
     squares = torch.stack(norms).square()
     copies = [num_ranks / _num_parts(gradient) for gradient in gradients]
     return (squares / squares.new_tensor(copies)).sum()
@@ -50,6 +65,9 @@ def _num_parts(tensor: Tensor) -> int:
     return parts
 
 
+@torch.no_grad()
 def scale(gradients: Sequence[Tensor], factor: float) -> None:
-    for gradient in gradients:
-        local_part(gradient).mul_(factor)
+    if factor != 1.0:
+        torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage] - no public name
+            [local_part(gradient) for gradient in gradients], factor
+        )

@@ -22,7 +22,7 @@ Used by one thread, the trainer's main thread; see for_thread().
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -40,6 +40,11 @@ from millrace.models.sharding import ShardingMeshes
 
 Value = TypeVar("Value")
 NAMES = ("dp_replicate", "dp_shard", "cp", "tp")  # dimensions of the mesh, the slowest first
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone. Gloo has no error class."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 class Ranks:
@@ -83,8 +88,9 @@ class Ranks:
         except (RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise RunFailed(
-                f"Rank {rank} of the trainer could not reach the {sizes.num_ranks - 1} others at"
-                f" {rendezvous} within {timeout_s:g} s ({reason})."
+                f"Rank {rank} of the trainer could not reach the others at {rendezvous} within"
+                f" {timeout_s:g} s ({reason}); look for their errors in the run's logs, and raise"
+                " supervision.stall_timeout_s if they start slowly."
             ) from error
         shape = (sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp)
         return cls(sizes, mesh=init_device_mesh(device.type, shape, mesh_dim_names=NAMES))
@@ -139,6 +145,17 @@ class Ranks:
         for rank, reason in enumerate(reasons):
             if reason:
                 raise error or RuntimeError(f"{reason}, on rank {rank}")
+
+    def check_equal(self, facts: Mapping[str, str]) -> None:
+        """Raise RunFailed, on all ranks, if one of them has other facts: what it is, by name."""
+        first, *others = self._gather_all(dict(facts), dict[str, str])
+        for rank, found in enumerate(others, start=1):
+            for name, value in first.items():
+                if found.get(name) != value:
+                    raise RunFailed(
+                        f"The trainer's rank 0 has {name} {value}, and rank {rank} has"
+                        f" {found.get(name)}; give all ranks the same packages and model."
+                    )
 
     def for_thread(self) -> "Ranks":
         """The same ranks for use by another thread; all ranks call this together."""

@@ -1,0 +1,91 @@
+"""Exact mode: the engine's logprobs are the trainer's, bit for bit."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from architectures import tiny_model
+from batches import batch_of, random_rollout, trainer_of
+from engine_rig import make_engine
+
+from millrace.bench.fidelity import generate
+from millrace.core.errors import RunFailed
+from millrace.models.attention.packed import PACKED_ATTENTION
+from millrace.training.metrics import mixed_context
+from millrace.training.optimizer import TrainSettings
+from millrace.training.packing.packer import pack
+from millrace.training.policy_model import PolicyModel
+
+
+def differing_bits(architecture: str, *, exact: bool, **settings) -> int:
+    """Of logprobs of completions with shared and reused prompts, some truncated."""
+    engine = make_engine(architecture, exact=exact, eos_ids=(), **settings)
+    model = tiny_model(architecture)
+    model.set_attn_implementation(PACKED_ATTENTION)
+    policy = PolicyModel(model, settings=TrainSettings(exact=exact), logprob_chunk=30)
+    differing = 0
+    groups = generate(engine, 0, num_prompts=4, new_tokens=20, num_tokens=60)
+    for microbatch_tokens in (60, 10**6):
+        for part in pack(groups, microbatch_tokens=microbatch_tokens).microbatches:
+            logprobs = policy.logprobs(part).logprobs
+            logprobs.sum().backward()
+            ours = logprobs.detach().numpy().view(np.int32)
+            differing += int((ours != part.engine_logprobs.view(np.int32)).sum())
+    return differing
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "qwen2_moe"])
+def test_engine_and_trainer_compute_the_same_bits(architecture):
+    """With prefill in chunks and preempted sequences."""
+    small = {"num_blocks": 30, "prefill_tokens": 11}
+    assert differing_bits(architecture, exact=True, **small) == 0
+
+
+def test_decode_loop_computes_the_same_bits():
+    assert differing_bits("qwen3", exact=True, decode_steps=4) == 0
+
+
+def test_fast_mode_differs_in_some_bits():
+    assert differing_bits("qwen3", exact=False) > 0
+
+
+def test_gradients_of_exact_mode_are_those_of_fast_mode():
+    rng = np.random.default_rng(0)
+    batch = batch_of([random_rollout(rng, prompt=9, sampled=30) for _ in range(4)])
+    fast = trainer_of(tiny_model("qwen3_moe"))
+    exact = trainer_of(tiny_model("qwen3_moe"), exact=True, gradient_checkpointing=True)
+    for trainer in (fast, exact):
+        trainer.accumulate(batch)
+    gradients = [dict(t.policy.module.named_parameters()) for t in (fast, exact)]
+    for name, parameter in gradients[0].items():
+        torch.testing.assert_close(
+            gradients[1][name].grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name
+        )
+
+
+def test_a_differing_bit_stops_the_run():
+    rollout = random_rollout(np.random.default_rng(1))
+    trainer = trainer_of(tiny_model("qwen3"), exact=True, exact_kv="keep")
+    (part,) = batch_of([rollout]).microbatches
+    with torch.no_grad():
+        logprobs = trainer.policy.logprobs(part).logprobs.numpy()
+    batch = batch_of([rollout])
+    same = dataclasses.replace(part, engine_logprobs=logprobs)
+    metrics = trainer.step(dataclasses.replace(batch, microbatches=(same,)))
+    assert metrics["mismatch/differing_logprobs"] == 0
+    assert metrics["mismatch/compared_logprobs"] == len(logprobs)
+    assert metrics["ratio/mean"] == metrics["ratio/max"] == 1
+    trainer = trainer_of(tiny_model("qwen3"), exact=True, exact_kv="keep")
+    other = np.nextafter(logprobs, np.float32(0), where=np.arange(len(logprobs)) == 2, out=logprobs)
+    changed = dataclasses.replace(part, engine_logprobs=other)
+    with pytest.raises(RunFailed, match="In step 1, 1 of 6 on-policy logprobs"):
+        trainer.step(dataclasses.replace(batch, microbatches=(changed,)))
+
+
+def test_tokens_with_a_context_of_several_versions_are_not_compared():
+    rollouts = [random_rollout(np.random.default_rng(i)) for i in range(2)]
+    (part,) = batch_of(rollouts).microbatches
+    versions = np.array([3, 3, 4, 4, 4, 5, 4, 4, 4, 4, 4, 4], np.int32)
+    part = dataclasses.replace(part, versions=versions)
+    assert mixed_context(part).tolist() == [False] * 2 + [True] * 4 + [False] * 6
