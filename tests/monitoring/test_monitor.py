@@ -1,8 +1,11 @@
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
+import file_tracker
 import pytest
-from fakes import RecordingTracker, make_group
+from fakes import make_group
+from file_tracker import read_lines
 from full_disk import files_of_at_most
 from metrics_page import unknown_metrics
 
@@ -17,13 +20,14 @@ from millrace.monitoring.run_dir import RunDir
 from millrace.monitoring.terminal.snapshot import RunGauges
 
 
-def make_monitor(tmp_path, *, resume_from=None, progress="off", trackers=()):
+def make_monitor(tmp_path, *, resume_from=None, progress="off", tracker=()):
     watch = {"progress": progress}
-    config = load_config({"model": "m", "run_dir": str(tmp_path), "monitoring": watch})
+    settings = {"model": "m", "run_dir": str(tmp_path), "monitoring": watch, "tracker": tracker}
+    config = load_config(settings)
     run_dir = RunDir(tmp_path)
     for folder in (run_dir.rollouts, run_dir.logs):
         folder.mkdir(parents=True, exist_ok=True)
-    monitor = RunMonitor(config, run_dir=run_dir, resume_from=resume_from, trackers=trackers)
+    monitor = RunMonitor(config, run_dir=run_dir, resume_from=resume_from)
     return monitor, run_dir
 
 
@@ -158,18 +162,19 @@ def test_reward_part_of_some_episodes_has_the_share_it_scored(tmp_path):
 
 
 def test_trackers_receive_the_finite_numbers_of_each_row(tmp_path):
-    tracker = RecordingTracker(label="x")
-    monitor, _ = make_monitor(tmp_path, trackers=[tracker])
+    tracker = f"{Path(file_tracker.__file__)}:FileTracker"
+    monitor, run_dir = make_monitor(tmp_path, tracker=[{"type": tracker, "label": "x"}])
     metrics = {"loss": float("nan"), "grad_norm": 2.0}
     monitor.step(make_gauges(), groups=[make_group(0)], trainer_metrics=metrics)
+    monitor.warn("Something is odd.")
     monitor.close()
-    ((step, row),) = tracker.rows
+    opened, (_, step, row), alert, closed = read_lines(run_dir.path / "x.jsonl")
+    assert opened == ["open", "m", None]
     assert step == 4
     assert (row["reward/mean"], row["grad_norm"], row["dropped/stale"]) == (0.5, 2.0, 1.0)
     assert "loss" not in row
-    assert all(isinstance(value, float) for value in row.values())
-    assert tracker.opened == (tmp_path, "m", None)
-    assert tracker.is_closed
+    assert alert == ["alert", "Something is odd."]
+    assert closed == ["close"]
 
 
 def test_worker_reports_its_startup_phases(tmp_path, capsys):

@@ -30,8 +30,8 @@ SNAPSHOT = RunSnapshot(
     steps=120,
     elapsed_s=83,
     eta_s=42,
-    rewards=tuple(step / 100 for step in range(78)),
-    accuracies=(0.34, 0.88),
+    values=tuple(step / 100 for step in range(78)),
+    evaluations=(0.34, 0.88),
     samples_per_s=812,
     tokens_per_s=10234,
     buffer_capacity=64,
@@ -174,11 +174,26 @@ def test_line_has_every_part():
 
 def test_skipped_steps_are_shown_if_there_are_any():
     shot = with_gauges(steps_skipped=2)
-    assert "steps skipped 2" in progress_line(shot)
+    assert "skipped 2 (steps that were not finite 2)" in progress_line(shot)
     out = io.StringIO()
     for one in (SNAPSHOT, shot):
         Console(file=out, width=80).print(RunView(one))
-    assert out.getvalue().count("skipped     steps 2 (not finite)") == 1
+    assert out.getvalue().count("skipped     2 (steps that were not finite 2)") == 1
+
+
+def test_rows_without_a_case_and_idle_scorers_are_hidden():
+    idle = Shares(busy=0.001, doing={"score": 0.001}, waiting={"work": 0.999})
+    busy = Shares(busy=0.2, doing={"score": 0.2}, waiting={"work": 0.8})
+    workers = {**SNAPSHOT.workers, "scorer-0": idle, "scorer-1": busy, "environment-0": None}
+    shot = replace(with_gauges(groups_dropped={"too stale": 0}, groups_failed={}), workers=workers)
+    text = "\n".join(drawn(shot, width=80))
+    for hidden in ("dropped", "cancelled", "failed", "restarts", "skipped", "scorer-0"):
+        assert hidden not in text
+    assert "scorer-1" in text
+    assert "environment" in text  # it is still starting
+    assert "scorer 20% busy" in progress_line(shot)
+    only_idle = replace(shot, workers={**SNAPSHOT.workers, "scorer-0": idle})
+    assert "scorer" not in progress_line(only_idle)
 
 
 def test_auto_is_live_in_a_terminal_and_lines_elsewhere():

@@ -19,6 +19,7 @@ STARTING = {
     "compile": "compiling and warming up",
 }
 ROLES = ("engine", "trainer")  # shown first, in this order
+MIN_BUSY = 0.005  # other workers that are less busy are not shown
 MIN_SHARE = 0.1  # below this share of the trainer's time, waiting for scores is not reported
 
 Seconds = Mapping[tuple[str, bool], float]  # by name and whether the worker was busy
@@ -88,6 +89,15 @@ def in_order(workers: Iterable[str]) -> list[str]:
         return place, role, int(worker.removeprefix(role).removeprefix("-") or 0)
 
     return sorted(workers, key=rank)
+
+
+def without_idle(workers: Mapping[str, Shares | None]) -> dict[str, Shares | None]:
+    """Without scorers and other helpers that had next to nothing to do."""
+    return {
+        worker: shares
+        for worker, shares in workers.items()
+        if role_of(worker) in ROLES or shares is None or shares.busy >= MIN_BUSY
+    }
 
 
 def mean_by_role(workers: Mapping[str, Shares | None]) -> dict[str, Shares]:

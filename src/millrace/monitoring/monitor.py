@@ -4,14 +4,18 @@ Promise: the run directory is readable at any moment. Called from the controller
 """
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from millrace.config import RunConfig
+from millrace.core.errors import printable
 from millrace.core.files import reason as failure_reason
 from millrace.core.records import Group
 from millrace.core.spans import Span
@@ -23,7 +27,8 @@ from millrace.monitoring.activity import (
     mean_by_role,
     role_of,
 )
-from millrace.monitoring.files.episodes import StepLog, recording_row, sample_row
+from millrace.monitoring.callbacks import CallbackList
+from millrace.monitoring.files.episodes import StepRecorder
 from millrace.monitoring.files.metrics import MetricsLog, read_metrics
 from millrace.monitoring.files.trace import TraceWriter
 from millrace.monitoring.group_metrics import group_metrics
@@ -31,14 +36,14 @@ from millrace.monitoring.run_dir import RunDir
 from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
 from millrace.monitoring.terminal.snapshot import DownsampledSeries, RunGauges, RunSnapshot
 from millrace.monitoring.throughput import Throughput, run_rates
-from millrace.monitoring.trackers import Tracker
+from millrace.monitoring.tracker_process import TrackerProcess
 
 REFRESH_S = 0.25
 SCORES = "scores"  # the wait reason of the trainer and the engines when scoring is behind
 
 
 class RunMonitor:
-    """Owns the files that a run writes for its user, the trackers and the progress display."""
+    """Owns the files that a run writes for its user, its trackers, callbacks and progress."""
 
     def __init__(
         self,
@@ -46,28 +51,30 @@ class RunMonitor:
         *,
         run_dir: RunDir,
         resume_from: int | None,
-        trackers: Sequence[Tracker] = (),
         progress: ProgressDisplay | None = None,
+        decode: Callable[[np.ndarray], str] = lambda tokens: "",
+        callbacks: CallbackList | None = None,
+        curve: str = "reward/mean",
     ) -> None:
-        """`resume_from` is the step that a resumed run starts from."""
+        """`resume_from` is the step that a resumed run starts from; `decode`: the text of tokens,
+        as of the policy's tokenizer; `curve`: the metric that the progress shows."""
+        self._curve = curve
         self._steps = config.trainer.steps
-        self._capacity = config.buffer.capacity
+        self._capacity = config.buffer_capacity
         self._run_dir = run_dir
         self._metrics = MetricsLog(run_dir.metrics, resume_from=resume_from)
         self._trace: TraceWriter | None = TraceWriter(
             run_dir.trace, earlier=run_dir.earlier_trace, resume=resume_from is not None
         )
-        settings, record = config.monitoring, partial(recording_row, model=config.model.path)
-        self._episode_logs = (
-            StepLog(run_dir.rollouts, per_step=settings.samples_per_step, row=sample_row),
-            StepLog(run_dir.episodes, per_step=settings.record_episodes, row=record),
-        )
-        self._trackers = trackers
-        for tracker in trackers:
-            tracker.open(
-                run_dir.path, settings=config.model_dump(mode="json"), resume_from=resume_from
-            )
+        self._zero_s = time.monotonic() - (time.time() - self._trace.start_s)
+        self.recorder = StepRecorder(config, run_dir, decode=decode)
         self._progress = progress or make_progress(config.monitoring.progress)
+        tables = [table.type_settings for table in config.tracker]
+        self._trackers = [TrackerProcess(table, warn=self.warn) for table in tables]
+        for tracker in self._trackers:
+            settings = config.model_dump(mode="json")
+            tracker.open(run_dir.path, settings=settings, resume_from=resume_from)
+        self._callbacks = callbacks or CallbackList()
         self._activity = Activity()
         self._scorer_rates = ScorerRates()
         earlier = read_metrics(run_dir.metrics)  # rows of the run that this one resumes
@@ -75,9 +82,9 @@ class RunMonitor:
         self._started_s = time.monotonic() - self._last_row.get("time_s", 0.0)
         self._throughput = Throughput(earlier=self._last_row)
         self.episodes = 0  # trained by this process
-        self._rewards, self._accuracies = DownsampledSeries(), DownsampledSeries()
+        self._values, self._evaluations = DownsampledSeries(), DownsampledSeries()
         for row in earlier:
-            self._rewards.add(row["reward/mean"])
+            self._values.add(row[curve])
         self._new_evaluation: dict[str, Any] = {}  # not yet in a row
         self._has_shown_failure = False
         self._gauges: Callable[[], RunGauges] | None = None
@@ -88,6 +95,10 @@ class RunMonitor:
         """A worker enters a phase of its start-up, such as "loading"; None = ready."""
         self._phases[worker] = phase or "ready"
         self._progress.starting(worker, phase or "ready")
+
+    def now(self) -> float:
+        """Seconds on the clock of trace.json."""
+        return round(time.monotonic() - self._zero_s, 4)
 
     def begin_training(self) -> None:
         """Throughput is measured from here on."""
@@ -130,36 +141,65 @@ class RunMonitor:
         num_episodes = sum(len(group.episodes) for group in fresh)
         self.episodes += num_episodes
         self._throughput.step(num_episodes)
+        numbers = self._write_row(
+            step,
+            {
+                **trainer_metrics,
+                **group_metrics(groups, fresh=fresh, version=gauges.version),
+                **self._gauge_metrics(gauges, num_replayed=len(groups) - len(fresh)),
+            },
+        )
+        for group in fresh:
+            self._callbacks.call("on_group", group)
+        self._callbacks.call("on_step", numbers)
+
+    def supervised_step(
+        self, step: int, *, num_examples: int, trained_tokens: int, metrics: Mapping[str, Any]
+    ) -> None:
+        """A step of supervised fine-tuning is done; `trained_tokens`: of all steps so far."""
+        self.episodes += num_examples
+        self._throughput.report("trainer", trained_tokens)
+        self._throughput.step(num_examples)
+        roles = mean_by_role(self._activity.recent())
+        busy = roles["trainer"].busy if "trainer" in roles else 0.0
+        workers = {"busy": {"trainer": busy}, "restarts": dict(self.restarts)}
+        self._callbacks.call("on_step", self._write_row(step, {**metrics, **workers}))
+
+    def _write_row(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the row of a step to metrics.jsonl and the trackers; returns what is not null."""
         row = self._last_row = self._metrics.write(
             {
                 "step": step,
                 "version": step,
                 "time_s": round(time.monotonic() - self._started_s, 3),
-                **trainer_metrics,
-                **group_metrics(groups, fresh=fresh, version=gauges.version),
+                **metrics,
                 "throughput": self._throughput.row(),
-                **self._gauge_metrics(gauges, num_replayed=len(groups) - len(fresh)),
                 **self._new_evaluation,
             }
         )
         self._new_evaluation = {}
-        self._rewards.add(row["reward/mean"])
-        for log in self._episode_logs:
-            log.write(step, fresh)
-        numbers = {name: float(value) for name, value in row.items() if value is not None}
+        self._values.add(row[self._curve])
+        numbers = {name: value for name, value in row.items() if value is not None}
         for tracker in self._trackers:
             tracker.write(step, numbers)
+        return numbers
 
     def evaluated(self, metrics: dict[str, Any]) -> None:
         """An evaluation is over; the next row holds its metrics."""
-        accuracy = metrics["eval/accuracy"]
-        self._accuracies.add(accuracy)
+        what = "accuracy" if "eval/accuracy" in metrics else "loss"
+        value = metrics[f"eval/{what}"]
+        self._evaluations.add(value)
         self._new_evaluation = metrics
         passes = [f", {name} {value:.3f}" for name, value in metrics.items() if "pass@" in name]
         self._progress.note(
-            f"held-out accuracy after step {metrics['eval/step']}: {accuracy:.3f}"
+            f"held-out {what} after step {metrics['eval/step']}: {value:.3f}"
             f"{''.join(passes[-1:]).replace('eval/', '')}"
         )
+        self._callbacks.call("on_evaluation", metrics)
+
+    def saved(self, checkpoint: Path) -> None:
+        """A checkpoint is on the disk."""
+        self._callbacks.call("on_checkpoint", checkpoint)
 
     def restarted(self, worker: str, reason: str) -> None:
         """A worker died, and a new one is started in its place."""
@@ -172,6 +212,11 @@ class RunMonitor:
 
     def warn(self, sentence: str) -> None:
         self._progress.note(f"warning: {sentence}")
+        # A full disk must not end a run that only has something to say.
+        with contextlib.suppress(OSError), self._run_dir.warnings.open("a") as file:
+            file.write(f"{time.strftime('%F %T')} {printable(sentence)}\n")
+        for tracker in self._trackers:
+            tracker.alert(sentence)
 
     def close(self) -> None:
         if self._gauges is not None:
@@ -237,8 +282,9 @@ class RunMonitor:
                 steps=self._steps,
                 elapsed_s=time.monotonic() - self._started_s,
                 eta_s=self._throughput.eta_s(self._steps - gauges.version),
-                rewards=self._rewards.values,
-                accuracies=self._accuracies.values,
+                curve=self._curve.partition("/")[0],
+                values=self._values.values,
+                evaluations=self._evaluations.values,
                 **self._throughput.current(),
                 tokens_generated=self._throughput.tokens,
                 buffer_capacity=self._capacity,

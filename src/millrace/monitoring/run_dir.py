@@ -8,16 +8,22 @@ import fcntl
 import json
 import math
 import os
+import platform
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from numbers import Integral, Real
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
+import msgspec
 import tomli_w
 
+from millrace.cluster.join.ticket import own_versions
 from millrace.config import RunConfig
 from millrace.core.errors import ConfigError
+
+T = TypeVar("T")
 
 
 class RunDir:
@@ -31,12 +37,14 @@ class RunDir:
         self.earlier_trace = self.path / "earlier_trace.json"  # the part before trace.json
         self.summary = self.path / "summary.json"  # only once the run has finished
         self.checkpoints = self.path / "checkpoints"  # step_N/
-        self.rollouts = self.path / "rollouts"  # step_N.jsonl, for reading
+        self.rollouts = self.path / "rollouts"  # step_N.jsonl, some episodes with their tokens
+        self.lifecycle = self.path / "lifecycle"  # step_N.jsonl, the times of all groups
         self.episodes = self.path / "episodes"  # step_N.jsonl, with monitoring.record_episodes
         self.skipped = self.path / "skipped"  # step_N.jsonl, of steps that were not finite
         self.scorers = self.path / "scorers"  # state of scorers, for a resumed run
         self.journal = self.path / "journal"  # what a crash must not lose
         self.logs = self.path / "logs"  # one file per worker
+        self.warnings = self.logs / "warnings.log"
         self.plots = self.path / "plots"  # made by `millrace inspect`
         self.tensorboard = self.path / "tensorboard"  # with the tracker "tensorboard"
         self.control = self.path / "control"  # address for scaling a running run
@@ -58,7 +66,8 @@ class RunDir:
             for folder in (self.checkpoints, self.rollouts, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            write_atomically(self.config, tomli_w.dumps(_self_contained(config)))
+            text = tomli_w.dumps(_self_contained(config))
+            write_atomically(self.config, f"# {_made_with()}\n{text}")
             self.summary.unlink(missing_ok=True)  # of the part that is resumed now
         except OSError as error:
             self.close()
@@ -111,8 +120,7 @@ class RunDir:
     @property
     def checkpoint_paths(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        names = (path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*"))
-        steps = sorted(int(name) for name in names if name.isdigit())
+        steps = steps_in(self.checkpoints, suffix="")
         return [self.checkpoints / f"step_{step}" for step in steps]
 
     @property
@@ -139,17 +147,48 @@ class RunDir:
         self._lock = lock
 
 
-def write_atomically(path: Path, text: str) -> None:
+def _made_with() -> str:
+    """Versions and machine of this process."""
+    versions = [f"{package} {version}" for package, version in own_versions().items()]
+    # torch is not imported here, and would not see GPUs that only workers use.
+    files = Path("/proc/driver/nvidia/gpus").glob("*/information")
+    gpus = Counter(" ".join(file.read_text().splitlines()[0].split()[1:]) for file in files)
+    machine = [platform.platform(), f"{os.cpu_count()} CPUs"]
+    return ", ".join([*versions, *machine, *(f"{count} {name}" for name, count in gpus.items())])
+
+
+def step_file(folder: Path, step: int) -> Path:
+    return folder / f"step_{step}.jsonl"
+
+
+def read_step(folder: Path, step: int, kind: type[T]) -> list[T]:
+    """The lines of a file of a step; [] if there is none, or none any more."""
+    try:
+        return msgspec.json.Decoder(kind).decode_lines(step_file(folder, step).read_bytes())
+    except FileNotFoundError:
+        return []
+
+
+def steps_in(folder: Path, *, suffix: str = ".jsonl") -> list[int]:
+    """The steps that a folder has a file of, ascending."""
+    found = (path.name.removeprefix("step_") for path in folder.glob(f"step_*{suffix}"))
+    names = (name.removesuffix(suffix) for name in found)
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def write_atomically(path: Path, text: str | bytes) -> None:
     """Replace the file, so that a reader sees the old or the new content, never a part."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
+    partial.write_bytes(text.encode() if isinstance(text, str) else text)
     partial.replace(path)
 
 
 def to_json(value: Any) -> Any:
     """Convert to JSON types; NaN and infinity become null. Raises TypeError for other values."""
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):  # half a surrogate pair has no UTF-8 form
+        return value.encode(errors="backslashreplace").decode()
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):

@@ -1,8 +1,9 @@
-"""Episodes of each step, as files.
+"""What each step leaves in the run directory besides its row of metrics: files per step.
 
-rollouts/step_N.jsonl has a few readable samples, and episodes/step_N.jsonl has whole recordings for
-`millrace replay`. Promise: samples are not selected by score. Called from the controller's event
-loop.
+rollouts/ has some episodes with their tokens (samples.py), lifecycle/ the times of all groups
+(lifecycle.py), and episodes/ whole recordings for `millrace replay`. Promise: a file appears as a
+whole, and repeating a step replaces it. A thread writes the files of a step while the next one runs
+and before the next row of metrics. Called from the controller's event loop.
 
 skipped/step_N.jsonl has the groups of updates whose loss or gradient was not finite. Promise: every
 such update is counted, and the whole input of the trainer can be read. One bad batch costs one
@@ -10,91 +11,92 @@ update; MAX_SKIPPED such steps in a row end the run, since the data is not the c
 controller calls SkippedSteps.write() in a thread and waits for it.
 """
 
+import asyncio
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from millrace.config import RunConfig
 from millrace.core.errors import RunFailed
 from millrace.core.records import Group
-from millrace.monitoring.run_dir import to_json
+from millrace.monitoring.files.lifecycle import StepLife
+from millrace.monitoring.files.samples import EpisodeSampler, pick, reported_rollouts, scores_of
+from millrace.monitoring.run_dir import RunDir, step_file, steps_in, write_atomically
 
 MAX_SKIPPED = 3
+MAX_BYTES = 256 * 2**20  # of a folder
 
 
-class StepLog:
-    """Writes `per_step` scored episodes of a step; repeating a step replaces its file."""
+class StepFiles:
+    """The files of one folder. Together they stay below `max_bytes`: beyond that, every second file
+    of the older half is removed, so early steps become ever sparser. Used by one thread."""
 
+    def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._sizes = {step: step_file(folder, step).stat().st_size for step in steps_in(folder)}
+
+    def write(self, step: int, rows: Sequence[Any]) -> None:
+        """One line per row; a step without rows has no file."""
+        if not rows:
+            return
+        self._folder.mkdir(exist_ok=True)
+        data = msgspec.json.Encoder().encode_lines(rows)
+        write_atomically(step_file(self._folder, step), data)
+        self._sizes[step] = len(data)
+        while sum(self._sizes.values()) > self._max_bytes and len(self._sizes) > 1:
+            steps = sorted(self._sizes)
+            for old in steps[1 : len(steps) // 2 : 2] or steps[:1]:
+                step_file(self._folder, old).unlink(missing_ok=True)
+                del self._sizes[old]
+
+
+class StepRecorder:
     def __init__(
-        self, directory: Path, *, per_step: int, row: Callable[[Group, int], dict[str, Any]]
+        self, config: RunConfig, run_dir: RunDir, *, decode: Callable[[np.ndarray], str]
     ) -> None:
-        """`row`: the JSON object of the episode with this index in its group."""
-        self._directory = directory
-        self._per_step = per_step
-        self._row = row
+        """`decode`: see EpisodeSampler."""
+        self._settings, self._model = config.monitoring, config.model.path
+        self._sampler = EpisodeSampler(decode)
+        self._samples, self._lives = StepFiles(run_dir.rollouts), StepFiles(run_dir.lifecycle)
+        self._recordings = StepFiles(run_dir.episodes, max_bytes=sys.maxsize)
+        self._writing: asyncio.Task[None] | None = None
 
-    def write(self, step: int, groups: Sequence[Group]) -> None:
-        picked = islice(_picks(groups), self._per_step)
-        if rows := [self._row(group, index) for group, index in picked]:
-            _write(self._directory / f"step_{step}.jsonl", rows)
+    def write(
+        self, life: StepLife, groups: Sequence[Group], reported: Mapping[int, np.ndarray]
+    ) -> None:
+        """Begin to write the files of a step, after written(). `groups`: trained for the first
+        time; `reported` by the trainer on reported_rollouts()."""
+        step, num_samples = life.step, self._settings.samples_per_step
+        numbers = reported_rollouts(groups, num_samples)
+        own = {rollout: reported[n] for rollout, n in numbers.items() if n in reported}
+        sample = partial(self._sampler.sample, step=step, reported=own)
+        recording = partial(recording_row, model=self._model)
+        recorded = pick(groups, self._settings.record_episodes)
 
+        def write() -> None:
+            self._samples.write(step, [sample(*one) for one in pick(groups, num_samples)])
+            self._lives.write(step, [life] if num_samples else [])
+            self._recordings.write(step, [recording(*one) for one in recorded])
 
-def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(msgspec.json.Encoder().encode_lines(rows))
+        self._writing = asyncio.create_task(asyncio.to_thread(write))
 
-
-def _picks(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
-    """The first episode of each group, then the second of each, and so on."""
-    largest = max((len(group.episodes) for group in groups), default=0)
-    for index in range(largest):
-        yield from ((group, index) for group in groups if index < len(group.episodes))
-
-
-def sample_row(group: Group, index: int) -> dict[str, Any]:
-    """An episode for reading."""
-    episode = group.episodes[index]
-    # The prompt of a turn holds the conversation before it, so the last turn has all of it.
-    turn = episode.turns[-1]
-    versions = np.concatenate([r.versions[r.versions >= 0] for r in episode.rollouts])
-    return {
-        "prompt": turn.prompt,
-        "completion": turn.completion,
-        "finish": turn.finish,
-        **_scores(group, index),
-        "versions": [int(versions.min()), int(versions.max())],
-        "tokens": sum(rollout.num_generated for rollout in episode.rollouts),
-        "columns": {name: _shown(value) for name, value in group.task.columns.items()},
-    }
+    async def written(self) -> None:
+        """Wait for the files of the last step."""
+        if self._writing is not None:
+            await self._writing
 
 
 def recording_row(group: Group, index: int, *, model: str) -> dict[str, Any]:
     """An episode for `millrace replay`; its prompts were rendered for `model`."""
     recording = group.episodes[index].recording
     assert recording is not None, "runs with record_episodes record every episode"
-    return {**_scores(group, index), "model": model, "episode": msgspec.Raw(recording)}
-
-
-def _scores(group: Group, index: int) -> dict[str, Any]:
-    assert group.advantages is not None
-    score = group.scores[index]
-    return {
-        "group": group.number,
-        "score": to_json(score.total),
-        "parts": to_json(score.parts),
-        "advantage": to_json(group.advantages[index]),
-    }
-
-
-def _shown(value: Any) -> Any:
-    """A task's column may be any Python object; one without a JSON form is shown as its repr."""
-    try:
-        return to_json(value)
-    except TypeError:
-        return repr(value)
+    return {**scores_of(group, index), "model": model, "episode": msgspec.Raw(recording)}
 
 
 class SkippedSteps:
@@ -113,7 +115,7 @@ class SkippedSteps:
         """Count the step and save the scored groups of its skipped updates."""
         self._in_a_row.append(step)
         self.num_steps += 1
-        _write(self._path(step), [row for group in groups for row in _rows(group)])
+        StepFiles(self._directory).write(step, [row for group in groups for row in _rows(group)])
         return self._path(step)
 
     def check(self, metrics: Mapping[str, float]) -> None:
@@ -130,7 +132,7 @@ class SkippedSteps:
         )
 
     def _path(self, step: int) -> Path:
-        return self._directory / f"step_{step}.jsonl"
+        return step_file(self._directory, step)
 
 
 def _rows(group: Group) -> Iterator[dict[str, Any]]:
@@ -140,7 +142,7 @@ def _rows(group: Group) -> Iterator[dict[str, Any]]:
         for rollout in episode.rollouts:
             advantages = next(by_token, None)
             yield {
-                **_scores(group, index),
+                **scores_of(group, index),
                 "episode": index,
                 "completion": episode.turns[-1].completion if episode.turns else None,
                 "token_advantages": None if advantages is None else advantages.tolist(),

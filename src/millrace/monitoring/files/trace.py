@@ -30,7 +30,8 @@ Event = dict[str, Any]
 
 
 class TraceWriter:
-    """Streams spans to disk, one write per batch. `start_s`: the run's start since the epoch."""
+    """Streams spans to disk, one write per batch. `start_s`: time 0 of the trace, since the epoch;
+    that of a resumed run is later than the run's start."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class TraceWriter:
         events = _read_events(path) if resume and path.exists() else []
         self._tracks = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
         end_us = max((e["ts"] + e["dur"] for e in events if e["ph"] == "X"), default=0.0)
-        self._start_s = (time.time() if start_s is None else start_s) - end_us / 1e6
+        self.start_s = (time.time() if start_s is None else start_s) - end_us / 1e6
         self._begin(events or self._heading())
 
     def write(self, spans: Iterable[Span]) -> None:
@@ -80,7 +81,7 @@ class TraceWriter:
             "name": span.name if span.busy else f"waiting: {span.name}",
             "cat": "busy" if span.busy else "waiting",
             "ph": "X",
-            "ts": round((span.start_s - self._start_s) * 1e6, 1),
+            "ts": round((span.start_s - self.start_s) * 1e6, 1),
             "dur": round((span.end_s - span.start_s) * 1e6, 1),
             "pid": PROCESS,
             "tid": track,

@@ -33,18 +33,25 @@ def render_plots(path: Path) -> list[Path]:
     summary = json.loads(run_dir.summary.read_text()) if run_dir.is_finished else {}
     run_dir.plots.mkdir(exist_ok=True)
     written = []
-    if rows:
-        written.append(_draw(run_dir.plots / "reward.png", _reward, rows, summary))
+    if any("reward/mean" in row for row in rows):
+        written.append(draw_plot(run_dir.plots / "reward.png", _reward, rows, summary))
+    elif rows:  # of supervised fine-tuning
+        written.append(
+            draw_plot(run_dir.plots / "loss.png", _lines, rows, ["loss", "eval/loss"], "Loss")
+        )
     if len(names := {name for row in rows for name in table(row, "rewards", suffix="/mean")}) > 1:
-        written.append(_draw(run_dir.plots / "parts.png", _parts, rows, sorted(names)))
+        keys = [f"rewards/{name}/mean" for name in sorted(names)]
+        written.append(
+            draw_plot(run_dir.plots / "parts.png", _lines, rows, keys, "Parts of the reward")
+        )
     if any("staleness/mean" in row for row in rows):
-        written.append(_draw(run_dir.plots / "staleness.png", _staleness, rows))
+        written.append(draw_plot(run_dir.plots / "staleness.png", _staleness, rows))
     if spans:
-        written.append(_draw(run_dir.plots / "timeline.png", draw_timeline, spans))
+        written.append(draw_plot(run_dir.plots / "timeline.png", draw_timeline, spans))
     return written
 
 
-def _draw(path: Path, plot: Callable[..., None], *data: Any) -> Path:
+def draw_plot(path: Path, plot: Callable[..., None], *data: Any) -> Path:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -97,12 +104,15 @@ def _reward(figure: "Figure", rows: list[dict[str, Any]], summary: dict[str, Any
     _over_steps(axes, title="Reward")
 
 
-def _parts(figure: "Figure", rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    """A line for each scorer, penalty, or role of an episode with several agents."""
+def _lines(
+    figure: "Figure", rows: Sequence[dict[str, Any]], keys: Sequence[str], title: str
+) -> None:
+    """A line for each metric, such as those of scorers, penalties, or roles of an episode."""
     axes = figure.subplots()
-    for number, name in enumerate(names):
-        _draw_smoothed(axes, rows, f"rewards/{name}/mean", label=name, color=f"C{number}")
-    _over_steps(axes, title="Parts of the reward")
+    for number, key in enumerate(keys):
+        label = key.removeprefix("rewards/").removesuffix("/mean")
+        _draw_smoothed(axes, rows, key, label=label, color=f"C{number}")
+    _over_steps(axes, title=title)
 
 
 def _draw_smoothed(

@@ -1,34 +1,43 @@
 """The summary of a run directory, whether its run finished, is running, or was killed.
 
+It is one block of text, which has what a bug report needs.
+
 Promise: reads only. A missing or incomplete file costs only the rows that it would have filled.
 """
 
 import json
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.table import Table
-
+from millrace.config import ModelConfig, RunConfig
 from millrace.core.errors import ConfigError
-from millrace.monitoring.activity import MIN_SHARE, Activity, Shares, mean_by_role, total_text
+from millrace.monitoring.activity import (
+    MIN_SHARE,
+    Activity,
+    Shares,
+    mean_by_role,
+    total_text,
+    without_idle,
+)
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.run_dir import RunDir
 from millrace.monitoring.terminal.text import counts, curve, duration, rate
 from millrace.monitoring.throughput import run_rates
 
+MAX_WARNINGS = 10  # the newest are shown
+
 Rows = Iterator[tuple[str, str]]  # label and text; a row without a label continues the one above
 
 
-def summary_table(path: str | Path) -> Table:
-    grid = Table.grid(padding=(0, 3, 0, 0))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, text in summary_rows(path):
-        grid.add_row(label, text)
-    return grid
+def summary_text(path: str | Path) -> str:
+    """Plain text without line wrapping, so that paths and settings can be copied."""
+    rows = list(summary_rows(path))
+    width = max(len(label) for label, _ in rows) + 2
+    return "\n".join(f"{label:<{width}}{text}" for label, text in rows)
 
 
 def summary_rows(path: str | Path) -> Rows:
@@ -59,6 +68,7 @@ def summary_rows(path: str | Path) -> Rows:
         yield "version spread", f"{fmean(spreads):.2f} per rollout, {of_group:.2f} per group"
     yield from _workers(run_dir, last)
     yield from _losses(metrics)
+    yield from _circumstances(run_dir)
     for number, file in enumerate(_files(run_dir)):
         yield "" if number else "files", str(file)
 
@@ -72,6 +82,11 @@ def _results(metrics: list[dict[str, Any]], final: Mapping[str, Any]) -> Rows:
     if rewards := _values(metrics, "reward/mean"):
         (line,), _, _ = curve(rewards, columns=40, rows=1)
         yield "reward", f"{rewards[0]:.3f} → {rewards[-1]:.3f}  {line}"
+    elif losses := _values(metrics, "loss"):  # of supervised fine-tuning
+        (line,), _, _ = curve(losses, columns=40, rows=1)
+        yield "loss", f"{losses[0]:.3f} → {losses[-1]:.3f}  {line}"
+    if held_out := _values(metrics, "eval/loss"):
+        yield "held-out loss", f"{held_out[0]:.3f} → {held_out[-1]:.3f}"
     before, after = final.get("accuracy_before"), final.get("accuracy_after")
     if before is not None and after is not None:
         yield "held-out accuracy", f"{before:.3f} → {after:.3f}"
@@ -84,7 +99,7 @@ def _workers(run_dir: RunDir, last: Mapping[str, Any]) -> Rows:
     activity = Activity()
     activity.add(read_trace(run_dir.trace))
     workers = activity.total()
-    for worker, shares in workers.items():
+    for worker, shares in without_idle(workers).items():
         yield worker, "never started serving" if shares is None else _worker(shares)
     trainer = mean_by_role(workers).get("trainer")
     waited = 0.0 if trainer is None else trainer.waiting.get("scores", 0.0)
@@ -114,7 +129,8 @@ def _losses(metrics: list[dict[str, Any]]) -> Rows:
     """Groups and tokens that were not trained on, and failures that the run survived."""
     last = metrics[-1] if metrics else {}
     for status in ("dropped", "cancelled", "failed"):
-        yield f"groups {status}", counts(table(last, status))
+        if any((found := table(last, status)).values()):
+            yield f"groups {status}", counts(found)
     if skipped := sum(updates > 0 for updates in _values(metrics, "skipped/updates")):
         yield "steps skipped", f"{skipped}, because the loss or gradient was not finite"
     if restarts := table(last, "restarts"):
@@ -125,12 +141,43 @@ def _losses(metrics: list[dict[str, Any]]) -> Rows:
         yield "resumed", f"{tokens} tokens of groups in flight were reused"
     if replayed := sum(_values(metrics, "groups/replayed")):
         yield "groups replayed", str(replayed)
-    yield "tokens wasted", counts(table(last, "tokens/wasted"))
+    if any((wasted := table(last, "tokens/wasted")).values()):
+        yield "tokens wasted", counts(wasted)
     if staleness := table(last, "tokens/wasted_staleness"):
         means = (f"{reason} {mean:.2f}" for reason, mean in staleness.items())
         yield "", f"mean staleness: {', '.join(means)}"
     if any(table(last, "cancelled").values()):
         yield "", f"cancelling saved about {last['tokens/saved']} tokens"
+
+
+def _circumstances(run_dir: RunDir) -> Rows:
+    """What a reader of a bug report asks for: versions, machine, settings, warnings."""
+    if run_dir.config.is_file():
+        text = run_dir.config.read_text()
+        if text.startswith("# "):
+            yield "made with", text.partition("\n")[0].removeprefix("# ")
+        for number, (key, value) in enumerate(changed_settings(tomllib.loads(text))):
+            yield "" if number else "settings", f"{key} = {value!r:.200}"
+    if run_dir.warnings.is_file():
+        lines = run_dir.warnings.read_text().splitlines()
+        yield "warnings", f"{len(lines)}, in {run_dir.warnings}"
+        yield from (("", line) for line in lines[-MAX_WARNINGS:])
+
+
+def changed_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Settings that differ from their defaults, by dotted key."""
+    return _changes(settings, RunConfig(model=ModelConfig(path="")).model_dump())
+
+
+def _changes(
+    settings: Mapping[str, Any], defaults: Any, *, above: str = ""
+) -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        default = defaults.get(key) if isinstance(defaults, Mapping) else None
+        if isinstance(value, Mapping):
+            yield from _changes(value, default, above=f"{above}{key}.")
+        elif value != (list(default) if isinstance(default, tuple) else default):
+            yield f"{above}{key}", value
 
 
 def _values(metrics: list[dict[str, Any]], key: str) -> list[Any]:

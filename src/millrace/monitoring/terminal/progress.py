@@ -13,9 +13,9 @@ from rich.live import Live
 from rich.panel import Panel
 
 from millrace.core.errors import printable
-from millrace.monitoring.activity import mean_by_role
+from millrace.monitoring.activity import mean_by_role, without_idle
 from millrace.monitoring.terminal.snapshot import RunSnapshot
-from millrace.monitoring.terminal.text import counts, duration, rate
+from millrace.monitoring.terminal.text import duration, rate
 from millrace.monitoring.terminal.view import RunView, startup_view
 
 
@@ -142,29 +142,18 @@ def progress_line(shot: RunSnapshot) -> str:
     parts = [f"step {gauges.version}/{shot.steps}"]
     if gauges.evaluating is not None:
         parts.append("evaluating {}/{}".format(*gauges.evaluating))
-    if shot.rewards:
-        parts.append(f"reward {shot.rewards[-1]:.3f}")
-    if shot.accuracies:
-        parts.append(f"accuracy {shot.accuracies[-1]:.3f}")
-    parts += [
-        f"{rate(shot.samples_per_s)} samples/s",
-        f"{rate(shot.tokens_per_s)} tokens/s",
-        f"buffer {gauges.buffer_depth}/{shot.buffer_capacity}",
-        f"staleness {shot.staleness_mean:.2f} (max {shot.staleness_max})",
-    ]
-    for role, shares in mean_by_role(shot.workers).items():
+    if shot.values:
+        parts.append(f"{shot.curve} {shot.values[-1]:.3f}")
+    if shot.evaluations:
+        parts.append(f"{shot.evaluated} {shot.evaluations[-1]:.3f}")
+    parts += [f"{rate(shot.samples_per_s)} samples/s", f"{rate(shot.tokens_per_s)} tokens/s"]
+    if not shot.is_supervised:
+        parts.append(f"buffer {shot.buffer_text}")
+        parts.append(f"staleness {shot.staleness_mean:.2f} (max {shot.staleness_max})")
+    for role, shares in mean_by_role(without_idle(shot.workers)).items():
         wait = f" (waits: {shares.top_wait})" if shares.top_wait and shares.busy < 0.9 else ""
         parts.append(f"{role} {shares.busy:.0%} busy{wait}")
-    for name, reasons in (
-        ("dropped", gauges.groups_dropped),
-        ("cancelled", gauges.groups_cancelled),
-        ("failed", gauges.groups_failed),
-        ("restarts", shot.restarts),
-    ):
-        if any(reasons.values()):
-            parts.append(f"{name} {counts(reasons)}")
-    if gauges.steps_skipped:
-        parts.append(f"steps skipped {gauges.steps_skipped}")
+    parts += [f"{kind} {text}" for kind, text in shot.losses.items()]
     if shot.scoring:
         parts.append(shot.scoring)
     left = "" if shot.eta_s is None else f", {duration(shot.eta_s)} left"

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from millrace.config.section import UNBOUNDED
 from millrace.core.spans import ScorerLoad
 from millrace.monitoring.activity import Shares
+from millrace.monitoring.terminal.text import counts
 
 Counts = dict[str, int]
 
@@ -42,8 +44,9 @@ class RunSnapshot:
     steps: int  # in total
     elapsed_s: float  # since the run started
     eta_s: float | None = None  # None before the first step
-    rewards: tuple[float, ...] = ()  # mean reward of each step so far, downsampled
-    accuracies: tuple[float, ...] = ()  # of the evaluations so far, downsampled
+    curve: str = "reward"  # what `values` are; "loss" in supervised fine-tuning
+    values: tuple[float, ...] = ()  # mean of each step so far, downsampled
+    evaluations: tuple[float, ...] = ()  # their accuracies or losses so far, downsampled
     samples_per_s: float = 0.0
     tokens_per_s: float = 0.0
     tokens_generated: int = 0  # so far
@@ -54,6 +57,34 @@ class RunSnapshot:
     phases: dict[str, str] = field(default_factory=dict)  # by worker, while it starts
     scoring: str = ""  # a warning while scoring limits the run
     restarts: Counts = field(default_factory=Counts)  # by worker
+
+    @property
+    def losses(self) -> dict[str, str]:
+        """Groups that were not trained and workers that were replaced, as text by kind."""
+        gauges = self.gauges
+        by_kind = {
+            "dropped": gauges.groups_dropped,
+            "cancelled": gauges.groups_cancelled,
+            "failed": gauges.groups_failed,
+            "restarts": self.restarts,
+            "skipped": {"steps that were not finite": gauges.steps_skipped},
+        }
+        return {kind: counts(found) for kind, found in by_kind.items() if any(found.values())}
+
+    @property
+    def is_supervised(self) -> bool:
+        """Supervised runs have no buffer and no staleness."""
+        return self.curve == "loss"
+
+    @property
+    def evaluated(self) -> str:
+        """What `evaluations` are."""
+        return "held-out loss" if self.is_supervised else "accuracy"
+
+    @property
+    def buffer_text(self) -> str:
+        bound = "unbounded" if self.buffer_capacity == UNBOUNDED else str(self.buffer_capacity)
+        return f"{self.gauges.buffer_depth}/{bound}"
 
 
 class DownsampledSeries:

@@ -9,9 +9,9 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.panel import Panel
 from rich.text import Text
 
-from millrace.monitoring.activity import Shares, mean_by_role
+from millrace.monitoring.activity import mean_by_role, without_idle
 from millrace.monitoring.terminal.snapshot import RunSnapshot
-from millrace.monitoring.terminal.text import counts, curve, duration, rate
+from millrace.monitoring.terminal.text import curve, duration, rate
 
 CURVE_ROWS = 4
 MAX_WORKER_ROWS = 6  # with more workers, one row per role
@@ -45,10 +45,10 @@ class RunView:
         lines = [
             _steps(shot, width),
             Text(),
-            *_rewards(shot, width),
+            *_values(shot, width),
             Text(),
             *_workers(shot, bar),
-            _buffer(shot, bar),
+            *(() if shot.is_supervised else (_buffer(shot, bar),)),
             Text(),
             *_numbers(shot),
         ]
@@ -71,22 +71,22 @@ def _steps(shot: RunSnapshot, width: int) -> Text:
     return _line("step", bar, note)
 
 
-def _rewards(shot: RunSnapshot, width: int) -> Iterator[Text]:
-    if not shot.rewards:
-        yield _line("reward", ("after the first step", "dim"))
+def _values(shot: RunSnapshot, width: int) -> Iterator[Text]:
+    if not shot.values:
+        yield _line(shot.curve, ("after the first step", "dim"))
         return
     columns = max(width - 31, MIN_BAR_COLUMNS)  # the axis takes 7, the notes 24
-    lines, low, high = curve(shot.rewards, columns=columns, rows=CURVE_ROWS)
+    lines, low, high = curve(shot.values, columns=columns, rows=CURVE_ROWS)
     notes = [Text() for _ in range(CURVE_ROWS)]
-    notes[0] = Text.assemble("now ", (f"{shot.rewards[-1]:.3f}", "bold"))
-    if shot.accuracies:
-        first, last = shot.accuracies[0], shot.accuracies[-1]
-        change = f"{first:.2f} → {last:.2f}" if len(shot.accuracies) > 1 else f"{first:.2f}"
-        notes[-1] = Text.assemble("accuracy ", (change, f"bold {DONE}"))
+    notes[0] = Text.assemble("now ", (f"{shot.values[-1]:.3f}", "bold"))
+    if shot.evaluations:
+        first, last = shot.evaluations[0], shot.evaluations[-1]
+        change = f"{first:.2f} → {last:.2f}" if len(shot.evaluations) > 1 else f"{first:.2f}"
+        notes[-1] = Text.assemble(f"{shot.evaluated} ", (change, f"bold {DONE}"))
     axis = [f"{high:.2f}", *[""] * (CURVE_ROWS - 2), f"{low:.2f}"]
     for row, line in enumerate(lines):
         yield _line(
-            "" if row else "reward",
+            "" if row else shot.curve,
             (f"{axis[row]:>5} ▕", "dim"),
             (line.ljust(columns), DONE),
             "  ",
@@ -95,9 +95,9 @@ def _rewards(shot: RunSnapshot, width: int) -> Iterator[Text]:
 
 
 def _workers(shot: RunSnapshot, columns: int) -> Iterator[Text]:
-    rows: dict[str, Shares | None] = dict(shot.workers)
+    rows = without_idle(shot.workers)
     if len(rows) > MAX_WORKER_ROWS:
-        rows = {f"{role}s": shares for role, shares in mean_by_role(shot.workers).items()}
+        rows = {f"{role}s": shares for role, shares in mean_by_role(rows).items()}
     for name, shares in rows.items():
         if shares is None:
             yield _line(name, (shot.phases.get(name, "starting"), "dim"))
@@ -114,7 +114,7 @@ def _workers(shot: RunSnapshot, columns: int) -> Iterator[Text]:
 def _buffer(shot: RunSnapshot, columns: int) -> Text:
     depth, capacity = shot.gauges.buffer_depth, shot.buffer_capacity
     bar = _bar(depth / capacity, columns=columns, colour="magenta")
-    note = f"  {depth}/{capacity} groups, {shot.gauges.groups_running} running"
+    note = f"  {shot.buffer_text} groups, {shot.gauges.groups_running} running"
     return _line("buffer", bar, note)
 
 
@@ -125,19 +125,12 @@ def _numbers(shot: RunSnapshot) -> Iterator[Text]:
         speed += f" · {wasted / shot.tokens_generated:.1%} of them wasted"
     staleness = f"mean {shot.staleness_mean:.2f} · max {shot.staleness_max}"
     yield _line("speed", speed)
-    yield _line("staleness", f"{staleness} · version {gauges.version}")
-    for name, reasons, colour in (
-        ("dropped", gauges.groups_dropped, WAITING),
-        ("cancelled", gauges.groups_cancelled, WAITING),
-        ("failed", gauges.groups_failed, BAD),
-    ):
-        yield _line(name, (counts(reasons), colour if reasons else "dim"))
+    if not shot.is_supervised:
+        yield _line("staleness", f"{staleness} · version {gauges.version}")
+    for kind, text in shot.losses.items():
+        yield _line(kind, (text, BAD if kind in ("failed", "skipped") else WAITING))
     if shot.scoring:
         yield _line("scoring", (shot.scoring, WAITING))
-    if shot.restarts:
-        yield _line("restarts", (counts(shot.restarts), WAITING))
-    if gauges.steps_skipped:
-        yield _line("skipped", (f"steps {gauges.steps_skipped} (not finite)", BAD))
 
 
 def _line(label: str, *parts: Part) -> Text:

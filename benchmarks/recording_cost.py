@@ -1,0 +1,121 @@
+"""What rollouts/ and lifecycle/ cost: samples/s of a short CPU run with and without them.
+
+    python benchmarks/recording_cost.py --pairs 5 --steps 24
+
+Pairs alternate, so that a machine that becomes slower does not count against one side. Each run is
+the demo's, with a process of its own. `monitoring.samples_per_step = 0` turns both records off. The
+last line is the time of the writing thread for one step of long episodes, without a run.
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from millrace.config import load_config
+from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Turn
+from millrace.demo.model import make_model
+from millrace.demo.run import SETTINGS
+from millrace.models.directory import load_tokenizer
+from millrace.monitoring.files.episodes import StepRecorder
+from millrace.monitoring.files.lifecycle import StepLife
+from millrace.monitoring.run_dir import RunDir
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--samples", type=int, default=4, help="monitoring.samples_per_step")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        make_model(model, 0)
+        losses: list[float] = []
+        for pair in range(args.pairs):
+            order = (0, args.samples) if pair % 2 else (args.samples, 0)
+            rates = {n: measure(Path(folder), model, steps=args.steps, samples=n) for n in order}
+            losses.append(1 - rates[args.samples] / rates[0])
+            print(
+                f"pair {pair + 1}: {rates[0]:.1f} samples/s without,"
+                f" {rates[args.samples]:.1f} with, loss {losses[-1]:+.1%}",
+                flush=True,
+            )
+        print(f"median loss of samples/s: {median(losses):+.1%}")
+        seconds = asyncio.run(write_seconds(Path(folder), model, samples=args.samples))
+        print(f"writing one step of {args.samples} episodes of 1024 tokens: {1e3 * seconds:.1f} ms")
+
+
+def measure(folder: Path, model: Path, *, steps: int, samples: int) -> float:
+    """Samples/s of a run, without its start."""
+    run_dir = folder / f"run_{time.monotonic_ns()}"
+    overrides = {
+        "model": str(model),
+        "run_dir": str(run_dir),
+        "trainer.steps": steps,
+        "evaluate.every_steps": 0,
+        "checkpoint.every_steps": 0,
+        "monitoring.progress": "off",
+        "monitoring.samples_per_step": samples,
+    }
+    config = load_config(SETTINGS, overrides=overrides)
+    file = folder / "config.json"
+    file.write_text(config.model_dump_json())
+    code = "import json, sys, millrace; millrace.train(json.load(open(sys.argv[1])))"
+    subprocess.run([sys.executable, "-c", code, str(file)], check=True)
+    written = RunDir(run_dir)
+    assert written.lifecycle.exists() == bool(samples)
+    return json.loads(written.summary.read_text())["samples_per_s"]
+
+
+async def write_seconds(folder: Path, model: Path, *, samples: int) -> float:
+    """The median time for the files of one step, in the thread that writes them."""
+    rng = np.random.default_rng(0)
+    tokenizer = load_tokenizer(str(model), trust_remote_code=False)
+    config = load_config(
+        {"model": str(model), "monitoring": {"samples_per_step": samples, "progress": "off"}}
+    )
+    recorder = StepRecorder(config, RunDir(folder), decode=lambda ids: tokenizer.decode(ids))
+    mask = np.arange(1024) >= 128
+    episodes = tuple(
+        Episode(
+            turns=(Turn(prompt="sort", completion="x" * 900, finish="stop"),),
+            rollouts=(
+                Rollout(
+                    tokens=rng.integers(3, 14, 1024).astype(np.int32),
+                    mask=mask,
+                    engine_logprobs=np.where(mask, -rng.random(1024), 0).astype(np.float32),
+                    versions=np.where(mask, 7, -1).astype(np.int32),
+                    sampling=Sampling(),
+                ),
+            ),
+        )
+        for _ in range(samples)
+    )
+    group = Group(
+        number=0,
+        task=Task(prompt="sort"),
+        episodes=episodes,
+        scores=tuple(Score(total=1.0, parts={"exact": 1.0}) for _ in episodes),
+        advantages=np.zeros(samples, np.float32),
+    )
+    numbers = {n: rng.random((3, int(mask.sum()))).astype(np.float32) for n in range(samples)}
+    times: list[float] = []
+    for step in range(1, 21):
+        life = StepLife(step=step, begin_s=0, end_s=1, unix_s=1, groups=[], replayed=[], lost=[])
+        start_s = time.monotonic()
+        recorder.write(life, [group], numbers)
+        await recorder.written()
+        times.append(time.monotonic() - start_s)
+    return median(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""`millrace compare`: which runs it plans, what it measures, and what becomes of a failed run."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from project import make_project
+from synthetic_run import make_run
+
+from millrace.cli.main import main
+from millrace.compare.designs import plan_designs
+from millrace.compare.measures import measure_run
+from millrace.compare.report import markdown, page
+from millrace.core.errors import ConfigError
+
+PLAN = {"presets": (), "sweeps": (), "settings": {}}
+
+
+@pytest.fixture
+def toml(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('model = "m"\nbuffer.max_staleness = 3\n')
+    return file
+
+
+def test_designs_are_all_combinations_of_presets_and_swept_values(toml):
+    sweeps = ["trainer.steps=5,9", "loss.high=0.3"]
+    plan = PLAN | {"presets": ["verl", "areal"], "sweeps": sweeps, "settings": {"seed": "1"}}
+    designs = plan_designs([toml], **plan)
+    assert [design.name for design in designs] == [
+        f"{preset}, trainer.steps={steps}, loss.high=0.3"
+        for preset in ("verl", "areal")
+        for steps in (5, 9)
+    ]
+    assert designs[0].folder == "verl_trainer.steps=5_loss.high=0.3"
+    (note,) = designs[0].notes
+    assert "override its axis 'Staleness': buffer.max_staleness = 3 instead of 8" in note
+    arguments = designs[1].arguments(seed=2, run_dir=Path("/a b"))
+    assert arguments[:5] == ["train", str(toml), "--auto-resume", "--preset", "verl"]
+    assert {"--trainer.steps=9", "--seed=2", '--run_dir="/a b"'} <= set(arguments)
+
+
+def test_designs_of_several_files_are_named_after_them(toml):
+    other = toml.with_name("other.toml")
+    shutil.copy(toml, other)
+    assert [d.name for d in plan_designs([toml, other], **PLAN)] == ["run", "other"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"presets": ["arael"]}, "No preset 'arael'; did you mean 'areal'"),
+        ({"sweeps": ["trainer.steps"]}, "--sweep 'trainer.steps' is not KEY=VALUE,VALUE"),
+        ({"sweeps": ["trainer.steps="]}, "is not KEY=VALUE,VALUE"),
+        ({"sweeps": ["trainer.step=1,2"]}, "Unknown setting 'trainer.step'; did you mean 'steps'"),
+        ({"sweeps": ["buffer.capacity=2"]}, "buffer.capacity = 2 cannot hold"),
+        ({"presets": ["areal", "areal"]}, "Two designs are named 'areal'"),
+    ],
+)
+def test_wrong_plan_is_refused_before_any_run(toml, plan, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_designs([toml], **(PLAN | plan))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    run_dir = make_run(tmp_path_factory.mktemp("run") / "run")
+    rows = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
+    text = "\n".join(json.dumps(row | {"completion_length/mean": 9.0}) for row in rows)
+    run_dir.metrics.write_text(text + "\n")
+    run_dir.summary.write_text(json.dumps({"accuracy_before": 0.1, "accuracy_after": 0.9}))
+    return measure_run(run_dir, target=0.5), measure_run(run_dir, target=0.95)
+
+
+def test_measures_come_from_the_files_of_a_run(measured):
+    found, _ = measured
+    assert found["samples_per_s"] == 128
+    assert found["staleness"] == pytest.approx({"0": 0.3, "1": 0.6, "2": 0.1})
+    assert found["wasted"] == {"dropped": 120, "cancelled": 400}
+    assert found["wasted_share"] == pytest.approx(0.013)
+    assert found["engine_idle"] == pytest.approx(0.25)
+    assert found["trainer_idle"] == pytest.approx(0.5)
+    assert found["sync_share"] == pytest.approx(0.05)
+    assert found["accuracy"] == 0.9
+
+
+def test_time_to_a_target_is_that_of_the_first_evaluation_that_reached_it(measured):
+    reached, missed = measured
+    assert reached["time_to_target_s"] == 10.0  # after step 20 of 40, half a second each
+    assert missed["time_to_target_s"] is None
+
+
+def test_table_and_page_hold_means_ranges_and_failures(measured):
+    found, _ = measured
+    rows = [
+        {**found, "design": "a<b", "seed": 0, "status": "finished", "peak_mib": 100.0},
+        {**found, "design": "a<b", "seed": 1, "status": "finished", "samples_per_s": 132.0},
+        {"design": "broken", "seed": 0, "status": "failed", "error": "No model <here>."},
+    ]
+    table = markdown(rows, notes=["a note"])
+    line = next(line for line in table.splitlines() if line.startswith("| a<b"))
+    assert "| 130.00 (128.00 to 132.00) |" in line
+    assert "| 100, 1 of 2 runs |" in line
+    assert "0: 30%, 1: 60%, 2: 10%" in line
+    assert "dropped 120, cancelled 400" in line
+    assert "- broken failed with seed 0: No model <here>." in table
+    text = page(rows, command="millrace compare a<b", notes=["a note"])
+    assert "<b" not in text.replace("<body", "").replace("<bar", "")
+    assert "No model &lt;here&gt;." in text
+    assert "http" not in text
+    assert "<script" not in text
+
+
+def test_comparison_without_runs_is_refused(toml, capsys):
+    assert main(["compare", str(toml), "--seeds", "0"]) == 2
+    assert "--seeds and --parallel are 1 or more" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_failed_run_is_a_row_and_the_same_command_makes_what_is_missing(tmp_path, capsys):
+    project = make_project(tmp_path / "project", trainer={"steps": 2})
+    (project / "broken.toml").write_text(
+        (project / "run.toml").read_text().replace('"tasks.jsonl"', '"missing.jsonl"')
+    )
+    command = ["compare", str(project / "run.toml"), str(project / "broken.toml")]
+    command += ["--presets", "trl_sync", "--sampling.max_new_tokens", "8"]
+    assert main(command) == 1
+    out = project / "compare"
+    result = json.loads((out / "results.json").read_text())
+    good, bad = result["rows"]
+    assert (good["design"], good["status"]) == ("run, trl_sync", "finished")
+    assert good["staleness"] == {"0": 1.0}
+    assert good["peak_mib"] > 100
+    assert (bad["status"], "missing.jsonl" in bad["error"]) == ("failed", True)
+    assert "broken, trl_sync failed with seed 0" in (out / "table.md").read_text()
+    assert "run, trl_sync" in (out / "page.html").read_text()
+    capsys.readouterr()
+    assert main(command) == 1
+    printed = capsys.readouterr().out
+    assert "run, trl_sync, seed 0 ..." not in printed
+    assert "broken, trl_sync, seed 0 ..." in printed
+    assert main([*command, "--trainer.steps", "3"]) == 2
+    assert "is of a run with other settings" in capsys.readouterr().err
