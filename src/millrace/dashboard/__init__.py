@@ -1,0 +1,1 @@
+"""`millrace dashboard`: a local web page over run directories. Torch-free."""
