@@ -9,6 +9,7 @@ from families import FAMILIES, tokenizer_of
 
 from millrace.core.protocols import OnCompletion, OnTokens
 from millrace.core.records import Completion, Request, Sampling
+from millrace.environments.episode_runner import LoadedEnvironment, ThreadHost
 from millrace.environments.function_environment import FunctionEnvironment
 from millrace.environments.role_models import RoleModel
 from millrace.environments.rollouts.player import Player
@@ -67,13 +68,14 @@ def player_of(
     """`others`: models that roles may be, each with its engine."""
     renderer = Renderer(TOKENIZERS[family])
     others = others or {}
-    environment = FunctionEnvironment(
-        function,
+    loaded = LoadedEnvironment(
+        function=function,
         renderer=renderer,
-        **rules,
-        thread=thread,
         others={name: model for name, (model, _engine) in others.items()},
+        records=rules.pop("records", False),
     )
+    host = ThreadHost(loaded=loaded, thread=thread)
+    environment = FunctionEnvironment(host, renderer=renderer, **rules)
     return Player(
         environment=environment,
         engine=engine,

@@ -39,6 +39,8 @@ ATTACKS = {
         {**CHAT, "response_format": schema_of({"enum": [f"v{i}" for i in range(MANY)]})},
     ),
     "many objects": (413, {**CHAT, "metadata": [{}] * 2 * MANY}),
+    "wrong items": (400, {"model": "tiny", "input": [0] * MANY}),
+    "wrong parts": (400, {"model": "tiny", "input": [{"role": "user", "content": [0] * MANY}]}),
     "many messages": (400, {**CHAT, "messages": CHAT["messages"] * (MANY // 2)}),
 }
 
@@ -63,7 +65,8 @@ async def test_no_request_takes_longer_than_a_plain_one_of_its_size():
         plain = json.dumps({"model": "tiny", "prompt": [7] * MANY}).encode()
         plain_s = await seconds(http, f"{client.base_url}completions", plain, status=400)
         for name, (status, body) in ATTACKS.items():
-            path = "completions" if "prompt" in body else "chat/completions"
+            paths = {"prompt": "completions", "input": "responses", "messages": "chat/completions"}
+            (path,) = (path for field, path in paths.items() if field in body)
             data = json.dumps(body).encode()
             found_s = await seconds(http, f"{client.base_url}{path}", data, status=status)
             assert found_s < 20 * plain_s, name
@@ -78,6 +81,10 @@ async def test_compressed_bodies_are_refused_unread():
             async with http.post(url, data=body, headers=headers) as response:
                 assert response.status == 415
                 assert encoding in (await response.json())["error"]["message"]
+        async with http.post(
+            f"{client.base_url}responses", data=body, headers={**JSON, "Content-Encoding": "gzip"}
+        ) as response:
+            assert response.status == 415
         async with http.post(url, json=CHAT, headers={"Content-Encoding": "identity"}) as response:
             assert response.status == 200
 
@@ -138,8 +145,10 @@ async def test_messages_cannot_forge_a_turn():
         await client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": forged}]
         )
+        await client.responses.create(model="tiny", input=forged)
         await client.completions.create(model="tiny", prompt=forged)
-    chat, raw = (request.prompt.tolist() for request in engine.requests)
+    chat, response, raw = (request.prompt.tolist() for request in engine.requests)
+    assert response == chat
     assert (chat.count(IM_START), chat.count(IM_END)) == (2, 1)
     assert (raw.count(IM_START), raw.count(IM_END)) == (1, 1)
     assert chat_tokenizer().decode(chat).startswith(f"<|im_start|>user\n{forged}<|im_end|>")

@@ -112,6 +112,36 @@ async def test_streams_choices_and_logprobs_work_through_the_gateway(thread):
     assert engine.requests[-1].sampling.max_new_tokens == 5
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_responses_through_the_gateway_form_the_rollout_of_a_chat(stream, thread):
+    async def playing(client, _session) -> float:
+        items: list = list(ASK)
+        tool = {"type": "function", **LOOKUP["function"]}
+        for _ in range(2):
+            ask = {"model": "x", "input": items, "tools": [tool], "temperature": 0.1}
+            if stream:
+                async with client.responses.stream(**ask) as events:
+                    reply = await events.get_final_response()
+            else:
+                reply = await client.responses.create(**ask)
+            items += [item.to_dict() for item in reply.output]
+            for call in (item for item in reply.output if item.type == "function_call"):
+                result = {"type": "function_call_output", "call_id": call.call_id, "output": "12"}
+                items.append(result)
+        return float(reply.output_text == "It is 12.")
+
+    answers = iter([CALLS["chatml"], "It is 12."])
+    engine = ChatEngine(lambda _: next(answers))
+    (episode,) = (await play_group(environment(playing), engine, thread=thread)).episodes
+    assert (episode.reward, len(episode.turns), episode.counts) == (1.0, 2, {})
+    (rollout,) = episode.rollouts  # the second turn extends the tokens of the first
+    assert rollout.tokens[: len(engine.requests[1].prompt)].tolist() == list(
+        engine.requests[1].prompt
+    )
+    assert {request.sampling.temperature for request in engine.requests} == {1.0}
+    assert (rollout.versions[rollout.mask] >= 0).all()
+
+
 async def test_wrong_keys_and_late_calls_are_refused_without_affecting_others(thread):
     gateway, sessions, told = Gateway(), [], []
 
@@ -195,6 +225,19 @@ async def test_settings_of_a_program_are_applied_or_refused(thread):
     engine = ChatEngine(lambda _: CALLS["chatml"] * 2)
     (episode,) = (await play_group(environment(playing), engine, thread=thread)).episodes
     assert (episode.reward, len(episode.turns)) == (1.0, 2)
+
+
+async def test_penalties_are_refused_where_tokens_are_trained(thread):
+    async def playing(client, _session) -> float:
+        for settings in ({"presence_penalty": 1.0}, {"logit_bias": {"5": -100}}):
+            with pytest.raises(openai.BadRequestError, match="cannot be trained"):
+                await client.chat.completions.create(model="x", messages=ASK, **settings)
+        await client.chat.completions.create(model="x", messages=ASK, presence_penalty=0)
+        return 1.0
+
+    engine = ChatEngine(lambda _: "hi")
+    (episode,) = (await play_group(environment(playing), engine, thread=thread)).episodes
+    assert (episode.reward, len(episode.turns), len(engine.requests)) == (1.0, 1, 1)
 
 
 async def test_lost_engine_ends_the_episode_even_if_the_program_continues(thread):

@@ -90,7 +90,12 @@ def to_this_model(case: schemathesis.Case) -> schemathesis.Case:
     body = case.body
     if isinstance(body, dict):
         body["model"] = "tiny"
-        body["n"] = 2
+        if case.operation.path == "/v1/responses":
+            body["input"] = "Count."
+            for name in ("tools", "store", "previous_response_id", "conversation", "prompt"):
+                body.pop(name, None)
+        else:
+            body["n"] = 2
         if "messages" in body:
             body["messages"] = [{"role": "user", "content": repr(body["messages"])[:20]}]
             body.pop("tools", None)
@@ -132,7 +137,7 @@ def test_every_answer_matches_the_description(operation, address: str):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
 def test_every_answer_matches_the_description_with_many_examples(operation, address: str):
-    try_out(operation, address, max_examples=200)
+    try_out(operation, address, max_examples=80)
 
 
 def test_description_requires_the_key(address: str):

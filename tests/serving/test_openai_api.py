@@ -310,9 +310,10 @@ def named(name: str) -> dict:
     [
         ("temperature", {"temperature": -1}, "greater than or equal to 0"),
         ("n", {"n": 1000}, "less than or equal to 128"),
-        ("top_logprobs", {"logprobs": True, "top_logprobs": 5}, "only 0 is supported"),
-        ("frequency_penalty", {"frequency_penalty": 0.5}, "only 0 is supported"),
-        ("logit_bias", {"logit_bias": {"5": 1}}, "only {} is supported"),
+        ("top_logprobs", {"logprobs": True, "top_logprobs": 50}, "less than or equal to 20"),
+        (None, {"top_logprobs": 5}, "need logprobs = true"),
+        ("frequency_penalty", {"frequency_penalty": 2.5}, "less than or equal to 2"),
+        ("logit_bias.5", {"logit_bias": {"5": 101}}, "less than or equal to 100"),
         ("tools.0", {"tools": [{"type": "function"}]}, "a function with a name"),
         ("tools.1", {"tools": [ADD, {"type": "web_search"}]}, "a function with a name"),
         ("tools.0", {"tools": [with_parameters({"properties": 5})]}, "which are a JSON schema"),
@@ -345,13 +346,15 @@ async def test_unsupported_fields_are_refused_by_name(field, settings, words):
     [
         ("prompt", [], "at least 1 item"),
         ("prompt.0", [-1], "greater than or equal to 0"),
-        ("echo", True, "only false is supported"),
+        (None, {"max_tokens": 0}, "= 0 needs echo = true"),
+        (None, {"echo": True, "stream": True}, "not possible with stream"),
         ("suffix", "end", "only null is supported"),
         ("best_of", 3, "only 1 is supported"),
     ],
 )
 async def test_unsupported_completion_fields_are_refused_by_name(field, value, words):
-    ask = {"model": "tiny", "prompt": "x", field.partition(".")[0]: value}
+    changes = value if field is None else {field.partition(".")[0]: value}
+    ask = {"model": "tiny", "prompt": "x", **changes}
     async with served(WritingEngine("x")) as client:
         with pytest.raises(openai.BadRequestError, match=words) as info:
             await client.completions.create(**ask)

@@ -1,6 +1,7 @@
 """`millrace serve` as real processes, with the official client."""
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
@@ -10,6 +11,7 @@ import aiohttp
 import openai
 import pytest
 from chat_model import chat_tokenizer, make_chat_model
+from fake_vllm import serving
 from server_process import HEADERS, KEY, server_process
 
 ASK = [{"role": "user", "content": "Count."}]
@@ -70,7 +72,7 @@ async def test_seeded_replies_are_equal_for_all_endpoints(client):
 async def test_256_concurrent_streams_all_finish(client):
     async def stream(seed: int) -> tuple[str, int]:
         text, num_chunks = "", 0
-        asked = await client.completions.create(
+        asked = await patient.completions.create(
             model="tiny", prompt="abc", seed=seed, max_tokens=24, stream=True
         )
         async for chunk in asked:
@@ -79,6 +81,7 @@ async def test_256_concurrent_streams_all_finish(client):
         assert chunk.choices[0].finish_reason in ("stop", "length")
         return text, num_chunks
 
+    patient = client.with_options(timeout=120)  # connecting may take 5 s by default
     streamed = await asyncio.gather(*(stream(seed) for seed in range(256)))
     assert len({text for text, _ in streamed}) > 200
     assert max(num_chunks for _, num_chunks in streamed) > 10
@@ -118,3 +121,27 @@ async def test_a_wrong_key_and_malformed_json_are_refused_and_others_served(clie
         assert response.status == 400
         assert "outside 0..127" in (await response.json())["error"]["message"]
     assert [model.id async for model in client.models.list()] == ["tiny"]
+
+
+@pytest.mark.slow
+async def test_each_engine_attaches_to_a_server_of_its_own_with_its_key(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SERVER_KEY", "right")
+    with (
+        serving(model, api_key="right") as (first, one),
+        serving(model, api_key="right") as (second, other),
+        server_process(
+            model,
+            *("--engines", "2", "--engine.type", "vllm"),
+            *("--engine.options.attach", json.dumps([first, second])),
+            *("--engine.options.api_key", "env:SERVER_KEY"),
+            logs=tmp_path,
+        ) as server,
+        contextlib.closing(openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY)) as client,
+    ):
+        ask = {"model": "tiny", "messages": ASK, "max_tokens": 4}
+        answer = await asyncio.to_thread(client.chat.completions.create, **ask)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens > 0
+        assert one.calls.count("/resume") == other.calls.count("/resume") == 1

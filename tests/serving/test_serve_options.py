@@ -13,6 +13,10 @@ from millrace.cli.main import main
         (["--engines", "0"], "start no process"),
         (["--engine.max_seqs", "3"], "Unknown setting 'engine.max_seqs'"),
         (["--engine.dtype"], "--engine.dtype needs a value"),
+        (
+            ["--engines", "2", "--engine.type=vllm", "--engine.options.attach=['http://a']"],
+            "engine.options.attach has 1 servers, and the run has 2 engines",
+        ),
         (["--api-key-file", "nowhere.txt"], "cannot be read"),
         (["--api-key-file", "empty.txt"], "is empty"),
     ],

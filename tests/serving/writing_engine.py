@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
+from aiohttp import web
 from chat_model import IM_END, chat_tokenizer
 from fakes import ScriptedEngine, make_chunk
 from openai import AsyncOpenAI
@@ -86,7 +87,9 @@ async def served(
     hosts: Sequence[str] = (),
     limits: ServerLimits | None = None,
     form: str = "hermes",
+    max_context: int = 512,
     health: Callable[[], Health] = lambda: WELL,
+    extend: Callable[[web.Application], None] = lambda _: None,
 ) -> AsyncIterator[AsyncOpenAI]:
     """A client of a server with this engine."""
     model = ServedModel(
@@ -94,12 +97,13 @@ async def served(
         tokenizer=chat_tokenizer(),
         name="tiny",
         adapters=("side",),
-        max_context=512,
+        max_context=max_context,
         tool_format=FORMATS[form],
         metrics=ServerMetrics(),
     )
     limits = limits or ServerLimits()
     app = make_app(model, keys=[key] if key else [], hosts=hosts, limits=limits, health=health)
+    extend(app)
     async with http_listener(app, host="127.0.0.1", port=0, limits=limits) as port:
         url = f"http://127.0.0.1:{port}/v1"
         async with AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0) as client:

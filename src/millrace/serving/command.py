@@ -20,7 +20,7 @@ from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
 from millrace.core.errors import first_cause, printable
 from millrace.environments.tools.calls import format_of
-from millrace.inference.backend import load_backend
+from millrace.inference.backend import load_backend, of_engine, server_secrets
 from millrace.inference.pool import EnginePool
 from millrace.inference.remote import EngineReplica
 from millrace.scoring.teachers.process import LogprobModelSettings, TeacherProcess
@@ -60,7 +60,7 @@ async def _serve(settings: ServeSettings) -> None:
         with first_cause():
             async with asyncio.TaskGroup() as starting:
                 for i in range(settings.engines):
-                    replica = _engine_replica(i, config, pool, worker_pool, metrics)
+                    replica = _engine_replica(i, config, pool, hub, metrics)
                     starting.create_task(worker_pool.add(replica))
                 reading = starting.create_task(asyncio.to_thread(_read_model, config))
         tokenizer, max_context = reading.result()
@@ -99,14 +99,17 @@ def _engine_replica(
     index: int,
     config: RunConfig,
     pool: EnginePool,
-    worker_pool: WorkerPool,
+    hub: Hub,
     metrics: ServerMetrics,
 ) -> EngineReplica:
     name, timeout_s = f"engine-{index}", config.cluster.start_timeout_s
+    engine = of_engine(config.engine, index)
+    placed = config.placed_on(config.placement.engine(index * engine.tp))
+    placed = placed.model_copy(update={"engine": engine}).model_dump(mode="json")
 
     async def start(_is_late: bool) -> Worker:
-        worker = await worker_pool.launch(name, "millrace.inference.worker")
-        placed = config.placed_on(config.placement.engine(index)).model_dump(mode="json")
+        env = server_secrets(engine)
+        worker = await hub.launch(name, "millrace.inference.worker", env=env)
         message = StartEngine(config=placed, model_path=config.model.path, version=0)
         await worker.start_as(message, timeout_s=timeout_s)
         return worker

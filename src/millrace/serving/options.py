@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SERVE = """\
-Serve a model over HTTP: the OpenAI API (/v1/chat/completions, /v1/completions, /v1/models),
-/health and /metrics; with --scorers also logprobs of given tokens (/score).
+Serve a model over HTTP: the OpenAI API (/v1/chat/completions, /v1/responses, /v1/completions,
+/v1/models), /health and /metrics; with --scorers also logprobs of given tokens (/score).
 Any setting of the engines can be given as --engine.key value, and the restart policy of workers as
 --supervision.key value.
 

@@ -13,13 +13,21 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from millrace.core.errors import MillraceError, first_cause
-from millrace.core.protocols import OnTokens, SupportsGenerate
-from millrace.core.records import Completion, CompletionChunk, Finish, Message, Request
+from millrace.core.protocols import OnTokens, SupportsGenerate, SupportsScore
+from millrace.core.records import (
+    Completion,
+    CompletionChunk,
+    Finish,
+    Message,
+    Request,
+    ScoreRequest,
+    TokenLogprobs,
+)
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.tools.calls import ToolFormat
 from millrace.serving.api.bodies import OpenAIBody
@@ -34,10 +42,14 @@ _PIECE_CHARACTERS = 16384
 T = TypeVar("T")
 
 
+class ServedEngine(SupportsGenerate, SupportsScore, Protocol):
+    """What the endpoints need of an engine or of a pool of engines."""
+
+
 class ServedModel:
     def __init__(
         self,
-        engine: SupportsGenerate | None,
+        engine: ServedEngine | None,
         *,
         tokenizer: Any,
         name: str,
@@ -57,6 +69,7 @@ class ServedModel:
         self._engine = engine
         # Tokenizers are not thread-safe: one for the event loop, one for the preparing thread.
         self._tokenizer, self._renderer = tokenizer, Renderer(copy.deepcopy(tokenizer))
+        self._texts: dict[int, str] = {}  # of single tokens; at most the vocabulary
         self._adapters = tuple(adapters)
         self._max_context = max_context
         self._queue = FairQueue(max_sequences, separates_clients=separates_clients)
@@ -213,6 +226,52 @@ class ServedModel:
             running.cancel()
             with contextlib.suppress(asyncio.CancelledError, MillraceError, ExceptionGroup):
                 await running
+
+    async def score_prompts(
+        self, requests: Sequence[Request], *, client: Client
+    ) -> list[TokenLogprobs | None]:
+        """The logprobs of the prompts' tokens at temperature 1, without the first one, and as many
+        likeliest tokens as the requests report; None for a prompt of one token."""
+        flow = Flow(client.name)
+
+        async def score(request: Request) -> TokenLogprobs | None:
+            if request.adapter is not None:
+                raise ApiError(
+                    f"Prompts of adapter {request.adapter!r} cannot be scored; remove echo or"
+                    " logprobs.",
+                    param="echo",
+                )
+            if (size := len(request.prompt)) == 1:
+                return None
+            wanted = ScoreRequest(
+                tokens=request.prompt,
+                positions=np.arange(1, size, dtype=np.int32),
+                top_k=request.sampling.top_logprobs,
+            )
+            assert self._engine is not None, "checked by request()"
+            async with self._queue.places(flow, replace(request, n=1)):
+                (scored,) = await self._engine.score([wanted])
+            return scored
+
+        with first_cause():
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(score(request)) for request in requests]
+        return [task.result() for task in tasks]
+
+    async def read_token_texts(self, completions: Sequence[Completion]) -> None:
+        """Decode what token_text() will return, in the thread: reports of the likeliest tokens have
+        very many different ones."""
+        ids = [completion.tokens for completion in completions]
+        ids += [each.top.ids.ravel() for each in completions if each.top is not None]
+        new = [id for id in np.unique(np.concatenate(ids)).tolist() if id not in self._texts]
+        self._texts |= await self.prepare(
+            lambda: {id: self._renderer.decode(np.array([id])) for id in new}
+        )
+
+    def token_text(self, token: int) -> str:
+        if token not in self._texts:
+            self._texts[token] = self.decode([token])
+        return self._texts[token]
 
     def decode(self, ids: list[int]) -> str:
         """Decode as engines do, with special tokens."""

@@ -22,6 +22,7 @@ from millrace.serving.api.chat import ChatAnswer
 from millrace.serving.api.completions import ApiAnswer, TextAnswer
 from millrace.serving.api.errors import ApiError, as_api_error, json_response
 from millrace.serving.api.openapi import Health, describe
+from millrace.serving.api.responses import ResponsesBody, ResponseWriter
 from millrace.serving.api.score import ScoreBody, ScorePool
 from millrace.serving.api.streaming import send_events
 from millrace.serving.clients import Client, ClientGuard
@@ -93,6 +94,7 @@ def make_app(
     post = app.router.add_post
     post("/v1/chat/completions", _endpoint(served, limits, ChatBody, ChatAnswer))
     post("/v1/completions", _endpoint(served, limits, CompletionBody, TextAnswer))
+    post("/v1/responses", _responses(served, limits))
     if score_pool is not None:
         post("/score", score)
     return app
@@ -156,6 +158,20 @@ def _request_slot(metrics: ServerMetrics, *, limit: int) -> Iterator[None]:
         metrics.running -= 1
 
 
+def _responses(served: ServedModel, limits: ServerLimits) -> Handler:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body = await read_request(request, ResponsesBody, timeout_s=limits.timeout_s)
+        writer = ResponseWriter(body)
+        with _request_slot(served.metrics, limit=limits.requests):
+            chat = ChatAnswer(served, body.chat, request[CLIENT])
+            if body.stream:
+                events = writer.events(chat.stream())
+                return await send_events(request, events, timeout_s=limits.timeout_s)
+            return json_response(writer.whole(await chat.whole()))
+
+    return answer
+
+
 def _endpoint(
     served: ServedModel,
     limits: ServerLimits,
@@ -182,6 +198,14 @@ def _endpoint(
 async def read_request(
     request: web.Request, kind: type[Checked], *, timeout_s: float = ServerLimits().timeout_s
 ) -> Checked:
+    data = await read_bytes(request, timeout_s=timeout_s)
+    if len(data) <= _LARGE_BYTES:
+        return read_body(kind, data)
+    return await asyncio.to_thread(read_body, kind, data)
+
+
+async def read_bytes(request: web.Request, *, timeout_s: float = ServerLimits().timeout_s) -> bytes:
+    """The body of a request; raises ApiError if it is no JSON, compressed or too slow."""
     # Browsers send other content types across origins without a preflight request.
     if request.content_type != "application/json":
         raise ApiError(
@@ -193,12 +217,9 @@ async def read_request(
         raise ApiError(f"Content-Encoding {encoding!r:.80}: send the body as it is.", status=415)
     try:
         async with asyncio.timeout(timeout_s):
-            data = await request.read()
+            return await request.read()
     except TimeoutError:
         raise ApiError(f"The body did not arrive within {timeout_s:g} s.", status=408) from None
-    if len(data) <= _LARGE_BYTES:
-        return read_body(kind, data)
-    return await asyncio.to_thread(read_body, kind, data)
 
 
 def _metrics_middleware(metrics: ServerMetrics) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from millrace.cluster.process import available_cores
 from millrace.config import RunConfig, load_config
 from millrace.core.errors import ConfigError
+from millrace.inference.backend import check_servers
 from millrace.serving.options import LIMIT_OPTIONS, ServerLimits
 
 KEY_VARIABLE = "MILLRACE_API_KEY"
@@ -49,10 +50,11 @@ def read_options(args: argparse.Namespace, settings: Mapping[str, object]) -> Se
     # A RunConfig requires at least one engine.
     count = max(args.engines, 1)
     config = load_config(overrides={"engine.count": count, **settings, "model.path": args.model})
+    check_servers(config)
     threads = config.cluster.threads or max(1, available_cores() // (args.engines + args.scorers))
     cluster = config.cluster.model_copy(update={"threads": threads})
-    keys = _keys(args.api_key_file, os.environ)
-    if not keys and not _is_loopback(args.host):
+    keys = read_keys(args.api_key_file, os.environ)
+    if not keys and not is_loopback(args.host):
         raise ConfigError(
             f"--host {args.host} can be reached from other machines, but there is no API key; set"
             f" {KEY_VARIABLE} or --api-key-file, or use --host 127.0.0.1."
@@ -81,7 +83,8 @@ def _limits(args: argparse.Namespace) -> ServerLimits:
     return ServerLimits(**limits)  # pyright: ignore[reportArgumentType]
 
 
-def _keys(file: Path | None, environment: Mapping[str, str]) -> tuple[str, ...]:
+def read_keys(file: Path | None, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The API keys of the file or, without one, of the environment; raises ConfigError."""
     if file is None:
         where = KEY_VARIABLE
         lines = [environment[where]] if where in environment else []
@@ -99,9 +102,10 @@ def _keys(file: Path | None, environment: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(lines))
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """True if only this machine reaches the address; raises ConfigError if it is none."""
     try:
         found = socket.getaddrinfo(host or "0.0.0.0", None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"--host {host!r} is not an address of this machine: {error}.") from None
+        raise ConfigError(f"Host {host!r} is not an address of this machine: {error}.") from None
     return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)

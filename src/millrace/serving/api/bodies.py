@@ -35,6 +35,8 @@ MAX_CHOICES = 128
 MAX_PROMPTS = 256
 MAX_MESSAGES = 8192
 MAX_TOOLS = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
 MAX_ERRORS = 100  # that are looked at
 # Parts of a body. The characters { [ and , in its texts count, too.
 MAX_OBJECTS = 2**17
@@ -49,9 +51,15 @@ Count = Annotated[int, Field(strict=True, ge=1)]
 TokenId = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
+TokenKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]  # a token id
+Bias = Annotated[Number, Field(ge=-100, le=100)]
 T = TypeVar("T")
 Prompts = Annotated[list[T], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 B = TypeVar("B", bound="Body")
+Temperature = Annotated[Number, Field(ge=0, le=100)]
+TopP = Annotated[Number, Field(gt=0, le=1)]
+NumTop = Annotated[int, Field(strict=True, ge=0, le=MAX_TOP_LOGPROBS)]
 # Arguments of apply_chat_template that would replace the template or change the type of result.
 _FORBIDDEN = """
 conversation messages tools documents chat_template add_generation_prompt continue_final_message
@@ -84,17 +92,17 @@ class OpenAIBody(Body):
 
     model: str
     n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
-    temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None  # not in the OpenAI API
     min_p: Annotated[Number, Field(ge=0, lt=1)] | None = None  # not in the OpenAI API
     stop: Text | Annotated[list[Text], Field(max_length=16, fail_fast=True)] | None = None
     seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=MAX_BIASES)] | None = None
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -124,7 +132,20 @@ class OpenAIBody(Body):
             min_p=self.min_p or 0.0,
             stop=tuple(stop),
             grammar=grammar,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=tuple((int(id), bias) for id, bias in (self.logit_bias or {}).items()),
+            top_logprobs=self.num_top,
         )
+
+    @property
+    def num_top(self) -> int:
+        """The number of likeliest tokens to report with each sampled token."""
+        return 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return False
 
     @property
     def wants_usage(self) -> bool:
@@ -146,7 +167,7 @@ class ResponseFormat(Body):
         return {"type": self.type, **schema}
 
 
-def _is_a_function(tool: dict[str, Any]) -> dict[str, Any]:
+def check_function(tool: dict[str, Any]) -> dict[str, Any]:
     """Check the shape of a tool; its JSON schema is not checked."""
     match tool:
         case {"type": "function", "function": {"name": str() as name, **more}} if name:
@@ -161,7 +182,7 @@ def _is_a_function(tool: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-Tool = Annotated[dict[str, Any], AfterValidator(_is_a_function)]
+Tool = Annotated[dict[str, Any], AfterValidator(check_function)]
 
 
 class NamedFunction(Body):
@@ -182,7 +203,7 @@ class ChatBody(OpenAIBody):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: NumTop | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -205,6 +226,14 @@ class ChatBody(OpenAIBody):
                 param="response_format",
             )
         return grammar
+
+    @property
+    def num_top(self) -> int:
+        return self.top_logprobs or 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
 
     @property
     def token_limit(self) -> int | None:
@@ -240,7 +269,9 @@ class ChatBody(OpenAIBody):
             raise ApiError(str(error), param="tool_choice") from None
 
     @model_validator(mode="after")
-    def _check_template_arguments(self) -> Self:
+    def _check_fields(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs need logprobs = true")
         if names := set(_FORBIDDEN.split()).intersection(self.chat_template_kwargs or ()):
             raise ValueError(f"chat_template_kwargs cannot set {min(names)!r}; remove it")
         return self
@@ -250,12 +281,28 @@ class CompletionBody(OpenAIBody):
     """The body of /v1/completions."""
 
     prompt: str | Prompts[str] | TokenIds | Prompts[TokenIds]
-    max_tokens: Count | None = 16
-    logprobs: Literal[0] | None = None
-    echo: Literal[False] | None = None
+    max_tokens: Annotated[int, Field(strict=True, ge=0)] | None = 16
+    logprobs: NumTop | None = None
+    echo: bool | None = None
     suffix: None = None
     best_of: Literal[1] | None = None
     return_token_ids: bool | None = None  # not in the OpenAI API; also returns versions
+
+    @property
+    def num_top(self) -> int:
+        return self.logprobs or 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> Self:
+        if self.echo and self.stream:
+            raise ValueError("echo is not possible with stream = true")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens = 0 needs echo = true")
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -285,6 +332,10 @@ def read_body(kind: type[B], data: bytes) -> B:
         raise ApiError(f"The body is not valid JSON: {error}.") from None
     if not isinstance(table, dict):
         raise ApiError(f"The body is JSON, but not an object: {_brief(table)}.")
+    return validate_body(kind, table)
+
+
+def validate_body(kind: type[B], table: dict[str, Any]) -> B:
     try:
         return kind.model_validate(table)
     except ValidationError as error:

@@ -7,18 +7,16 @@ recorded.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from millrace.core.records import Completion, CompletionChunk, Finish, Message, Request
 from millrace.environments.tools.calls import Parsed, ToolCall, ToolFormat
 from millrace.serving.api.bodies import ChatBody
-from millrace.serving.api.completions import ApiAnswer, Json
+from millrace.serving.api.completions import ApiAnswer, Json, top_pairs
 from millrace.serving.api.errors import ApiError
-from millrace.serving.api.streaming import Decode, TextStream
+from millrace.serving.api.streaming import TextStream
 from millrace.serving.clients import Client
 from millrace.serving.served_model import ServedModel
 
@@ -86,7 +84,7 @@ class ChatAnswer(ApiAnswer[ChatBody]):
     def _logprobs(self, sampled: Completion | CompletionChunk) -> Json | None:
         if not self.body.logprobs:
             return None
-        return logprob_rows(sampled.tokens, sampled.logprobs, decode=self.served.decode)
+        return logprob_rows(sampled, text=self.served.token_text)
 
 
 def chat_choice(
@@ -111,13 +109,22 @@ def chunk_choice(
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def logprob_rows(tokens: np.ndarray, logprobs: np.ndarray, *, decode: Decode) -> Json:
-    """Return the logprobs of all sampled tokens, including the end token."""
-    content: list[dict[str, Any]] = []
-    for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
-        text = decode([token])
-        row = {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        content.append(row)
+def logprob_rows(sampled: Completion | CompletionChunk, *, text: Callable[[int], str]) -> Json:
+    """Return the logprobs of all sampled tokens, including the end token. `text` decodes one."""
+
+    def row(token: int, logprob: float) -> Json:
+        return {
+            "token": text(token),
+            "logprob": logprob,
+            "bytes": list(text(token).encode()),
+        }
+
+    pairs = zip(sampled.tokens.tolist(), sampled.logprobs.tolist(), strict=True)
+    tops = top_pairs(sampled.top, num_tokens=len(sampled.tokens))
+    content = [
+        {**row(*pair), "top_logprobs": [row(*each) for each in top]}
+        for pair, top in zip(pairs, tops, strict=True)
+    ]
     return {"content": content, "refusal": None}
 
 

@@ -4,13 +4,24 @@
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
 
-from millrace.core.records import Completion, CompletionChunk, Request
+import numpy as np
+
+from millrace.core.completions import cut, joined
+from millrace.core.records import (
+    Completion,
+    CompletionChunk,
+    Request,
+    TokenLogprobs,
+    TopTokens,
+)
 from millrace.serving.api.bodies import CompletionBody, OpenAIBody
 from millrace.serving.api.streaming import TextStream
 from millrace.serving.clients import Client
@@ -47,14 +58,26 @@ class ApiAnswer(Generic[B]):
         """Yield the choices of a chunk, each an event. `new` is the text that became certain."""
         raise NotImplementedError
 
+    async def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        return await self.served.complete(requests, client=self.client)
+
+    async def with_prompts(
+        self, requests: Sequence[Request], completions: list[Completion]
+    ) -> list[Completion]:
+        """Return what the choices show, which may include prompts."""
+        return completions
+
     async def whole(self) -> Json:
         requests = await self._prepared()
-        completions = await self.served.complete(requests, client=self.client)
+        completions = await self.complete(requests)
+        usage = usage_of(_num_prompt(requests), sum(len(each.tokens) for each in completions))
+        completions = await self.with_prompts(requests, completions)
+        if self.body.wants_logprobs:
+            await self.served.read_token_texts(completions)
         choices: list[Json] = []
         for index, completion in enumerate(completions):
             choices.append(self.choice(index, completion))
             await asyncio.sleep(0)  # many long completions take time; other requests go on
-        usage = usage_of(_num_prompt(requests), sum(len(each.tokens) for each in completions))
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage}
 
     async def stream(self) -> AsyncGenerator[Json]:
@@ -100,9 +123,35 @@ class TextAnswer(ApiAnswer[CompletionBody]):
                 self.served.text_prompt(prompt),
                 body,
                 client=self.client,
-                max_tokens=body.max_tokens,
+                max_tokens=body.max_tokens if body.max_tokens is None else max(1, body.max_tokens),
                 index=number * body.num_choices,
             )
+
+    async def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        completions = await super().complete(requests)
+        if self.body.max_tokens == 0:  # the engine has checked the prompt and sampled one token
+            return [replace(cut(each, 0, 0), finish="length") for each in completions]
+        return completions
+
+    async def with_prompts(
+        self, requests: Sequence[Request], completions: list[Completion]
+    ) -> list[Completion]:
+        if not self.body.echo:
+            return completions
+        scored: Sequence[TokenLogprobs | None] = [None] * len(requests)
+        if self.body.wants_logprobs:
+            scored = await self.served.score_prompts(requests, client=self.client)
+        texts = [
+            prompt if isinstance(prompt, str) else self.served.decode(prompt)
+            for prompt in self.body.prompts
+        ]
+        shown: list[Completion] = []
+        for index, own in enumerate(completions):
+            number = index // self.body.num_choices
+            parts = [_prompt_part(requests[number], scored[number], like=own), own]
+            text = texts[number] + own.text
+            shown.append(replace(joined(parts, truncates=False), finish=own.finish, text=text))
+        return shown
 
     def choice(self, index: int, completion: Completion) -> Json:
         return self._choice(index, completion, completion.text)
@@ -118,21 +167,60 @@ class TextAnswer(ApiAnswer[CompletionBody]):
         logprobs = None if self.body.logprobs is None else self._logprobs(index, sampled)
         choice = {"index": index, "text": text, "logprobs": logprobs}
         if self.body.return_token_ids:
-            choice["token_ids"] = sampled.tokens.tolist()
+            choice["token_ids"] = sampled.tokens.tolist()  # with echo, also of the prompt
             choice["versions"] = sampled.versions.tolist()
         return {**choice, "finish_reason": sampled.finish}
 
     def _logprobs(self, index: int, sampled: Completion | CompletionChunk) -> Json:
-        texts = [self.served.decode([token]) for token in sampled.tokens.tolist()]
+        texts = [self.served.token_text(token) for token in sampled.tokens.tolist()]
         *offsets, self._offsets[index] = itertools.accumulate(
             map(len, texts), initial=self._offsets[index]
         )
-        return {
-            "tokens": texts,
-            "token_logprobs": sampled.logprobs.tolist(),
-            "text_offset": offsets,
-            "top_logprobs": None,
-        }
+        # NaN = the first token of an echoed prompt, which has no logprob.
+        logprobs = [None if math.isnan(each) else each for each in sampled.logprobs.tolist()]
+        tops = None
+        if self.body.num_top:
+            pairs = top_pairs(sampled.top, num_tokens=len(texts))
+            tops = [
+                None if logprob is None else self._by_text([*top, (token, logprob)])
+                for token, logprob, top in zip(
+                    sampled.tokens.tolist(), logprobs, pairs, strict=True
+                )
+            ]
+        rows = {"tokens": texts, "token_logprobs": logprobs}
+        return {**rows, "text_offset": offsets, "top_logprobs": tops}
+
+    def _by_text(self, pairs: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Of several tokens with the same text, the likeliest counts."""
+        ascending = sorted(pairs, key=lambda pair: pair[1])
+        return {self.served.token_text(token): logprob for token, logprob in ascending}
+
+
+def _prompt_part(request: Request, scored: TokenLogprobs | None, *, like: Completion) -> Completion:
+    """A prompt with its logprobs, if there are any, as the beginning of a completion."""
+    size, num_top = len(request.prompt), 0 if like.top is None else like.top.ids.shape[1]
+    logprobs = np.full(size, np.nan, np.float32)
+    ids, tops = np.zeros((size, num_top), np.int32), np.full((size, num_top), -np.inf, np.float32)
+    if scored is not None:
+        logprobs[1:], ids[1:], tops[1:] = scored.logprobs, scored.top_ids, scored.top_logprobs
+    return Completion(
+        tokens=request.prompt,
+        logprobs=logprobs,
+        versions=np.full(size, -1, np.int32),
+        top=None if like.top is None else TopTokens(ids=ids, logprobs=tops),
+        finish="interrupt",
+        text="",
+    )
+
+
+def top_pairs(top: TopTokens | None, *, num_tokens: int) -> list[list[tuple[int, float]]]:
+    """The likeliest tokens at each position and their logprobs, without impossible ones."""
+    if top is None:
+        return [[] for _ in range(num_tokens)]
+    return [
+        [(id, logprob) for id, logprob in zip(*row, strict=True) if logprob > -math.inf]
+        for row in zip(top.ids.tolist(), top.logprobs.tolist(), strict=True)
+    ]
 
 
 def reply_head(prefix: str, body: OpenAIBody) -> Json:

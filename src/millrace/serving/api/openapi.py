@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 description of the server, made of its request bodies and"""
+"""The OpenAPI 3.1 description of the server, made of its request and reply bodies."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 
 from millrace.serving.api.bodies import Body, ChatBody, CompletionBody
+from millrace.serving.api.responses import ResponsesBody
 from millrace.serving.api.score import ScoreBody
 
 
@@ -56,11 +57,14 @@ class AssistantMessage(ApiReply):
     tool_calls: list[ToolCallEntry] = []
 
 
-class TokenLogprob(ApiReply):
+class TopLogprob(ApiReply):
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: list[Any]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(ApiReply):
@@ -89,9 +93,9 @@ class ChatCompletion(CompletionReply):
 
 class TextLogprobs(ApiReply):
     tokens: list[str]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]  # null for the first token of an echoed prompt
     text_offset: list[int]
-    top_logprobs: None
+    top_logprobs: list[dict[str, float] | None] | None
 
 
 class TextChoice(ApiReply):
@@ -106,6 +110,62 @@ class TextChoice(ApiReply):
 class TextCompletion(CompletionReply):
     object: Literal["text_completion"]
     choices: list[TextChoice]
+
+
+class OutputText(ApiReply):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[TokenLogprob]
+
+
+class OutputMessage(ApiReply):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["completed", "incomplete"]
+    content: list[OutputText]
+
+
+class OutputCall(ApiReply):
+    id: str
+    type: Literal["function_call"]
+    status: Literal["completed"]
+    call_id: str
+    name: str
+    arguments: str  # JSON
+
+
+class ResponsesUsage(ApiReply):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponsesReply(ApiReply):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    error: None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    model: str
+    output: list[OutputMessage | OutputCall]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, str]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponsesUsage
 
 
 class SequenceScores(ApiReply):
@@ -140,6 +200,7 @@ Post = tuple[str, type[Body], type[ApiReply], str]
 _POSTS: tuple[Post, ...] = (
     ("/v1/chat/completions", ChatBody, ChatCompletion, "Messages in, a message out."),
     ("/v1/completions", CompletionBody, TextCompletion, "Text in, the following text out."),
+    ("/v1/responses", ResponsesBody, ResponsesReply, "Items in, items out; nothing is stored."),
 )
 _SCORE: Post = ("/score", ScoreBody, ScoreReply, "Logprobs of given tokens.")
 _REFUSALS = {

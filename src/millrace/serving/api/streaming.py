@@ -1,7 +1,7 @@
 """Streaming: server-sent events, and the text of a completion while its tokens arrive.
 
-An event holds one JSON object; the last one is [DONE]. An error before the first event is an
-ordinary error response. A later error is an event, as in the OpenAI API.
+An event holds one JSON object; the last one is [DONE], but not in /v1/responses. An error before
+the first event is an ordinary error response. A later error is an event, as in the OpenAI API.
 
 Promise of TextStream: the results of add(), joined, are the completion's text without the end token
 and without a stop string or anything after it. Incomplete characters are held back, and so is text
@@ -28,7 +28,8 @@ async def send_events(
     *,
     timeout_s: float = ServerLimits().timeout_s,
 ) -> web.StreamResponse:
-    """Send events until they end. They are closed if the client disconnects or stops reading."""
+    """Send events until they end. They are closed if the client disconnects or stops reading.
+    Events of /v1/responses have a type, and none of them is [DONE]."""
     response = web.StreamResponse(
         headers={
             "Content-Type": "text/event-stream; charset=utf-8",
@@ -37,12 +38,15 @@ async def send_events(
         }
     )
     async with contextlib.aclosing(events):
+        has_types = False
         try:
             async for event in events:
+                has_types = "type" in event
                 if not response.prepared:
                     await response.prepare(request)
                 await _write(request, response, _event(event), timeout_s=timeout_s)
-            await response.write(b"data: [DONE]\n\n")
+            if not has_types:
+                await response.write(b"data: [DONE]\n\n")
         except MillraceError as error:
             if not response.prepared:
                 raise
@@ -64,7 +68,8 @@ async def _write(
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False)}\n\n".encode()
+    kind = f"event: {body['type']}\n" if "type" in body else ""
+    return f"{kind}data: {json.dumps(body, ensure_ascii=False, allow_nan=False)}\n\n".encode()
 
 
 Decode = Callable[[list[int]], str]

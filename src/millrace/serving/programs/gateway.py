@@ -37,6 +37,7 @@ from millrace.serving.api.chat import (
 )
 from millrace.serving.api.completions import Json, reply_head, usage_of
 from millrace.serving.api.errors import ApiError, json_response
+from millrace.serving.api.responses import ResponsesBody, ResponseWriter
 from millrace.serving.api.streaming import send_events
 from millrace.serving.clients import check_key
 from millrace.serving.server import error_middleware, http_listener, read_request
@@ -133,6 +134,7 @@ class Gateway:
             app.router.add_get(f"{root}/models", self._models)
             app.router.add_post(f"{root}/chat/completions", self._chat)
             app.router.add_post(f"{root}/completions", self._complete)
+            app.router.add_post(f"{root}/responses", self._respond)
         try:
             async with http_listener(app, host="127.0.0.1", port=0) as port:
                 port_known.set_result(port)
@@ -162,32 +164,29 @@ class Gateway:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, agent = self._session(request)
         body = await read_request(request, ChatBody)
-        if body.chat_template_kwargs:
-            raise ApiError(
-                "In an episode, the run sets the arguments of the chat template; remove"
-                " chat_template_kwargs, and set environment.template.",
-                param="chat_template_kwargs",
-            )
-        messages = read_messages(body.messages, form=agent.tool_format)
-        tools = [_tool(schema["function"]) for schema in body.offered_tools]
-        settings = _settings(body, agent, max_tokens=body.token_limit)
-        settings["grammar"] = body.grammar(agent.tool_format)
-        replies = await _replies(session, body, lambda: agent.chat(messages, tools, **settings))
-        choices = [_chat_choice(i, reply, agent, body) for i, reply in enumerate(replies)]
-        head = reply_head("chatcmpl", body)
-        whole = {**head, "object": "chat.completion", "choices": choices, "usage": _usage(replies)}
+        whole = await _chat_reply(session, agent, body)
+        return (
+            await send_events(request, _as_chunks(whole, body))
+            if body.stream
+            else json_response(whole)
+        )
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        session, agent = self._session(request)
+        body = await read_request(request, ResponsesBody)
+        whole, writer = await _chat_reply(session, agent, body.chat), ResponseWriter(body)
         if body.stream:
-            return await send_events(request, _as_chunks(head, whole, body))
-        return json_response(whole)
+            return await send_events(request, writer.events(_as_chunks(whole, body.chat)))
+        return json_response(writer.whole(whole))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session, agent = self._session(request)
         body = await read_request(request, CompletionBody)
         wants_tokens = body.logprobs is not None or body.return_token_ids
-        if not isinstance(body.prompt, str) or body.stream or wants_tokens:
+        if not isinstance(body.prompt, str) or body.stream or wants_tokens or body.echo:
             raise ApiError(
-                "In an episode, /v1/completions takes one text prompt, without stream, logprobs and"
-                " return_token_ids; use /v1/chat/completions.",
+                "In an episode, /v1/completions takes one text prompt, without stream, logprobs,"
+                " echo and return_token_ids; use /v1/chat/completions.",
                 param="prompt",
             )
         prompt = body.prompt
@@ -199,6 +198,24 @@ class Gateway:
         ]
         head = {**reply_head("cmpl", body), "object": "text_completion"}
         return json_response({**head, "choices": choices, "usage": _usage(replies)})
+
+
+async def _chat_reply(session: GatewaySession, agent: Agent, body: ChatBody) -> Json:
+    """Return the answer of /v1/chat/completions."""
+    if body.chat_template_kwargs:
+        raise ApiError(
+            "In an episode, the run sets the arguments of the chat template; remove"
+            " chat_template_kwargs, and set environment.template.",
+            param="chat_template_kwargs",
+        )
+    messages = read_messages(body.messages, form=agent.tool_format)
+    tools = [_tool(schema["function"]) for schema in body.offered_tools]
+    settings = _settings(body, agent, max_tokens=body.token_limit)
+    settings["grammar"] = body.grammar(agent.tool_format)
+    replies = await _replies(session, body, lambda: agent.chat(messages, tools, **settings))
+    choices = [_chat_choice(i, reply, agent, body) for i, reply in enumerate(replies)]
+    head = {**reply_head("chatcmpl", body), "object": "chat.completion"}
+    return {**head, "choices": choices, "usage": _usage(replies)}
 
 
 async def _replies(
@@ -232,16 +249,18 @@ def _settings(body: OpenAIBody, agent: Agent, *, max_tokens: int | None) -> dict
     limit = min(max_tokens or ours.max_new_tokens, ours.max_new_tokens)
     asked = body.sampling(max_new_tokens=limit)
     stop = tuple(dict.fromkeys((*ours.stop, *asked.stop)))
-    return {"max_new_tokens": limit, "stop": stop}
+    settings = {"max_new_tokens": limit, "stop": stop}
+    if asked.adjusts_logits or asked.top_logprobs:  # the agent refuses what cannot be trained
+        for name in ("presence_penalty", "frequency_penalty", "logit_bias", "top_logprobs"):
+            settings[name] = getattr(asked, name)
+    return settings
 
 
 def _chat_choice(index: int, reply: Reply, agent: Agent, body: ChatBody) -> Json:
     done = reply.exchange.completion
     logprobs = None
     if body.logprobs:
-        logprobs = logprob_rows(
-            done.tokens, done.logprobs, decode=lambda ids: agent.decode(np.array(ids))
-        )
+        logprobs = logprob_rows(done, text=lambda token: agent.decode(np.array([token])))
     return chat_choice(
         index,
         content=reply.message["content"],
@@ -265,9 +284,9 @@ def _tool(function: dict[str, Any]) -> Tool:
     )
 
 
-async def _as_chunks(head: Json, whole: Json, body: ChatBody) -> AsyncGenerator[Json]:
+async def _as_chunks(whole: Json, body: ChatBody) -> AsyncGenerator[Json]:
     """Stream a reply that is already complete."""
-    head = {**head, "object": CHUNK_KIND}
+    head = {**{key: whole[key] for key in ("id", "created", "model")}, "object": CHUNK_KIND}
     for choice in whole["choices"]:
         index, message = choice["index"], choice["message"]
         calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]

@@ -1,4 +1,4 @@
-"""Environments of the verifiers package (0.4, its v1 API); see docs/how-to/other-environments.md.
+"""Environments of the verifiers package (0.4, its v1 API); see docs/how-to/from-verifiers.md.
 
 The package plays and scores the episodes. Its agents call the model through a gateway, which
 records their calls as turns of the episode. Runs on the event loop of the environments; open() and
