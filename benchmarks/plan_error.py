@@ -1,0 +1,145 @@
+"""Error of `millrace plan` on a CPU: predicted and measured runs that did not calibrate it.
+
+    python benchmarks/plan_error.py --folder plan_error
+    python benchmarks/plan_error.py --folder plan_error --only 4
+
+Each configuration is a run of a tiny model whose lengths have a long tail. The machine is
+calibrated once with other settings (`millrace plan --calibrate`). The prediction gets the lengths
+that the run had, so its error is that of costs and simulation, not of a guess about lengths. Rates
+and staleness are means after the first steps. Memory is that of all processes together.
+
+Rows in FOLDER/rows.json are not measured again, so the script may be stopped at any time.
+"""
+
+import argparse
+import json
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from resumable_sweep import sweep
+
+from millrace.bench.workloads import make_long_tailed_model
+from millrace.compare.runs import train_process
+from millrace.config import load_config
+from millrace.monitoring.run_dir import RunDir
+from millrace.plan.calibrate import calibrate, read_calibration
+from millrace.plan.lengths import read_lengths
+from millrace.plan.model_costs import ModelShape
+from millrace.plan.report import measured
+
+STEPS, WARM_UP = 20, 4
+# Groups per step, episodes per group, sequences per engine, staleness limit, engines.
+CONFIGURATIONS = [
+    *product((3, 5), (4, 8), (8, 24), (1, 3), (1,)),
+    (4, 4, 16, 0, 1),
+    (4, 8, 48, 6, 1),
+    (4, 6, 8, 2, 2),
+    (6, 6, 16, 4, 2),
+]
+KEYS = ("groups", "size", "sequences", "staleness", "engines")
+REWARD = "def distinct(completions, **columns):\n    return [len(set(c)) for c in completions]\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path("plan_error"))
+    parser.add_argument("--only", type=int, default=len(CONFIGURATIONS), help="the first N")
+    args = parser.parse_args()
+    folder = args.folder.resolve()
+    toml, calibration = prepare(folder)
+    if not calibration.is_file():
+        print("calibrating ...", flush=True)
+        calibrate(toml, settings={}, file=calibration)
+    # Spread over the list, so that a few differ in everything.
+    order = sorted(range(len(CONFIGURATIONS)), key=lambda i: i * 7 % len(CONFIGURATIONS))
+    rows = sweep(
+        [CONFIGURATIONS[i] for i in order[: args.only]],
+        lambda *values: measure(toml, calibration, dict(zip(KEYS, values, strict=True))),
+        key=KEYS,
+        file=folder / "rows.json",
+    )
+    print(table(rows))
+
+
+def prepare(folder: Path) -> tuple[Path, Path]:
+    """The settings that all runs share."""
+    toml = folder / "run.toml"
+    if not toml.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        make_long_tailed_model(folder / "model", seed=0)
+        (folder / "reward.py").write_text(REWARD)
+        tasks = [json.dumps({"prompt": f"task{number:04}"}) for number in range(512)]
+        (folder / "tasks.jsonl").write_text("\n".join(tasks) + "\n")
+        toml.write_text(
+            'model = "model"\nscorers = ["reward.py:distinct"]\n'
+            '[tasks]\npath = "tasks.jsonl"\n[sampling]\nmax_new_tokens = 128\n'
+            "[optimizer]\nlearning_rate = 1e-7\n[cluster]\nthreads = 1\n[scoring]\nworkers = 1\n"
+        )
+    return toml, folder / "calibration.json"
+
+
+def measure(toml: Path, calibration: Path, values: dict[str, int]) -> dict[str, Any]:
+    run_dir = toml.parent / "_".join(str(value) for value in values.values())
+    options = {
+        "run_dir": str(run_dir),
+        "trainer.steps": STEPS,
+        "trainer.groups_per_step": values["groups"],
+        "rollout.group_size": values["size"],
+        "engine.max_sequences": values["sequences"],
+        "buffer.max_staleness": values["staleness"],
+        "engine.count": values["engines"],
+        "checkpoint.every_steps": 0,
+    }
+    given = [f"--{key}={json.dumps(value)}" for key, value in options.items()]
+    command = ["train", str(toml), "--auto-resume", *given]
+    error, peak_mib = train_process(command, log=run_dir.with_suffix(".log"))
+    assert error is None, error
+    config = load_config(toml, overrides=options)
+    shape, found = ModelShape.read(config.model.path), read_calibration(calibration)
+    lengths = read_lengths(str(run_dir), max_new_tokens=1)
+    predicted = found.predict(config, shape, lengths, steps=STEPS, warm_up=WARM_UP)
+    real = measured(RunDir(run_dir), warm_up=WARM_UP)
+    return {
+        **values,
+        "samples_per_s": real["samples_per_s"],
+        "predicted_samples_per_s": predicted.samples_per_s,
+        "staleness_mean": real["staleness_mean"],
+        "predicted_staleness_mean": predicted.staleness_mean,
+        "memory_mib": peak_mib,
+        "predicted_memory_mib": found.run_mib(config, shape),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| groups x size, sequences, limit, engines | samples/s | predicted | error"
+        " | staleness | predicted | memory, MiB | error |",
+        "|---" * 8 + "|",
+    ]
+    for row in rows:
+        name = "{groups} x {size}, {sequences}, {staleness}, {engines}".format(**row)
+        lines.append(
+            f"| {name} | {row['samples_per_s']:.1f} | {row['predicted_samples_per_s']:.1f}"
+            f" | {_error(row, 'samples_per_s'):+.0%} | {row['staleness_mean']:.2f}"
+            f" | {row['predicted_staleness_mean']:.2f} | {row['memory_mib']:.0f}"
+            f" | {_error(row, 'memory_mib'):+.0%} |"
+        )
+    rates = [abs(_error(row, "samples_per_s")) for row in rows]
+    memory = [abs(_error(row, "memory_mib")) for row in rows]
+    ages = [abs(row["predicted_staleness_mean"] - row["staleness_mean"]) for row in rows]
+    lines.append(
+        f"\n{len(rows)} runs. Samples/s: median error {median(rates):.0%}, worst {max(rates):.0%}."
+        f" Staleness: median {median(ages):.2f} versions, worst {max(ages):.2f}."
+        f" Memory: median {median(memory):.0%}, worst {max(memory):.0%}."
+    )
+    return "\n".join(lines)
+
+
+def _error(row: dict[str, Any], key: str) -> float:
+    return row[f"predicted_{key}"] / row[key] - 1
+
+
+if __name__ == "__main__":
+    main()

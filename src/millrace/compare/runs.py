@@ -1,0 +1,96 @@
+"""Makes the runs of a comparison, each as a `millrace train` process, and keeps a row for each.
+
+A row is written when its run ends, so a comparison that was interrupted has the rows so far.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.compare.designs import Design
+from millrace.compare.measures import measure_run
+from millrace.core.errors import ConfigError
+from millrace.monitoring.run_dir import RunDir
+
+_SAMPLE_S = 1.0  # between two readings of the memory
+
+
+@dataclass(frozen=True)
+class Comparison:
+    designs: Sequence[Design]
+    seeds: Sequence[int]
+    folder: Path
+    target: float | None
+
+    def run(self, *, parallel: int) -> list[dict[str, Any]]:
+        """The rows, by design and seed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        pool = ThreadPoolExecutor(max_workers=parallel)
+        try:
+            jobs = [pool.submit(self._row, d, seed) for d in self.designs for seed in self.seeds]
+            return [job.result() for job in jobs]
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _row(self, design: Design, seed: int) -> dict[str, Any]:
+        """Of a run that is made now, or was made before."""
+        run_dir = self.folder / design.folder / f"seed_{seed}"
+        file = run_dir.with_suffix(".json")
+        arguments = design.arguments(seed=seed, run_dir=run_dir)
+        settings = f"{design.source.read_text()}\n{arguments}"
+        row = json.loads(file.read_text()) if file.is_file() else {"settings": settings}
+        if row["settings"] != settings:
+            raise ConfigError(f"{file} is of a run with other settings; choose another --out.")
+        if row.get("status") != "finished":
+            print(f"{design.name}, seed {seed} ...", flush=True)
+            error, peak_mib = train_process(arguments, log=run_dir.with_suffix(".log"))
+            status = "finished" if error is None else "failed"
+            row |= {"status": status, "error": error, "peak_mib": peak_mib}
+        row |= {"design": design.name, "seed": seed}
+        file.write_text(json.dumps(row, indent=2) + "\n")
+        measured = row["status"] == "finished"
+        return row | (measure_run(RunDir(run_dir), target=self.target) if measured else {})
+
+
+def train_process(arguments: list[str], *, log: Path) -> tuple[str | None, float]:
+    """Why the run failed, or None; and the most memory that its processes had together, in MiB."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "millrace", *arguments, "--monitoring.progress=lines"]
+    peak_mib = 0.0
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None:
+                peak_mib = max(peak_mib, sum(map(_pss_kib, _family(process.pid))) / 1024)
+                time.sleep(_SAMPLE_S)
+        finally:
+            process.terminate()  # after an interrupt; an ended process is not affected
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    error = (errors or [f"exit code {process.returncode}; see {log}"])[-1]
+    return (error if process.returncode else None), peak_mib
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    try:
+        files = Path(f"/proc/{pid}/task").glob("*/children")
+        children = [int(child) for file in files for child in file.read_text().split()]
+    except OSError:  # it has ended
+        return []
+    return [pid, *(one for child in children for one in _family(child))]
+
+
+def _pss_kib(pid: int) -> int:
+    """Memory of a process, in which shared pages count in part; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)

@@ -1,0 +1,219 @@
+"""`millrace plan --calibrate`: measures this machine with the model of a run, in about a minute.
+
+Three short runs with the user's own settings measure all that a run costs, not only its kernels. In
+two of them generation and training alternate, with small batches and with large ones: their busy
+times give the costs per decode step and per sequence, per train step and per token, and the times
+between. In the third they overlap, which shows how much workers slow each other down.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from millrace.cluster.process import available_cores
+from millrace.compare.runs import train_process
+from millrace.config import RunConfig, load_config, parse_override
+from millrace.core.errors import ConfigError, RunFailed
+from millrace.core.spans import Span
+from millrace.monitoring.activity import role_of
+from millrace.monitoring.files.lifecycle import read_lifecycle
+from millrace.monitoring.files.trace import read_trace
+from millrace.monitoring.run_dir import RunDir, steps_in
+from millrace.plan.hardware import GPUS
+from millrace.plan.lengths import Lengths, read_lengths
+from millrace.plan.model_costs import DeviceCosts, ModelShape
+from millrace.plan.simulation import Prediction, simulate
+from millrace.plan.workers import SharedCores
+
+_FIRST = 2  # steps that warm up
+_ENGINE_MIB = 100.0  # of one more engine process on a CPU, without its weights
+_SYNC = {"buffer.max_staleness": 0, "weights.interrupt": "barrier", "trainer.steps": 6}
+_ASYNC = {"buffer.max_staleness": 4, "weights.interrupt": "swap", "trainer.steps": 12}
+_TRIALS: dict[str, dict[str, Any]] = {
+    "small": {**_SYNC, "trainer.groups_per_step": 2, "engine.max_sequences": 4},
+    "large": {**_SYNC, "trainer.groups_per_step": 8, "engine.max_sequences": 64},
+    "overlapping": {**_ASYNC, "trainer.groups_per_step": 6, "engine.max_sequences": 32},
+}
+_ALWAYS = {"buffer.capacity": 64, "evaluate.every_steps": 0, "checkpoint.every_steps": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Of one model on this machine."""
+
+    shape: Mapping[str, Any]
+    num_cores: int
+    decode_step_s: float  # whatever the batch
+    sequence_s: float  # per decode step
+    train_step_s: float  # whatever the batch
+    train_token_s: float
+    publish_s: float  # from the end of a step until engines have its weights
+    score_s: float  # per group
+    slowdown: float = 1.0  # of a worker while another one works
+    base_mib: float = 0.0  # of all processes, without weights and optimizer state
+
+    def predict(
+        self, config: RunConfig, shape: ModelShape, lengths: Lengths, **counts: int
+    ) -> Prediction:
+        """`counts`: steps and warm_up of the simulation."""
+        if dict(self.shape) != asdict(shape):
+            raise ConfigError("This machine was measured with another model; add --calibrate.")
+        workers = config.engine.num_local + config.trainer.num_ranks
+        threads = config.cluster.threads or max(1, self.num_cores // workers)
+        cores = SharedCores(cores=self.num_cores, threads=threads, slowdown=self.slowdown)
+        gpu = GPUS["h100"]  # not used: every cost is measured
+        costs = MeasuredCosts(shape=shape, gpu=gpu, measured=self, score_s=self.score_s)
+        return simulate(config, costs, lengths, cores=cores, **counts)
+
+    def run_mib(self, config: RunConfig, shape: ModelShape) -> float:
+        """Of all processes: weights in every engine; weights, gradients, Adam's moments and a
+        published copy in the trainer."""
+        engines = config.engine.num_local
+        copies = engines + 5
+        more_mib = (engines - 1) * _ENGINE_MIB
+        return self.base_mib + more_mib + shape.num_weights * 4 * copies / 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCosts(DeviceCosts):
+    measured: Calibration
+
+    def decode_s(self, num_sequences: int, context_tokens: float) -> float:
+        return self.measured.decode_step_s + num_sequences * self.measured.sequence_s
+
+    def prefill_s(self, tokens: float) -> float:
+        return 0.0  # part of the measured decode steps
+
+    def train_s(self, tokens: float, pairs: float) -> float:
+        return self.measured.train_step_s + tokens * self.measured.train_token_s
+
+    @property
+    def publish_s(self) -> float:
+        return self.measured.publish_s
+
+    @property
+    def swap_s(self) -> float:
+        return 0.0  # part of publish_s
+
+
+def calibration_file(given: Path | None) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return given or cache / "millrace" / "calibration.json"
+
+
+def read_calibration(file: Path) -> Calibration:
+    try:
+        return Calibration(**json.loads(file.read_text()))
+    except FileNotFoundError:
+        text = "This machine was not measured; add --calibrate, or plan for --gpus N."
+        raise ConfigError(text) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"Calibration {str(file)!r} cannot be read: {error}.") from None
+
+
+def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calibration:
+    """Measure with the settings of a TOML file, and save the result."""
+    with tempfile.TemporaryDirectory(prefix="millrace-plan-") as folder:
+        small, large, overlapping = (_Trial(source, settings, Path(folder) / t) for t in _TRIALS)
+    shape, sync = ModelShape.read(small.config.model.path), (small, large)
+    engine_s, trainer_s = np.array([trial.busy_s for trial in sync]).T
+    # Busy times without any cost would be 0; with a cost of 1 per step they count the steps.
+    unit = Calibration(
+        shape=asdict(shape),
+        num_cores=available_cores(),
+        decode_step_s=1.0,
+        sequence_s=0.0,
+        train_step_s=0.0,
+        train_token_s=1.0,
+        publish_s=0.0,
+        score_s=0.0,
+    )
+    counted = np.array([trial.predicted_busy_s(unit, shape) for trial in sync])
+    per_step, per_sequence = _solve(counted[:, 0], [trial.tokens for trial in sync], engine_s)
+    per_update, per_token = _solve([trial.steps for trial in sync], counted[:, 1], trainer_s)
+    found = replace(
+        unit,
+        decode_step_s=per_step,
+        sequence_s=per_sequence,
+        train_step_s=per_update + fmean(trial.take_s for trial in sync),
+        train_token_s=per_token,
+        publish_s=fmean(trial.publish_s for trial in sync),
+        score_s=fmean(trial.score_s for trial in sync),
+    )
+    predicted = found.predict(overlapping.config, shape, overlapping.lengths)
+    slowdown = max(1.0, overlapping.step_s / predicted.step_s)
+    base_mib = max(0.0, overlapping.peak_mib - found.run_mib(overlapping.config, shape))
+    found = replace(found, slowdown=slowdown, base_mib=base_mib)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(asdict(found), indent=2) + "\n")
+    return found
+
+
+def _solve(
+    first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray, seconds: np.ndarray
+) -> tuple[float, float]:
+    """Seconds per unit of each of two causes, from two runs; none is negative."""
+    causes = np.array([first, second], dtype=float)
+    found = np.linalg.solve(causes.T, seconds)
+    if found.min() < 0:  # noise: the larger cause accounts for all
+        kept = int(found.argmax())
+        found = np.zeros(2)
+        found[kept] = seconds.sum() / causes[kept].sum()
+    return float(found[0]), float(found[1])
+
+
+class _Trial:
+    """A short run of the user's settings, in a process of its own."""
+
+    def __init__(self, source: Path, settings: Mapping[str, str], folder: Path) -> None:
+        own = {**_ALWAYS, **_TRIALS[folder.name], "run_dir": str(folder)}
+        changes = {**settings, **{key: json.dumps(value) for key, value in own.items()}}
+        options = [f"--{key}={value}" for key, value in changes.items()]
+        log = folder.with_suffix(".log")
+        error, self.peak_mib = train_process(["train", str(source), *options], log=log)
+        if error is not None:
+            raise RunFailed(f"A short run of the calibration failed: {error}")
+        overrides = {key: parse_override(key, value) for key, value in changes.items()}
+        self.config = load_config(source, overrides=overrides)
+        self.lengths = read_lengths(str(folder), max_new_tokens=1)
+        self._read(RunDir(folder))
+
+    def _read(self, run_dir: RunDir) -> None:
+        read = [read_lifecycle(run_dir, step) for step in steps_in(run_dir.lifecycle)]
+        lives = [life for life in read if life is not None][_FIRST:]
+        spans, groups = read_trace(run_dir.trace), [g for life in lives for g in life.groups]
+        turns = [turn for g in groups for turns in g.turns.values() for turn in turns]
+        self.steps, self.tokens = len(lives), sum(turn.num_tokens for turn in turns)
+        # Where generation and training alternate, a step's groups start after the step before it.
+        self.busy_s = _busy(spans, min(group.started_s for group in lives[0].groups))
+        self.step_s = (lives[-1].end_s - lives[0].begin_s) / len(lives)
+        self.score_s = fmean((g.ended_s or 0.0) - (g.generated_s or 0.0) for g in groups)
+        ready = (max(g.ended_s or 0.0 for g in life.groups) for life in lives)
+        takes = [life.begin_s - end_s for life, end_s in zip(lives, ready, strict=True)]
+        self.take_s = max(0.0, fmean(takes))
+        ends = [s.end_s for s in spans if role_of(s.worker) == "trainer" and s.name == "step"]
+        starts = sorted(s.start_s for s in spans if role_of(s.worker) == "engine" and s.busy)
+        gaps = [next((s - end for s in starts if s >= end), None) for end in ends[_FIRST:-1]]
+        self.publish_s = fmean(gap for gap in gaps if gap is not None)
+
+    def predicted_busy_s(self, calibration: Calibration, shape: ModelShape) -> tuple[float, float]:
+        found = calibration.predict(self.config, shape, self.lengths, steps=self.steps, warm_up=0)
+        share = self.tokens / (found.tokens_per_s * found.ends_s[-1])
+        engine_s, trainer_s = _busy(found.spans, 0.0)
+        return engine_s * share, trainer_s
+
+
+def _busy(spans: Sequence[Span], begin_s: float) -> tuple[float, float]:
+    """Seconds of engines and trainer."""
+    found = {"engine": 0.0, "trainer": 0.0}
+    for span in spans:
+        if span.name in ("generate", "drain", "step") and span.end_s > begin_s:
+            found[role_of(span.worker)] += span.end_s - max(span.start_s, begin_s)
+    return found["engine"], found["trainer"]

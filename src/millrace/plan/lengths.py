@@ -1,0 +1,138 @@
+"""How long completions and prompts are: from a file, from a run directory, or from parameters.
+
+    {"completion_tokens": [812, 95, 4096], "prompt_tokens": 230}        lengths, drawn at random
+    {"completion_tokens": [[812, 95], [4096, 700]]}                      lengths by group
+    {"median": 800, "p90": 4000, "max": 8192, "prompt_tokens": 230, "turns": 2, "tool_s": 0.5}
+
+Where groups are known, one is drawn as a whole, because the episodes of a task are alike. With
+parameters, lengths are log-normal, and the task accounts for `task_share` of their variance.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millrace.core.errors import ConfigError, suggestion
+
+_P90 = 1.2816  # standard deviations between the median and the 90th percentile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    median: float = 256.0
+    p90: float = 512.0
+    max: float = math.inf
+    task_share: float = 0.6
+    prompt_tokens: float = 128.0
+    turns: int = 1  # of an episode, one after another
+    tool_s: float = 0.0  # between two turns
+    filtered_share: float = 0.0  # of the groups: dropped by filters
+    groups: tuple[np.ndarray, ...] = field(default=(), repr=False)  # completions of each
+    source: str = ""
+
+    def draw(self, rng: np.random.Generator, size: int) -> np.ndarray:
+        """[size, turns] tokens of the completions of one group."""
+        if self.groups:
+            group = rng.permutation(self.groups[int(rng.integers(len(self.groups)))])
+            return np.resize(group, (size, self.turns))
+        sigma = math.log(self.p90 / self.median) / _P90
+        task = rng.normal(0.0, sigma * math.sqrt(self.task_share))
+        own = rng.normal(0.0, sigma * math.sqrt(1 - self.task_share), (size, self.turns))
+        drawn = np.rint(self.median * np.exp(task + own))
+        return np.clip(drawn, 1, self.max).astype(np.int64)
+
+    @cached_property
+    def _examples(self) -> np.ndarray:
+        rng = np.random.default_rng(0)
+        return np.concatenate([self.draw(rng, 8).sum(axis=1) for _ in range(256)])
+
+    @property
+    def mean(self) -> float:
+        """Tokens of one episode."""
+        return float(self._examples.mean())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, with its prompt."""
+        return int(self.prompt_tokens + self._examples.max())
+
+
+_NUMBERS = tuple(one.name for one in fields(Lengths) if one.name not in ("groups", "source"))
+
+
+def read_lengths(source: str | None, *, max_new_tokens: int) -> Lengths:
+    """`source`: a JSON file, a run directory, or "median=800,p90=4000"; None = an assumption."""
+    limits = {"median": max(1.0, max_new_tokens / 4), "p90": max_new_tokens, "max": max_new_tokens}
+    if source is None:
+        text = f"an assumption: a tenth reaches sampling.max_new_tokens = {max_new_tokens}"
+        return Lengths(**limits, source=text)
+    path, what = Path(source), f"Lengths {source!r}"
+    if path.is_dir():
+        return _of_run(path)
+    try:
+        if "=" in source and not path.exists():
+            pairs = (part.partition("=") for part in source.split(","))
+            table: Any = {key.strip(): float(value) for key, _, value in pairs}
+        else:
+            table = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise ConfigError(f"{what} are neither a JSON file nor median=N,p90=N: {error}.") from None
+    table = {"completion_tokens": table} if isinstance(table, list) else table
+    if not isinstance(table, dict) or not table:
+        raise ConfigError(f"{what} are empty; give completion_tokens, or median and p90.")
+    groups = _groups(table.pop("completion_tokens", None), what=what)
+    for key, value in table.items():
+        if key not in _NUMBERS:
+            hint = suggestion(key, ("completion_tokens", *_NUMBERS))
+            raise ConfigError(f"{what} have no key {key!r}; {hint}")
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ConfigError(f"{what}: {key} = {value!r} is not a number of at least 0.")
+    found = Lengths(**{**limits, **table, "turns": int(table.get("turns", 1))}, groups=groups)
+    if not 1 <= found.median <= found.p90 or min(found.max, found.turns) < 1:
+        raise ConfigError(f"{what}: 1 <= median <= p90, and max and turns are at least 1.")
+    if max(found.task_share, found.filtered_share) >= 1:
+        raise ConfigError(f"{what}: task_share and filtered_share are below 1.")
+    return found
+
+
+def _groups(rows: Any, *, what: str) -> tuple[np.ndarray, ...]:
+    if rows is None:
+        return ()
+    try:
+        groups = tuple(np.array(row) for row in (rows if isinstance(rows[0], list) else [rows]))
+        assert all(g.dtype.kind == "i" and g.ndim == 1 and g.min() >= 1 for g in groups)
+    except (TypeError, ValueError, LookupError, AssertionError):
+        text = "completion_tokens is a list of whole numbers above 0, or a list of such lists"
+        raise ConfigError(f"{what}: {text}.") from None
+    return groups
+
+
+def _of_run(path: Path) -> Lengths:
+    """Of the groups that a run has trained."""
+    from millrace.monitoring.files.lifecycle import read_lifecycle
+    from millrace.monitoring.files.samples import read_samples
+    from millrace.monitoring.run_dir import RunDir, steps_in
+
+    run_dir = RunDir(path)
+    lives = [read_lifecycle(run_dir, step) for step in steps_in(run_dir.lifecycle)]
+    trained = [list(group.turns.values()) for life in lives if life for group in life.groups]
+    if not trained:
+        text = "its lifecycle/ names no trained group; pass the folder that run_dir named"
+        raise ConfigError(f"{path} has no lengths: {text}.")
+    groups = [np.array([turn.num_tokens for ts in group for turn in ts]) for group in trained]
+    first = read_samples(run_dir, steps_in(run_dir.rollouts)[0])
+    prompts = [len(r.trained) - sum(r.trained) for sample in first for r in sample.rollouts]
+    dropped = sum(one.outcome == "dropped" for life in lives if life for one in life.lost)
+    return Lengths(
+        groups=tuple(np.maximum(1, group) for group in groups),
+        turns=max(len(turns) for group in trained for turns in group),
+        prompt_tokens=float(np.mean(prompts)),
+        filtered_share=dropped / (dropped + len(trained)),
+    )

@@ -1,0 +1,174 @@
+"""What a model costs: weights, KV, FLOPs and memory, and the times of the devices that run it.
+
+Promise: read from config.json alone, so a plan needs neither the weights nor a GPU.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from millrace.core.errors import ConfigError
+from millrace.plan.hardware import HOST_GPUS, Gpu
+
+# What Millrace reaches on an H200 (docs/performance.md). Decode: the 1.7B shape at 64 and 256
+# sequences is 66 % of its floor and 18 us per layer, the 135M shape 72 % and 36 us. Training: 459
+# TFLOP/s of 989 at the 1.7B shape. Prefill was not measured by itself.
+DECODE_SHARE, LAYER_S, TRAIN_MFU, PREFILL_MFU = 0.68, 25e-6, 0.46, 0.4
+STEP_S, PUBLISH_S, SCORE_S = 0.01, 0.02, 0.01  # per step, version and group: assumptions
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int  # of a dense layer, or of one expert
+    vocab: int
+    experts: int = 0  # 0 = dense
+    experts_used: int = 0  # per token
+    shared_mlp: int = 0  # of experts that every token uses
+    is_tied: bool = False  # input and output embeddings are one matrix
+
+    @classmethod
+    def of_config(cls, table: Mapping[str, Any], *, path: str = "config.json") -> Self:
+        table = table.get("text_config", table)
+        if missing := [key for key in _NEEDED if not isinstance(table.get(key), int)]:
+            raise ConfigError(f"{path} has no {missing[0]!r}; a plan cannot tell the model's size.")
+        heads, hidden = table["num_attention_heads"], table["hidden_size"]
+        experts = next((int(table[key]) for key in _EXPERTS if table.get(key)), 0)
+        mlp = (table.get("moe_intermediate_size") if experts else 0) or table["intermediate_size"]
+        shared = (table.get("n_shared_experts") or 0) * mlp
+        return cls(
+            layers=table["num_hidden_layers"],
+            hidden=hidden,
+            heads=heads,
+            kv_heads=table.get("num_key_value_heads") or heads,
+            head_dim=table.get("head_dim") or hidden // heads,
+            mlp=mlp,
+            vocab=table["vocab_size"],
+            experts=experts,
+            experts_used=table.get("num_experts_per_tok") or 0,
+            shared_mlp=table.get("shared_expert_intermediate_size") or shared,
+            is_tied=bool(table.get("tie_word_embeddings", False)),
+        )
+
+    @classmethod
+    def read(cls, path: str) -> Self:
+        """Of a model directory, or of a model on the hub."""
+        file = Path(path) / "config.json"
+        if not file.is_file():
+            from millrace.models.directory import text_config  # imports transformers
+
+            return cls.of_config(text_config(path).to_dict(), path=path)
+        try:
+            return cls.of_config(json.loads(file.read_text()), path=str(file))
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"{file} is not a model's configuration: {error}.") from None
+
+    def layer_weights(self, experts: float) -> float:
+        """With this many of its experts."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        mlp = 3 * self.hidden * (self.mlp * (experts if self.experts else 1) + self.shared_mlp)
+        return attention + mlp + self.hidden * (2 + self.experts)
+
+    @property
+    def num_weights(self) -> int:
+        tables = self.vocab * self.hidden * (1 if self.is_tied else 2)
+        return int(self.layers * self.layer_weights(self.experts)) + tables + self.hidden
+
+    def read_weights(self, num_tokens: float) -> float:
+        """That a forward pass of so many tokens multiplies with: experts that no token uses are
+        left, and the input embedding is looked up."""
+        unused = (1 - self.experts_used / self.experts) ** num_tokens if self.experts else 0.0
+        layer = self.layer_weights(self.experts * (1 - unused))
+        return self.layers * layer + self.vocab * self.hidden
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token, in 16 bits."""
+        return 4 * self.layers * self.kv_heads * self.head_dim
+
+    def adapter_bytes(self, rank: int) -> int:
+        """Of a LoRA adapter of all linear layers, in float32."""
+        attention = 4 * self.hidden + 2 * self.head_dim * (self.heads + self.kv_heads)
+        mlp = 3 * (self.hidden + self.mlp) * max(1, self.experts)
+        return 4 * rank * self.layers * (attention + mlp)
+
+    def forward_flops(self, tokens: float, pairs: float) -> float:
+        """`pairs`: of a token and one that it attends to, summed over all tokens."""
+        attention = 4 * pairs * self.heads * self.head_dim * self.layers
+        return 2 * tokens * self.read_weights(1) + attention
+
+    def activation_bytes(self, *, checkpointing: bool) -> int:
+        """That one token keeps for the backward pass, in 16 bits. The terms of a layer reproduce
+        the peaks of docs/performance.md (1.7B and 8B)."""
+        mlp = self.mlp * max(self.experts_used, 1) + self.shared_mlp
+        layer = 2 * (7 * self.hidden + 4 * mlp)
+        return layer + 2 * self.layers * self.hidden if checkpointing else self.layers * layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceCosts:
+    """Seconds of one model on GPUs of one kind."""
+
+    shape: ModelShape
+    gpu: Gpu
+    tp: int = 1  # GPUs that hold an engine
+    ranks: int = 1
+    microbatch_tokens: int = 8192
+    recomputes: bool = False  # gradient checkpointing
+    update_bytes: int | None = None  # of one version; None = all weights in 16 bits
+    num_gpus: int = 1  # of the run
+    train_scale: int = 1  # work of a real step over that of a simulated one
+    score_s: float = SCORE_S
+
+    def decode_s(self, num_sequences: int, context_tokens: float) -> float:
+        """One step of a batch whose sequences have so many tokens together: the floor is reading
+        weights and KV once, or computing, whichever takes longer."""
+        shape, gpu = self.shape, self.gpu
+        read = 2 * shape.read_weights(num_sequences) + context_tokens * shape.kv_bytes
+        flops = shape.forward_flops(num_sequences, context_tokens)
+        floor_s = max(read / (gpu.gb_per_s * 1e9), flops / (gpu.tflops * 1e12)) / self.tp
+        return shape.layers * LAYER_S + floor_s / DECODE_SHARE
+
+    def prefill_s(self, tokens: float) -> float:
+        flops = self.shape.forward_flops(tokens, tokens**2 / 2)
+        return flops / (self.gpu.tflops * 1e12 * self.tp * PREFILL_MFU)
+
+    def train_s(self, tokens: float, pairs: float) -> float:
+        """One optimizer step; FSDP moves weights while it computes."""
+        shape, tokens = self.shape, tokens * self.train_scale
+        # Recomputation is not part of MFU, so it lengthens the step by a third.
+        flops = shape.forward_flops(tokens, pairs * self.train_scale)
+        flops *= 4 if self.recomputes else 3
+        compute_s = flops / (self.ranks * self.gpu.tflops * 1e12 * TRAIN_MFU)
+        passes = max(1.0, tokens / self.ranks / self.microbatch_tokens)
+        moved = 6 * shape.num_weights * (1 - 1 / self.ranks) * passes
+        optimizer = 32 * shape.num_weights / self.ranks  # bytes read and written
+        optimizer_s = optimizer / (self.gpu.gb_per_s * 1e9)
+        return STEP_S + max(compute_s, moved / self._link(self.ranks)) + optimizer_s
+
+    @property
+    def publish_s(self) -> float:
+        """From the end of a step until engines can swap; they decode meanwhile."""
+        return PUBLISH_S + self._moved_bytes / self._link(self.num_gpus)
+
+    @property
+    def swap_s(self) -> float:
+        """That an engine stands still: a copy within its memory."""
+        return 2 * self._moved_bytes / self.tp / (self.gpu.gb_per_s * 1e9)
+
+    @property
+    def _moved_bytes(self) -> int:
+        return self.update_bytes or 2 * self.shape.num_weights
+
+    def _link(self, num_gpus: int) -> float:
+        gpu = self.gpu
+        return 1e9 * (gpu.link if num_gpus <= HOST_GPUS else gpu.network)

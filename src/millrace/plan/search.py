@@ -1,0 +1,229 @@
+"""The best split of GPUs: engines, trainer ranks and mesh, batch, and staleness limit.
+
+Every split whose memory fits is estimated by its slower stage. The best one of each batch size and
+staleness limit is simulated, and again after the simulation has corrected the estimate. Promise: a
+run that cannot fit is refused in one sentence that says what is missing and what would fit.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from millrace.config import RunConfig, load_config
+from millrace.core.errors import ConfigError
+from millrace.plan.hardware import GIB, GPUS, HOST_GPUS, Gpu
+from millrace.plan.lengths import Lengths
+from millrace.plan.model_costs import DeviceCosts, ModelShape
+from millrace.plan.simulation import Prediction, simulate
+
+RUNTIME_BYTES = 2 * GIB  # CUDA context, graphs and fragmentation, of each process
+_ROOM = 0.95  # share of a GPU that may be used
+_MAX_SEQUENCES = 256  # of one engine
+_STALENESS = (1, 2, 4, 8)
+_SMALL_GROUPS = 8  # per step: larger batches are first simulated in a smaller copy of the run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    engines: int
+    tp: int  # GPUs of one engine
+    ranks: int
+    cp: int
+    groups_per_step: int
+    max_staleness: int
+    max_sequences: int  # of one engine
+    gradient_checkpointing: bool
+    kv_bytes: int  # of one GPU of an engine
+    engine_bytes: int  # of one GPU
+    trainer_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """What is to be trained, on what."""
+
+    config: RunConfig
+    shape: ModelShape
+    lengths: Lengths
+    gpu: Gpu
+    gpu_name: str
+    num_gpus: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of one GPU."""
+        return int(self.gpu.memory_gb * 1e9)
+
+    def costs(self, split: Split) -> DeviceCosts:
+        lora = self.config.lora
+        return DeviceCosts(
+            shape=self.shape,
+            gpu=self.gpu,
+            tp=split.tp,
+            ranks=split.ranks,
+            microbatch_tokens=self.config.trainer.microbatch_tokens,
+            recomputes=split.gradient_checkpointing,
+            update_bytes=None if lora is None else self.shape.adapter_bytes(lora.rank),
+            num_gpus=self.num_gpus,
+        )
+
+    def settings(self, split: Split) -> dict[str, dict[str, Any]]:
+        """That differ from those of the run, by section. The first host has all ranks it can."""
+        num_here = min(self.num_gpus, HOST_GPUS)
+        ranks_here = min(split.ranks, num_here)
+        engines_here = min(split.engines, (num_here - ranks_here) // split.tp)
+        is_embedded = self.config.engine.type == "embedded"
+        options = {"options": {"kv_bytes": split.kv_bytes}} if is_embedded else {}
+        return {
+            "engine": {
+                "count": engines_here,
+                "remote": split.engines - engines_here,
+                "tp": split.tp,
+                "max_sequences": split.max_sequences,
+                **options,
+            },
+            "trainer": {
+                "ranks": split.ranks,
+                "remote": split.ranks - ranks_here,
+                "groups_per_step": split.groups_per_step,
+                "gradient_checkpointing": split.gradient_checkpointing,
+                "mesh": {"cp": split.cp},
+            },
+            "buffer": {"max_staleness": split.max_staleness, "capacity": "2 batches"},
+            "rollout": {"max_running_groups": f"{split.max_staleness + 1} batches"},
+        }
+
+    def rates(self, split: Split) -> tuple[float, float]:
+        """Samples per second that the engines and the trainer could make, without stragglers."""
+        costs, prompt, mean = self.costs(split), self.lengths.prompt_tokens, self.lengths.mean
+        size = self.config.rollout.group_size
+        samples = split.groups_per_step * size
+        in_flight = samples * (split.max_staleness + 1) / split.engines
+        batch = max(1, min(split.max_sequences, int(in_flight)))
+        episode_s = mean * costs.decode_s(batch, batch * (prompt + mean / 2))
+        episode_s += batch * costs.prefill_s(prompt) / size
+        pairs = samples * mean * (mean / 2 + prompt)
+        step_s = costs.train_s(samples * (mean + prompt / size), pairs)
+        return split.engines * batch / episode_s, samples / step_s
+
+    def predict(self, split: Split, *, is_small: bool = False) -> Prediction:
+        """`is_small`: of a smaller copy of the run, which is faster to simulate."""
+        config = load_config(self.config, overrides=self.settings(split))
+        scale = min(split.groups_per_step // _SMALL_GROUPS, split.engines) if is_small else 1
+        if scale <= 1:
+            return simulate(config, self.costs(split), self.lengths)
+        engine = {"count": max(1, round(split.engines / scale)), "remote": 0}
+        trainer = {"groups_per_step": round(split.groups_per_step / scale)}
+        small = load_config(config, overrides={"engine": engine, "trainer": trainer})
+        found = simulate(small, replace(self.costs(split), train_scale=scale), self.lengths)
+        return replace(found, samples_per_s=found.samples_per_s * scale)
+
+
+def search(
+    run: PlannedRun, *, batches: Sequence[int] = (), max_staleness: int = max(_STALENESS)
+) -> tuple[Split, Prediction]:
+    """The split with the most samples per second, and the freshest of those within 2 %."""
+    limits = [limit for limit in _STALENESS if limit <= max_staleness] or [max_staleness]
+    found: list[tuple[Prediction, Split]] = []
+    for groups_per_step in batches or (run.config.trainer.groups_per_step,):
+        for limit in limits:
+            sizes: dict[str, Any] = {"groups_per_step": groups_per_step, "max_staleness": limit}
+            splits = [Split(**split, **sizes) for split in _fitting(run)]
+            if not splits:
+                raise ConfigError(_missing(run))
+            found += _best(run, splits)
+    most = max(prediction.samples_per_s for prediction, _ in found)
+    good = [pair for pair in found if pair[0].samples_per_s >= 0.98 * most]
+    _, split = min(good, key=lambda pair: pair[0].staleness_mean)
+    return split, run.predict(split)
+
+
+def _best(run: PlannedRun, splits: Sequence[Split]) -> Iterator[tuple[Prediction, Split]]:
+    rates = {split: run.rates(split) for split in splits}
+    first = max(splits, key=lambda split: min(rates[split]))
+    found = run.predict(first, is_small=True)
+    yield found, first
+    if found.trainer_busy < found.engine_busy:  # stragglers make engines slower than estimated
+        share = found.samples_per_s / rates[first][0]
+        second = max(splits, key=lambda split: min(share * rates[split][0], rates[split][1]))
+        if second is not first:
+            yield run.predict(second, is_small=True), second
+
+
+def _fitting(run: PlannedRun) -> Iterator[dict[str, Any]]:
+    """Splits whose memory fits, with the fewest GPUs per engine."""
+    tps = (1,) if run.config.engine.type == "embedded" else (1, 2, 4, 8)
+    engine = next((fit for tp in tps if (fit := _engine_fit(run, tp))), None)
+    if engine is None:
+        return
+    wanted = {run.num_gpus * part // 16 for part in range(1, 16)} | {1, 2, 4}
+    for ranks in sorted(wanted - {0}):
+        engines = (run.num_gpus - ranks) // engine["tp"]
+        if engines > 0 and (trainer := _trainer_fit(run, ranks)) is not None:
+            yield {"engines": engines, "ranks": ranks, **engine, **trainer}
+
+
+def _engine_fit(run: PlannedRun, tp: int) -> dict[str, int] | None:
+    """None if the weights and one sequence do not fit."""
+    token_bytes, longest = run.shape.kv_bytes // tp, run.lengths.longest
+    fixed = run.shape.num_weights * 2 // tp + RUNTIME_BYTES
+    room = int(_ROOM * run.memory_bytes) - fixed
+    if room < token_bytes * longest:
+        return None
+    mean = run.lengths.prompt_tokens + run.lengths.mean
+    sequences = max(1, min(_MAX_SEQUENCES, int(room / token_bytes / mean)))
+    kv_bytes = min(room, int(max(sequences * mean * 1.25, longest) * token_bytes))
+    sizes = {"kv_bytes": kv_bytes, "engine_bytes": fixed + kv_bytes}
+    return {"tp": tp, "max_sequences": sequences, **sizes}
+
+
+def _trainer_fit(run: PlannedRun, ranks: int) -> dict[str, Any] | None:
+    """None if the state and the activations of a microbatch do not fit."""
+    ways = (False, True) if not run.config.trainer.gradient_checkpointing else (True,)
+    cps = [cp for cp in (1, 2, 4, 8) if ranks % cp + run.shape.kv_heads % cp == 0]
+    for cp, recomputes in product(cps, ways):
+        needed = _rank_bytes(run, ranks=ranks, cp=cp, recomputes=recomputes)
+        if needed <= _ROOM * run.memory_bytes:
+            return {"cp": cp, "gradient_checkpointing": recomputes, "trainer_bytes": needed}
+    return None
+
+
+def _rank_bytes(run: PlannedRun, *, ranks: int, cp: int = 1, recomputes: bool = True) -> int:
+    """State, whole embeddings, and the activations of one microbatch."""
+    from millrace.training.memory import rank_bytes  # imports torch
+
+    trainer, shape = run.config.trainer.model_copy(update={"ranks": ranks}), run.shape
+    tokens = max(trainer.microbatch_tokens, -(-run.lengths.longest // cp))
+    gathered = 2 * shape.vocab * shape.hidden * (1 if shape.is_tied else 2) if ranks > 1 else 0
+    placed = run.config.model_copy(update={"trainer": trainer})
+    state = rank_bytes(placed, num_weights=shape.num_weights)
+    activations = tokens * shape.activation_bytes(checkpointing=recomputes)
+    return state + activations + gathered + RUNTIME_BYTES
+
+
+def _missing(run: PlannedRun) -> str:
+    """Why no split fits, and what would: more GPUs, larger ones, or a smaller run."""
+    fits: list[str] = []
+    more = (2**power for power in range(1, 13) if 2**power > run.num_gpus)
+    if count := next((n for n in more if any(_fitting(replace(run, num_gpus=n)))), None):
+        fits.append(f"{count} x {run.gpu_name}")
+    larger = sorted(GPUS.items(), key=lambda item: item[1].memory_gb)
+    larger = [item for item in larger if item[1].memory_gb > run.gpu.memory_gb]
+    if name := next((n for n, gpu in larger if any(_fitting(replace(run, gpu=gpu)))), None):
+        fits.append(f"{run.num_gpus} x {name}")
+    lora = load_config(run.config, overrides={"lora": {}})
+    if run.config.lora is None and any(_fitting(replace(run, config=lora))):
+        fits.append("[lora]")
+    has = f"one {run.gpu_name} has {run.memory_bytes / GIB:.0f} GiB"
+    if run.num_gpus < 2:
+        what = "one GPU generates and another one trains"
+    elif _engine_fit(run, 1) is None and run.config.engine.type == "embedded":
+        needed = run.shape.num_weights * 2 + run.shape.kv_bytes * run.lengths.longest
+        what = f"an engine needs {needed / GIB:.0f} GiB for weights and one sequence, and {has}"
+        fits.append("engine.type = 'vllm', whose engines may span GPUs,")
+    else:
+        needed = _rank_bytes(run, ranks=run.num_gpus - 1)
+        what = f"each of {run.num_gpus - 1} ranks needs {needed / GIB:.0f} GiB, and {has}"
+    hint = f"{' or '.join(fits)} would fit" if fits else "train a smaller model"
+    return f"{run.num_gpus} x {run.gpu_name} cannot hold this run: {what}; {hint}."

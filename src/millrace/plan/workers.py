@@ -1,0 +1,251 @@
+"""Simulated workers on a virtual clock: engines with continuous batching, and the host they share.
+
+Promise: the clock jumps to the next event, so a simulation takes no longer than its events. An
+event of an engine costs the same for any number of running sequences.
+"""
+
+import asyncio
+import bisect
+import contextlib
+import heapq
+import itertools
+import selectors
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from millrace.config import RunConfig
+from millrace.core.errors import RunFailed
+from millrace.core.spans import Span
+from millrace.environments.rollouts.attempt import Expired
+from millrace.plan.model_costs import DeviceCosts
+
+_CHUNK_TOKENS = 256  # the step time of a batch is computed again at least this often
+_MAX_SPANS = 20_000
+
+
+class VirtualClock(selectors.DefaultSelector):
+    """Of an event loop whose clock jumps to the next timer."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise RunFailed("The simulated run stands still: no worker has anything to do.")
+        self.now_s += max(timeout, 0.0)
+        return super().select(0)
+
+    def new_loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.SelectorEventLoop(self)
+        loop.time = lambda: self.now_s
+        return loop
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedCores:
+    """Workers that share a device: each uses `threads` of its cores."""
+
+    cores: int
+    threads: int = 1
+    slowdown: float = 1.0  # of a worker while another one works, with cores for each
+
+    def speed(self, num_busy: int) -> float:
+        share = min(1.0, self.cores / max(1, num_busy * self.threads))
+        return share / (self.slowdown if num_busy > 1 else 1.0)
+
+
+class SimulatedHost:
+    """Which workers are busy, how fast they are, and their spans."""
+
+    def __init__(self, cores: SharedCores | None) -> None:
+        """`cores`: None if workers do not slow each other down."""
+        self._cores = cores
+        self._doing: dict[str, tuple[str, bool, float]] = {}  # activity, busy, since
+        self.busy_s: dict[str, float] = {}  # by worker
+        self.spans: list[Span] = []
+        self.changed: list[asyncio.Event] = []  # set when the speed changes
+
+    @property
+    def speed(self) -> float:
+        if self._cores is None:
+            return 1.0
+        return self._cores.speed(sum(busy for _, busy, _ in self._doing.values()))
+
+    def enter(self, worker: str, name: str, *, busy: bool) -> None:
+        before, now_s = self._doing.get(worker), asyncio.get_running_loop().time()
+        if before is None or before[:2] != (name, busy):
+            self._end(worker, now_s)
+            self._doing[worker] = (name, busy, now_s)
+            if self._cores is not None:
+                for event in self.changed:
+                    event.set()
+
+    def close(self) -> None:
+        for worker in self._doing:
+            self._end(worker, asyncio.get_running_loop().time())
+
+    def _end(self, worker: str, now_s: float) -> None:
+        name, busy, since_s = self._doing.get(worker, ("", False, now_s))
+        self.busy_s[worker] = self.busy_s.get(worker, 0.0) + (now_s - since_s) * busy
+        if now_s > since_s and len(self.spans) < _MAX_SPANS:
+            span = Span(worker=worker, name=name, busy=busy, start_s=since_s, end_s=now_s)
+            self.spans.append(span)
+
+    async def work(self, worker: str, name: str, seconds: float) -> None:
+        """`seconds` of a worker alone."""
+        self.enter(worker, name, busy=True)
+        changed, loop = asyncio.Event(), asyncio.get_running_loop()
+        self.changed.append(changed)
+        while seconds > 1e-12:
+            speed, began_s = self.speed, loop.time()
+            await event_or(changed, seconds / speed)
+            seconds -= (loop.time() - began_s) * speed
+        self.changed.remove(changed)
+
+
+async def event_or(event: asyncio.Event, seconds: float) -> None:
+    """Wait for the event, at most this long."""
+    event.clear()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
+
+@dataclass(eq=False, slots=True)
+class SimulatedSequence:
+    prompt: float
+    tokens: int  # to sample
+    prefill: float  # tokens to compute before the first; members of a request share them
+    done: asyncio.Future[None]
+    begin: float = 0.0  # decode steps of its engine before its first token
+
+
+class SimulatedEngine:
+    """All running sequences advance one token per decode step; progress is counted in steps."""
+
+    def __init__(
+        self, name: str, *, config: RunConfig, costs: DeviceCosts, host: SimulatedHost, unit: float
+    ) -> None:
+        """`unit`: tokens for which finish() returns one version."""
+        self.name = name
+        self.tokens = self.steps = 0.0  # sampled; decode steps
+        self._config, self._costs, self._host, self._unit = config, costs, host, unit
+        self._queue: deque[SimulatedSequence] = deque()
+        self._running: dict[SimulatedSequence, None] = {}  # a set in order
+        self._numbers = itertools.count()
+        self._ends: list[tuple[float, int, SimulatedSequence]] = []  # heap, by decode step
+        self._offset = 0.0  # sum of prompt - begin over running sequences
+        self._swaps = [(0.0, 0)]  # decode steps before each version
+        self._debt_s = 0.0  # prefill and swaps that come before the next decode step
+        self._wake = asyncio.Event()
+        self._drained: asyncio.Event | None = None  # while it starts no sequence
+
+    @property
+    def load(self) -> int:
+        return len(self._queue) + len(self._running)
+
+    def add(self, *, prompt: float, tokens: int, prefill: float) -> SimulatedSequence:
+        future = asyncio.get_running_loop().create_future()
+        sequence = SimulatedSequence(prompt, tokens, prefill, future)
+        self._queue.append(sequence)
+        self._wake.set()
+        return sequence
+
+    async def finish(self, sequence: SimulatedSequence) -> np.ndarray:
+        """Versions of the sampled tokens."""
+        try:
+            await sequence.done
+        finally:
+            self.remove(sequence)
+        begin, unit, first = sequence.begin, self._unit, self._swap_before(sequence)
+        swaps = [swap for swap in self._swaps[first:] if swap[0] < begin + sequence.tokens]
+        bounds = [round((at - begin) / unit) for at, _ in swaps[1:]]
+        bounds = [0, *bounds, max(1, round(sequence.tokens / unit))]
+        versions = np.array([version for _, version in swaps], np.int32)
+        return np.repeat(versions, np.diff(bounds))
+
+    def remove(self, sequence: SimulatedSequence) -> None:
+        if sequence in self._running:
+            self._leave(sequence)
+            self._wake.set()
+        elif sequence in self._queue:
+            self._queue.remove(sequence)
+
+    def expire(self, oldest: int) -> None:
+        for sequence in self._running:
+            is_old = self._swaps[self._swap_before(sequence)][1] < oldest
+            if is_old and not sequence.done.done():
+                sequence.done.set_exception(Expired())
+
+    async def swap(self, version: int) -> None:
+        interrupt, recomputes = self._config.weights.interrupt, self._config.engine.kv != "keep"
+        if interrupt in ("drain", "barrier") and self._running:
+            self._drained = asyncio.Event()
+            await self._drained.wait()
+            self._drained = None
+        self._debt_s += self._costs.swap_s
+        if (recomputes or interrupt == "abort") and self._running:
+            self._debt_s += self._costs.prefill_s(self._context)
+        self._swaps.append((self.steps, version))
+        self._wake.set()
+
+    async def run(self) -> None:
+        host, loop = self._host, asyncio.get_running_loop()
+        host.changed.append(self._wake)
+        while True:
+            self._admit()
+            if not self._running:
+                host.enter(self.name, "no work", busy=False)
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            host.enter(self.name, "generate", busy=True)
+            while self._ends[0][2] not in self._running:
+                heapq.heappop(self._ends)
+            step_s = self._costs.decode_s(len(self._running), self._context)
+            steps = min(_CHUNK_TOKENS, self._ends[0][0] - self.steps)
+            speed, began_s = host.speed, loop.time()
+            await event_or(self._wake, (self._debt_s + steps * step_s) / speed)
+            seconds = (loop.time() - began_s) * speed
+            paid_s = min(seconds, self._debt_s)
+            self._debt_s -= paid_s
+            self._advance((seconds - paid_s) / step_s)
+
+    @property
+    def _context(self) -> float:
+        """Tokens of all running sequences."""
+        return self._offset + len(self._running) * self.steps
+
+    def _swap_before(self, sequence: SimulatedSequence) -> int:
+        return bisect.bisect_right(self._swaps, (sequence.begin, 2**31)) - 1
+
+    def _admit(self) -> None:
+        room = self._config.engine.max_sequences - len(self._running)
+        while self._queue and room > 0 and self._drained is None:
+            room -= 1
+            sequence = self._queue.popleft()
+            sequence.begin = self.steps
+            self._running[sequence] = None
+            self._offset += sequence.prompt - self.steps
+            end = self.steps + sequence.tokens
+            heapq.heappush(self._ends, (end, next(self._numbers), sequence))
+            if sequence.prefill:
+                self._debt_s += self._costs.prefill_s(sequence.prefill)
+
+    def _advance(self, steps: float) -> None:
+        self.steps += steps
+        self.tokens += steps * len(self._running)
+        while self._ends and self._ends[0][0] <= self.steps + 1e-6:
+            sequence = heapq.heappop(self._ends)[2]
+            if sequence in self._running:
+                self._leave(sequence)
+                if not sequence.done.done():
+                    sequence.done.set_result(None)
+
+    def _leave(self, sequence: SimulatedSequence) -> None:
+        del self._running[sequence]
+        self._offset -= sequence.prompt - sequence.begin
+        if self._drained is not None and not self._running:
+            self._drained.set()

@@ -1,0 +1,86 @@
+"""Presets: the designs of other libraries, as settings. One TOML file each.
+
+Promise: a preset sets only what belongs to an axis of its design, below a comment that names the
+axis; what a user sets wins, and each axis that is overridden this way is reported. Torch-free.
+"""
+
+import tomllib
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from typing import Any, cast
+
+from millrace.core.errors import ConfigError, suggestion
+
+# The settings of each axis, as prefixes of their dotted keys.
+AXES: Mapping[str, tuple[str, ...]] = {
+    "Orchestration": ("rollout.max_running_groups",),
+    "Buffer": ("buffer.capacity", "buffer.order"),
+    "Weight sync": ("weights",),
+    "Staleness": ("buffer.max_staleness", "buffer.staleness", "loss"),
+    "Partial rollouts": ("engine.kv",),
+    "LoRA": ("lora",),
+    "Training": ("trainer",),
+}
+# Tables whose other keys belong to their type.
+_TYPED = ("loss", "buffer.order", "buffer.staleness")
+
+
+def preset_names() -> list[str]:
+    found = (file.name for file in files(__name__).iterdir())
+    return sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml"))
+
+
+def preset_text(name: str) -> str:
+    """The TOML of a preset, with its comments."""
+    if name not in (names := preset_names()):
+        raise ConfigError(f"No preset {name!r}; {suggestion(name, names, otherwise='there are')}")
+    return (files(__name__) / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def preset_title(name: str) -> str:
+    return preset_text(name).partition("\n")[0].removeprefix("# ")
+
+
+def axis_of(key: str) -> str:
+    """The axis of a dotted key of a preset."""
+    parts = ((axis, prefix) for axis, prefixes in AXES.items() for prefix in prefixes)
+    return next(axis for axis, prefix in parts if f"{key}.".startswith(f"{prefix}."))
+
+
+def over_preset(
+    table: Mapping[str, Any], name: str, *, report: Callable[[str], None]
+) -> dict[str, Any]:
+    """The settings of a preset with those of `table` over them; `report` gets a sentence for each
+    axis that `table` overrides."""
+    changes: dict[str, list[str]] = {}
+
+    def differs(key: str, own: Any, theirs: Any) -> None:
+        changes.setdefault(axis_of(key), []).append(f"{key} = {own!r} instead of {theirs!r}")
+
+    merged = _laid_over(tomllib.loads(preset_text(name)), table, differs=differs)
+    for axis, texts in changes.items():
+        report(f"preset {name!r}: your settings override its axis {axis!r}: {'; '.join(texts)}.")
+    return merged
+
+
+def _laid_over(
+    below: Mapping[str, Any],
+    above: Mapping[str, Any],
+    *,
+    differs: Callable[[str, Any, Any], None],
+    path: str = "",
+) -> dict[str, Any]:
+    """Both tables, key by key; a table of another type replaces the one below."""
+    merged = {**below, **above}
+    for name in (name for name in below if name in above):
+        key, theirs, own = f"{path}{name}", below[name], above[name]
+        if key in _TYPED:  # a name alone stands for its table
+            theirs, own = (v if isinstance(v, Mapping) else {"type": v} for v in (theirs, own))
+        if isinstance(theirs, Mapping) and isinstance(own, Mapping):
+            theirs, own = cast(dict[str, Any], theirs), cast(dict[str, Any], own)
+            if key not in _TYPED or own.get("type", theirs["type"]) == theirs["type"]:
+                merged[name] = _laid_over(theirs, own, differs=differs, path=f"{key}.")
+                continue
+        if own != theirs:
+            differs(key, own, theirs)
+    return merged

@@ -1,0 +1,190 @@
+"""Plans: sizes of models, fits, errors, the files of a plan, and the report after its run."""
+
+import json
+import math
+import tomllib
+
+import pytest
+
+from millrace.cli.main import main
+from millrace.config import load_config
+from millrace.core.errors import ConfigError
+from millrace.plan.hardware import GPUS, gpu_named
+from millrace.plan.lengths import Lengths, read_lengths
+from millrace.plan.model_costs import DeviceCosts, ModelShape
+from millrace.plan.report import compared
+from millrace.plan.search import PlannedRun, search
+
+QWEN_8B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+QWEN_2B = {
+    **QWEN_8B,
+    "hidden_size": 2048,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "intermediate_size": 6144,
+    "tie_word_embeddings": True,
+}
+QWEN_30B = {
+    **QWEN_2B,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "tie_word_embeddings": False,
+}
+
+
+def planned(config: dict, num_gpus: int, gpu: str, **settings) -> PlannedRun:
+    return PlannedRun(
+        config=load_config({"model": "m", "rollout": {"group_size": 4}, **settings}),
+        shape=ModelShape.of_config(config),
+        lengths=Lengths(median=40, p90=120, max=200),
+        gpu=GPUS[gpu],
+        gpu_name=gpu,
+        num_gpus=num_gpus,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"), [(QWEN_8B, 8.19), (QWEN_2B, 1.72), (QWEN_30B, 30.53)]
+)
+def test_the_number_of_weights_is_that_of_the_published_model(config, billions):
+    assert ModelShape.of_config(config).num_weights / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_a_mixture_reads_few_experts_for_one_token_and_all_for_many():
+    shape = ModelShape.of_config(QWEN_30B)
+    assert shape.read_weights(1) / 1e9 == pytest.approx(3.04, rel=0.01)
+    assert shape.read_weights(1000) == pytest.approx(shape.num_weights, rel=0.02)
+
+
+@pytest.mark.parametrize(("sequences", "measured"), [(64, 24_486), (256, 49_464)])
+def test_decode_is_near_what_an_h200_measured(sequences, measured):
+    costs = DeviceCosts(shape=ModelShape.of_config(QWEN_2B), gpu=GPUS["h200"])
+    rate = sequences / costs.decode_s(sequences, sequences * 320)
+    assert rate == pytest.approx(measured, rel=0.15)
+
+
+def test_training_is_near_what_an_h200_measured():
+    costs = DeviceCosts(shape=ModelShape.of_config(QWEN_2B), gpu=GPUS["h200"])
+    seconds = costs.train_s(16_384, 8 * 2048**2 / 2)
+    assert 16_384 / seconds == pytest.approx(42_546, rel=0.15)
+
+
+def test_every_gpu_has_a_source():
+    assert all(gpu.source and min(gpu.memory_gb, gpu.tflops) > 0 for gpu in GPUS.values())
+    with pytest.raises(ConfigError, match="did you mean 'h100'"):
+        gpu_named("h10")
+
+
+def test_a_plan_uses_all_gpus_and_fits():
+    run = planned(QWEN_2B, 8, "h100", trainer={"groups_per_step": 4})
+    split, prediction = search(run, max_staleness=2)
+    assert split.engines + split.ranks == 8
+    assert max(split.engine_bytes, split.trainer_bytes) <= run.memory_bytes
+    assert prediction.staleness_max <= split.max_staleness <= 2
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "gpu", "says"),
+    [
+        (2, "rtx4090", r"each of 1 ranks needs \d+ GiB, and one rtx4090 has 22 GiB; .*would fit"),
+        (1, "b200", "one GPU generates and another one trains; 2 x b200 would fit"),
+        (8, "l4", "8 x l4 cannot hold this run"),
+    ],
+)
+def test_a_plan_that_cannot_fit_says_what_would(num_gpus, gpu, says):
+    with pytest.raises(ConfigError, match=says):
+        search(planned(QWEN_8B, num_gpus, gpu))
+
+
+def test_a_model_that_no_engine_holds_needs_several_gpus_per_engine():
+    with pytest.raises(ConfigError, match=r"an engine needs 57 GiB .* engine.type = 'vllm'"):
+        search(planned(QWEN_30B, 64, "l40s"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "neither a JSON file nor"),
+        ("[]", "whole numbers above 0"),
+        ("{}", "are empty"),
+        ("[1, 0]", "whole numbers above 0"),
+        ("[1.5]", "whole numbers above 0"),
+        ("[[3], [[4]]]", "whole numbers above 0"),
+        ('{"medain": 3}', "did you mean 'median'"),
+        ('{"median": "x"}', "median = 'x' is not a number"),
+        ('{"median": 9, "p90": 3}', "1 <= median <= p90"),
+        ('{"median": 9, "p90": 9, "task_share": 2}', "below 1"),
+        ("3", "are empty"),
+    ],
+)
+def test_bad_lengths_are_one_sentence(tmp_path, text, says):
+    file = tmp_path / "lengths.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_lengths(str(file), max_new_tokens=100)
+
+
+def test_lengths_come_from_parameters_files_or_nothing(tmp_path):
+    file = tmp_path / "lengths.json"
+    file.write_text('{"completion_tokens": [[10, 20], [400]], "prompt_tokens": 7}')
+    assert read_lengths(str(file), max_new_tokens=9).longest == 407
+    given = read_lengths("median=50,p90=100,turns=2", max_new_tokens=10_000)
+    assert given.mean == pytest.approx(2 * 50 * math.exp((math.log(2) / 1.2816) ** 2 / 2), rel=0.1)
+    assert read_lengths(None, max_new_tokens=64).source.startswith("an assumption")
+
+
+def test_the_command_writes_a_toml_that_loads_and_a_picture(tmp_path, capsys):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(QWEN_2B))
+    source = tmp_path / "run.toml"
+    source.write_text('model = "m"\n[trainer]\ngroups_per_step = 2\n[rollout]\ngroup_size = 2\n')
+    lengths = "median=20,p90=50,max=100"
+    options = ["--gpus", "2", "--lengths", lengths, "--max-staleness", "1", "--price", "2"]
+    assert main(["plan", str(source), *options, "--json", str(tmp_path / "out.json")]) == 0
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["split"]["engines"] == result["split"]["ranks"] == 1
+    cost = 2 * result["gpu_hours_per_1000_samples"]
+    assert result["cost_per_1000_samples"] == pytest.approx(cost)
+    config = load_config(tmp_path / "run.plan.toml")
+    assert (config.engine.count, config.buffer.max_staleness) == (1, 1)
+    assert (tmp_path / "run.plan.png").read_bytes().startswith(b"\x89PNG")
+    assert "samples per s" in capsys.readouterr().out
+
+
+def test_a_run_of_a_plan_is_compared_with_it(tmp_path):
+    toml = tmp_path / "run.plan.toml"
+    toml.write_text('model = "m"\n')
+    keys = ("samples_per_s", "tokens_per_s", "step_s", "staleness_mean", "staleness_max")
+    plan = {**dict.fromkeys(keys, 3.0), "settings": tomllib.loads(toml.read_text())}
+    toml.with_suffix(".json").write_text(json.dumps(plan))
+    rows = [
+        {
+            "step": step,
+            "throughput/time_s": 2.0 * step,
+            "throughput/samples": 8 * step,
+            "throughput/tokens": 100 * step,
+            "staleness/mean": 1.5,
+            "staleness/max": 2,
+        }
+        for step in range(1, 6)
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    shown = "\n".join(compared(toml, str(tmp_path)))
+    assert "samples per s          3.0, measured 4.0 (-25%)" in shown
+    assert "settings have changed" not in shown
+    toml.write_text('model = "other"\n')
+    assert "settings have changed" in next(compared(toml, str(tmp_path)))
