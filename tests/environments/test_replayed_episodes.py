@@ -12,10 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tool_user import caller, lookup, with_a_tool
 
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, ReplayError
 from millrace.core.records import Completion, Episode, Kept, Task
 from millrace.environments.limits import EpisodeLimits, EpisodeOver
-from millrace.environments.replay.answers import ReplayError
 from millrace.environments.replay.files import (
     Line,
     read_recordings,

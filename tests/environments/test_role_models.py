@@ -3,9 +3,8 @@
 import pytest
 from chat_engine import TOKENIZERS, ChatEngine, player_of, user
 
-from millrace.core.errors import TaskError
+from millrace.core.errors import ReplayError, TaskError
 from millrace.core.records import Task
-from millrace.environments.replay.answers import ReplayError
 from millrace.environments.replay.recorder import episode_of
 from millrace.environments.replay.rerun import rerun
 from millrace.environments.replay.schema import Recording, decode

@@ -9,6 +9,7 @@ import psutil
 import pytest
 from tiny_classifier import make_tiny_classifier
 
+from millrace.cluster.fork_server import PRELOAD
 from millrace.cluster.hub import Hub
 from millrace.cluster.messages import StepReading
 from millrace.cluster.supervision.pool import WorkerPool
@@ -29,9 +30,9 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-async def worker_pool(tmp_path):
+async def worker_pool(tmp_path, warm_fork_server):
     async with (
-        Hub(log_dir=tmp_path, on_event=lambda *_: None) as hub,
+        Hub(log_dir=tmp_path, on_event=lambda *_: None, preload=PRELOAD) as hub,
         WorkerPool(hub.launch) as worker_pool,
     ):
         yield worker_pool

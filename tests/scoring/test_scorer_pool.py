@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
+from millrace.cluster.fork_server import PRELOAD
 from millrace.cluster.hub import Hub
 from millrace.cluster.messages import WorkerProgress
 from millrace.cluster.supervision.pool import RestartPolicy, WorkerPool
@@ -69,12 +70,16 @@ def sandbox_processes() -> list[psutil.Process]:
 
 
 @pytest.fixture
-async def open_pool(tmp_path):
+async def open_pool(tmp_path, warm_fork_server):
     """Opens pools on one hub; the hub's events land in `.events`."""
     async with contextlib.AsyncExitStack() as stack:
         events: list = []
         hub = await stack.enter_async_context(
-            Hub(log_dir=tmp_path, on_event=lambda _, message: events.append(message))
+            Hub(
+                log_dir=tmp_path,
+                on_event=lambda _, message: events.append(message),
+                preload=PRELOAD,
+            )
         )
 
         policy = RestartPolicy(max_restarts=3, backoff_s=0.0)

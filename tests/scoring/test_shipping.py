@@ -119,7 +119,7 @@ def test_pickle_with_a_missing_module_is_a_config_error(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "fleeting_module")
     importlib.invalidate_caches()
     with pytest.raises(
-        ConfigError, match=r"cannot be loaded in a scorer process .*fleeting_module"
+        ConfigError, match=r"cannot be loaded in a worker process .*fleeting_module"
     ):
         load_function(location)
 

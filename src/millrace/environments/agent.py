@@ -277,6 +277,12 @@ class Agent:
                 "agent.chat got temperature = 0, but greedy tokens cannot be trained; raise the"
                 " temperature, or take a role with trained=False."
             )
+        if self.row.is_trained and changed.adjusts_logits:
+            raise TaskError(
+                "Tokens that are sampled with presence_penalty, frequency_penalty or logit_bias"
+                " cannot be trained, because they are not samples of the policy; remove them, or"
+                " take a role with trained=False."
+            )
         if self.row.is_trained and changed.grammar is not None and not changed.truncates:
             raise TaskError(
                 "A reply that is constrained by a response_format or tool_choice keeps too many"

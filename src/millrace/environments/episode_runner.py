@@ -9,7 +9,8 @@ coroutine's return value is a reward, or the group fails with one TaskError sent
 of a branch are trained with the parent episode. An environment that behaves differently the second
 time raises a ReplayError instead of making a wrong branch.
 
-EpisodeRunner is called from the controller's event loop; environments run on their own thread.
+EpisodeRunner is called from the controller's event loop. An EpisodeHost runs the environment: a
+thread of this process, or worker processes (workers.py).
 """
 
 import asyncio
@@ -18,7 +19,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -26,20 +27,95 @@ from millrace.core.errors import MillraceError, TaskError
 from millrace.core.protocols import Policy
 from millrace.core.records import Branching, Completion, Episode, Task
 from millrace.environments.agent import Agent
-from millrace.environments.episode_state import EpisodeState
+from millrace.environments.episode_state import EpisodeState, Sample
 from millrace.environments.limits import EpisodeOver
 from millrace.environments.replay.answers import Branch, BranchAnswers
 from millrace.environments.replay.recorder import recording_of
 from millrace.environments.replay.schema import EpisodeSettings, Recording, encode
-from millrace.environments.role_models import role_model
+from millrace.environments.role_models import RoleModel, role_model
 from millrace.environments.rollouts.attempt import Expired
-from millrace.environments.threads import on_loop
+from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.threads import LoopThread, on_loop
 from millrace.environments.tools.functions import run_tool
 
 if TYPE_CHECKING:
     from millrace.environments.function_environment import FunctionEnvironment
 
 EnvironmentFunction = Callable[[Task, Agent], Awaitable[Any]]
+PlayedEpisode = tuple[Episode, Recording | None]  # recorded if it is in a tree, or if all are
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EpisodePlan:
+    """What one episode depends on, besides the environment and the replies."""
+
+    settings: EpisodeSettings
+    task: Task
+    is_trained: bool
+    branching: Branching | None = None  # its position in a tree
+    branch: Branch | None = None  # its branching point, unless it is a root
+
+
+class EpisodeHost(Protocol):
+    """Runs the environment. Called from the controller's event loop."""
+
+    async def play(self, plan: EpisodePlan, sample: Sample) -> PlayedEpisode:
+        """Play an episode whose turns `sample` answers on this event loop."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LoadedEnvironment:
+    """An environment function and the models of its agents, in the process that runs them."""
+
+    function: EnvironmentFunction
+    renderer: Renderer  # of the policy
+    others: Mapping[str, RoleModel]  # models besides the policy, by name
+    records: bool = False  # record all episodes, so that they can be replayed
+
+    async def play(self, plan: EpisodePlan, sample: Sample) -> PlayedEpisode:
+        """Play an episode on this event loop, which is that of the environments."""
+        settings, branch = plan.settings, plan.branch
+        answers = None if branch is None else BranchAnswers(branch, sample)
+        state = EpisodeState(
+            settings,
+            models={None: RoleModel(settings.policy, self.renderer), **self.others},
+            sample=sample if answers is None else answers.sample,
+            root=settings.index if branch is None else branch.root,
+            run_tool=run_tool if answers is None else answers.run_tool,
+        )
+        if answers is not None:
+            answers.state = state
+        function, branching = self.function, plan.branching
+        episode = await run_episode(function, plan.task, state=state, branching=branching)
+        if not episode.rollouts and plan.is_trained:
+            raise TaskError(
+                f"{settings.name}: episode {settings.index} of environment {name_of(function)!r}"
+                f" ended ({state.ending}) before the model sampled any trained token; call"
+                " agent.chat or agent.complete."
+            )
+        if branching is None and not self.records:
+            return episode, None
+        recording = recording_of(episode, plan.task, state=state)
+        if self.records:
+            episode = replace(episode, recording=encode(recording))
+        return episode, recording
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ThreadHost:
+    """Runs the environment on a thread of the controller's process."""
+
+    loaded: LoadedEnvironment
+    thread: LoopThread
+
+    async def play(self, plan: EpisodePlan, sample: Sample) -> PlayedEpisode:
+        home = asyncio.get_running_loop()
+
+        def sample_at_home(prompt: np.ndarray, **settings: Any) -> Coroutine[Any, Any, Completion]:
+            return on_loop(home, sample(prompt, **settings))
+
+        return await self.thread.run(self.loaded.play(plan, sample_at_home))
 
 
 async def run_episode(
@@ -116,17 +192,10 @@ class EpisodeRunner:
 
     async def play(
         self, index: int, *, branching: Branching | None = None, branch: Branch | None = None
-    ) -> tuple[Episode, Recording | None]:
-        """Play episode `index` of the group; recorded if it is in a tree, or if all are.
-        `branching` is its position in a tree; `branch` is its branching point unless it is a
-        root."""
-        policy, env, home = self.policy, self.environment, asyncio.get_running_loop()
-
-        def sample(prompt: np.ndarray, **settings: Any) -> Coroutine[Any, Any, Completion]:
-            """Sample on the controller's event loop, called from the environments' loop."""
-            return on_loop(home, policy.sample(prompt, **settings))
-
-        answers = None if branch is None else BranchAnswers(branch, sample)
+    ) -> PlayedEpisode:
+        """Play episode `index` of the group. `branching` is its position in a tree; `branch` is its
+        branching point unless it is a root."""
+        policy, env = self.policy, self.environment
         model = role_model(
             env.renderer, max_context=policy.max_context, tool_format=env.tool_format
         )
@@ -141,33 +210,11 @@ class EpisodeRunner:
             policy=model.row,
             sampling=policy.sampling,
         )
-        state = EpisodeState(
-            settings,
-            models={None: model, **env.others},
-            sample=sample if answers is None else answers.sample,
-            root=index if branch is None else branch.root,
-            run_tool=run_tool if answers is None else answers.run_tool,
+        plan = EpisodePlan(
+            settings=settings,
+            task=self.task,
+            is_trained=policy.is_trained,
+            branching=branching,
+            branch=branch,
         )
-        if answers is not None:
-            answers.state = state
-        return await env.thread.run(self._run(state, branching=branching))
-
-    async def _run(
-        self, state: EpisodeState, *, branching: Branching | None
-    ) -> tuple[Episode, Recording | None]:
-        """Runs on the loop of the environments."""
-        function, records = self.environment.function, self.environment.records
-        episode = await run_episode(function, self.task, state=state, branching=branching)
-        if not episode.rollouts and self.policy.is_trained:
-            settings = state.settings
-            raise TaskError(
-                f"{settings.name}: episode {settings.index} of environment {name_of(function)!r}"
-                f" ended ({state.ending}) before the model sampled any trained token; call"
-                " agent.chat or agent.complete."
-            )
-        if branching is None and not records:
-            return episode, None
-        recording = recording_of(episode, self.task, state=state)
-        if records:
-            episode = replace(episode, recording=encode(recording))
-        return episode, recording
+        return await env.host.play(plan, policy.sample)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
@@ -38,7 +38,7 @@ from millrace.environments.token_record import Exchange, first_routed
 from millrace.environments.tools.calls import ToolCall
 from millrace.environments.tools.functions import Tool, ToolResult, run_tool
 
-Sample = Callable[..., Awaitable[Completion]]  # with the signature of Policy.sample
+Sample = Callable[..., Coroutine[Any, Any, Completion]]  # with the signature of Policy.sample
 RunTool = Callable[..., Awaitable[ToolResult]]  # with the signature of run_tool
 
 # About 4,000 tokens. A tool that returns a whole file must not fill the context.

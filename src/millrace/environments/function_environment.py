@@ -4,16 +4,17 @@
         reply = await agent.chat([{"role": "user", "content": task.prompt}])
         return float(reply.text == task.columns["answer"])
 
-Promise: each group runs the coroutine n times concurrently, on the thread of the environments. An
+Promise: each group runs the coroutine n times concurrently, on the host of the environments. An
 episode that reaches a limit is marked and ends; an episode whose environment raises is left out. A
 group needs n good episodes: `redundancy` extra episodes are started, and the slowest are cancelled.
-An environment with open() and close() coroutines gets these calls at the start and end of a run.
+An environment with open() and close() coroutines gets these calls at the start and end of a run, in
+each process that runs it.
 """
 
 import asyncio
 import contextlib
 import inspect
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -23,9 +24,13 @@ from millrace.core.records import Episode, Message, Prompt, Task
 from millrace.environments.agent import Agent
 from millrace.environments.branching.scheduler import Recipe
 from millrace.environments.conversation import History
-from millrace.environments.episode_runner import EnvironmentFunction, EpisodeRunner, name_of
+from millrace.environments.episode_runner import (
+    EnvironmentFunction,
+    EpisodeHost,
+    EpisodeRunner,
+    name_of,
+)
 from millrace.environments.limits import EpisodeLimits
-from millrace.environments.role_models import RoleModel
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.threads import LoopThread
 from millrace.environments.tools.calls import ToolFormatName
@@ -61,18 +66,15 @@ def messages_of(prompt: Prompt) -> list[Message]:
 class FunctionEnvironment:
     """Implements core.protocols.Environment; play() runs on the controller's event loop."""
 
-    function: EnvironmentFunction
+    host: EpisodeHost
     _: KW_ONLY
     renderer: Renderer
-    thread: LoopThread
     limits: EpisodeLimits = field(default_factory=EpisodeLimits)
     redundancy: int = 0  # extra episodes per training group; the slowest are cancelled
     ended_reward: float = 0.0  # reward of an episode that reached a limit
     tool_format: ToolFormatName = "auto"
     history: History = "template"
-    records: bool = False  # keep recordings, so that episodes can be replayed
     recipe: Recipe | None = None  # replaces n independent episodes per training group
-    others: Mapping[str, RoleModel] = field(default_factory=dict[str, RoleModel])
 
     async def play(self, task: Task, policy: Policy, n: int) -> list[Episode]:
         runner = EpisodeRunner(environment=self, task=task, policy=policy)

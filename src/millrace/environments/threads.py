@@ -40,6 +40,10 @@ class LoopThread:
         """Run the coroutine on this thread, and return its result to the calling loop."""
         return await on_loop(self._loop, coroutine)
 
+    def start_soon(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function on this thread; callable from any other."""
+        self._loop.call_soon_threadsafe(partial(function, *arguments))
+
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()

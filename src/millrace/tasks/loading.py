@@ -19,6 +19,7 @@ from millrace.tasks.tables import Rows, folder_rows, hub_rows, parquet_rows
 Row = Mapping[str, Any] | Task
 TaskSource = str | Path | Iterable[Row] | Callable[[], Iterable[Row]]
 
+MESSAGES = "messages"  # column of a conversation, where there is no "prompt"
 RESERVED = ("prompts", "completions", "completion_ids")  # arguments of reward functions
 INT_RANGE = range(-(2**63), 2**64)  # integers that msgpack can carry
 
@@ -109,7 +110,11 @@ def _task(row: Any, *, where: str, columns: Mapping[str, str] | None = None) -> 
     if isinstance(row, Task):
         prompt, further = row.prompt, dict(row.columns)
     elif isinstance(row, Mapping):
-        columns = columns or {name: name for name in ("prompt", *row)}
+        if columns is None:
+            columns = {name: name for name in ("prompt", *row)}
+            if "prompt" not in row and MESSAGES in row:
+                columns = {**columns, "prompt": MESSAGES}
+                del columns[MESSAGES]
         for name, source in columns.items():
             if source not in row:
                 raise ConfigError(
@@ -139,7 +144,8 @@ def _check_prompt(prompt: Prompt, *, where: str) -> None:
     else:
         for message in prompt:
             if not isinstance(message, dict) or not all(
-                isinstance(message.get(key), str) for key in ("role", "content")
+                isinstance(message.get(key), str)
+                for key in ("role", *(() if message.get("tool_calls") else ("content",)))
             ):
                 raise ConfigError(
                     f"{where} has the message {_shown(message)} in its prompt; each must be an"

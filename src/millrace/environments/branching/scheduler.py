@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from millrace.core.errors import first_cause
+from millrace.core.errors import ReplayError, first_cause
 from millrace.core.records import Branching, Episode
 from millrace.environments.episode_runner import EpisodeRunner
-from millrace.environments.replay.answers import Branch, ReplayError
+from millrace.environments.replay.answers import Branch
 from millrace.environments.replay.schema import Recording
 
 

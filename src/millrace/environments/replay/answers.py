@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from millrace.core.completions import cut
-from millrace.core.errors import MillraceError
+from millrace.core.errors import ReplayError
 from millrace.core.records import Completion
 from millrace.environments.replay.schema import CutRow, Entry, Recording, ToolRow, TurnRow, encode
 from millrace.environments.tools.functions import Tool, ToolResult, run_tool
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from millrace.environments.episode_state import EpisodeState
 
 ORDER_TIMEOUT_S = 30.0  # how long an answer waits for those recorded before it
-
-
-class ReplayError(MillraceError):
-    """The environment does something other than what is recorded."""
 
 
 class RecordedAnswers:

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from millrace.core.errors import ReplayError
 from millrace.core.records import Episode, Task
 from millrace.environments.episode_runner import EnvironmentFunction, run_episode
 from millrace.environments.episode_state import EpisodeState
-from millrace.environments.replay.answers import RecordedAnswers, ReplayError
+from millrace.environments.replay.answers import RecordedAnswers
 from millrace.environments.replay.recorder import recording_of
 from millrace.environments.replay.schema import ModelRow, Recording, encode
 from millrace.environments.role_models import RoleModel

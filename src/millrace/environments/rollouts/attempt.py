@@ -8,20 +8,24 @@ an Attempt those of finished ones. Once the group is complete, the limit is exac
 Runs on the controller's event loop.
 """
 
+import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from millrace.core.completions import is_complete
 from millrace.core.records import Completion
+from millrace.core.spans import GroupLife, TurnLife
 from millrace.core.staleness import Stamps
 
 if TYPE_CHECKING:
     from millrace.environments.rollouts.partial_rollouts import PartialRollout
 
 WINDOW = 1024  # finished completions from whose lengths the saving is estimated
+Clock = Callable[[], float]
 
 
 class Expired(Exception):
@@ -31,7 +35,7 @@ class Expired(Exception):
 class Attempt:
     """One attempt at a group, with the versions of its tokens so far."""
 
-    def __init__(self, number: int, *, tries: int = 0) -> None:
+    def __init__(self, number: int, *, tries: int = 0, now: Clock = time.monotonic) -> None:
         self.number = number
         self.tries = tries  # before this one
         self.stamps = Stamps(counts={})  # of all completions that were returned
@@ -39,12 +43,23 @@ class Attempt:
         self.finished: list[int] = []  # lengths of completions that the model ended
         self.cut: list[int] = []  # lengths of other completions
         self.partial: PartialRollout | None = None  # where partial rollouts are saved
+        self.now = now
+        self.life = GroupLife(number=number, tries=tries, started_s=now(), turns={})
 
     @property
     def known(self) -> Stamps:
         """All tokens that are certainly part of the group; resumed ones may count twice."""
         resumed = [] if self.partial is None else [self.partial.resumed]
         return Stamps.joined([self.stamps, *resumed])
+
+    def add_turn(self, episode: int, start_s: float, versions: np.ndarray) -> None:
+        """`versions` of its tokens."""
+        first, last = (int(versions[0]), int(versions[-1])) if len(versions) else (-1, -1)
+        turn = TurnLife(start_s, self.now(), len(versions), first, last)
+        self.life.turns.setdefault(episode, []).append(turn)
+
+    def ended(self, outcome: Any, reason: str = "") -> GroupLife:
+        return replace(self.life, ended_s=self.now(), outcome=outcome, reason=reason)
 
     def record(self, completions: Sequence[Completion], *, num_known: int = 0) -> None:
         """Count the tokens; raises Expired if a completion was ended because it is too stale.

@@ -33,6 +33,9 @@ from millrace.scoring.scheduling.group_scoring import GroupScoring
 from millrace.tasks.lengths import LengthPredictor
 
 CHUNK_TOKENS = 32  # per streamed chunk; one message per token would cost as much as sampling it
+# Later turns go before all requests that start an episode, or the tokens of the first turn would
+# grow stale while the next turn waits in the queue of an engine.
+FOLLOW_UP = 1 << 30
 EnginesByModel = Mapping[str, SupportsGenerate]
 
 
@@ -81,6 +84,7 @@ class GroupPolicy:
             routes_from=0 if self.wants_routes else None,
         )
         episodes: dict[int, Episode] = {}
+        start_s = 0.0 if self.attempt is None else self.attempt.now()
 
         def finish(member: int, completion: Completion) -> None:
             if member not in episodes:
@@ -88,15 +92,15 @@ class GroupPolicy:
                 rollout = rollout_of(tokens, completion, self.sampling)
                 episodes[member] = Episode(turns=(turn,), rollouts=(rollout,))
                 self.finished(member, episodes[member])
+                if self.attempt is not None:
+                    self.attempt.add_turn(member, start_s, completion.versions)
 
         def finish_early(member: int, completion: Completion) -> None:
             if is_complete(completion):  # others may be discarded with their group
                 finish(member, completion)
 
         request, on_tokens = self._streamed(request)
-        completions = await self.engine.generate(
-            request, on_tokens, finish_early if self._takes_episodes else None
-        )
+        completions = await self.engine.generate(request, on_tokens, finish_early)
         if self.attempt is not None:
             self.attempt.record(completions)
         for member, completion in enumerate(completions):
@@ -127,12 +131,13 @@ class GroupPolicy:
             index=episode,
             session=f"{self.name}/{session}",
             pinned=pinned,
-            priority=self.priority,
+            priority=self.priority if call == 0 else FOLLOW_UP,
             partial=partial,
             expires=self.is_trained and is_trained,
             adapter=adapter,
             routes_from=routes_from if self.wants_routes and is_trained else None,
         )
+        start_s = 0.0 if self.attempt is None else self.attempt.now()
         if model is None:
             request, on_tokens = self._streamed(request)
             (completion,) = await self.engine.generate(request, on_tokens)
@@ -140,6 +145,7 @@ class GroupPolicy:
             (completion,) = await self.others[model].generate(request)
         if self.attempt is not None and is_trained:
             num_known = 0 if partial is None else len(partial.tokens)
+            self.attempt.add_turn(episode, start_s, completion.versions[num_known:])
             self._versions.setdefault(episode, []).append(completion.versions[num_known:])
             self.attempt.record([completion], num_known=num_known)
         return completion
@@ -172,6 +178,7 @@ class GroupPolicy:
         if self.attempt is not None:
             stamps = [Stamps.of(versions) for versions in self._versions.get(index, ())]
             self.attempt.given_up = Stamps.joined([self.attempt.given_up, *stamps])
+            self.attempt.life.turns.pop(index, None)
 
     def finished(self, index: int, episode: Episode) -> None:
         if self.scoring is not None and self._takes_episodes:

@@ -1,9 +1,9 @@
-"""Ships the user's functions to the scorer processes.
+"""Ships the user's functions to worker processes: rewards, and the environment.
 
 A function that a fresh process can import travels as a reference, "module:name" or "file.py:name".
 Any other function (from a script or notebook, a closure, a lambda, a method) is pickled to a file.
 
-Promise: a scorer process unpickles only private files of the same user, never bytes from a socket.
+Promise: a worker unpickles only private files of the same user, never bytes from a socket.
 A function that cannot be resolved or pickled is a ConfigError before any worker starts.
 """
 
@@ -48,12 +48,12 @@ def resolve_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
 def ship_functions(
     functions: Mapping[str, str | Callable[..., Any]], *, folder: Path
 ) -> dict[str, str]:
-    """Return where a scorer process can load each function, by name. Pickles go to `folder`."""
+    """Return where a worker can load each function, by name. Pickles go to `folder`."""
     locations: dict[str, str] = {}
     for index, (name, function) in enumerate(functions.items()):
         location = function if isinstance(function, str) else _reference_to(function)
         if location is None:
-            path = folder / f"reward_{index}{SUFFIX}"
+            path = folder / f"function_{index}{SUFFIX}"
             _pickle(function, name=name, path=path)
             location = str(path)
         locations[name] = location
@@ -61,7 +61,7 @@ def ship_functions(
 
 
 def load_function(location: str) -> Callable[..., Any]:
-    """Load a function from its location. Called in the scorer process."""
+    """Load a function from its location. Called in the worker."""
     if not location.endswith(SUFFIX):
         return resolve_function(location)
     with Path(location).open("rb") as file:
@@ -73,8 +73,8 @@ def load_function(location: str) -> Callable[..., Any]:
         except Exception as error:
             # Unpickling imports the user's modules, which may raise anything.
             raise ConfigError(
-                f"A reward cannot be loaded in a scorer process ({type(error).__name__}: {error});"
-                " everything that it uses must be importable there as well."
+                f"A function cannot be loaded in a worker process ({type(error).__name__}:"
+                f" {error}); everything that it uses must be importable there as well."
             ) from error
 
 
@@ -108,8 +108,9 @@ def _pickle(function: Any, *, name: str, path: Path) -> None:
     except Exception as error:
         # Pickling runs __reduce__ of every object the function holds, which may raise anything.
         raise ConfigError(
-            f"Reward {name!r} cannot be sent to a scorer process ({type(error).__name__}: {error});"
-            " define it at the top of a module, without open files, locks or connections around it."
+            f"Function {name!r} cannot be sent to a worker process ({type(error).__name__}:"
+            f" {error}); define it at the top of a module, without open files, locks or connections"
+            " around it."
         ) from error
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(0o700)

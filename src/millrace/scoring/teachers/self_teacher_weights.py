@@ -29,6 +29,7 @@ from millrace.inference.embedded.live_weights import LiveWeights, PreparedWeight
 from millrace.models.loading import read_weights, resolve_dtype, write_weights
 from millrace.models.lora.factors import adapter_of
 from millrace.models.lora.folders import read_checkpoint
+from millrace.models.routing import policy_tensors
 from millrace.weights.transport import make_receiver
 
 SAVE_EVERY_S = 60.0  # writing a copy of all weights is expensive
@@ -137,7 +138,7 @@ class SelfTeacherWeights:
         lora = config.lora
         merger = None if lora is None else AdapterMerger(model, adapter_of(model, lora))
         self._live = LiveWeights(model, version=version, merger=merger, bank=None)
-        start: Mapping[str, Tensor] | None = dict(model.named_parameters())
+        start: Mapping[str, Tensor] | None = policy_tensors(model)
         if lora is not None:
             start = None if adapter is None else read_checkpoint(adapter)
         if saved_path.exists():
@@ -154,6 +155,7 @@ class SelfTeacherWeights:
             device=model.device,
             payload=config.weights.payload,
             timeout_s=config.weights.timeout_s,
+            role=saved_path.stem,  # its scorer's name: it shares its versions with no other process
         )
         self._saved_path = saved_path
         self._unsaved: VersionedTensors | None = None

@@ -217,12 +217,6 @@ class SelfTeacher(TeacherSettings):
 
     def check_model(self, run: RunInfo, *, name: str) -> None:
         check_same_vocabulary(run.config.model.path, run, num_top=self.num_top, name=name)
-        transport = run.config.weights.transport
-        if transport == "collective" or (transport == "auto" and run.config.engine.remote > 0):
-            raise ConfigError(
-                f"Scorer {name!r} must receive every version, but weights.transport ="
-                f" {transport!r} broadcasts to the engines only; choose another transport."
-            )
 
     def make_model(self, name: str, *, calls: CallSettings, context: ScorerContext) -> LogprobModel:
         run = context.run_info

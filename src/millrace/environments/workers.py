@@ -1,0 +1,219 @@
+"""The processes that run the environment of a run, beside the controller or on other hosts.
+
+A worker runs the coroutines, renders prompts and runs tools. The controller samples the turns that
+a worker asks for, so that admission, the journal and cancellation are as without workers.
+
+Promise: a worker that dies or hangs costs no episode: each of its episodes is played again on
+another worker, and turns that were sampled, or are being sampled, are not sampled again if the
+environment asks for the same. An episode that loses its worker MAX_LOST times fails its group.
+
+Runs on the controller's event loop. Admission bounds the number of episodes.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from millrace.cluster.messages.environment import (
+    CancelEpisode,
+    EpisodePlayed,
+    PlayEpisode,
+    TurnDropped,
+    TurnSampled,
+    TurnWanted,
+)
+from millrace.cluster.messages.message import Part
+from millrace.cluster.supervision.pool import WorkerPool
+from millrace.cluster.supervision.replica import ModuleReplica
+from millrace.cluster.wire import WireError, encode
+from millrace.cluster.worker import Worker
+from millrace.core.errors import RunFailed, TaskError, WorkerError, first_cause
+from millrace.core.records import Completion
+from millrace.environments.episode_runner import EpisodePlan, PlayedEpisode
+from millrace.environments.episode_state import Sample
+from millrace.environments.replay import schema
+
+OPEN_TO_HOSTS = (
+    "Its host starts another; if that has left, run `millrace join --role environment` on any host."
+)
+MAX_LOST = 3  # workers that may die under one episode; it may be what kills them
+
+
+class EnvironmentReplica(ModuleReplica):
+    """One worker. `num_live` counts the episodes that it plays now."""
+
+    def __init__(self, name: str, *, is_remote: bool = False, **options: Any) -> None:
+        """`is_remote`: it joins from another host."""
+        super().__init__(name, **options)
+        self.is_remote = is_remote
+        self.num_live = 0
+        self.failure: Exception | None = None  # why it will not be restarted
+        self.on_change: Callable[[], None] = lambda: None
+
+    @property
+    def serving_worker(self) -> Worker | None:
+        # Supervision notices a death a little later than the calls do.
+        worker = self._worker
+        return None if worker is None or worker.dead.done() else worker
+
+    async def start(self, *, is_restart: bool) -> None:
+        await super().start(is_restart=is_restart)
+        self.on_change()
+
+    def give_up(self, error: Exception) -> None:
+        super().give_up(error)
+        self.failure = error
+        self.on_change()
+
+
+class EnvironmentWorkers:
+    """Implements EpisodeHost."""
+
+    def __init__(self, worker_pool: WorkerPool, replicas: list[EnvironmentReplica]) -> None:
+        self._worker_pool = worker_pool
+        self._replicas = replicas
+        self._changed = asyncio.Event()  # a worker serves, or never will
+        self._keys = itertools.count()
+        for replica in replicas:
+            replica.on_change = self._changed.set
+
+    async def start(self) -> None:
+        """Start all workers; raises the first error."""
+        # Environments may kill their process any number of times: MAX_LOST limits each episode.
+        policy = replace(self._worker_pool.policy, limit_deaths=False)
+        joining = replace(policy, remedy=OPEN_TO_HOSTS)
+        with first_cause():
+            async with asyncio.TaskGroup() as starting:
+                for each in self._replicas:
+                    chosen = joining if each.is_remote else policy
+                    starting.create_task(self._worker_pool.add(each, policy=chosen))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(self._worker_pool.remove(each.name) for each in self._replicas))
+
+    async def play(self, plan: EpisodePlan, sample: Sample) -> PlayedEpisode:
+        turns = _Turns(sample, episode=plan.settings.index)
+        lost = ""
+        try:
+            for _ in range(MAX_LOST):
+                replica, worker = await self._least_busy()
+                replica.num_live += 1
+                try:
+                    return await self._play_on(worker, plan, turns)
+                except WorkerError as error:
+                    replica.drop(worker)  # its end may not be noticed yet
+                    lost = str(error)
+                finally:
+                    replica.num_live -= 1
+        finally:
+            turns.close()
+        raise TaskError(
+            f"{plan.settings.name}: episode {plan.settings.index} lost its environment worker"
+            f" {MAX_LOST} times, the last time because: {lost}"
+        )
+
+    async def _least_busy(self) -> tuple[EnvironmentReplica, Worker]:
+        while True:
+            serving = [(each, worker) for each in self._replicas if (worker := each.serving_worker)]
+            if serving:
+                return min(serving, key=lambda pair: pair[0].num_live)
+            failures = [replica.failure for replica in self._replicas]
+            if None not in failures:
+                raise RunFailed(f"No environment worker is left: {failures[-1]}")
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _play_on(self, worker: Worker, plan: EpisodePlan, turns: "_Turns") -> PlayedEpisode:
+        key = next(self._keys)
+
+        def on_part(part: Part) -> None:
+            if isinstance(part, TurnDropped):
+                turns.drop(part.call)
+            elif isinstance(part, TurnWanted):
+                answers.create_task(_answer(worker, turns.sampling(part), key=key, call=part.call))
+
+        try:
+            with first_cause():
+                async with asyncio.TaskGroup() as answers:
+                    message = _message(plan, key=key)
+                    played = await worker.call(message, on_part=on_part, expect_progress=True)
+                    turns.close()  # of tasks that the environment left running
+        except WireError as error:  # of the task; its columns are the user's
+            raise TaskError(f"{plan.settings.name}: {error}") from None
+        except BaseException:
+            await worker.emit(CancelEpisode(key=key))
+            raise
+        assert isinstance(played, EpisodePlayed)
+        if played.recording is None:
+            return played.episode, None
+        return played.episode, schema.decode(played.recording, schema.Recording)
+
+
+class _Turns:
+    """The turns of one episode, which outlive its workers."""
+
+    def __init__(self, sample: Sample, *, episode: int) -> None:
+        self._sample = sample
+        self._episode = episode
+        self._known: dict[int, tuple[bytes, asyncio.Future[Completion]]] = {}  # by call
+
+    def sampling(self, wanted: TurnWanted) -> asyncio.Future[Completion]:
+        """Sample a turn, or return what an earlier worker asked for with the same arguments."""
+        digest = blake2b(b"".join(encode(wanted))).digest()
+        known = self._known.get(wanted.call)
+        if known is None or known[0] != digest:
+            self.drop(wanted.call)
+            arguments = {name: getattr(wanted, name) for name in wanted.__struct_fields__}
+            turn = asyncio.ensure_future(self._sample(**arguments, episode=self._episode))
+            known = self._known[wanted.call] = digest, turn
+        return known[1]
+
+    def drop(self, call: int) -> None:
+        if (known := self._known.pop(call, None)) is not None:
+            turn = known[1]
+            turn.add_done_callback(lambda done: done.cancelled() or done.exception())
+            turn.cancel()
+
+    def close(self) -> None:
+        for call in [*self._known]:
+            self.drop(call)
+
+
+async def _answer(worker: Worker, turn: asyncio.Future[Completion], *, key: int, call: int) -> None:
+    """Send a turn to the worker that wants it. An error other than a TaskError, which environments
+    may handle, ends the episode."""
+    await asyncio.wait({turn})  # cancelling this answer does not cancel the turn
+    if turn.cancelled():
+        return
+    error = turn.exception()
+    if error is None:
+        await worker.emit(TurnSampled(key=key, call=call, completion=turn.result()))
+    elif isinstance(error, TaskError):
+        await worker.emit(TurnSampled(key=key, call=call, completion=None, error=str(error)))
+    else:
+        raise error
+
+
+def _message(plan: EpisodePlan, *, key: int) -> PlayEpisode:
+    branch = plan.branch
+    message = PlayEpisode(
+        key=key,
+        settings=msgspec.to_builtins(plan.settings),
+        task=plan.task,
+        is_trained=plan.is_trained,
+        branching=plan.branching,
+    )
+    if branch is None:
+        return message
+    return msgspec.structs.replace(
+        message,
+        parent=schema.encode(branch.recording),
+        turn=branch.turn.number,
+        at=branch.at,
+        root=branch.root,
+    )
