@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from millrace.environments.limits import EpisodeOver
     from millrace.environments.tools.functions import ToolError
     from millrace.environments.tools.mcp_server import McpServer
-    from millrace.run.train import RunResult, train
+    from millrace.monitoring.callbacks import Callback, EarlyStopping, StopTraining
+    from millrace.run.execution.execute import RunResult
+    from millrace.run.sft.execute import sft
+    from millrace.run.train import Run, train, train_async
     from millrace.scoring import verifiers
     from millrace.serving.programs.command_environment import CommandEnvironment
     from millrace.serving.programs.gateway import Gateway
@@ -25,7 +28,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Agent",
+    "Callback",
     "CommandEnvironment",
+    "EarlyStopping",
     "EnvironmentFactory",
     "EpisodeOver",
     "Gateway",
@@ -33,20 +38,26 @@ __all__ = [
     "McpServer",
     "MillraceError",
     "Reply",
+    "Run",
     "RunConfig",
     "RunResult",
+    "StopTraining",
     "Task",
     "ToolError",
     "VerifiersEnvironment",
     "__version__",
     "load_config",
+    "sft",
     "train",
+    "train_async",
     "verifiers",
 ]
 
 _HOMES = {
     "Agent": "millrace.environments.agent",
+    "Callback": "millrace.monitoring.callbacks",
     "CommandEnvironment": "millrace.serving.programs.command_environment",
+    "EarlyStopping": "millrace.monitoring.callbacks",
     "EnvironmentFactory": "millrace.environments.adapters.environment_factory",
     "EpisodeOver": "millrace.environments.limits",
     "Gateway": "millrace.serving.programs.gateway",
@@ -54,13 +65,17 @@ _HOMES = {
     "McpServer": "millrace.environments.tools.mcp_server",
     "MillraceError": "millrace.core.errors",
     "Reply": "millrace.environments.agent",
+    "Run": "millrace.run.train",
     "RunConfig": "millrace.config",
-    "RunResult": "millrace.run.train",
+    "RunResult": "millrace.run.execution.execute",
+    "StopTraining": "millrace.monitoring.callbacks",
     "Task": "millrace.core.records",
     "ToolError": "millrace.environments.tools.functions",
     "VerifiersEnvironment": "millrace.serving.programs.verifiers_env",
     "load_config": "millrace.config",
+    "sft": "millrace.run.sft.execute",
     "train": "millrace.run.train",
+    "train_async": "millrace.run.train",
 }
 
 

@@ -11,10 +11,13 @@ from project import REPOSITORY
 
 # Modules that show or send a time of day. No wait and no decision depends on it.
 DISPLAYED_TIMES = {
+    "controller/reporting.py",
     "core/spans.py",
+    "dashboard/runs.py",
     "scoring/services/endpoint.py",
     "serving/api/completions.py",
     "serving/served_model.py",
+    "monitoring/monitor.py",
     "monitoring/trackers.py",
     "monitoring/files/trace.py",
 }

@@ -63,7 +63,9 @@ def test_run_survives_a_killed_and_a_stopped_rank(make_run, killed, stopped):
     assert not first.is_running()  # it ended with the other
     run.worker(stopped).send_signal(signal.SIGSTOP)
     assert run.summary()["restarts"] == {"trainer": 2}  # the engine served throughout
-    assert f"Worker '{killed}' was killed by SIGKILL" in run.output
+    # Whichever is noticed first: the death of the one, or the broken connection of the other.
+    reasons = (f"'{killed}' was killed by SIGKILL", f"'{stopped}' lost its connection to another")
+    assert any(f"Worker {reason}" in run.output for reason in reasons)
     assert f"Worker '{stopped}' made no progress for" in run.output
 
 

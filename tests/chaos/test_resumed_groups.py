@@ -60,11 +60,18 @@ def saved_in(history: JournalHistory, folder: Path) -> dict[int, Counter[str]]:
     return saved
 
 
+def thread_states(pid: int) -> list[str]:
+    """T = stopped. A thread that writes may go on for a moment after the signal."""
+    stats = Path(f"/proc/{pid}/task").glob("*/stat")
+    return [stat.read_text().rpartition(") ")[2][0] for stat in stats]
+
+
 def kill_in_flight(run: KillableRun, *, turn: int = 0) -> dict[int, Counter[str]]:
     """Kill the run once tokens of such a turn are saved; returns all saved tokens."""
 
     def saved_while_suspended() -> dict[int, Counter[str]] | None:
         run.controller.suspend()
+        run.until(lambda: all(state == "T" for state in thread_states(run.controller.pid)))
         history = history_of(run)
         saved = {} if history is None else saved_in(history, run.path / "journal")
         requests = [request for one in saved.values() for request in one]

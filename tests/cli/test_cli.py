@@ -1,11 +1,13 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import tomli_w
+from fake_checkpoint import write_fake_checkpoint
 from project import make_project
 
 from millrace.cli.commands import interrupted_state
@@ -15,6 +17,8 @@ from millrace.config import load_config
 from millrace.core.errors import ConfigError, RunFailed, WorkerError
 from millrace.core.plugins import load_reference
 from millrace.monitoring.run_dir import RunDir
+from millrace.run.resume import has_finished, has_started
+from millrace.training.checkpoints.store import CheckpointStore
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -171,6 +175,30 @@ def test_interrupted_run_reports_its_folder_and_how_to_resume(tmp_path):
     assert interrupted_state(str(run_dir.path)).endswith("x; --resume continues from step_20")
 
 
+def test_auto_resume_finds_a_run_here_or_at_the_checkpoint_path_and_leaves_a_finished_one(
+    tmp_path, capsys
+):
+    run_dir = RunDir(tmp_path / "x")
+    settings = {"model": "m", "run_dir": str(run_dir.path), "trainer": {"steps": 20}}
+    config = load_config(settings)
+    stored = load_config({**settings, "checkpoint": {"path": f"file://{tmp_path}/store"}})
+    assert not has_started(config)
+    assert not has_started(stored)
+    write_fake_checkpoint(tmp_path / "first" / "step_20", run_state={"version": 20})
+    CheckpointStore(f"file://{tmp_path}/store").upload(tmp_path / "first" / "step_20", keep=1)
+    assert has_started(stored)
+    a_run(run_dir.path)
+    assert has_started(config)
+    (run_dir.checkpoints / "step_20").mkdir()
+    assert not has_finished(config)  # its last evaluation is missing
+    run_dir.write_summary({})
+    assert has_finished(config)
+    assert not has_finished(load_config({**settings, "trainer": {"steps": 30}}))
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(settings))
+    assert main(["train", str(tmp_path / "run.toml"), "--auto-resume"]) == 0
+    assert capsys.readouterr().out.endswith("x has completed its 20 steps.\n")
+
+
 # Under torchrun
 
 
@@ -204,7 +232,7 @@ def test_run_under_torchrun_is_the_same_run(tmp_path):
         env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("trained 1 step") == 1
+    assert done.stdout.count("(finished)") == 1
     assert "Rank 1 of torchrun has nothing to do" in done.stdout
 
 
@@ -230,8 +258,9 @@ def test_starter_trains_unchanged(tmp_path):
     short = ("--trainer.steps", "2", "--evaluate.max_tasks=8", "--trainer.groups-per-step", "4")
     done = millrace("train", "first/run.toml", *short, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "trained 2 steps" in done.stdout
-    assert "held-out accuracy" in done.stdout
+    assert re.search(r"^steps +2 in ", done.stdout, re.M)
+    assert re.search(r"^held-out accuracy +", done.stdout, re.M)
+    assert re.search(r"^settings +.*trainer\.steps = 2$", done.stdout, re.M | re.S)
     run_dir = RunDir(tmp_path / "first" / "run")
     assert run_dir.is_finished
     assert [path.name for path in run_dir.checkpoint_paths] == ["step_2"]
@@ -315,29 +344,42 @@ BAD_RUNS = {
     "model": ({"model": "folder/modle"}, "did you mean 'folder/model'?"),
 }
 PROBE = """
-import sys
+import contextlib, io, json, os, sys
 from millrace.cli.main import main
-code = main(["train", "run.toml"])
-print("torch" in sys.modules, file=sys.stderr)
-sys.exit(code)
+for folder in sys.argv[1:]:
+    os.chdir(folder)
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = main(["train", "run.toml"])
+    print("report", json.dumps([code, errors.getvalue(), "torch" in sys.modules]))
 """
 
 
+@pytest.fixture(scope="module")
+def bad_runs(tmp_path_factory) -> dict[str, list]:
+    """By mistake: the exit code, what was printed, and whether torch had been imported by then.
+    One process reports them all."""
+    folders = []
+    for number, (table, _) in enumerate(BAD_RUNS.values()):
+        folder = tmp_path_factory.mktemp(f"bad-{number}")
+        folders.append(str(folder))
+        (folder / "tasks.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
+        (folder / "folder" / "model").mkdir(parents=True)
+        (folder / "folder" / "model" / "config.json").write_text("{}")
+        good = {"model": "folder/model", "tasks": {"path": "tasks.jsonl"}, "scorers": ["exact"]}
+        (folder / "run.toml").write_text(tomli_w.dumps({**good, **table}))
+    command = [sys.executable, "-c", PROBE, *folders]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    lines = (line.partition("report ") for line in done.stdout.splitlines())
+    reports = [json.loads(report) for start, word, report in lines if word and not start]
+    return dict(zip(BAD_RUNS, reports, strict=True))
+
+
 @pytest.mark.parametrize("mistake", BAD_RUNS)
-def test_wrong_settings_are_reported_before_torch_is_imported(mistake, tmp_path):
-    table, message = BAD_RUNS[mistake]
-    (tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
-    (tmp_path / "folder" / "model").mkdir(parents=True)
-    (tmp_path / "folder" / "model" / "config.json").write_text("{}")
-    good = {"model": "folder/model", "tasks": {"path": "tasks.jsonl"}, "scorers": ["exact"]}
-    (tmp_path / "run.toml").write_text(tomli_w.dumps({**good, **table}))
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    *errors, has_torch = done.stderr.strip().splitlines()
-    assert done.returncode == 2, done.stderr
-    assert message in errors[-1]
-    assert has_torch == "False"
+def test_wrong_settings_are_reported_before_torch_is_imported(mistake, bad_runs):
+    code, errors, has_torch = bad_runs[mistake]
+    assert code == 2, errors
+    assert BAD_RUNS[mistake][1] in errors.strip().splitlines()[-1]
+    assert not has_torch
 
 
 def test_init_with_a_model_uses_it_and_makes_none(tmp_path, capsys):

@@ -182,6 +182,11 @@ def test_barrier_refuses_replay():
         check_settings(load_config(table))
 
 
+def test_lora_refuses_an_update_of_routers():
+    message = sentence_of({"lora": {}, "trainer": {"router_bias_rate": 0.001}})
+    assert "changes routers, and [lora] publishes nothing but its adapter" in message
+
+
 def test_order_can_be_a_name_alone():
     config = load_config({"model": "m", "buffer": {"order": "freshest"}})
     assert config.buffer.order == {"type": "freshest"}
@@ -220,16 +225,6 @@ def test_selection_can_be_a_name_alone():
 def test_several_greedy_samples_per_task_are_refused():
     message = sentence_of({"evaluate": {"samples": 4, "temperature": 0.0}})
     assert "evaluate.samples = 4 at evaluate.temperature = 0 are all the same" in message
-
-
-def test_evaluation_engines_refuse_a_broadcast_transport():
-    message = sentence_of({"evaluate": {"engines": 1}, "weights": {"transport": "collective"}})
-    assert "evaluate.engines = 1 take single versions" in message
-    remote = {"remote": 1}
-    cluster = {"address": "tcp://a:1", "ticket": "/elsewhere/t"}
-    message = sentence_of({"evaluate": {"engines": 1}, "engine": remote, "cluster": cluster})
-    assert "weights.transport = 'auto' broadcasts" in message
-    load_config({"model": "m", "evaluate": {"engines": 1}})
 
 
 def test_all_mistakes_are_reported_together():
@@ -309,9 +304,9 @@ def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from sections_in(argument)
 
 
-def test_there_are_at_most_146_settings():
+def test_there_are_at_most_158_settings():
     """A key of a table counts once for each place of that table."""
-    assert sum(1 for _ in leaves(RunConfig)) <= 146
+    assert sum(1 for _ in leaves(RunConfig)) <= 158
 
 
 def leaves(section: type[BaseModel]) -> Iterator[str]:
@@ -649,6 +644,7 @@ JOINABLE = {
     [
         ({"engine": {"remote": -1}}, "Setting 'engine.remote' = -1: "),
         ({"engine": {"count": 0}}, "engine.count = 0 and engine.remote = 0 leave no engine"),
+        ({"engine": {"remote": 2, "max_count": 2}}, "engine.max_count = 2 is less than the 3"),
         ({"cluster": {"ticket": "t"}}, "cluster.address = 'auto' is a local socket"),
         ({"cluster": {"address": "tcp://*:5000"}}, "no cluster.ticket, the file that"),
         (
@@ -661,6 +657,42 @@ JOINABLE = {
 )
 def test_settings_that_keep_remote_engines_out_are_refused(change, message):
     assert message in sentence_of({**JOINABLE, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"trainer": {"ranks": 2, "remote": 2}}, "leaves none of trainer.ranks = 2 on this host"),
+        ({"trainer": {"ranks": "auto", "remote": 1}}, "trainer.ranks = 'auto' are not defined"),
+        ({"cluster": {"launcher": "ray"}}, "wait for 1 of them; set both to 0"),
+        (
+            {"cluster": {"launcher": "ray"}, "engine": {}, "placement": {"engines": "cuda:1"}},
+            "chooses the GPU of each process, but [placement] names 'cuda:1'",
+        ),
+        (
+            {"cluster": {"launcher": "ray", "share_gpu": "mps"}, "engine": {}},
+            "gives each process GPUs of its own, which cluster.share_gpu = 'mps' cannot share",
+        ),
+        (
+            {
+                "cluster": {"launcher": "ray"},
+                "engine": {},
+                "environment": {"function": "m:f", "models": {"judge": {"path": "j"}}},
+                "placement": {"models": {"judge": "cuda:3"}},
+            },
+            "chooses the GPU of each process, but [placement] names 'cuda:3'",
+        ),
+        (
+            {"cluster": {"launcher": "ray"}, "engine": {}, "weights": {"transport": "ipc"}},
+            "cluster.launcher = 'ray', but weights.transport = 'ipc' reaches engines on this host",
+        ),
+    ],
+)
+def test_ranks_and_launchers_that_cannot_work_are_refused(change, message):
+    settings = {**JOINABLE, **change}
+    if "trainer" in change:
+        settings["engine"] = {}
+    assert message in sentence_of(settings)
 
 
 def test_all_engines_can_be_remote():
@@ -688,6 +720,23 @@ def test_role_models_take_engine_settings_except_those_of_the_policy(tmp_path):
 def test_relative_adapters_start_from_the_folder_of_their_toml(tmp_path):
     (tmp_path / "run.toml").write_text('model = "m"\nengine.adapters = { judge = "j" }\n')
     assert load_config(tmp_path / "run.toml").engine.adapters == {"judge": str(tmp_path / "j")}
+
+
+def test_relative_paths_of_engine_options_start_from_the_folder_of_their_toml(tmp_path):
+    interpreter = tmp_path / "env" / "python"
+    interpreter.parent.mkdir()
+    interpreter.touch()
+    options = '{ python = "env/python", directory = "new" }'
+    (tmp_path / "run.toml").write_text(
+        f'model = "m"\n[engine]\ntype = "vllm"\noptions = {options}\n'
+        f'[environment.models.judge]\npath = "j"\ntype = "vllm"\noptions = {options}\n'
+    )
+    config = load_config(tmp_path / "run.toml")
+    expected = {"python": str(interpreter), "directory": str(tmp_path / "new")}
+    assert config.engine.options == expected
+    assert config.environment.models["judge"].engine.options == expected
+    (tmp_path / "run.toml").write_text('model = "m"\nengine.options.python = "python3"\n')
+    assert load_config(tmp_path / "run.toml").engine.options == {"python": "python3"}, "of PATH"
 
 
 def test_a_relative_ticket_starts_from_the_folder_of_its_toml(tmp_path):

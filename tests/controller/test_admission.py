@@ -10,7 +10,7 @@ from millrace.core.staleness import StalenessLimit
 def make_admission(**changes):
     settings = {"groups_per_step": 2, "max_running": 100, "version": 0}
     limit = {"max_staleness": 1}
-    for key in ("max_staleness", "measure", "max_stale_share"):
+    for key in ("max_staleness", "measure", "max_stale_share", "only_at_take"):
         limit |= {key: changes.pop(key)} if key in changes else {}
     return Admission(**{**settings, **changes}, limit=StalenessLimit(**limit))
 
@@ -109,3 +109,10 @@ async def test_time_without_a_start_is_counted_by_reason():
     admission.advance(1)
     await waiting
     assert admission.held_s[STALENESS] == 3.0
+
+
+async def test_limit_at_take_alone_does_not_gate_admission():
+    admission = make_admission(max_staleness=0, only_at_take=True, max_running=7)
+    admission.take_next(5)  # the engines are five versions behind
+    assert await count_admitted(admission) == 7
+    assert admission.held_by == RUNNING

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from fakes import FakeClock, make_group
 
-from millrace.controller.buffer import Buffer
+from millrace.controller.buffer import Buffer, RunningGroup
 from millrace.controller.orders import build_sampler
 from millrace.core.errors import RunFailed
 from millrace.core.staleness import StalenessLimit
@@ -78,3 +78,91 @@ async def test_time_in_the_buffer_is_measured_by_its_clock():
     await clock.sleep(2.0)
     await buffer.take(2, version=0)
     assert buffer.wait_s == (6.0 + 2.0) / 2
+
+
+async def test_in_order_buffer_waits_for_an_earlier_group_on_its_way():
+    on_their_way = {0}
+    buffer, _ = make_buffer(
+        sampler=build_sampler({"type": "in_order"}),
+        is_preceded=lambda number: any(other < number for other in on_their_way),
+        capacity=2,
+    )
+    await buffer.admit(make_group(2))
+    await buffer.admit(make_group(1))
+    taking = asyncio.create_task(buffer.take(2, version=0))
+    await asyncio.sleep(0)
+    assert not taking.done()
+    await asyncio.wait_for(buffer.admit(make_group(0)), 5)  # although the buffer is full
+    on_their_way.clear()
+    await buffer.recheck()
+    assert [group.number for group in await taking] == [0, 1]
+
+
+async def test_in_order_buffer_does_not_wait_for_a_group_that_failed():
+    on_their_way = {0}
+    buffer, _ = make_buffer(
+        sampler=build_sampler({"type": "in_order"}),
+        is_preceded=lambda number: any(other < number for other in on_their_way),
+    )
+    await buffer.admit(make_group(1))
+    taking = asyncio.create_task(buffer.take(1, version=0))
+    await asyncio.sleep(0)
+    assert not taking.done()
+    on_their_way.clear()
+    await buffer.recheck()
+    assert [group.number for group in await taking] == [1]
+
+
+def make_waiting_buffer(*running, steps=None, **settings):
+    """Groups that still run, each with the oldest version of its tokens and its age."""
+    on_their_way = {number: RunningGroup(number, *rest) for number, *rest in running}
+    buffer, dropped = make_buffer(
+        max_staleness=2, running=on_their_way.values, steps=steps, **settings
+    )
+    return buffer, dropped, on_their_way
+
+
+async def test_batch_waits_for_a_running_group_that_would_be_too_stale_for_the_next():
+    buffer, _, on_their_way = make_waiting_buffer((0, 3, 60.0), capacity=1)
+    await buffer.admit(make_group(1, versions=5))
+    taking = asyncio.create_task(buffer.take(1, version=5))
+    await asyncio.sleep(0)
+    assert not taking.done()
+    await asyncio.wait_for(buffer.admit(make_group(0, versions=3)), 5)  # although it is full
+    on_their_way.clear()
+    await buffer.recheck()
+    assert [group.number for group in await taking] == [0]
+
+
+async def test_batch_waits_before_more_groups_are_old_than_the_batches_to_come_can_train():
+    # The batch after this one can train group 2 or group 3, and a later one neither.
+    buffer, _, on_their_way = make_waiting_buffer((2, 4, 60.0), (3, 4, 60.0))
+    await buffer.admit(make_group(0, versions=5))
+    taking = asyncio.create_task(buffer.take(1, version=5))
+    await asyncio.sleep(0)
+    assert not taking.done()
+    del on_their_way[3]
+    await buffer.admit(make_group(3, versions=4))
+    assert [group.number for group in await taking] == [3]
+
+
+async def test_order_gives_way_before_a_waiting_group_is_lost():
+    freshest = build_sampler({"type": "freshest"})
+    buffer, dropped, _ = make_waiting_buffer(sampler=freshest)
+    for number, version in enumerate([3, 5, 5]):
+        await buffer.admit(make_group(number, versions=version))
+    assert [group.number for group in await buffer.take(1, version=5)] == [0]
+    assert [group.number for group in await buffer.take(1, version=6)] == [1]
+    assert dropped == []
+
+
+@pytest.mark.parametrize(
+    ("oldest", "age_s", "steps"),
+    [(4, 60.0, None), (3, 0.01, None), (3, 60.0, 6)],
+    ids=["in time for the next", "has run as long as it was waited for", "no step is left for it"],
+)
+async def test_batch_does_not_wait_without_need(oldest, age_s, steps):
+    buffer, _, _ = make_waiting_buffer((0, oldest, age_s), steps=steps)
+    await buffer.admit(make_group(1, versions=5))
+    taken = await asyncio.wait_for(buffer.take(1, version=5), 5)
+    assert [group.number for group in taken] == [1]

@@ -50,6 +50,9 @@ class Bench(FakeScorers):
         await self.stage["waiting"].wait()
         self.admitted.append(group)
 
+    async def recheck(self):
+        pass
+
     async def expire(self, version):
         await self.dispatcher.expire(version)
         self.admission.take_next(0)  # as if the engines held that version already

@@ -61,6 +61,9 @@ class Bench:
     async def admit(self, group):
         self.admitted.append(group.number)
 
+    async def recheck(self):
+        pass
+
     async def run_until(self, done):
         running = asyncio.create_task(self.dispatcher.run())
         while not done() and not running.done():  # noqa: ASYNC110 - turns of the loop, not a poll
@@ -86,6 +89,25 @@ async def test_failing_group_costs_only_itself_and_is_counted_by_reason():
     assert bench.tracker.failures.by_reason == {"task": 1, "score": 1}
     assert all(bench.scorings[number].is_closed for number in range(10))
     assert bench.tracker.waste.tokens == {"failed": 2 * 3}
+
+
+async def test_every_attempt_that_ends_without_a_group_leaves_its_times_and_its_reason():
+    errors = {1: TaskError("x"), 2: ScoreError("x"), 3: Filtered("dull")}
+    bench = Bench(bad=errors.get)
+    await bench.run_until(lambda: len(bench.admitted) >= 4)
+    lost = {life.number: life for life in bench.tracker.lost}
+    assert {n: (life.outcome, life.reason) for n, life in lost.items()} == {
+        1: ("failed", "task"),
+        2: ("failed", "score"),
+        3: ("dropped", "dull"),
+    }
+    assert lost[1].generated_s is None
+    assert lost[2].generated_s is not None
+    assert lost[2].scored_s is None
+    for life in lost.values():
+        times = (life.started_s, life.generated_s, life.scored_s, life.ended_s)
+        known = [time for time in times if time is not None]
+        assert known == sorted(known)
 
 
 async def test_too_many_failures_end_the_run_with_the_last_reason():

@@ -6,7 +6,7 @@ from fakes import make_group
 from millrace.controller.orders import build_sampler, check_room
 from millrace.core.errors import ConfigError
 from millrace.core.records import Score
-from millrace.core.staleness import Stamps, Waiting
+from millrace.core.staleness import StalenessLimit, Stamps, Waiting
 
 
 def waiting(*versions, solved=()):
@@ -49,8 +49,10 @@ def test_difficulty_uses_solved_at():
 
 
 def room(order, **changes):
-    settings = {"groups_per_step": 8, "capacity": 64, "max_staleness": 3}
-    check_room({"type": order}, **{**settings, **changes})
+    settings = {"max_staleness": 3, **changes}
+    capacity = settings.pop("capacity", 64)
+    limit = StalenessLimit(**settings)
+    check_room({"type": order}, groups_per_step=8, capacity=capacity, limit=limit)
 
 
 def test_order_that_never_has_enough_groups_is_refused():
@@ -60,6 +62,7 @@ def test_order_that_never_has_enough_groups_is_refused():
         room("freshest", capacity=15)
     with pytest.raises(ConfigError, match=r"max_staleness = 2; raise it to 3, or"):
         room("difficulty", max_staleness=2)
+    room("difficulty", max_staleness=2, only_at_take=True)  # admission does not limit it
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,9 @@ async def test_request_passes_few_frames_from_dispatcher_to_wire():
         async def admit(self, group):
             admitted.set()
 
+        async def recheck(self):
+            pass
+
     class Scorers(FakeScorers):
         async def score(self, group, scoring):
             return replace(group, scores=(Score(total=1.0, parts={}),) * len(group.episodes))

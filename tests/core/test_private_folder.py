@@ -1,8 +1,10 @@
 """Folders that go with their process, also with one that was killed."""
 
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from millrace.core.files import private_folder
@@ -30,6 +32,19 @@ def test_folder_is_private_and_removed_on_exit(tmp_path):
         assert folder.stat().st_mode & 0o777 == 0o700
         (folder / "socket").touch()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_has_a_path_that_is_short_enough_for_sockets(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with private_folder() as folder, socket.socket(socket.AF_UNIX) as listener:
+        assert folder.parent == tmp_path
+        listener.bind(str(folder / "hub"))
+    (long := tmp_path / "long" / ("x" * 80)).mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with private_folder() as folder, socket.socket(socket.AF_UNIX) as listener:
+        assert folder.parent == Path("/tmp")
+        listener.bind(str(folder / "hub"))
+    assert not folder.exists()
 
 
 def test_folders_of_killed_processes_are_removed_and_those_of_live_ones_are_not(tmp_path):

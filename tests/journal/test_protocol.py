@@ -561,4 +561,4 @@ class TestProtocol(Protocol.TestCase):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 class TestProtocolAtLength(Protocol.TestCase):
-    settings = settings(max_examples=200, stateful_step_count=60, derandomize=False)
+    settings = settings(max_examples=80, stateful_step_count=60, derandomize=False)

@@ -1,20 +1,37 @@
 from importlib.metadata import version
 
 import pytest
-from transformers import GPT2Config, Llama4TextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    GPT2Config,
+    Lfm2Config,
+    Llama4TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.core.mesh import MeshSizes
 from millrace.run.mesh_checks import check_mesh, check_model_mesh, rank_warnings
 
-DENSE = Qwen3Config(num_attention_heads=12, num_key_value_heads=4)
-DYNAMIC = Qwen3Config(
-    num_attention_heads=12,
-    num_key_value_heads=4,
-    rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+
+def dense(**settings) -> Qwen3Config:
+    return Qwen3Config(
+        num_hidden_layers=1, num_attention_heads=12, num_key_value_heads=4, **settings
+    )
+
+
+DENSE = dense()
+DYNAMIC = dense(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+MIXTURE = Qwen3MoeConfig(
+    num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4, num_experts=6
 )
-MIXTURE = Qwen3MoeConfig(num_attention_heads=8, num_key_value_heads=4, num_experts=6)
+SHARED_EXPERTS = Glm4MoeConfig(
+    num_hidden_layers=1, first_k_dense_replace=0, moe_intermediate_size=17
+)
+MLA = Glm4MoeLiteConfig(num_hidden_layers=1)
 
 
 def config_of(*, ranks=1, mesh=None, devices: str | list[str] = "auto", **sections):
@@ -74,9 +91,25 @@ def test_devices_that_do_not_fit_the_ranks_are_refused(ranks, devices, message):
         (MeshSizes(tp=8), DENSE, "has 12 attention heads, which trainer.mesh.tp * cp = 8 ranks"),
         (MeshSizes(tp=2, cp=3), DENSE, "has 4 key-value heads, which trainer.mesh.tp * cp = 6"),
         (MeshSizes(cp=2), DYNAMIC, "of type 'dynamic', which depend on all positions of a pass"),
+        (
+            MeshSizes(cp=2),
+            Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2),
+            "has layers with a recurrent state, which computes a sequence token by token",
+        ),
         (MeshSizes(dp_shard=2, ep=2), DENSE, "ep = 2 shares experts, and model 'm' has none"),
         (MeshSizes(dp_shard=4, ep=4), MIXTURE, "has 6 experts, which trainer.mesh.ep = 4 ranks"),
-        (MeshSizes(tp=2), Qwen3Config(vocab_size=99), "has 99 tokens in its vocabulary, which"),
+        (
+            MeshSizes(tp=2),
+            dense(vocab_size=99),
+            "'model.embed_tokens' in Qwen3ForCausalLM has the shape [99, ",
+        ),
+        (
+            MeshSizes(tp=2),
+            dense(intermediate_size=65),
+            "tp = 2 ranks cannot share evenly; choose a",
+        ),
+        (MeshSizes(tp=2), SHARED_EXPERTS, "'model.layers.0.mlp.shared_experts.gate_proj' in Glm4"),
+        (MeshSizes(tp=2), MLA, "for Glm4MoeLiteForCausalLM uses 'mla_kv_a_proj', which is not"),
         (MeshSizes(tp=2), GPT2Config(), "no plan of tensor parallelism for 'gpt2', the"),
         (MeshSizes(tp=2), Llama4TextConfig(), "no plan of expert parallelism for 'llama4_text'"),
     ],

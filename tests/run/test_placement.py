@@ -5,6 +5,7 @@ from millrace.cli.main import main
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.models.directory import num_weights
+from millrace.run.checks import check_devices
 from millrace.run.placement import (
     LocalDevice,
     OtherModel,
@@ -135,3 +136,18 @@ def test_dry_run_prints_the_placement_and_starts_nothing(tmp_path, capsys):
     ]
     assert "Nothing was started." in printed
     assert not run_dir.exists()
+
+
+def test_with_another_launcher_only_models_of_scorers_must_find_their_gpu_on_this_host():
+    def resolve(device):
+        if device == "cuda:9":
+            raise ConfigError("Device 'cuda:9' does not exist.")
+
+    def check(**models):
+        table = {"model": "m", "cluster": {"launcher": "ray"}, "placement": {"models": models}}
+        roles = {"function": "m:f", "models": {"judge": {"path": "j"}}}
+        check_devices(load_config({**table, "environment": roles}), resolve)
+
+    check(judge="cuda:9", quality="cuda:0")
+    with pytest.raises(ConfigError, match=r"placement.models.quality = 'cuda:9': Device 'cuda:9' "):
+        check(quality="cuda:9")

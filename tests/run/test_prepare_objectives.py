@@ -109,6 +109,15 @@ def test_explicit_advantages_override_those_of_the_recipe(model):
             {"buffer": {"replay": {}}, "loss": {"max_token_staleness": 1}},
             "loss.max_token_staleness = 1 masks every token of buffer.replay",
         ),
+        *(
+            ({"fidelity": {"mode": "exact"}, **part}, f"'exact' does not support {name}")
+            for part, name in (
+                ({"engine": {"type": "vllm"}}, "engine.type = 'vllm'"),
+                ({"lora": {}}, "[lora]"),
+                ({"trainer": {"ranks": 2}}, "trainer.ranks = 2"),
+                ({"engine": {"dtype": "float32"}}, "engine.dtype = 'float32' beside"),
+            )
+        ),
     ],
 )
 def test_impossible_combination_is_refused_before_the_start(model, settings, message):

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from chat_model import make_chat_model
 from fake_checkpoint import write_fake_checkpoint
 from tiny_model import make_tiny_model
 
@@ -65,6 +66,17 @@ def test_tasks_from_python_do_not_mix_with_sources(folder):
         prepare(
             load_config({"model": str(folder / "model"), "tasks": {"source": sources(folder)}}),
             tasks=listed(),
+            scorers=[length],
+        )
+
+
+def test_conversations_that_are_examples_are_refused(tmp_path):
+    make_chat_model(tmp_path / "model")
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    with pytest.raises(ConfigError, match="train on the conversations with `millrace sft`"):
+        prepare(
+            load_config({"model": str(tmp_path / "model")}),
+            tasks=[{"messages": chat}],
             scorers=[length],
         )
 
@@ -147,6 +159,19 @@ def test_resumed_run_skips_damaged_checkpoints_with_a_warning(folder, tmp_path):
     (steps[0] / "trainer_state.pt").unlink()
     with pytest.raises(CheckpointError, match=r"has no checkpoint .*step_3.*step_2.*step_1.*"):
         prepare(config, scorers=[length], resume=True)
+
+
+def test_checkpoint_of_another_model_is_refused(folder, tmp_path):
+    checkpoint = tmp_path / "checkpoints" / "step_1"
+    cursor = {"version": 1, "next_number": 8, "unfinished": []}
+    write_fake_checkpoint(checkpoint, run_state=cursor, num_layers=3)
+    settings = {
+        "model": str(folder / "model"),
+        "run_dir": str(tmp_path),
+        "tasks": {"path": str(folder / "sums.jsonl")},
+    }
+    with pytest.raises(ConfigError, match=r"whose num_hidden_layers is 3, and that of model\.path"):
+        prepare(load_config(settings), scorers=[length], resume=True)
 
 
 def test_evaluation_engines_need_held_out_tasks(folder):

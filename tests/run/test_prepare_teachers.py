@@ -131,11 +131,6 @@ def test_reference_scorer_enables_the_kl_term(folder):
             "lag' = -1: input should be greater than or equal",
         ),
         ([{"type": "self_teacher", "ema": 1.0}], {}, "ema' = 1.0: input should be less than 1"),
-        (
-            [{"type": "self_teacher", "lag": 1}],
-            {"weights": {"transport": "collective"}},
-            "broadcasts to the engines only",
-        ),
     ],
 )
 def test_impossible_combination_is_refused_before_the_start(folder, scorers, settings, message):

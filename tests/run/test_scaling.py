@@ -1,18 +1,24 @@
 import asyncio
+import itertools
 import socket
 
 import pytest
 
 from millrace.core.errors import ConfigError
+from millrace.run.autoscaling import change, follow_load
 from millrace.run.scaling import CONTROL, ask, scaling_server
 
 
 class FakeWorkers:
-    def __init__(self) -> None:
+    def __init__(self, room: int = 9) -> None:
         self.engine_names = ["engine-0"]
+        self.room = room
 
-    async def add_engine(self) -> None:
+    async def add_engine(self) -> str:
+        if len(self.engine_names) == self.room:
+            raise ConfigError("Ray has 0 of 2 CPUs free.")
         self.engine_names.append(f"engine-{len(self.engine_names)}")
+        return self.engine_names[-1]
 
     async def remove_engine(self, name: str) -> None:
         if name not in self.engine_names:
@@ -23,7 +29,7 @@ class FakeWorkers:
 @pytest.fixture
 async def run_dir(tmp_path):
     workers, pointer = FakeWorkers(), tmp_path / CONTROL
-    async with scaling_server(workers, pointer=pointer, private=tmp_path, warn=pytest.fail):  # pyright: ignore
+    async with scaling_server(workers, pointer=pointer, private=tmp_path):  # pyright: ignore
         yield tmp_path
     assert not (tmp_path / CONTROL).exists()
 
@@ -72,10 +78,46 @@ def test_ask_refuses_a_folder_without_an_active_run(tmp_path):
         ask(tmp_path)
 
 
-async def test_run_continues_without_a_socket_if_its_path_is_too_long(tmp_path):
-    private, message = tmp_path / ("long" * 30), []
-    workers, pointer = FakeWorkers(), tmp_path / CONTROL
-    async with scaling_server(workers, pointer=pointer, private=private, warn=message.append):  # pyright: ignore
-        assert not pointer.exists()
-    (sentence,) = message
-    assert "set TMPDIR to a shorter folder" in sentence
+@pytest.mark.parametrize(
+    ("waits", "surplus", "expected"), [(4, 0, 1), (3, 7, 0), (0, 10, -1), (0, 9, 0), (0, 0, 0)]
+)
+def test_engines_are_added_if_the_trainer_waits_and_removed_if_batches_do(waits, surplus, expected):
+    window = ["trainer waits"] * waits + ["batches wait"] * surplus
+    assert change([*window, *["balanced"] * (10 - len(window))]) == expected  # pyright: ignore
+
+
+async def scaled(workers: FakeWorkers, loads, *, most: int = 3) -> tuple[list[int], list[str]]:
+    """The number of engines after each of these windows, and what was reported."""
+    counts, reports, windows = [], [], itertools.count()
+    done = asyncio.Event()
+
+    def load():
+        if (number := next(windows)) > 0:
+            counts.append(len(workers.engine_names))
+        if number == len(loads):
+            done.set()
+        return loads[min(number, len(loads) - 1)]
+
+    task = asyncio.create_task(
+        follow_load(workers, load, max_engines=most, report=reports.append, window_s=0.001)  # pyright: ignore
+    )
+    await asyncio.wait_for(done.wait(), 10)
+    task.cancel()
+    return counts, reports
+
+
+async def test_autoscaling_stays_between_its_limits():
+    counts, reports = await scaled(
+        FakeWorkers(), [*["trainer waits"] * 4, *["batches wait"] * 4], most=3
+    )
+    assert counts == [2, 3, 3, 3, 2, 1, 1, 1]
+    assert [report.rpartition(" ")[2] for report in reports] == [
+        *("engine.", "engine.", "engine-2.", "engine-1.")
+    ]
+
+
+async def test_autoscaling_without_room_reports_it_once():
+    counts, reports = await scaled(FakeWorkers(room=2), ["trainer waits"] * 4)
+    assert counts == [2, 2, 2, 2]
+    assert "No engine could be added, so 2 remain: Ray has 0 of 2 CPUs free." in reports
+    assert len(reports) == 3

@@ -8,6 +8,7 @@ from typing import Any
 BENCHES = {
     "chaos": "kill processes of a run at random, and check that nothing is lost",
     "engine": "tokens per second of the embedded engine, next to the memory's floor",
+    "fidelity": "logprobs that differ between engine and trainer, bit by bit",
     "pipeline": "the same work synchronously and asynchronously, on the same cores",
     "ranks": "whether several trainer ranks compute what one rank computes",
     "sync": "what new weights cost, per transport, while an engine decodes",

@@ -23,7 +23,7 @@ from millrace.inference.backend import EmbeddedBackend
 from millrace.inference.embedded.build import engine_of
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.cache import block_bytes
-from millrace.inference.embedded.kv.paged_attention import measure_kv
+from millrace.inference.embedded.kv.paged_attention import measure_cache
 from millrace.inference.embedded.self_test import engine_path
 from millrace.models.routing import find_routing
 
@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--routes", action="store_true", help="record the routes of a mixture of experts"
     )
+    parser.add_argument("--exact", action="store_true", help="in exact mode")
     parser.add_argument("--profile", action="store_true", help="list what the GPU's time went to")
     args = parser.parse_args(argv)
     device, dtype = chosen_device(args)
@@ -70,9 +71,17 @@ def measure(
     model, tokenizer = make_model(name, dtype=dtype, device=device, attention=engine_path(device))
     config = EngineConfig(max_sequences=max(batches), max_context=prompt_tokens + new_tokens)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    token_bytes = block_bytes(measure_kv(model), block_tokens=1, dtype=dtype)
+    token_bytes = block_bytes(measure_cache(model).shapes, block_tokens=1, dtype=dtype)
     routing = find_routing(model) if args.routes else None
-    engine = engine_of(model, tokenizer, config=config, version=0, routing=routing, options=options)
+    engine = engine_of(
+        model,
+        tokenizer,
+        config=config,
+        version=0,
+        routing=routing,
+        options=options,
+        exact=args.exact,
+    )
     _generate(engine, 1, prompt_tokens=prompt_tokens, sampling=Sampling(max_new_tokens=1))
     start_s = time.perf_counter() - started_s
     num_bytes = 2**30 if on_gpu else 2**26

@@ -1,12 +1,16 @@
 """Runs a function on every rank of a mesh, each in a process of its own."""
 
+import contextlib
+import json
 import multiprocessing
-import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from millrace.cluster.address import free_port
 from millrace.core.errors import RunFailed
 from millrace.core.mesh import MeshSizes
 from millrace.training.parallel.ranks import Ranks
@@ -26,8 +30,7 @@ def run_ranks(
     # forked after that cannot use one.
     context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
     context.set_forkserver_preload([__name__, function.__module__])
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        rendezvous = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    rendezvous = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     receiver, sender = context.Pipe(duplex=False)
     settings = (sizes, rendezvous, device, threads, sharded)
     processes = [
@@ -39,13 +42,21 @@ def run_ranks(
     for process in processes:
         process.start()
     sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        raise RunFailed("A rank failed; its error is above.") from None
-    finally:
-        for process in processes:
-            process.join()
+    result = None
+    with contextlib.suppress(EOFError):
+        result = receiver.recv()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise RunFailed("A rank failed; its error is above.")
+    return result
+
+
+def compare_in_float64(features: list[str], meshes: list[str]) -> dict[str, dict[str, float]]:
+    """ranks.compare() on CPUs, by names, in a process where float32 means float64."""
+    code = "from millrace.bench import float64; float64.main()"
+    command = [sys.executable, "-c", code, json.dumps([features, meshes])]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def _run_rank(

@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--checkpointing", action="store_true", help="recompute layers in backward")
     parser.add_argument("--no-compile", action="store_true", help="do not fuse layers")
+    parser.add_argument("--exact", action="store_true", help="in exact mode")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter of all layers")
     parser.add_argument("--optimizer", default=ADAMW, help=f"{ADAMW}, {MUON} or {ADAMW_8BIT}")
     parser.add_argument("--offload", action="store_true", help="optimizer state in host memory")
@@ -83,6 +84,7 @@ def measure(
         offload_optimizer=args.offload,
         gradient_checkpointing=args.checkpointing,
         compile_layers=on_gpu and not args.no_compile,
+        exact=args.exact,
     )
     policy = _policy(name, settings, lora_rank=args.lora, device=device, ranks=ranks)
     model = policy.module

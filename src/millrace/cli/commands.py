@@ -4,23 +4,31 @@ Nothing heavy is imported before a command needs it.
 """
 
 import argparse
+import atexit
 import importlib
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from millrace.run.train import RunResult
+from typing import IO, Any
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+PREEMPTED = os.EX_TEMPFAIL  # 75: schedulers start the command again
 # What torchrun tells its processes. The ranks that a run starts must not take it for theirs.
 TORCHRUN = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_\w+|TORCHELASTIC_\w+"
 )
-FROM_MAIN = ("command", "run", "settings")  # what main() adds to the options of every command
+JOIN_MODULES = {  # by role
+    "engine": "millrace.inference.worker",
+    "trainer": "millrace.training.worker",
+    "environment": "millrace.run.episodes.worker",
+}
+# What main() adds to the options of every command.
+FROM_MAIN = ("command", "run", "settings", "options")
 
 
 def demo(args: argparse.Namespace) -> None:
@@ -46,31 +54,148 @@ def init(args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace) -> int:
-    if (rank := _leave_torchrun()) > 0:
-        print(f"Rank {rank} of torchrun has nothing to do: rank 0 starts the trainer's ranks.")
-        return DONE
+    if (code := _begin_run()) is not None:
+        return code
     from millrace.config import load_config, parse_override
 
+    preset = args.settings.pop("preset", None)
     overrides = {key: parse_override(key, value) for key, value in args.settings.items()}
-    config = load_config(args.config, overrides=overrides)
+    config = load_config(args.config, overrides=overrides, preset=preset)
+    resume = args.resume
+    if args.auto_resume:
+        from millrace.run.resume import has_finished, has_started
+
+        if has_finished(config):
+            print(f"{config.run_dir} has completed its {config.trainer.steps} steps.")
+            return DONE
+        resume = has_started(config)
     from millrace.monitoring.terminal.progress import make_progress
 
     progress = make_progress(config.monitoring.progress)
     progress.starting("run", "importing PyTorch")
+    url = _start_dashboard(config.run_dir) if args.dashboard and not args.dry_run else None
     try:
         from millrace.run import train as run
     finally:
         progress.stop()
     if args.dry_run:
-        print(run.describe_placement(config, resume=args.resume))
+        print(run.describe_placement(config, resume=resume))
         return DONE
+    if url is not None:  # which was printed during the import
+        print(url.readline().rstrip() or "warning: the dashboard did not start.")
+    code = _finish_run(lambda: run.train(config, resume=resume), run_dir=config.run_dir)
+    if code == DONE and args.config.name.endswith(".plan.toml"):
+        from millrace.plan.report import compared
+
+        print("\n".join(compared(args.config, config.run_dir)))
+    return code
+
+
+def sft(args: argparse.Namespace) -> int:
+    if (code := _begin_run()) is not None:
+        return code
+    from millrace.config import load_config, parse_override
+
+    overrides = {key: parse_override(key, value) for key, value in args.settings.items()}
+    config = load_config(args.config, overrides=overrides)
+    resume = args.resume
+    if args.auto_resume:
+        from millrace.monitoring.run_dir import RunDir
+        from millrace.run.resume import has_started
+
+        if RunDir(config.run_dir).is_finished:
+            print(f"{config.run_dir} has completed its steps.")
+            return DONE
+        resume = has_started(config)
+    from millrace.run.sft.execute import sft as run
+
+    return _finish_run(lambda: run(config, resume=resume), run_dir=config.run_dir)
+
+
+def eval(args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from millrace.config import parse_override
+    from millrace.run.execution.evaluate import EvalOptions, evaluate_models, results_table
+
+    given = {name: value for name, value in vars(args).items() if name not in FROM_MAIN}
+    given["scorers"] = tuple(args.scorers)
+    settings = {key: parse_override(key, value) for key, value in args.settings.items()}
+    results = evaluate_models(EvalOptions(**given, settings=settings))
+    Console().print(results_table(results))
+
+
+def _begin_run() -> int | None:
+    """Returns the exit code of a process that has nothing to do."""
+    if (rank := _leave_torchrun()) > 0:
+        print(f"Rank {rank} of torchrun has nothing to do: rank 0 starts the trainer's ranks.")
+        return DONE
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(PREEMPTED))  # until the run handles it
+    return None
+
+
+def _finish_run(run: Callable[[], object], *, run_dir: str) -> int:
+    """Train, print the summary, and return the exit code."""
+    from millrace.core.errors import Preempted
+
     try:
-        result = run.train(config, resume=args.resume)
+        run()
+    except Preempted:
+        print(f"stopped by SIGTERM; {interrupted_state(run_dir)}", file=sys.stderr)
+        return PREEMPTED
     except KeyboardInterrupt:
-        print(f"interrupted; {interrupted_state(config.run_dir)}", file=sys.stderr)
+        print(f"interrupted; {interrupted_state(run_dir)}", file=sys.stderr)
         return INTERRUPTED
-    print(_outcome(result))
+    from millrace.monitoring.report.summary import summary_text
+
+    print(summary_text(run_dir))
     return DONE
+
+
+def _start_dashboard(run_dir: str) -> IO[str]:
+    """Start a process that shows the run and ends with this one; returns its output."""
+    from millrace.cluster.parent_death import with_parent_death_signal
+
+    command = [sys.executable, "-m", "millrace", "dashboard", run_dir, "--port", "0"]
+    process = subprocess.Popen(
+        with_parent_death_signal(command), stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    atexit.register(process.terminate)
+    os.setpriority(os.PRIO_PROCESS, process.pid, 10)  # training comes first
+    assert process.stdout is not None
+    return process.stdout
+
+
+def dashboard(args: argparse.Namespace) -> None:
+    from millrace.cluster.event_loop import run_on_own_loop
+    from millrace.dashboard.server import serve_dashboard as serve
+
+    device = args.chat_device
+    run_on_own_loop(
+        lambda: serve(args.run_dirs, host=args.host, port=args.port, chat_device=device)
+    )
+
+
+def presets(args: argparse.Namespace) -> None:
+    from millrace.presets import preset_names, preset_text, preset_title
+
+    if args.show is not None:
+        print(preset_text(args.name or ""), end="")
+        return
+    for name in preset_names():
+        print(f"{name:<14} {preset_title(name)}")
+
+
+def compare(args: argparse.Namespace) -> int:
+    from millrace.compare.command import compare as compare_all
+
+    return DONE if compare_all(args) else FAILED
+
+
+def plan(args: argparse.Namespace) -> None:
+    from millrace.plan.command import plan as plan_run
+
+    plan_run(args)
 
 
 def _leave_torchrun() -> int:
@@ -104,29 +229,66 @@ def interrupted_state(run_dir: str) -> str:
     return f"metrics, trace and logs so far are in {run_dir}; --resume continues from {where}"
 
 
-def _outcome(result: "RunResult") -> str:
-    from millrace.monitoring.terminal.text import duration
-
-    lines = [f"trained {result.steps} steps in {duration(result.seconds)}"]
-    if result.accuracy_before is not None and result.accuracy_after is not None:
-        change = f"{result.accuracy_before:.3f} → {result.accuracy_after:.3f}"
-        lines.append(f"held-out accuracy  {change}")
-    lines.append(f"checkpoint         {result.checkpoint}")
-    lines.append(f"everything else    {result.run_dir} (see `millrace inspect {result.run_dir}`)")
-    return "\n".join(lines)
-
-
 def join(args: argparse.Namespace) -> None:
     from millrace.cluster.join import host
     from millrace.cluster.join.ticket import read_ticket
 
+    module = JOIN_MODULES[args.role]
     host.join(
         read_ticket(args.ticket),
-        module="millrace.inference.worker",
+        role=args.role,
+        module=module,
         count=args.count,
         log_dir=args.log_dir,
-        preload=("torch", "transformers", "millrace.inference.worker"),
+        preload=("torch", "transformers", module),
+        gpus=_gpus_to_join(args),
+        has_secrets=args.role == "environment",  # its tools may call services
+        restarts=True,
     )
+
+
+def _gpus_to_join(args: argparse.Namespace) -> list[str]:
+    from millrace.cluster.join.host import own_gpus
+    from millrace.core.errors import ConfigError
+
+    if args.role != "engine":
+        if args.device is not None:
+            raise ConfigError("--device is for engines; ranks use the GPUs of placement.trainer.")
+        return []
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return own_gpus(args.device, num_visible=torch.cuda.device_count(), visible=visible)
+
+
+def launch(args: argparse.Namespace) -> None:
+    from millrace.cli.launch.kubernetes import PodSettings, manifests
+    from millrace.cli.launch.plan import plan_launch
+    from millrace.cli.launch.slurm import slurm_script
+    from millrace.core.errors import ConfigError
+
+    plan = plan_launch(
+        args.config,
+        num_nodes=args.nodes,
+        gpus=args.gpus,
+        settings=args.settings,
+        joins=args.scheduler == "slurm" or args.kind == "job",
+    )
+    if args.scheduler == "slurm":
+        text = slurm_script(plan, options=args.options)
+    elif args.options:
+        raise ConfigError(f"{args.options[0]!r} after -- is an option of sbatch; remove it.")
+    elif args.image is None or args.claim is None:
+        raise ConfigError(
+            "Pods need a container image with Millrace and a PersistentVolumeClaim that holds the"
+            " folder of the settings; give --image IMAGE and --claim NAME."
+        )
+    else:
+        text = manifests(plan, PodSettings(image=args.image, claim=args.claim), kind=args.kind)
+    if args.output is None:
+        print(text, end="")
+    else:
+        args.output.write_text(text)
 
 
 def _ledger(run_dir: Path, console: Any, *, number: int | None) -> None:
@@ -151,16 +313,24 @@ def inspect(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from millrace.monitoring.report.plots import render_plots
-    from millrace.monitoring.report.summary import summary_table
+    from millrace.monitoring.report.summary import summary_text
 
     console = Console()
     if args.ledger or args.number is not None:
         _ledger(args.run_dir, console, number=args.number)
         return
-    console.print(summary_table(args.run_dir), highlight=False)
+    print(summary_text(args.run_dir))
     if not args.no_plots:
         for path in render_plots(args.run_dir):
             console.print(f"drew {path}", highlight=False, soft_wrap=True)
+
+
+def push(args: argparse.Namespace) -> None:
+    from millrace.cli.push import PushOptions
+    from millrace.cli.push import push as push_checkpoint
+
+    given = {name: value for name, value in vars(args).items() if name not in FROM_MAIN}
+    print(f"Pushed: {push_checkpoint(PushOptions(**given))}")
 
 
 def replay(args: argparse.Namespace) -> None:

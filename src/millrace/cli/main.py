@@ -1,4 +1,4 @@
-"""The command line: demo, init, train, serve, join, inspect, replay, bench.
+"""The command line: demo, init, train, compare, plan, serve, join, launch, inspect, bench, ...
 
 Promise: every error is one sentence on stderr and an exit code; only the traceback of a failed
 worker follows it. Nothing heavy is imported before a command needs it.
@@ -7,22 +7,27 @@ worker follows it. Nothing heavy is imported before a command needs it.
 import argparse
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import millrace
 from millrace.bench import BENCHES
 from millrace.cli import commands as run
-from millrace.cli.commands import DONE, FAILED, INTERRUPTED, WRONG_INPUT
+from millrace.cli import training
+from millrace.cli.commands import DONE, FAILED, INTERRUPTED, PREEMPTED, WRONG_INPUT
+from millrace.compare.options import COMPARE, COMPARE_MORE
+from millrace.compare.options import add_arguments as add_compare
 from millrace.core.errors import (
     ConfigError,
     MillraceError,
+    Preempted,
     RestartLimitExceeded,
     WorkerError,
     printable,
 )
 from millrace.core.files import private_files
+from millrace.plan import options as planning
 from millrace.serving.options import SERVE, SERVE_MORE, add_arguments
 
 INTRODUCTION = """\
@@ -38,9 +43,11 @@ start here:
                                    (--model PATH: use your own model instead)
   millrace train my-run/run.toml   train with these settings
   millrace inspect my-run/run      show a summary and draw plots
+  millrace dashboard my-run/run    look into the run with a browser, also while it trains
 
 exit codes:
-  0 success   1 the run failed   2 wrong setting, argument or input   130 interrupted
+  0 success   1 the run failed   2 wrong setting, argument or input
+  75 stopped by SIGTERM, as schedulers do; the run can resume   130 interrupted
 """
 
 DEMO = """\
@@ -65,48 +72,43 @@ Existing files are never overwritten.
 Then run: millrace train DIR/run.toml
 """
 
-TRAIN = """\
-Train with the settings of a TOML file.
-
-Any setting can be overridden: --section.key value.
-Values are read as TOML (12, 3e-5, true, [0.9, 0.95]); anything else is a string. The value none
-removes an optional setting or table (--lora none).
-Relative paths in the file start from the folder of the file; paths given here start from the
-working directory.
-"""
-
-TRAIN_MORE = """\
-examples:
-  millrace train run.toml
-  millrace train run.toml --trainer.steps 500 --optimizer.learning_rate 3e-5
-  millrace train run.toml --run_dir runs/second --seed 2 --loss.high=0.3
-  millrace train run.toml --resume
-  millrace train run.toml --dry-run
-
-files in the run directory (setting run_dir):
-  config.toml         all settings of the run
-  metrics.jsonl       one object per step
-  trace.json          activity of every worker, for ui.perfetto.dev
-  rollouts/           some episodes of every step, for reading
-  checkpoints/step_N  Hugging Face model directories, with the trainer's state
-  logs/               output of the workers
-  summary.json        written when the run has finished
-
-Ctrl-C stops all workers; --resume continues from the newest checkpoint.
+PRESETS = """\
+List the designs of other libraries, or show the settings of one, with what cannot be the same.
+`millrace train RUN.toml --preset NAME` applies one. Settings of RUN.toml and of the command line
+win, and each axis that they override is printed.
 """
 
 JOIN = """\
-Add engines of this host to a run whose controller is on another host. The run writes a ticket
-(setting cluster.ticket); copy it here, for example over ssh. It is a secret: this command refuses a
-ticket that other users of this machine can read.
+Add engines, or ranks of the trainer, of this host to a run whose controller is on another host. The
+run writes a ticket (setting cluster.ticket); copy it here, for example over ssh. It is a secret:
+this command refuses a ticket that other users of this machine can read.
 
-The engines load the run's model.path, which must exist here too. They stop with the run, with this
-command, and when they lose the controller.
+Millrace, PyTorch, transformers and Python must have the versions of the run. Workers load the run's
+model.path, which must exist here too. Ranks write checkpoints to the run's run_dir, which the hosts
+must share. Workers stop with the run, with this command, and when they lose the controller.
 """
 
 JOIN_MORE = """\
 example:
   scp controller:ticket.json . && millrace join ticket.json --count 2
+  millrace join ticket.json --role trainer
+"""
+
+LAUNCH = """\
+Write what a scheduler needs to run RUN.toml on several nodes: an sbatch script for SLURM, or
+manifests for Kubernetes. The first node has the controller and the trainer; the others share
+engine.remote engines equally. The job writes a checkpoint at SIGTERM, is requeued, and resumes.
+
+Any setting can be overridden, as with `millrace train`: --section.key value. Options after -- are
+lines of the sbatch script.
+"""
+
+LAUNCH_MORE = """\
+examples:
+  millrace launch slurm run.toml --nodes 3 --gpus 8 --output job.sh -- --time=24:00:00
+  sbatch job.sh
+  millrace launch kubernetes run.toml --nodes 3 --image IMAGE --claim NAME --output job.yaml
+  kubectl apply -f job.yaml
 """
 
 ENGINES = """\
@@ -115,12 +117,27 @@ the controller. A new engine serves once it has the newest weights. A removed en
 sequences first.
 """
 
+DASHBOARD = """\
+Show runs in a browser: finished, running, and copied from other machines. Prints a URL with a
+token. From another machine, use an ssh tunnel: ssh -L 8090:127.0.0.1:8090 HOST.
+"""
+
 INSPECT = """\
 Summarise a finished, running or killed run: reward, accuracy, speed, staleness, how busy every
-worker was and what it waited for, and dropped groups. Draws reward.png, staleness.png and
-timeline.png into RUN_DIR/plots, and parts.png if rewards have several parts. With --ledger, prints
-the status of all issued tasks from the journal, and fails if they are inconsistent. With --number,
-prints the status of one task.
+worker was and what it waited for, dropped groups, versions, changed settings and warnings. Draws
+reward.png, staleness.png and timeline.png into RUN_DIR/plots, and parts.png if rewards have several
+parts. With --ledger, prints the status of all issued tasks from the journal, and fails if they are
+inconsistent. With --number, prints the status of one task.
+"""
+
+PUSH = """\
+Push a checkpoint to a model repository on the Hugging Face hub, which is created if it does not
+exist: the model or LoRA adapter, its tokenizer, and a model card with the base model, the settings,
+the reward curve and the versions. The trainer's state stays here. The token comes from HF_TOKEN or
+`hf auth login`.
+
+example:
+  millrace push runs/run --repo me/my-model --private --step 100 --license apache-2.0
 """
 
 REPLAY = """\
@@ -136,16 +153,24 @@ examples:
 """
 
 
+# Options of train that are no settings.
+PLAIN_OPTIONS = ("resume", "auto-resume", "dry-run", "dashboard", "help")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         settings: dict[str, str] = {}
-        if arguments[:1] == ["train"]:
+        options: list[str] = []  # of another program
+        if arguments[:1] in (["train"], ["sft"]):
             arguments, settings = split_settings(arguments)
-        elif arguments[:1] == ["serve"]:
+        elif arguments[:1] == ["launch"] and "--" in arguments:
+            dashes = arguments.index("--")
+            arguments, options = arguments[:dashes], arguments[dashes + 1 :]
+        if arguments[:1] in (["serve"], ["launch"], ["compare"], ["plan"], ["eval"]):
             arguments, settings = split_settings(arguments, only_dotted=True)
         args = _parser().parse_args(arguments)
-        args.settings = settings
+        args.settings, args.options = settings, options
         with contextlib.nullcontext() if args.command == "init" else private_files():
             return args.run(args) or DONE
     except MillraceError as error:
@@ -161,6 +186,8 @@ def report(error: MillraceError) -> int:
     if isinstance(error, WorkerError | RestartLimitExceeded) and error.traceback:
         text += f"\n\nFrom {error.worker}:\n{error.traceback.rstrip()}"
     print(printable(text), file=sys.stderr)
+    if isinstance(error, Preempted):
+        return PREEMPTED
     return WRONG_INPUT if isinstance(error, ConfigError) else FAILED
 
 
@@ -174,7 +201,7 @@ def split_settings(
     remaining = iter(arguments)
     for argument in remaining:
         key, equals, value = argument[2:].partition("=")
-        is_plain = "." not in key if only_dotted else key in ("resume", "dry-run", "help")
+        is_plain = "." not in key if only_dotted else key in PLAIN_OPTIONS
         if not argument.startswith("--") or is_plain:
             rest.append(argument)
             continue
@@ -182,9 +209,7 @@ def split_settings(
             value = next(remaining, "--")
             if value.startswith("--"):
                 hint = (
-                    ""
-                    if only_dotted
-                    else "; --resume and --dry-run are the only options without one"
+                    "" if only_dotted else "; only --resume, --auto-resume and --dry-run have none"
                 )
                 raise ConfigError(f"--{key} needs a value{hint}.")
         table = key.partition(".")[0]
@@ -218,21 +243,15 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument("directory", type=Path, nargs="?", default=Path(), metavar="DIR")
     init.add_argument("--model", metavar="PATH", help="directory or hub name of the model to train")
 
-    usage = "millrace train RUN.toml [--resume] [--dry-run] [--section.key value ...]"
-    text = "train with the settings of a TOML file"
-    train = add("train", TRAIN, TRAIN_MORE, help=text, usage=usage)
-    train.add_argument("config", type=Path, metavar="RUN.toml")
-    train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
-    text = "print which process would use which device, and start nothing"
-    train.add_argument("--dry-run", action="store_true", help=text)
-
+    _add_run_commands(add)
+    training.add_eval(add("eval", training.EVAL, training.EVAL_MORE, help="measure a model"))
+    add_compare(add("compare", COMPARE, COMPARE_MORE, help="run several designs on the same work"))
+    planning.add_arguments(add("plan", planning.PLAN, planning.PLAN_MORE, help="predict a run"))
     add_arguments(add("serve", SERVE, SERVE_MORE, help="serve a model over HTTP"))
-
-    join = add("join", JOIN, JOIN_MORE, help="add engines of this host to a run")
-    join.add_argument("ticket", type=Path, metavar="TICKET")
-    join.add_argument("--count", type=int, default=1, metavar="N", help="engines (default: 1)")
-    text = "folder for the output of the engines (default: logs)"
-    join.add_argument("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help=text)
+    _add_cluster_arguments(
+        join=add("join", JOIN, JOIN_MORE, help="add engines of this host to a run"),
+        launch=add("launch", LAUNCH, LAUNCH_MORE, help="write a job for SLURM or Kubernetes"),
+    )
 
     engines = add("engines", ENGINES, help="add engines to a running job, or remove some")
     engines.add_argument("run_dir", type=Path, metavar="RUN_DIR")
@@ -241,28 +260,88 @@ def _parser() -> argparse.ArgumentParser:
     engines.add_argument("--remove", action="append", default=[], metavar="NAME", help=text)
 
     _add_report_arguments(
+        dashboard=add("dashboard", DASHBOARD, help="show runs in a browser"),
         inspect=add("inspect", INSPECT, help="summarise a run and draw its plots"),
+        push=add("push", PUSH, help="push a checkpoint to the Hugging Face hub"),
         replay=add("replay", REPLAY, REPLAY_MORE, help="read, play or score recorded episodes"),
     )
 
     listed = "\n".join(f"  {name:<10} {what}" for name, what in BENCHES.items())
-    text = f"Measure on this machine.\n\n{listed}\n"
-    more = "`millrace bench NAME --help` lists the options of one.\n"
-    bench = add("bench", text, more, help=f"measure: {', '.join(BENCHES)}")
+    text = f"Measure on this machine.\n\n{listed}\n\n--help after NAME lists its options.\n"
+    bench = add("bench", text, help=f"measure: {', '.join(BENCHES)}")
     bench.add_argument("bench", choices=BENCHES, metavar="NAME")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="[--json FILE] ...")
     return parser
 
 
-def _add_report_arguments(
-    *, inspect: argparse.ArgumentParser, replay: argparse.ArgumentParser
+def _add_run_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
+    texts, usage = (training.TRAIN, training.TRAIN_MORE), f"millrace train {training.USAGE}"
+    training.add_train(add("train", *texts, help="train with a TOML file", usage=usage))
+    texts = (training.SFT, training.SFT_MORE)
+    usage = "millrace sft RUN.toml [--resume|--auto-resume] [--section.key value ...]"
+    training.add_run(add("sft", *texts, help="fine-tune on examples", usage=usage))
+    presets = add("presets", PRESETS, help="list the designs of other libraries, or show one")
+    presets.add_argument("show", nargs="?", choices=["show"], metavar="show")
+    presets.add_argument("name", nargs="?", metavar="NAME")
+
+
+def _add_cluster_arguments(
+    *, join: argparse.ArgumentParser, launch: argparse.ArgumentParser
 ) -> None:
+    join.add_argument("ticket", type=Path, metavar="TICKET")
+    join.add_argument("--count", type=int, default=1, metavar="N", help="workers (default: 1)")
+    text = "engines, ranks of the trainer, or workers of the environment (default: engine)"
+    join.add_argument("--role", choices=run.JOIN_MODULES, default="engine", help=text)
+    text = "GPUs of the engines, such as cuda:1,cuda:2 (default: all that PyTorch sees)"
+    join.add_argument("--device", metavar="GPUS", help=text)
+    text = "folder for the output of the workers (default: logs)"
+    join.add_argument("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help=text)
+
+    add = launch.add_argument
+    add("scheduler", choices=["slurm", "kubernetes"], metavar="slurm|kubernetes")
+    add("config", type=Path, metavar="RUN.toml")
+    add("--nodes", type=int, default=1, metavar="N", help="nodes or pods (default: 1)")
+    text = "GPUs per node, of all roles or of one: controller or engines; may be repeated"
+    add("--gpus", action="append", default=[], metavar="[ROLE=]N", help=text)
+    add("--output", type=Path, metavar="FILE", help="write to this file (default: stdout)")
+    text = "a Job and a StatefulSet (default), or a RayJob for the KubeRay operator"
+    add("--kind", choices=["job", "rayjob"], default="job", metavar="job|rayjob", help=text)
+    add("--image", metavar="IMAGE", help="container image with Millrace, for Kubernetes")
+    text = "volume claim that holds the folder of RUN.toml, for Kubernetes"
+    add("--claim", metavar="NAME", help=text)
+
+
+def _add_report_arguments(
+    *,
+    dashboard: argparse.ArgumentParser,
+    inspect: argparse.ArgumentParser,
+    push: argparse.ArgumentParser,
+    replay: argparse.ArgumentParser,
+) -> None:
+    dashboard.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
+    dashboard.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
+    dashboard.add_argument("--port", type=int, default=8090, help="0: any (default: 8090)")
+    text = "device of the checkpoint that the page chats with (default: cpu)"
+    dashboard.add_argument("--chat-device", default="cpu", metavar="DEVICE", help=text)
+
     inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     inspect.add_argument("--no-plots", action="store_true", help="print the summary only")
     text = "count all tasks instead: trained, dropped, failed or pending"
     inspect.add_argument("--ledger", action="store_true", help=text)
     text = "show the status of the task with this number only"
     inspect.add_argument("--number", type=int, metavar="N", help=text)
+
+    add = push.add_argument
+    add("run_dir", type=Path, metavar="RUN_DIR")
+    add("--repo", required=True, metavar="OWNER/NAME", help="repository on the hub")
+    add("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
+    add("--private", action="store_true", help="make a new repository private")
+    add(
+        "--endpoint", metavar="URL", help="hub to push to (default: HF_ENDPOINT, or the public one)"
+    )
+    add("--license", metavar="ID", help="licence in the model card, such as apache-2.0")
+    text = "replace the model card that the repository has"
+    add("--replace-card", action="store_true", help=text)
 
     add = replay.add_argument
     add("path", type=Path, metavar="FILE")

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 from millrace.config.generation import EngineConfig, ModelConfig
 from millrace.config.section import (
     Float,
+    NonNegativeInt,
     Plugin,
     PositiveFloat,
     PositiveInt,
@@ -18,7 +19,8 @@ from millrace.config.section import (
 )
 
 ToolFormatName = Literal["auto", "hermes", "llama3", "mistral", "gemma"]
-OF_POLICY = ("remote", "kv", "adapters")  # keys of [engine] that only the policy's engines have
+# Keys of [engine] that only the policy's engines have.
+OF_POLICY = ("max_count", "remote", "kv", "adapters")
 
 
 class McpConfig(Section):
@@ -48,7 +50,8 @@ class RoleModelConfig(Section):
 
     path: str
     """Hugging Face model directory, or the name of a model on the hub. The table of a model also
-    takes the keys of [engine], such as count and options, except remote, kv and adapters."""
+    takes the keys of [engine], such as count and options, except max_count, remote, kv and
+    adapters."""
     trust_remote_code: bool = False
     """Permission to run Python code from this model's directory."""
     template: dict[str, Any] = Field(default={})
@@ -88,6 +91,15 @@ class EnvironmentConfig(Section):
     mcp: tuple[McpConfig, ...] = ()
     """MCP servers whose tools are `agent.tools`. Without a function, the model chats and calls
     them until it calls none, and the scorers reward. It needs the extra millrace[mcp]."""
+    external: str | None = None
+    """Address "HOST:PORT" at which external programs fetch tasks and post groups, instead of a
+    function or a command; see docs/how-to/external-environments.md."""
+    workers: NonNegativeInt = 0
+    """Number of processes on this host that run the environment. With 0, and no remote ones,
+    a thread of the controller runs it; see docs/how-to/environments.md."""
+    remote: NonNegativeInt = 0
+    """Number of processes that run the environment on other hosts, which bring them with
+    `millrace join --role environment`."""
     max_turns: PositiveInt = 32
     """Maximum number of model replies in an episode."""
     episode_timeout_s: PositiveFloat | None = None
@@ -117,12 +129,23 @@ class EnvironmentConfig(Section):
     docs/how-to/environments.md."""
 
     @property
+    def num_workers(self) -> int:
+        return self.workers + self.remote
+
+    @property
     def may_reward(self) -> bool:
         """True if the environment itself can give rewards."""
-        return self.function is not None or bool(self.command)
+        return self.function is not None or bool(self.command) or self.external is not None
 
     @model_validator(mode="after")
     def _is_one_environment(self) -> Self:
+        if self.external is not None:
+            refused = ("function", "command", "mcp", "recipe", "models", "workers")
+            if given := [key for key in (*refused, "remote") if getattr(self, key)]:
+                raise ValueError(f"external programs play the episodes; remove {given[0]}")
+            host, _, port = self.external.rpartition(":")
+            if not host or not port.isdecimal() or int(port) > 65535:
+                raise ValueError(f"external = {self.external!r} is not HOST:PORT")
         if self.command and self.function is not None:
             raise ValueError("a command and a function cannot both be the environment; keep one")
         if self.command and self.mcp:

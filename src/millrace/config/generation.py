@@ -7,6 +7,7 @@ from pydantic import Field
 from millrace.config.section import (
     Dtype,
     Float,
+    GroupCount,
     Int,
     NonNegativeInt,
     NonNegativeIntOrAuto,
@@ -63,27 +64,38 @@ class RolloutConfig(Section):
     filter: tuple[Plugin, ...] = ()
     """Filters that drop or mask groups before training: "zero_variance", "overlong", or
     "module:Name"; see docs/how-to/shape-training-data.md."""
-    max_running_groups: PositiveInt = 64
-    """Maximum number of groups that are played or scored at the same time."""
+    max_running_groups: GroupCount = 64
+    """Maximum number of groups that are played or scored at the same time: a number, or "2
+    batches"."""
 
 
 class EngineConfig(Section):
     type: str = "embedded"
-    """Engine backend: "embedded" (Millrace's own engine), or "module:Class"."""
+    """Engine backend: "embedded" (Millrace's own engine), "vllm" (vLLM servers; see
+    docs/how-to/vllm.md), or "module:Class"."""
     options: dict[str, Any] = Field(default={})
     """Options of the backend. "embedded" has kv_bytes (maximum size of the KV cache in bytes; by
     default 1 GiB on a CPU, and 40 % of the free memory on a GPU, which a trainer may share),
     prefix_cache (reuse of the KV cache of known prefixes, true), compile (torch.compile of the
     layers on a GPU, true), prefill_tokens (prompt tokens per forward pass; by default 2048 on a CPU
     and 16384 on a GPU), block_tokens (tokens per KV block, 16) and decode_steps (decode steps per
-    launch on the device; by default 1 on a CPU and 32 on a GPU). A class of your own has its
-    fields."""
+    launch on the device; by default 1 on a CPU and 32 on a GPU). "vllm" has python (interpreter of
+    the environment with vLLM), arguments (further arguments of `vllm serve`), attach (URLs of
+    running servers instead), api_key ("env:NAME", for these) and directory (folder for new
+    weights that the servers can read). A class of your own has its fields."""
     count: NonNegativeIntOrAuto = "auto"
     """Number of engine processes on this host. "auto" is one for each GPU that the trainer and
     other models leave free, and 1 if they leave none."""
+    max_count: PositiveInt | None = None
+    """Maximum number of engines while the run lasts: one is added when the trainer has waited for
+    more than 30 % of 30 seconds, and removed again when a whole batch waits all the time. None =
+    engine.count and engine.remote stay as they are."""
     remote: NonNegativeInt = 0
     """Number of additional engines that other hosts bring with `millrace join`; see
     docs/how-to/join-hosts.md."""
+    tp: PositiveInt = 1
+    """Number of GPUs that hold one engine's model together, by tensor parallelism. Only vLLM
+    offers more than 1."""
     dtype: Dtype = "auto"
     """Data type of the engine's weights and KV cache. "auto" is bfloat16 on CUDA, which decodes
     at twice the speed of float32 in half the memory, and float32 on a CPU."""
@@ -112,7 +124,7 @@ class WeightsConfig(Section):
     """Transport of new weights to the engines: "shm" = shared memory of one host, "ipc" = GPU
     memory of one host, "collective" = one broadcast to all engines, "disk" = files in a shared
     directory. "auto" is ipc between GPUs of one host, shm on one host otherwise, and collective
-    with remote engines."""
+    with ranks or engines on other hosts."""
     payload: Literal["full", "delta"] = "full"
     """Content of an update: "full" = every value, "delta" = only the values that changed in
     engine.dtype since the last version."""
@@ -121,6 +133,9 @@ class WeightsConfig(Section):
     new weights, "abort" = they resume on any engine, "save" = they pause during the transfer,
     "drain" = they finish first, "barrier" = as drain, and generation and training alternate; see
     docs/explanation/weights.md."""
+    probe: bool | None = None
+    """Check of every swap: the engine scores a fixed passage, and is replaced if its logprobs are
+    not those of the trainer. By default only engines of type "vllm" are checked."""
     directory: str | None = None
     """Directory for transport "disk", under the same path on all hosts. By default weights/ in
     run_dir."""

@@ -3,8 +3,9 @@
 Torch-free.
 """
 
+import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -16,6 +17,7 @@ from millrace.config.old_keys import old_key
 from millrace.config.run_config import RunConfig
 from millrace.config.tasks import HUB
 from millrace.core.errors import ConfigError, describe_setting_error, suggestion
+from millrace.presets import over_preset
 
 # Settings that are always paths.
 _PATHS = (
@@ -25,6 +27,7 @@ _PATHS = (
     "scorers.path",
     "cluster.ticket",
     "weights.directory",
+    "engine.options.directory",
 )
 
 # Settings that may be a path, a hub name, or another word of a command line.
@@ -35,18 +38,24 @@ _PERHAPS_PATHS = (
     "scorers.model",
     "environment.command",
     "environment.mcp.command",
+    "engine.options.python",
 )
+
+_ROLE = re.compile(r"^environment\.models\.[^.]+\.")  # its table takes the keys of [engine]
 
 
 def load_config(
     source: str | Path | Mapping[str, Any] | RunConfig | None = None,
     *,
     overrides: Mapping[str, Any] | None = None,
+    preset: str | None = None,
+    report: Callable[[str], None] = print,
 ) -> RunConfig:
     """Settings from a TOML file, a mapping, or nothing. Overrides, dotted or nested, take
-    precedence."""
+    precedence, and all of them over a preset; `report` gets a sentence for each axis of the preset
+    that they override."""
     if isinstance(source, RunConfig):
-        table = source.model_dump(mode="python")
+        table = source.model_dump(mode="python", exclude_unset=preset is not None)
     elif isinstance(source, Mapping):
         table = {**source}
     elif source is None:
@@ -55,6 +64,8 @@ def load_config(
         table = _read_toml(Path(source))
     for key, value in (overrides or {}).items():
         table = _merged(table, key.split("."), value)
+    if preset is not None:
+        table = over_preset(table, preset, report=report)
     try:
         return RunConfig.model_validate(table)
     except ValidationError as error:
@@ -102,7 +113,8 @@ def _anchored(value: Any, *, folder: Path, key: str = "") -> Any:
         return [_anchored(row, folder=folder, key=key) for row in cast(list[Any], value)]
     if not isinstance(value, str):
         return value
-    is_of_role = key.startswith("environment.models.") and key.endswith(".path")
+    is_of_role = _ROLE.match(key) is not None and key.endswith(".path")
+    key = _ROLE.sub("engine.", key)
     is_found = (key in _PERHAPS_PATHS or is_of_role) and (folder / value).exists()
     is_of_source = key.startswith("tasks.source.") and key.endswith(".path")
     is_path = (key in _PATHS or is_of_source) and not value.startswith(HUB)

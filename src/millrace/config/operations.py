@@ -8,12 +8,13 @@ from millrace.config.section import (
     Device,
     Devices,
     NonNegativeInt,
+    Plugin,
     PositiveFloat,
     PositiveInt,
     Section,
 )
 
-ShareGpu = Literal["auto", "mps", "time_slices", "take_turns"]
+ShareGpu = Literal["auto", "mps", "time_slices", "take_turns", "sleep"]
 
 MIN_JOIN_TIMEOUT_S = 600.0  # people start `millrace join` by hand, on one host after the other
 # A lost trainer is found within hang_timeout_s, starts again, and redoes its steps; only then is a
@@ -50,8 +51,9 @@ class MonitoringConfig(Section):
     progress: Literal["auto", "live", "lines", "off"] = "auto"
     """Progress in the terminal: "live" = a view that is redrawn, "lines" = one line per step.
     "auto" is live in a terminal and lines elsewhere."""
-    samples_per_step: NonNegativeInt = 1
-    """Number of episodes written to rollouts/ at each step, for reading."""
+    samples_per_step: NonNegativeInt = 4
+    """Number of episodes written to rollouts/ at each step, with the numbers of their tokens.
+    0 also turns off lifecycle/, the times of all groups."""
     record_episodes: NonNegativeInt = 0
     """Number of episodes of an environment written to episodes/ at each step, in full, for
     `millrace replay`."""
@@ -61,8 +63,8 @@ class TrackerConfig(Section):
     model_config = ConfigDict(extra="allow")
 
     type: str = "tensorboard"
-    """Metrics tracker: "tensorboard" (needs the extra millrace[tensorboard]), or "module:Class".
-    Further arguments are keys of the same table."""
+    """Metrics tracker: "tensorboard", "trackio", "wandb", "mlflow" (each needs the extra of its
+    name, such as millrace[wandb]), or "module:Class". Further arguments are keys of the table."""
 
     @property
     def type_settings(self) -> dict[str, Any]:
@@ -76,6 +78,9 @@ class TrackerConfig(Section):
 
 
 class ClusterConfig(Section):
+    launcher: Plugin = Field(default={"type": "local"})
+    """Launcher of the trainer's ranks and of the engines: "local" (processes of this host), "ray"
+    (a Ray cluster; key address; see docs/how-to/ray.md), or "module:Class"."""
     address: str = "auto"
     """Address at which the controller listens: "auto" (a private local socket) or
     "tcp://HOST:PORT", where HOST is a name or interface of this machine, or * for all. TCP is
@@ -96,7 +101,13 @@ class ClusterConfig(Section):
     """Sharing of a GPU by engines and trainer: "mps" = concurrent kernels through NVIDIA MPS, whose
     daemon the run starts and stops; "time_slices" = without MPS; "auto" = MPS where it is installed
     and several workers use a GPU; "take_turns" = as auto, and engines pause while the trainer
-    steps. See docs/how-to/share-one-gpu.md."""
+    steps; "sleep" = as take_turns, and paused engines give the memory of their weights and KV back,
+    which needs as much host memory. See docs/how-to/share-one-gpu.md."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the launcher starts processes of this host."""
+        return self.launcher.get("type", "local") == "local"
 
     @property
     def join_timeout_s(self) -> float:

@@ -23,12 +23,13 @@ from millrace.config.operations import (
     TrackerConfig,
 )
 from millrace.config.scorers import ScorerConfig, ScoringConfig
-from millrace.config.section import Dtype, Int, OneOrMore, Plugin, Section
+from millrace.config.section import Dtype, Int, OneOrMore, Plugin, Section, num_groups
 from millrace.config.tasks import EvaluateConfig, TasksConfig
 from millrace.config.training import (
     BufferConfig,
     CheckpointConfig,
     CriticConfig,
+    FidelityConfig,
     JournalConfig,
     LoraConfig,
     OptimizerConfig,
@@ -69,6 +70,8 @@ class RunConfig(Section):
     """Objective: the name of a built-in ("clipped", "grpo", "dapo", "gspo", ...) or "module:Name",
     alone or in a table with its own keys. With [critic] the default is "ppo"; see
     docs/reference/losses.md."""
+    fidelity: FidelityConfig = FidelityConfig()
+    """Agreement of engine and trainer logprobs."""
     critic: CriticConfig | None = None
     """Critic that estimates the value of each token, instead of comparing the episodes of a
     group; see docs/reference/losses.md."""
@@ -104,9 +107,36 @@ class RunConfig(Section):
         return FULL_LEARNING_RATE if self.lora is None else LORA_LEARNING_RATE
 
     @property
+    def buffer_capacity(self) -> int:
+        """buffer.capacity in groups; UNBOUNDED without a bound."""
+        return num_groups(self.buffer.capacity, groups_per_step=self.trainer.groups_per_step)
+
+    @property
+    def max_running_groups(self) -> int:
+        """rollout.max_running_groups in groups."""
+        limit = self.rollout.max_running_groups
+        return num_groups(limit, groups_per_step=self.trainer.groups_per_step)
+
+    @property
     def transfer_dtype(self) -> Dtype:
-        """Data type of weight updates: that of the engines; adapters travel in float32."""
-        return "float32" if self.lora is not None else self.engine.dtype
+        """Data type of weight updates: that of the engines. DoRA's magnitudes need float32."""
+        return "float32" if self.lora is not None and self.lora.dora else self.engine.dtype
+
+    @property
+    def is_exact(self) -> bool:
+        return self.fidelity.mode == "exact"
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether some rank or engine may be on another host than the controller."""
+        return self.engine.remote + self.trainer.remote > 0 or not self.cluster.is_local
+
+    @property
+    def probes_weights(self) -> bool:
+        """weights.probe, with its default resolved."""
+        if self.weights.probe is None:
+            return self.engine.type == "vllm"
+        return self.weights.probe
 
     def placed_on(self, device: str) -> Self:
         """The settings of an engine process on this device."""

@@ -1,5 +1,7 @@
 """The base class of every settings table, and the types of its values. Torch-free."""
 
+import re
+import sys
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -46,6 +48,30 @@ def _or_auto(kind: Any) -> PlainValidator:
 PositiveFloatOrAuto = Annotated[float | Literal["auto"], _or_auto(PositiveFloat)]
 PositiveIntOrAuto = Annotated[int | Literal["auto"], _or_auto(PositiveInt)]
 NonNegativeIntOrAuto = Annotated[int | Literal["auto"], _or_auto(NonNegativeInt)]
+
+
+UNBOUNDED = sys.maxsize  # groups, of a buffer without a bound
+_BATCHES = re.compile(r"([1-9]\d{0,5}) batch(es)?")
+
+
+def _count_groups(value: Any) -> Any:
+    """Validates a number of groups, "unbounded", or "2 batches"."""
+    if isinstance(value, str) and (value == "unbounded" or _BATCHES.fullmatch(value)):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise ValueError("a number of groups above 0, such as 64, '2 batches' or 'unbounded' is needed")
+
+
+GroupCount = Annotated[int | str, PlainValidator(_count_groups)]
+"""A number of groups; "2 batches" is twice trainer.groups_per_step."""
+
+
+def num_groups(count: GroupCount, *, groups_per_step: int) -> int:
+    if isinstance(count, int):
+        return count
+    batches = _BATCHES.fullmatch(count)
+    return UNBOUNDED if batches is None else int(batches[1]) * groups_per_step
 
 
 TypeAlone = BeforeValidator(lambda value: {"type": value} if isinstance(value, str) else value)

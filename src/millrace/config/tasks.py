@@ -65,6 +65,10 @@ class TasksConfig(TaskPlace):
     """Order of tasks: "shuffle" = a new order each epoch, fixed by the seed; "sequential" = as
     given; "curriculum" = tasks whose recent solve rate is near a half more often."""
 
+    epochs: PositiveFloat | None = None
+    """Number of passes over the examples of `millrace sft`, above 0; it replaces trainer.steps.
+    `millrace train` refuses it."""
+
     @field_validator("source", mode="before")
     @classmethod
     def _sources_have_names(cls, value: Any) -> Any:

@@ -4,6 +4,7 @@ journal.
 Torch-free.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
@@ -19,6 +20,7 @@ from millrace.config.section import (
     Beta,
     Dtype,
     Float,
+    GroupCount,
     Int,
     NonNegativeFloat,
     NonNegativeInt,
@@ -43,6 +45,13 @@ ADAMW_8BIT = "adamw8bit"
 OPTIMIZERS = (ADAMW, MUON, ADAMW_8BIT)
 
 
+class FidelityConfig(Section):
+    mode: Literal["fast", "exact"] = "fast"
+    """Agreement of engine and trainer logprobs for the same weights: "fast" = up to rounding,
+    "exact" = bit for bit, at a cost in speed, and a step with a differing bit stops the run; see
+    docs/explanation/exact.md."""
+
+
 class ReplayConfig(Section):
     share: Annotated[Float, Field(gt=0, lt=1)] = 0.25
     """Maximum share of a batch that is replayed, between 0 and 1."""
@@ -55,41 +64,56 @@ class ReplayConfig(Section):
         return int(self.share * num_groups + 1e-9)  # 0.29 * 100 is slightly less than 29
 
 
+ENFORCE = ("wait", "cancel", "take")
 _STALE_SHARE = TypeAdapter[float](Annotated[Float, Field(ge=0, lt=1)])
 
 
 class BufferConfig(Section):
-    capacity: PositiveInt = 64
-    """Maximum number of groups that wait for the trainer, at least trainer.groups_per_step."""
+    capacity: GroupCount = 64
+    """Maximum number of groups that wait for the trainer, at least trainer.groups_per_step: a
+    number, "2 batches", or "unbounded"."""
     max_staleness: NonNegativeInt = 2
     """Maximum staleness of a trained token: the trainer's version minus the version that sampled
     it. 0 = strictly on-policy."""
     staleness: Plugin = Field(default={"type": "oldest"})
     """Tokens of a group to which max_staleness applies: "oldest" = every token, "mean" = their
-    average, {type = "share", max_share = 0.1} = all but this share of them, from 0 to below 1; see
-    docs/explanation/buffer.md."""
+    average, {type = "share", max_share = 0.1} = all but this share of them, from 0 to below 1. The
+    key enforce says what happens to groups that run for too long: "wait" (the default) = a batch
+    waits for them, "cancel" = they are cancelled and tried again, "take" = they are dropped when
+    they reach the buffer; see docs/explanation/buffer.md."""
     order: Plugin = Field(default={"type": "oldest"})
     """Order in which waiting groups are trained: "oldest", "freshest", "ready" (first come, first
-    served), "difficulty" (half solved first), or "module:Name"."""
+    served), "in_order" (by task; a batch waits for earlier groups that still run), "difficulty"
+    (half solved first), or "module:Name"."""
     replay: ReplayConfig | None = None
     """Replay of trained groups, such as {share = 0.25, max_staleness = 8}. By default every group
     is trained once."""
 
     @property
     def limit(self) -> StalenessLimit:
-        return StalenessLimit(
+        limit = StalenessLimit(
             max_staleness=self.max_staleness,
             measure=self.staleness["type"],
             max_stale_share=self.staleness.get("max_share", 0.0),
+            only_at_take=self.enforce == "take",
         )
+        return replace(limit, waits=self.enforce == "wait" and limit.one_token_decides)
+
+    @property
+    def enforce(self) -> str:
+        return self.staleness.get("enforce", ENFORCE[0])
 
     @field_validator("staleness")
     @classmethod
     def _is_a_measure(cls, table: dict[str, Any]) -> dict[str, Any]:
-        measure, keys = table.get("type"), table.keys() - {"type"}
+        table = {"type": "oldest", **table}
+        measure, keys = table.get("type"), table.keys() - {"type", "enforce"}
         if measure not in get_args(Measure):
             hint = suggestion(str(measure), get_args(Measure), otherwise="there are")
             raise ValueError(f"type = {measure!r} is no measure of staleness; {hint}")
+        if (enforce := table.get("enforce", ENFORCE[0])) not in ENFORCE:
+            hint = suggestion(str(enforce), ENFORCE, otherwise="there are")
+            raise ValueError(f"enforce = {enforce!r} is unknown; {hint}")
         if measure == "share" and keys == {"max_share"}:
             try:
                 return {**table, "max_share": _STALE_SHARE.validate_python(table["max_share"])}
@@ -127,7 +151,7 @@ class TrainerConfig(Section):
     """Number of training steps. Each step makes one version of the weights."""
     groups_per_step: PositiveInt = 8
     """Number of groups per step. Times rollout.group_size it is the number of episodes per
-    step."""
+    step. In `millrace sft` it is the number of examples per step."""
     minibatches: PositiveInt = 1
     """Number of optimizer updates per step, each on its share of the groups."""
     epochs: PositiveInt = 1
@@ -152,9 +176,16 @@ class TrainerConfig(Section):
     router_aux_loss: NonNegativeFloat = 0.0
     """Coefficient of the load-balancing loss of routers in a mixture of experts, such as 0.001. 0 =
     no such loss. It needs trainer.replay_routes."""
+    router_bias_rate: NonNegativeFloat = 0.0
+    """Change per step of the biases by which routers of DeepSeek-V3, GLM-4.5 and similar models
+    balance their experts, such as 0.001. 0 = biases stay as they are. It needs
+    trainer.replay_routes."""
     ranks: PositiveIntOrAuto = 1
     """Number of processes that train together, one per GPU (placement.trainer). "auto" is half of
     the GPUs of this host, or more if the model needs them."""
+    remote: NonNegativeInt = 0
+    """Number of these ranks, the last ones, that other hosts bring with `millrace join --role
+    trainer`; see docs/how-to/join-hosts.md."""
     mesh: MeshConfig = MeshConfig()
     """Division of the work among the ranks. dp_replicate * dp_shard * cp * tp is trainer.ranks."""
 
@@ -272,6 +303,10 @@ class CheckpointConfig(Section):
     """Number of steps between checkpoints. 0 = only after the last step."""
     keep: PositiveInt = 3
     """Number of newest checkpoints that are kept."""
+    grace_s: PositiveFloat = 25.0
+    """Time in seconds that a run has after SIGTERM, which schedulers send at preemption and before
+    a time limit, to finish its step and write a checkpoint. The scheduler must wait longer before
+    it kills the run; see docs/how-to/slurm.md and docs/how-to/kubernetes.md."""
     path: str | None = None
     """URL of a folder that finished checkpoints are also copied to, in any store that fsspec
     reaches, such as "s3://bucket/run", "gs://bucket/run" or "file:///mnt/run". Credentials come

@@ -4,7 +4,8 @@ Promise of admission: accepted groups never exceed (max_staleness + visible vers
 groups_per_step. If the buffer hands out the oldest group first, a group that starts now is trained
 at most max_staleness versions later. The visible version is what the engines hold: a slot freed at
 the step, before the swap, would start a rollout that is already one version old. If one stale token
-rules a group out, no group starts whose first token would be too stale for the next take.
+rules a group out, no group starts whose first token would be too stale for the next take. A limit
+that is enforced only at take() leaves max_running as the only gate.
 
 Promise of the barrier: all groups of a round start at once, in the order in which they were issued,
 while nothing else is being generated or scored. Which sequences an engine batches together decides
@@ -96,7 +97,8 @@ class Admission:
         limit = self.limit
         most = (limit.max_staleness + self.version + 1) * self.groups_per_step
         starts_too_old = self.version < limit.oldest_at(self._next_take)
-        if self._accepted >= most or (starts_too_old and limit.one_token_decides):
+        is_ahead = self._accepted >= most and not limit.only_at_take
+        if is_ahead or (starts_too_old and limit.one_token_decides):
             return STALENESS
         if self.running >= self.max_running:
             return RUNNING

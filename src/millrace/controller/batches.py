@@ -18,6 +18,7 @@ from millrace.core.microbatch import Batch
 from millrace.core.records import Group
 from millrace.journal import Journal, NoJournal
 from millrace.journal.ledger import LedgerStep
+from millrace.monitoring.files.samples import reported_rollouts
 from millrace.scoring.advantages.estimators import PAIRS
 from millrace.training.packing.packer import minibatches_of, pack
 
@@ -117,7 +118,11 @@ class Batches:
 
     def _pack(self, fresh: list[Group], replayed: list[Group]) -> TakenBatch:
         groups, trainer = self.in_batch(interleave(fresh, replayed)), self.config.trainer
-        sizes = trainer.mesh_sizes
+        sizes, numbers = trainer.mesh_sizes, frozenset(group.number for group in replayed)
+        reported = reported_rollouts(
+            [group for group in groups if group.number not in numbers],
+            self.config.monitoring.samples_per_step,
+        )
         batches = tuple(
             pack(
                 minibatch,
@@ -125,10 +130,10 @@ class Batches:
                 pairs=self.config.scoring.advantages.get("type") == PAIRS,
                 critic=self.config.critic is not None,
                 num_ranks=sizes.num_data_ranks,
+                reported=reported,
             )
             for minibatch in minibatches_of(groups, num_minibatches=trainer.minibatches)
         )
-        numbers = frozenset(group.number for group in replayed)
         return TakenBatch(groups=groups, replayed=numbers, batches=batches)
 
 

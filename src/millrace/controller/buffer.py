@@ -8,22 +8,40 @@ Promise of the replay buffer: a batch holds at most `per_batch` groups that were
 none that the replay staleness limit rules out, and each is handed out once. For given contents, a
 draw depends on the seed and the version only. A resumed run restores the contents from its journal.
 
+Promise if the limit waits: a batch is not taken while that would leave more old groups behind than
+the batches to come can train within the limit. It is then the oldest groups that are taken, and
+running ones are waited for, each at most as long as it has run: trying it again would take as long.
+
+Promise of an in-order buffer: a batch holds no group while one with a lower number is still on its
+way. A group that precedes a waiting one enters even a full buffer, or both would wait forever.
+
 Called from the controller's event loop only. Bounds: `capacity` groups each. admit() waits while
 the buffer is full; in the replay buffer the oldest group makes room.
 """
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
+from millrace.controller.orders import Oldest
 from millrace.core.errors import RunFailed
 from millrace.core.protocols import Sampler
 from millrace.core.records import Group
 from millrace.core.staleness import StalenessLimit, Stamps, Waiting
+
+
+class RunningGroup(NamedTuple):
+    """A group that has not reached the buffer yet."""
+
+    number: int
+    oldest: int  # no version older than this one sampled its tokens
+    age_s: float
 
 
 @dataclass(kw_only=True, eq=False)
@@ -32,10 +50,16 @@ class Buffer:
     limit: StalenessLimit
     sampler: Sampler
     on_drop: Callable[[Waiting], None]
+    # In an in-order buffer: whether a group with a lower number is still on its way.
+    is_preceded: Callable[[int], bool] | None = None
+    running: Callable[[], Iterable[RunningGroup]] | None = None  # to wait for, if the limit waits
+    steps: int | None = None  # of the run; nothing is waited for that no step is left for
     now: Callable[[], float] = time.monotonic
     wait_s: float = 0.0  # mean time in the buffer of the groups taken last
     _waiting: list[Waiting] = field(default_factory=list[Waiting])  # in order of admission
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    # Running groups that take() waits for, or has waited for, and until when.
+    _awaited: dict[int, float] = field(default_factory=dict[int, float])
 
     @property
     def depth(self) -> int:
@@ -45,7 +69,7 @@ class Buffer:
         """Add a scored group; waits while the buffer is full."""
         stamps = Stamps.of_group(group)
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self._waiting) < self.capacity)
+            await self._changed.wait_for(lambda: self._has_room_for(group.number))
             now_s = self.now()
             self._waiting.append(Waiting(group=group, stamps=stamps, admitted_s=now_s))
             self._changed.notify_all()
@@ -54,12 +78,17 @@ class Buffer:
         """Wait for n groups that may be trained at `version`; the sampler chooses them."""
         assert 0 < n <= self.capacity
         async with self._changed:
+            self._awaited = {}
             while True:
                 self._drop_stale(version)
-                if len(self._waiting) >= n:
-                    break
-                await self._changed.wait()
-            chosen = self._choose(n, version=version)
+                timeout_s = None
+                if len(self._waiting) >= n and not self._awaits_others(n):
+                    chosen, timeout_s = self._choose_in_time(n, version=version)
+                    if timeout_s <= 0:
+                        break
+                    self._changed.notify_all()  # an awaited group may enter a full buffer
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), timeout_s)
             taken = [self._waiting[index] for index in chosen]
             rest = set(range(len(self._waiting))) - set(chosen)
             self._waiting = [self._waiting[index] for index in sorted(rest)]
@@ -67,6 +96,57 @@ class Buffer:
         now_s = self.now()
         self.wait_s = sum(now_s - waiting.admitted_s for waiting in taken) / n
         return [waiting.group for waiting in taken]
+
+    async def recheck(self) -> None:
+        """A group that was on its way has ended."""
+        if self.is_preceded is not None or self.running is not None:
+            async with self._changed:
+                self._changed.notify_all()
+
+    def _has_room_for(self, number: int) -> bool:
+        if len(self._waiting) < self.capacity or number in self._awaited:
+            return True
+        precedes = any(number < waiting.group.number for waiting in self._waiting)
+        return self.is_preceded is not None and precedes
+
+    def _awaits_others(self, n: int) -> bool:
+        """True if a group that is on its way comes before the last of the next n."""
+        if self.is_preceded is None:
+            return False
+        return self.is_preceded(sorted(waiting.group.number for waiting in self._waiting)[n - 1])
+
+    def _choose_in_time(self, n: int, *, version: int) -> tuple[list[int], float]:
+        """Which groups to take, and how long to wait before."""
+        chosen = self._choose(n, version=version)
+        if self.running is None or not self._late(chosen, version):
+            return chosen, 0.0
+        chosen = list(Oldest().choose(self._waiting, n, version=version))
+        now_s = self.now()
+        until = [
+            self._awaited.setdefault(group.number, now_s + group.age_s)
+            for group in self._late(chosen, version)
+            if group is not None
+        ]
+        return chosen, max(until, default=now_s) - now_s
+
+    def _late(self, chosen: Collection[int], version: int) -> list[RunningGroup | None]:
+        """The oldest groups that this batch would leave, up to the last that would be too stale
+        when it is trained, if the batches to come take the oldest first; None if it waits here."""
+        assert self.running is not None
+        num_left = None if self.steps is None else (self.steps - version - 1) * len(chosen)
+        rest: list[tuple[int, RunningGroup | None]] = [
+            (one.stamps.oldest, None)
+            for index, one in enumerate(self._waiting)
+            if index not in chosen and one.stamps.oldest is not None
+        ]
+        rest += [(group.oldest, group) for group in self.running()]
+        rest.sort(key=lambda pair: pair[0])
+        too_late = [
+            index
+            for index, (oldest, _) in enumerate(rest[:num_left])
+            if oldest < self.limit.oldest_at(version + 1 + index // len(chosen))
+        ]
+        return [group for _, group in rest[: too_late[-1] + 1]] if too_late else []
 
     def _choose(self, n: int, *, version: int) -> list[int]:
         chosen = list(self.sampler.choose(self._waiting, n, version=version))

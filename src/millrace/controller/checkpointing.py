@@ -8,6 +8,7 @@ Runs on the controller's event loop.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -124,12 +125,13 @@ class Checkpointing:
         run_state: dict[str, Any],
         on_saved: Callable[[], None],
         is_last: bool = False,
+        activities: asyncio.TaskGroup | None = None,
     ) -> None:
         """Start a checkpoint and return once the trainer may continue. A failure is a warning. The
-        last checkpoint is on the disk when this returns, and a failure is raised."""
+        last checkpoint is on the disk when this returns, and a failure is raised. What
+        `on_saved` raises ends the `activities`."""
         if is_last:
-            if self._writing is not None:
-                await self._writing
+            await self.finish_writing()
             await self._write(version, run_state, on_saved, is_last=True)
             return
         if self.is_writing:
@@ -152,8 +154,13 @@ class Checkpointing:
                 copied.set()
 
         self._version = version
-        self._writing = asyncio.create_task(write())
+        self._writing = (activities or asyncio).create_task(write())
         await copied.wait()
+
+    async def finish_writing(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        if self._writing is not None:
+            await self._writing
 
     def begin_uploads(self) -> None:
         """Store the checkpoint that the run resumes from, unless the store has it."""
@@ -208,6 +215,7 @@ class RunCheckpoints:
     batches: Batches
     policy: str
     covered: Covered  # by the newest checkpoint; at first, the one that the run resumes from
+    on_checkpoint: Callable[[Path], None] = lambda path: None  # called when one is on the disk
     _to_cover: Covered | None = None
     _covering: asyncio.Task[None] | None = None
 
@@ -218,8 +226,19 @@ class RunCheckpoints:
         journal = self.batches.journal
         is_large = journal.is_too_large and not self.writer.is_writing
         is_last = version == self.config.trainer.steps
-        if not (is_last or is_due or is_large):
-            return
+        if is_last or is_due or is_large:
+            await self._save(version, activities, is_last=is_last)
+
+    async def save_now(self, version: int, activities: asyncio.TaskGroup) -> None:
+        """Have a checkpoint of this version on the disk and in the store, if the store answers."""
+        await self.writer.finish_writing()
+        if self.covered.version < version:
+            await self._save(version, activities, is_last=True)
+        with contextlib.suppress(CheckpointError):  # a warning has said so
+            await self.writer.finish_uploads()
+
+    async def _save(self, version: int, activities: asyncio.TaskGroup, *, is_last: bool) -> None:
+        journal = self.batches.journal
         at = Covered(version=version, position=journal.position)
         run_state = {
             "policy": self.policy,
@@ -229,7 +248,13 @@ class RunCheckpoints:
         }
         await journal.flush()
         on_saved = partial(self._saved, at, activities)
-        await self.writer.save(version, run_state=run_state, on_saved=on_saved, is_last=is_last)
+        await self.writer.save(
+            version,
+            run_state=run_state,
+            on_saved=on_saved,
+            is_last=is_last,
+            activities=activities,
+        )
 
     def _saved(self, at: Covered, activities: asyncio.TaskGroup) -> None:
         before, self.covered = self.covered, at
@@ -237,6 +262,8 @@ class RunCheckpoints:
         self._to_cover = at if is_only_one else before
         if self._covering is None or self._covering.done():
             self._covering = activities.create_task(self._cover())
+        assert self.writer.newest is not None, "it was saved just now"
+        self.on_checkpoint(self.writer.newest)
 
     async def _cover(self) -> None:
         """Trim the journal; of checkpoints that are saved meanwhile, only the newest counts."""

@@ -15,8 +15,8 @@ the same batches.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from millrace.cluster.messages import Stepped
 from millrace.cluster.supervision.watchdog import StallWatchdog
@@ -25,7 +25,9 @@ from millrace.controller.batches import Batches, TakenBatch
 from millrace.controller.checkpointing import RunCheckpoints
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.eval_schedule import EvalScheduler
+from millrace.controller.preemption import Preemption
 from millrace.controller.reporting import RunReporter, TrainingState
+from millrace.core.errors import Preempted
 from millrace.core.microbatch import Batch
 from millrace.inference.pool import EnginePool
 from millrace.monitoring.terminal.snapshot import RunGauges
@@ -49,6 +51,8 @@ class Controller:
     checkpoints: RunCheckpoints
     reporter: RunReporter
     paused: Sequence[EnginePool] = ()  # engines that stand still during a step
+    paused_engines_sleep: bool = False  # they give their memory back, too
+    preemption: Preemption = field(default_factory=Preemption)
 
     def __post_init__(self) -> None:
         self._stalls = StallWatchdog(
@@ -71,7 +75,8 @@ class Controller:
                 broadcasting = activities.create_task(self.broadcaster.run(self.trainer))
                 self.checkpoints.writer.begin_uploads()
                 if self._has_next:  # False after a crash that followed the last step
-                    await self._train(activities)
+                    with self.preemption.deferred():
+                        await self._train(activities)
                 dispatching.cancel()  # cancelling a group aborts its requests in the engines
                 await self.engine_versions.reached(self.state.version)
                 await self.eval_scheduler.finish()
@@ -89,6 +94,8 @@ class Controller:
         upcoming = activities.create_task(self.batches.next(state.version))
         while self._has_next:
             taken = await self._take(upcoming)
+            if taken is None:
+                break
             if state.version + 1 < self.config.trainer.steps:
                 # For the version that this step makes, which the trainer has when it is used.
                 activities.create_task(self.dispatcher.expire(state.version + 1))
@@ -98,26 +105,32 @@ class Controller:
             state.version += 1
             self.batches.applied(taken, version=state.version, was_skipped=bool(stepped.skipped))
             await self.checkpoints.after_step(state.version, activities)
-            if self._has_next:
+            if self._has_next and not self.preemption.is_requested:
                 await self.eval_scheduler.after_step(state.version)
+        if self.preemption.is_requested:
+            await self.checkpoints.save_now(state.version, activities)
+            raise Preempted(f"{self.preemption.reason} stopped the run after step {state.version}.")
 
     @property
     def _has_next(self) -> bool:
         return self.state.version < self.config.trainer.steps
 
-    async def _take(self, upcoming: Awaitable[TakenBatch]) -> TakenBatch:
+    async def _take(self, upcoming: asyncio.Task[TakenBatch]) -> TakenBatch | None:
+        """The next batch; None if the run is to stop."""
         barrier = self.dispatcher.barrier
         if barrier is not None:
             barrier.open()
         self.state.awaits_batch = True
-        taken = await self._stalls.until(upcoming)
+        taken = await self._stalls.until(self.preemption.unless_requested(upcoming))
         self.state.awaits_batch = False
         if barrier is not None:
             barrier.close()  # until the evaluation after this step is over
         return taken
 
     async def _step(self, batches: tuple[Batch, ...]) -> Stepped:
-        await asyncio.gather(*(engines.pause() for engines in self.paused))
+        self.state.step_began_s = self.reporter.monitor.now()
+        sleep = self.paused_engines_sleep
+        await asyncio.gather(*(engines.pause(sleep=sleep) for engines in self.paused))
         stepped = await self.trainer.step(*batches, version=self.state.version + 1)
         # Publishing the weights is copying and needs no pause. After a step that failed the engines
         # stay paused, as it ends the run.

@@ -8,14 +8,14 @@ number.
 """
 
 import asyncio
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
 from millrace.controller.admission import Admission, SyncBarrier
-from millrace.controller.buffer import Buffer
+from millrace.controller.buffer import Buffer, RunningGroup
 from millrace.controller.group_tracker import REDUNDANT, GroupTracker
 from millrace.core.errors import Filtered, ScoreError, TaskError
 from millrace.core.records import Group
@@ -31,6 +31,7 @@ from millrace.scoring.pool import ScorerPool
 class _Running:
     attempt: Attempt
     task: asyncio.Task[None]
+    version: int  # of the engines when it started
     stage: Literal["generating", "scoring", "waiting"] = "generating"
     stamps: Stamps | None = None  # of its trained tokens, once all are sampled
     is_expired: bool = False  # cancelled for its staleness, not because the run ends
@@ -51,6 +52,10 @@ class Dispatcher:
     barrier: SyncBarrier | None = None
     _running: dict[int, _Running] = field(default_factory=dict[int, _Running])  # by number
 
+    def is_awaited(self, number: int) -> bool:
+        """True if a group with a lower number has not reached the buffer yet."""
+        return any(running < number for running in self._running)
+
     @property
     def generating(self) -> int:
         return sum(running.stage == "generating" for running in self._running.values())
@@ -58,6 +63,14 @@ class Dispatcher:
     @property
     def scoring(self) -> int:
         return sum(running.stage == "scoring" for running in self._running.values())
+
+    def running(self) -> Iterator[RunningGroup]:
+        """The groups that have not reached the buffer yet."""
+        for number, running in self._running.items():
+            attempt = running.attempt
+            oldest = attempt.known.oldest if running.stamps is None else running.stamps.oldest
+            oldest = running.version if oldest is None else min(oldest, running.version)
+            yield RunningGroup(number, oldest, age_s=attempt.now() - attempt.life.started_s)
 
     async def run(self, waiting: Iterable[Group] = ()) -> None:
         """Start groups until cancelled; raises RunFailed after too many failures. `waiting`: groups
@@ -87,7 +100,9 @@ class Dispatcher:
         self, attempt: Attempt, groups: asyncio.TaskGroup, *, admitted: Group | None = None
     ) -> None:
         task = groups.create_task(self._run_group(attempt, admitted))
-        self._running[attempt.number] = _Running(attempt=attempt, task=task)
+        self._running[attempt.number] = _Running(
+            attempt=attempt, task=task, version=self.admission.version
+        )
 
     async def _run_group(self, attempt: Attempt, admitted: Group | None) -> None:
         """Take one group to the buffer; `admitted` if that happened once before."""
@@ -96,6 +111,7 @@ class Dispatcher:
             if admitted is None:
                 group = await self._generate_and_score(running)
                 running.stage = "waiting"
+                group = replace(group, life=attempt.ended("buffered"))
                 await self.tracker.admitted(group)
             else:
                 group = admitted
@@ -105,7 +121,7 @@ class Dispatcher:
         except (TaskError, ScoreError) as error:
             self.tracker.failed(attempt, error)
         except Filtered as filtered:
-            self.tracker.filtered(attempt.number, reason=filtered.reason)
+            self.tracker.filtered(attempt, reason=filtered.reason)
         except Expired:
             self.tracker.expired(attempt, stage=running.stage)
         except asyncio.CancelledError:
@@ -116,6 +132,7 @@ class Dispatcher:
             self.tracker.count_unused(attempt)
             del self._running[attempt.number]
             self.admission.leave()
+        await self.buffer.recheck()  # a batch in order may have waited for this group
 
     async def _generate_and_score(self, running: _Running) -> Group:
         attempt = running.attempt
@@ -127,11 +144,14 @@ class Dispatcher:
                 group = await self.player.try_group(
                     task, attempt=attempt, group_size=self.group_size, scoring=scoring
                 )
+                attempt.life.generated_s = attempt.now()
                 self.tracker.waste.add(REDUNDANT, attempt.given_up, version=self.tracker.version)
                 self._check_staleness(group, running)
                 self.tracker.cancellations.learn(attempt.finished)
                 running.stage = "scoring"
                 group = await self.scorers.score(group, scoring)
+                attempt.life.scored_s = attempt.now()
+                attempt.life.scores = [score.total for score in group.scores]
                 self.tracker.observe(group)
                 group = await self.scorers.shape(group)
         running.stamps = Stamps.of_group(group)  # shaping may have masked some tokens
@@ -146,6 +166,8 @@ class Dispatcher:
     def _is_ruled_out(self, running: _Running) -> bool:
         """True if the limit will certainly not allow it any more."""
         limit = self.admission.limit
+        if limit.only_at_take:
+            return False
         if running.stamps is None and not limit.one_token_decides:
             return False  # tokens to come may lower its mean or its share of stale tokens
         stamps = running.attempt.known if running.stamps is None else running.stamps

@@ -33,6 +33,7 @@ class Evaluation:
     num_failed: int  # tasks
     num_unscored: int = 0  # of these: their scorers did not answer
     samples: int  # episodes per task
+    solved_at: float = 1.0  # score of a solved episode
     pass_at: dict[int, float]  # by k: the chance that one of k episodes solves its task
     versions: dict[int, int]  # tokens by the version that sampled them
     groups: tuple[Group, ...]  # in task order; failed ones left out
@@ -127,6 +128,7 @@ async def evaluate(
         num_failed=len(tasks) - len(played),
         num_unscored=deadline.num_timed_out,
         samples=samples,
+        solved_at=solved_at,
         pass_at={
             k: float(np.mean([pass_at(k, samples=samples, solved=count) for count in solved]))
             for k in sorted({2**power for power in range(samples.bit_length())} | {samples})

@@ -9,13 +9,15 @@ makes progress at the price of most of its tokens.
 Called from the controller's event loop only.
 """
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 
 from millrace.controller.admission import Admission
 from millrace.core.errors import RunFailed, TaskError
 from millrace.core.records import Group
+from millrace.core.spans import GroupLife
 from millrace.core.staleness import Stamps, Waiting
 from millrace.environments.rollouts.attempt import Attempt, Cancellations
 from millrace.journal import Journal, NoJournal
@@ -133,6 +135,7 @@ class GroupTracker:
     max_failure_share: float = MAX_FAILURE_SHARE
     max_filtered_share: float = MAX_FILTERED_SHARE
     warn: Callable[[str], None]
+    now: Callable[[], float] = time.monotonic  # the clock of GroupLife
     version: int = 0  # of the trainer at the next take
     next_number: int = 0
     unfinished: InitVar[Iterable[int]] = ()  # numbers to issue again
@@ -143,6 +146,7 @@ class GroupTracker:
         self.filtering = Filtering(max_share=self.max_filtered_share, warn=self.warn)
         self.cancellations = Cancellations()
         self.waste = WastedTokens()
+        self.lost: deque[GroupLife] = deque(maxlen=4096)  # attempts, since the last step
         self._reissue = deque(sorted(unfinished))
         self._open = set(begun)  # issued, and neither trained nor failed nor dropped
         self._tries = dict(self.journal.ledger.tries)  # finished tries of open groups, by number
@@ -171,13 +175,13 @@ class GroupTracker:
             self.next_number += 1
         self._open.add(number)
         self.journal.issue_task(number, draw=self.tasks.draw_of(number))
-        return Attempt(number, tries=self._tries.get(number, 0))
+        return Attempt(number, tries=self._tries.get(number, 0), now=self.now)
 
     def readmit(self, number: int) -> Attempt:
         """A group that was complete before a crash and returns to the buffer."""
         self.admission.readmit()
         self._open.add(number)
-        return Attempt(number)
+        return Attempt(number, now=self.now)
 
     def observe(self, group: Group) -> None:
         """Report to the task stream which share of a scored group's episodes is solved."""
@@ -196,19 +200,22 @@ class GroupTracker:
     def failed(self, attempt: Attempt, error: Exception) -> None:
         """Raises RunFailed if too many groups have failed."""
         reason = "task" if isinstance(error, TaskError) else "score"
+        self.lost.append(attempt.ended("failed", reason))
         self._drop(attempt.number, outcome="failed", reason=reason)
         self.admission.give_back()
         self.waste.add(FAILED, attempt.stamps, version=self.version)
         self.failures.failed(error, reason=reason)
 
-    def filtered(self, number: int, *, reason: str) -> None:
-        self._drop(number, outcome="dropped", reason=reason)
+    def filtered(self, attempt: Attempt, *, reason: str) -> None:
+        self.lost.append(attempt.ended("dropped", reason))
+        self._drop(attempt.number, outcome="dropped", reason=reason)
         self.admission.give_back()
         self.failures.succeeded()
         self.filtering.dropped(reason)
 
     def expired(self, attempt: Attempt, *, stage: str) -> None:
         """A running group became too stale."""
+        self.lost.append(attempt.ended("expired", stage))
         self.cancellations.count(stage, cut=attempt.cut)
         self.waste.add(CANCELLED, attempt.stamps, version=self.version)
         if stage == "generating":
@@ -217,6 +224,9 @@ class GroupTracker:
 
     def expired_in_buffer(self, waiting: Waiting) -> None:
         """A group became too stale after it had reached the buffer."""
+        if (life := waiting.group.life) is not None:
+            end = {"ended_s": self.now(), "outcome": "expired", "reason": "waiting"}
+            self.lost.append(replace(life, **end))
         self.cancellations.count("waiting")
         self.waste.add(DROPPED, waiting.stamps, version=self.version)
         self._retry(waiting.group.number)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import build_plugin
 from millrace.core.protocols import Sampler
-from millrace.core.staleness import Waiting
+from millrace.core.staleness import StalenessLimit, Waiting
 
 SECTION = "buffer.order"
 DEFAULT = "oldest"
@@ -44,6 +44,16 @@ class Ready(_ByKey):
 
     def key(self, one: Waiting, *, version: int) -> int:
         return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class InOrder(_ByKey):
+    """By the number of the task. The buffer waits for earlier groups that still run."""
+
+    batches_needed: ClassVar[int] = 1
+
+    def key(self, one: Waiting, *, version: int) -> int:
+        return one.group.number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +91,7 @@ ORDERS: Mapping[str, type] = {
     "oldest": Oldest,
     "freshest": Freshest,
     "ready": Ready,
+    "in_order": InOrder,
     "difficulty": Difficulty,
 }
 
@@ -90,7 +101,7 @@ def build_sampler(table: Mapping[str, Any]) -> Sampler:
 
 
 def check_room(
-    table: Mapping[str, Any], *, groups_per_step: int, capacity: int, max_staleness: int
+    table: Mapping[str, Any], *, groups_per_step: int, capacity: int, limit: StalenessLimit
 ) -> None:
     """Raises ConfigError if there can never be as many waiting groups as the order needs."""
     needed = build_sampler(table).num_needed(groups_per_step)
@@ -102,7 +113,9 @@ def check_room(
         )
     # Of the max_staleness + 1 batches that admission allows, one is about to be trained when the
     # next is chosen, and one cannot start before the weights of the last step have arrived.
-    if groups_per_step < needed > (max_staleness - 1) * groups_per_step:
+    max_staleness = limit.max_staleness
+    room = (max_staleness - 1) * groups_per_step
+    if groups_per_step < needed > room and not limit.only_at_take:
         raise ConfigError(
             f"{order}, which would become staler than buffer.max_staleness = {max_staleness}; raise"
             f" it to {math.ceil(needed / groups_per_step) + 1}, or set the order to 'oldest'."

@@ -4,6 +4,7 @@ Runs on the controller's event loop.
 """
 
 import asyncio
+import time
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -17,6 +18,7 @@ from millrace.controller.evaluation import EvalSet
 from millrace.core.records import Group
 from millrace.monitoring.activity import queue_text
 from millrace.monitoring.files.episodes import SkippedSteps
+from millrace.monitoring.files.lifecycle import StepLife
 from millrace.monitoring.monitor import SCORES, RunMonitor
 from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.monitoring.terminal.text import counts
@@ -30,6 +32,7 @@ class TrainingState:
 
     version: int  # of the policy; one step makes one version
     awaits_batch: bool = False  # the trainer is idle
+    step_began_s: float = 0.0  # the last one, on the monitor's clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -78,9 +81,21 @@ class RunReporter:
             metrics["weights/notify_failures"] = float(self.notifier.num_failed)
         if self.uploads is not None:
             metrics["checkpoint/upload_failures"] = float(self.uploads.num_failed)
+        await self.monitor.recorder.written()
         self.monitor.step(
             self.gauges(), groups=taken.groups, replayed=taken.replayed, trainer_metrics=metrics
         )
+        life = StepLife(
+            step=stepped.version,
+            begin_s=self.state.step_began_s,
+            end_s=self.monitor.now(),
+            unix_s=round(time.time(), 3),
+            groups=[group.life for group in taken.groups if group.life is not None],
+            replayed=sorted(taken.replayed),
+            lost=list(self.dispatcher.tracker.lost),
+        )
+        self.dispatcher.tracker.lost.clear()
+        self.monitor.recorder.write(life, taken.fresh, stepped.reported)
         self.skipped.check(stepped.metrics)
 
     def warn_of_failed_posts(self) -> None:

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from millrace.core.records import Completion, CompletionChunk, Finish, Kept, Request
+from millrace.core.records import Completion, CompletionChunk, Finish, Kept, Request, TopTokens
 
 
 def joined(parts: Sequence[Completion | CompletionChunk], *, truncates: bool) -> Completion:
@@ -37,6 +37,7 @@ def joined(parts: Sequence[Completion | CompletionChunk], *, truncates: bool) ->
         ),
         versions=np.concatenate([no_ids, *(part.versions for part in parts)]),
         kept=join_kept([part.kept for part in parts if part.kept]) if truncates else None,
+        top=join_top([part.top for part in parts if part.top]),
         routes=routed[-1].routes if routed else None,
         finish="interrupt",
         text="",
@@ -56,6 +57,7 @@ def cut(completion: Completion, begin: int, end: int | None = None) -> Completio
         logprobs=completion.logprobs[begin:stop],
         versions=completion.versions[begin:stop],
         kept=None if completion.kept is None else cut_kept(completion.kept, begin, stop),
+        top=None if completion.top is None else cut_top(completion.top, begin, stop),
         routes=routes,
         finish="interrupt",
         text="",
@@ -72,6 +74,7 @@ def chunk_of(
         logprobs=completion.logprobs,
         versions=completion.versions,
         kept=completion.kept,
+        top=completion.top,
         finish=finish,
     )
 
@@ -88,6 +91,35 @@ def join_kept(parts: Sequence[Kept]) -> Kept:
 def cut_kept(kept: Kept, begin: int, end: int) -> Kept:
     offsets = kept.offsets[begin : end + 1]
     return Kept(ids=kept.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
+
+
+def kept_row(kept: Kept, index: int) -> np.ndarray:  # [kept ids] int32
+    """The ids of one row, which may be a bit mask; none = all."""
+    ids = kept.ids[kept.offsets[index] : kept.offsets[index + 1]]
+    if len(ids) == 0 or ids[0] >= 0:
+        return ids
+    bits = np.unpackbits(ids[1:].astype("<i4").view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits).astype(np.int32)
+
+
+def kept_counts(kept: Kept) -> np.ndarray:  # [rows] int64
+    """The number of ids that each row keeps; 0 = all."""
+    sizes = np.diff(kept.offsets)
+    first = kept.ids[np.minimum(kept.offsets[:-1], len(kept.ids) - 1)] if len(kept.ids) else 0
+    return np.where((sizes > 0) & (first < 0), np.negative(first), sizes)
+
+
+def join_top(parts: Sequence[TopTokens]) -> TopTokens | None:
+    if not parts:
+        return None
+    return TopTokens(
+        ids=np.concatenate([part.ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+    )
+
+
+def cut_top(top: TopTokens, begin: int, end: int) -> TopTokens:
+    return TopTokens(ids=top.ids[begin:end], logprobs=top.logprobs[begin:end])
 
 
 def unknown_id(dtype: np.dtype) -> int:

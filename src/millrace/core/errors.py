@@ -6,6 +6,7 @@ service, so whoever prints it to a terminal or a log calls printable().
 
 import contextlib
 import difflib
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping
@@ -76,6 +77,10 @@ class WorkerError(MillraceError):
         self.was_killed = was_killed
 
 
+class ReplayError(MillraceError):
+    """An environment does something other than what is recorded."""
+
+
 class EngineLost(MillraceError):
     """An engine died or stopped answering; another engine can resume its requests."""
 
@@ -87,9 +92,24 @@ class EnginesDown(MillraceError):
 class OutOfMemory(MillraceError):
     """A microbatch did not fit into the memory of a rank, while other ranks wait for it."""
 
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens of that microbatch as the sentence says: an error reaches the controller as text.
+        None if it says nothing of them."""
+        found = re.search(r"microbatch of (\d+) tokens", str(self))
+        return None if found is None else int(found[1])
+
+
+class RankUnreachable(MillraceError):
+    """A rank of the trainer lost its connection to another one, in a collective."""
+
 
 class RunFailed(MillraceError):
     """The run stopped for a reason that a retry would not fix."""
+
+
+class Preempted(MillraceError):
+    """SIGTERM or its user stopped the run, which can resume."""
 
 
 class RestartLimitExceeded(RunFailed):

@@ -71,22 +71,32 @@ def reason(error: BaseException) -> str:
 @contextlib.contextmanager
 def private_files() -> Generator[None]:
     """Files that this process and its children create meanwhile belong to the user alone: 0600, and
-    folders 0700. The mask is one of the whole process, so enter this once, around a run."""
-    before = os.umask(0o077)
+    folders 0700. The mask is one of the whole process: runs in several threads share it."""
+    _MASKS.append(os.umask(0o077))
     try:
         yield
     finally:
-        os.umask(before)
+        before = _MASKS.pop()
+        if not _MASKS:
+            os.umask(before)
 
+
+_MASKS: list[int] = []  # that the runs of this process have replaced; the first is the user's own
 
 PREFIX = "millrace-"
+MAX_SOCKET_PATH = 100  # bytes; operating systems allow 104 or 108
+_MAX_NAME = len(f"/{PREFIX}12345678/12345")  # a private folder and a socket in it
 _LOCK = "owner.lock"
 
 
 @contextlib.contextmanager
 def private_folder(parent: Path | None = None) -> Generator[Path]:
-    """A folder in `parent`, by default the temp dir, that no other user can enter."""
-    parent = parent or Path(tempfile.gettempdir())
+    """A folder in `parent` that no other user can enter. By default that is the temp dir, or /tmp
+    if sockets could not have so long a path."""
+    if parent is None:
+        parent = Path(tempfile.gettempdir())
+        if len(os.fsencode(parent)) + _MAX_NAME > MAX_SOCKET_PATH and os.access("/tmp", os.W_OK):
+            parent = Path("/tmp")
     _sweep(parent)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     try:

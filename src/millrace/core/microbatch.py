@@ -81,6 +81,8 @@ class Microbatch:
     topk_ids: np.ndarray | None = None  # [N, K] int32; distinct for each token
     topk_logprobs: np.ndarray | None = None  # [N, K] float32; the teacher's
     groups: np.ndarray | None = None  # [N] int32 ascending; if groups must not be split
+    # [N] int32; number of the rollout whose tokens the trainer reports on, -1 = none; None = none.
+    reported: np.ndarray | None = None
     # If the run has a critic:
     rewards: np.ndarray | None = None  # [N] float32; of each trained token
     last_rows: np.ndarray | None = None

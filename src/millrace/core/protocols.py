@@ -42,6 +42,8 @@ class Capability(StrEnum):
     LORA = "LoRA weight updates"
     ADAPTERS = "named LoRA adapters per request"
     GRAMMARS = "grammar-constrained sampling"
+    LOGITS = "penalties, logit biases and top logprobs"
+    SLEEP = "giving its GPU memory back"
 
 
 class SupportsGenerate(Protocol):
@@ -90,9 +92,10 @@ class Engine(SupportsGenerate, SupportsScore, Protocol):
         """End every request with `expires` set that holds a token older than version `before`.
         Its generate() returns the tokens sampled so far, with finish = "expire"."""
 
-    async def pause(self) -> None:
+    async def pause(self, *, sleep: bool = False) -> None:
         """Stop generating until resume(). Requests, swaps and aborts are still accepted. Returns
-        once the forward pass in progress has finished."""
+        once the forward pass in progress has finished. With `sleep`, the engine also gives back
+        the memory of weights and KV, and takes new weights after resume()."""
 
     async def resume(self) -> None:
         """Undo pause(); no error if the engine is not paused."""

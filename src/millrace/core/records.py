@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from millrace.core.spans import GroupLife
+
 DEFAULT_POLICY = "policy"  # name of the model in training, where there is one
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as in chat templates
 Prompt = str | list[Message]
@@ -40,6 +42,11 @@ class Sampling:
     min_p: float = 0.0  # 0 = off
     stop: tuple[str, ...] = ()  # strings; the eos token always stops
     grammar: str | None = None  # completions follow it; see models/grammars.py
+    # Subtracted from the logit of each id that the completion has: once, and for each occurrence.
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, number that is added to its logit)
+    top_logprobs: int = 0  # likeliest ids that are reported with each token
 
     @property
     def truncates(self) -> bool:
@@ -47,14 +54,28 @@ class Sampling:
         tokens sampled with a grammar and without truncation cannot be trained."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
+    @property
+    def adjusts_logits(self) -> bool:
+        """True if tokens are not samples of the model itself, so they cannot be trained."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Kept:
     """Token ids that truncation kept at each position, as CSR: row i is
-    ids[offsets[i]:offsets[i+1]]; an empty row means that all ids were kept."""
+    ids[offsets[i]:offsets[i+1]]; an empty row means that all ids were kept. A row of very many may
+    be minus their number and a bit mask, the lowest bit first: see completions.kept_row()."""
 
     ids: np.ndarray  # [sum of row sizes] int32
     offsets: np.ndarray  # [rows + 1] int64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TopTokens:
+    """The likeliest ids at each position of a completion, after temperature and truncation."""
+
+    ids: np.ndarray  # [N, K] int32; the likeliest first
+    logprobs: np.ndarray  # [N, K] float32; -inf for ids that could not be sampled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +103,7 @@ class Completion:
     logprobs: np.ndarray  # [N] float32; after temperature and truncation
     versions: np.ndarray  # [N] int32; Version that sampled each token
     kept: Kept | None = None  # rows = N; present when sampling truncates
+    top: TopTokens | None = None  # rows = N; present with sampling.top_logprobs
     # [F, layers, top_k] uint8 or uint16: experts of the tokens of prompt and completion that were
     # fed to the model, from request.routes_from on; the last token is not fed. An interrupted
     # completion may have fewer: the engine that resumes it records the rest.
@@ -102,6 +124,7 @@ class CompletionChunk:
     logprobs: np.ndarray  # [M] float32
     versions: np.ndarray  # [M] int32
     kept: Kept | None = None  # rows = M; present when sampling truncates
+    top: TopTokens | None = None  # rows = M; present with sampling.top_logprobs
     finish: Finish | None = None  # in the last chunk of a completion
 
 
@@ -263,6 +286,7 @@ class Group:
     token_advantages: tuple[np.ndarray, ...] | None = None
     """[L] float32 for each of `rollouts`, if tokens of an episode differ. Training uses these, and
     `advantages` are their means."""
+    life: GroupLife | None = None  # once it is ready for the buffer
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
@@ -355,6 +379,15 @@ class Delta:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SwapProbe:
+    """A passage and its logprobs under a version, computed by the trainer; see weights/probe.py."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]  # of all tokens but the first
+    dtype: str = ""  # that engines compute in; "" = that of the update's tensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WeightUpdate:
     version: int
     tensors: tuple[TensorSpec, ...]
@@ -363,4 +396,5 @@ class WeightUpdate:
     transport: str  # "shm", "disk", "collective" or "ipc"
     location: str  # of the payload, in the transport's own format
     delta: Delta | None = None  # the change from its base, for an engine that holds that
+    probe: SwapProbe | None = None  # for engines to check themselves after the swap
     policy: str = DEFAULT_POLICY  # that the version belongs to

@@ -1,11 +1,13 @@
-"""Busy and waiting spans of one worker, and the load of one scorer, as monitoring reports them.
+"""What monitoring reports: spans of one worker, the times of one group, the load of one scorer.
 
 Promise: at any moment a worker is in exactly one span, so a timeline has no gaps and shares sum to
 1. Each worker owns one Timeline and drains it to the controller; a Timeline is used by one thread.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 MAX_SPAN_S = 1.0  # longer activities are cut into spans, so that a live view is up to date
 
@@ -63,6 +65,32 @@ class Timeline:
                 )
             )
         self._start = now
+
+
+class TurnLife(NamedTuple):
+    """A reply of the policy; between two of them, the environment and its tools are at work."""
+
+    start_s: float
+    end_s: float
+    num_tokens: int
+    first_version: int
+    last_version: int
+
+
+@dataclass(kw_only=True, slots=True)
+class GroupLife:
+    """The times of one attempt at a group, in seconds of the run; None = it did not get there."""
+
+    number: int
+    tries: int = 0  # earlier attempts, which became too stale
+    started_s: float
+    generated_s: float | None = None
+    scored_s: float | None = None
+    ended_s: float | None = None
+    outcome: Literal["running", "buffered", "expired", "dropped", "failed"] = "running"
+    reason: str = ""  # why it was lost; of an expired group, which is tried again, the stage
+    turns: dict[int, list[TurnLife]]  # by episode, before any were filtered
+    scores: Sequence[float | None] = ()  # of these episodes
 
 
 @dataclass(kw_only=True, slots=True)

@@ -91,6 +91,8 @@ class StalenessLimit:
     max_staleness: int
     measure: Measure = "oldest"
     max_stale_share: float = 0.0  # for "share" only
+    only_at_take: bool = False  # the limit neither paces admission nor cancels running groups
+    waits: bool = False  # a batch waits for groups that would be too stale for the next ones
 
     def allows(self, stamps: Stamps, *, version: int) -> bool:
         """True if a group of these tokens may be trained at `version`."""
@@ -107,8 +109,10 @@ class StalenessLimit:
 
     @property
     def one_token_decides(self) -> bool:
-        """True if one token that is too stale rules its group out for certain. Otherwise fresh
-        tokens may still outweigh it until the group is complete."""
+        """True if one token that is too stale rules its group out for certain, at once. Otherwise
+        fresh tokens may still outweigh it until the group is complete."""
+        if self.only_at_take:
+            return False
         if self.measure == "mean":
             return self.max_staleness == 0
         return self.measure == "oldest" or self.max_stale_share == 0.0

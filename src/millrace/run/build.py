@@ -1,7 +1,7 @@
 """Builds the parts of a controller, in the order in which they depend on each other."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.config import RunConfig
@@ -23,7 +23,8 @@ from millrace.controller.eval_schedule import (
 )
 from millrace.controller.evaluation import EvalSet
 from millrace.controller.group_tracker import GroupTracker
-from millrace.controller.orders import build_sampler
+from millrace.controller.orders import InOrder, build_sampler
+from millrace.controller.preemption import Preemption
 from millrace.controller.reporting import RunReporter, TrainingState
 from millrace.core.records import Task
 from millrace.environments.rollouts.partial_rollouts import PartialRollouts
@@ -59,6 +60,7 @@ class RunParts:
     run_dir: RunDir
     journal: Journal | NoJournal
     cursor: Cursor
+    preemption: Preemption = field(default_factory=Preemption)
 
     @property
     def is_synchronous(self) -> bool:
@@ -68,7 +70,7 @@ class RunParts:
 def build_controller(run: RunParts) -> Controller:
     version, warn, folder = run.cursor.version, run.monitor.warn, run.run_dir.checkpoints
     state = TrainingState(version=version)
-    dispatcher = _build_dispatcher(run)
+    dispatcher = build_dispatcher(run)
     batches = Batches(
         config=run.config,
         buffer=dispatcher.buffer,
@@ -109,6 +111,7 @@ def build_controller(run: RunParts) -> Controller:
             batches=batches,
             policy=run.cursor.policy,
             covered=Covered(version=version, position=run.cursor.journal),
+            on_checkpoint=run.monitor.saved,
         ),
         reporter=RunReporter(
             config=run.config,
@@ -120,11 +123,13 @@ def build_controller(run: RunParts) -> Controller:
             notifier=notifier,
             uploads=uploads,
         ),
-        paused=pools if run.config.cluster.share_gpu == "take_turns" else (),
+        paused=pools if run.config.cluster.share_gpu in ("take_turns", "sleep") else (),
+        paused_engines_sleep=run.config.cluster.share_gpu == "sleep",
+        preemption=run.preemption,
     )
 
 
-def _build_dispatcher(run: RunParts) -> Dispatcher:
+def build_dispatcher(run: RunParts) -> Dispatcher:
     """The parts from task to buffer."""
     config, cursor, ledger = run.config, run.cursor, run.journal.ledger
     begun = ledger.redone(after=cursor.version)
@@ -132,7 +137,7 @@ def _build_dispatcher(run: RunParts) -> Dispatcher:
     admission = Admission(
         groups_per_step=config.trainer.groups_per_step,
         limit=config.buffer.limit,
-        max_running=config.rollout.max_running_groups,
+        max_running=config.max_running_groups,
         version=cursor.version,
         begun=len(begun),
     )
@@ -143,6 +148,7 @@ def _build_dispatcher(run: RunParts) -> Dispatcher:
         admission=admission,
         solved_at=config.evaluate.solved_at,
         warn=run.monitor.warn,
+        now=run.monitor.now,
         version=next_take,
         next_number=cursor.next_number,
         unfinished=cursor.unfinished,
@@ -151,15 +157,17 @@ def _build_dispatcher(run: RunParts) -> Dispatcher:
     # A synchronous run starts whole groups only, so that it is reproducible.
     has_partials = config.journal.is_on and not run.is_synchronous
     barrier = SyncBarrier(admission, together=run.engines.together) if run.is_synchronous else None
-    return Dispatcher(
+    buffer = Buffer(
+        capacity=config.buffer_capacity,
+        limit=config.buffer.limit,
+        sampler=build_sampler(config.buffer.order),
+        on_drop=tracker.expired_in_buffer,
+        steps=config.trainer.steps,
+    )
+    dispatcher = Dispatcher(
         player=run.player,
         scorers=run.scorers,
-        buffer=Buffer(
-            capacity=config.buffer.capacity,
-            limit=config.buffer.limit,
-            sampler=build_sampler(config.buffer.order),
-            on_drop=tracker.expired_in_buffer,
-        ),
+        buffer=buffer,
         admission=admission,
         tracker=tracker,
         partials=PartialRollouts(
@@ -169,6 +177,11 @@ def _build_dispatcher(run: RunParts) -> Dispatcher:
         group_size=config.rollout.group_size + config.rollout.oversample,
         barrier=barrier,
     )
+    if isinstance(buffer.sampler, InOrder):
+        buffer.is_preceded = dispatcher.is_awaited
+    if config.buffer.limit.waits and barrier is None:
+        buffer.running = dispatcher.running
+    return dispatcher
 
 
 def _build_evaluation(

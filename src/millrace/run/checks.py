@@ -5,11 +5,12 @@ imported where no file of a model is needed. Torch-free.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from millrace.config import RunConfig, TaskPlace
 from millrace.core.errors import ConfigError, suggestion
 from millrace.core.records import Sampling
+from millrace.monitoring.trackers import build_tracker
+from millrace.run.cluster import check_cluster
 from millrace.run.mesh_checks import check_mesh
 from millrace.scoring.advantages.estimators import CRITIC, PAIRS
 from millrace.scoring.registry import ScorerSpec
@@ -27,13 +28,20 @@ TeacherSpecs = Sequence[tuple[ScorerSpec, Teacher | SelfTeacher]]
 
 def check_settings(config: RunConfig) -> None:
     """Check what needs nothing but the settings."""
-    for check in (_tasks, _evaluation, _steps, _buffer, _replay, _engines, _adapters, check_mesh):
+    check_tasks(config)
+    for check in (_evaluation, _steps, _buffer, _replay, _engines, _adapters, check_mesh):
         check(config)
-    if config.engine.remote > 0:
-        _joining(config)
+    _fidelity(config)
+    check_cluster(config)
 
 
-def _tasks(config: RunConfig) -> None:
+def check_trackers(config: RunConfig) -> None:
+    for table in config.tracker:
+        build_tracker(table.type_settings)
+
+
+def check_tasks(config: RunConfig) -> None:
+    """Check where tasks come from."""
     _task_place("tasks", config.tasks)
     _task_place("evaluate", config.evaluate)
     for name, row in config.tasks.source.items():
@@ -59,27 +67,21 @@ def _task_place(section: str, place: TaskPlace) -> None:
 
 
 def _evaluation(config: RunConfig) -> None:
-    samples, engines = config.evaluate.samples, config.evaluate.engines
+    samples = config.evaluate.samples
     if samples > 1 and config.evaluate.temperature == 0:
         raise ConfigError(
             f"evaluate.samples = {samples} at evaluate.temperature = 0 are all the same; raise the"
             " temperature, or set evaluate.samples to 1."
         )
-    transport = config.weights.transport
-    is_broadcast = transport == "collective" or (transport == "auto" and config.engine.remote > 0)
-    if engines > 0 and is_broadcast:
-        raise ConfigError(
-            f"evaluate.engines = {engines} take single versions, but weights.transport ="
-            f" {transport!r} broadcasts each version to the same engines; use another transport, or"
-            " set evaluate.engines to 0."
-        )
 
 
 def _steps(config: RunConfig) -> None:
+    if config.tasks.epochs is not None:
+        raise ConfigError("tasks.epochs is for `millrace sft`; remove it, and set trainer.steps.")
     groups = f"trainer.groups_per_step = {config.trainer.groups_per_step}"
-    if config.buffer.capacity < config.trainer.groups_per_step:
+    if config.buffer_capacity < config.trainer.groups_per_step:
         raise ConfigError(
-            f"buffer.capacity = {config.buffer.capacity} cannot hold the {groups} that a step"
+            f"buffer.capacity = {config.buffer.capacity!r} cannot hold the {groups} that a step"
             " takes; raise buffer.capacity."
         )
     if config.trainer.minibatches > config.trainer.groups_per_step:
@@ -96,6 +98,12 @@ def _buffer(config: RunConfig) -> None:
             "weights.interrupt = 'barrier' alternates generation and training, which"
             f" buffer.max_staleness = {buffer.max_staleness} does not; set buffer.max_staleness to"
             " 0, or choose another weights.interrupt."
+        )
+    if config.weights.interrupt == "barrier" and buffer.limit.only_at_take:
+        raise ConfigError(
+            "weights.interrupt = 'barrier' paces generation by the staleness limit, which"
+            " buffer.staleness with enforce = 'take' does not; remove that key, or choose another"
+            " weights.interrupt."
         )
 
 
@@ -118,6 +126,12 @@ def _replay(config: RunConfig) -> None:
 def _engines(config: RunConfig) -> None:
     if config.engine.num_local + config.engine.remote < 1:
         raise ConfigError("engine.count = 0 and engine.remote = 0 leave no engine; raise one.")
+    most, first = config.engine.max_count, config.engine.num_local + config.engine.remote
+    if most is not None and most < first:
+        raise ConfigError(
+            f"engine.max_count = {most} is less than the {first} engines that the run starts with;"
+            " raise it, or lower engine.count."
+        )
     if config.weights.notify and config.weights.transport != "disk":
         raise ConfigError(
             f"weights.notify announces files, and weights.transport = {config.weights.transport!r}"
@@ -137,47 +151,52 @@ def _adapters(config: RunConfig) -> None:
             "lora.apply = 'merged' leaves no base weights for engine.adapters"
             f" ({', '.join(adapters)}); set it to 'unmerged'."
         )
+    if config.lora is not None and config.trainer.router_bias_rate:
+        raise ConfigError(
+            f"trainer.router_bias_rate = {config.trainer.router_bias_rate} changes routers, and"
+            " [lora] publishes nothing but its adapter; set it to 0."
+        )
 
 
-def _joining(config: RunConfig) -> None:
-    """Engines of other hosts must be able to join."""
-    remote, cluster = f"engine.remote = {config.engine.remote}", config.cluster
-    if cluster.address == "auto":
+def _fidelity(config: RunConfig) -> None:
+    if not config.is_exact:
+        return
+    trainer, engine = config.trainer, config.engine
+    obstacles = {
+        f"engine.type = {engine.type!r}": engine.type != "embedded",
+        "[lora]": config.lora is not None,
+        f"engine.adapters ({', '.join(engine.adapters)})": bool(engine.adapters),
+        f"trainer.ranks = {trainer.ranks}": trainer.ranks != 1,
+        f"engine.dtype = {engine.dtype!r} beside trainer.dtype = {trainer.dtype!r}": (
+            engine.dtype != trainer.dtype
+        ),
+    }
+    if obstacle := next((name for name, is_set in obstacles.items() if is_set), None):
         raise ConfigError(
-            f"{remote}, but cluster.address = 'auto' is a local socket that no other host reaches;"
-            " set cluster.address to 'tcp://HOST:PORT'."
-        )
-    if cluster.ticket is None:
-        raise ConfigError(
-            f"{remote}, but there is no cluster.ticket, the file that `millrace join` needs; set it"
-            " to a path outside run_dir."
-        )
-    if Path(cluster.ticket).resolve().is_relative_to(Path(config.run_dir).resolve()):
-        raise ConfigError(
-            f"cluster.ticket = {cluster.ticket!r} is a secret in run_dir ="
-            f" {config.run_dir!r}, which is for keeping and sharing; choose another path."
-        )
-    if config.weights.transport in ("shm", "ipc"):
-        raise ConfigError(
-            f"{remote}, but weights.transport = {config.weights.transport!r} reaches engines on"
-            " this host only; use 'collective', or 'disk' with a directory that all hosts share."
+            f"fidelity.mode = 'exact' does not support {obstacle}, which computes in another order"
+            " or precision; change it, or set fidelity.mode to 'fast'."
         )
 
 
 def local_devices(config: RunConfig) -> list[str]:
     """The devices of the trainer's ranks and of all engines on this host, one for each process."""
+    if not config.cluster.is_local:
+        return []
     first = ("auto", "cuda")
     return ["cuda:0" if device in first else device for _, device in _places(config)]
 
 
 def check_devices(config: RunConfig, resolve: Callable[[str], object]) -> None:
-    """Every device of this host must exist; `resolve` raises ConfigError for one that does not."""
+    """Every device of this host must exist; `resolve` raises ConfigError for one that does not.
+    With another launcher, only models of scorers are on this host."""
+    is_local, elsewhere = config.cluster.is_local, config.environment.models
     models = [
         (f"placement.models.{name}", device)
         for name, devices in config.placement.models.items()
         for device in devices
+        if is_local or name not in elsewhere
     ]
-    for setting, device in [*_places(config), *models]:
+    for setting, device in [*(_places(config) if is_local else ()), *models]:
         try:
             resolve(device)
         except ConfigError as error:
@@ -187,7 +206,7 @@ def check_devices(config: RunConfig, resolve: Callable[[str], object]) -> None:
 def _places(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The setting and the device of each process on this host that computes."""
     placement, models = config.placement, config.environment.models
-    for rank in range(config.trainer.num_ranks):
+    for rank in range(config.trainer.num_ranks - config.trainer.remote):
         yield "placement.trainer", placement.rank(rank)
     num_engines = config.engine.num_local + config.evaluate.engines
     yield from (("placement.engines", placement.engine(i)) for i in range(num_engines))

@@ -5,16 +5,26 @@ Settings are checked before any worker starts; every error is one sentence about
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from millrace.cluster.hub import Hub
+from millrace.cluster.launchers.hosts import JoinLauncher
+from millrace.cluster.messages.environment import StartEnvironment
+from millrace.cluster.supervision.pool import WorkerPool
+from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, TaskError
 from millrace.core.protocols import Environment
+from millrace.core.records import Task
 from millrace.environments.branching.recipes import Pivot, build_recipe
 from millrace.environments.branching.scheduler import Recipe
-from millrace.environments.episode_runner import EnvironmentFunction
+from millrace.environments.episode_runner import (
+    EnvironmentFunction,
+    LoadedEnvironment,
+    ThreadHost,
+)
 from millrace.environments.function_environment import (
     FunctionEnvironment,
     SingleTurn,
@@ -28,9 +38,17 @@ from millrace.environments.role_models import RoleModel, load_role_model
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.threads import LoopThread
 from millrace.environments.tools.mcp_server import McpServer, WithServers
-from millrace.scoring.functions.shipping import resolve_function
+from millrace.environments.workers import EnvironmentReplica, EnvironmentWorkers
+from millrace.run.episodes.external import build_external, check_external
+from millrace.scoring.functions.shipping import SUFFIX, resolve_function, ship_functions
 from millrace.scoring.registry import ScorerSpec
 from millrace.serving.programs.command_environment import PROGRAM_TIMEOUT_S, CommandEnvironment
+
+if TYPE_CHECKING:
+    from millrace.run.prepare import PreparedRun
+
+WORKER_MODULE = "millrace.run.episodes.worker"
+PROMPTS_CHECKED = 64  # rendered at start; a run whose first prompts are all too long never begins
 
 
 def build_environment(
@@ -38,6 +56,13 @@ def build_environment(
 ) -> EnvironmentFunction | None:
     """The function that plays an episode; None if an episode is one prompt and one completion."""
     settings, logs = config.environment, Path(config.run_dir) / "logs"
+    if settings.external is not None:
+        if given is not None:
+            raise ConfigError(
+                "environment.external lets other programs play the episodes, but an environment was"
+                " given as well; remove one of them."
+            )
+        check_external(config)
     if given is None and settings.command:
         return CommandEnvironment(
             settings.command,
@@ -63,6 +88,12 @@ def build_environment(
 
 
 def _check_single_turn(config: RunConfig) -> None:
+    if config.environment.num_workers:
+        raise ConfigError(
+            f"environment.workers = {config.environment.workers} and remote ="
+            f" {config.environment.remote} run an environment, and there is no"
+            " environment.function or command; remove them."
+        )
     if config.rollout.redundancy:
         raise ConfigError(
             f"rollout.redundancy = {config.rollout.redundancy} starts additional episodes of an"
@@ -109,32 +140,136 @@ def load_models(config: RunConfig, *, has_roles: bool) -> dict[str, RoleModel]:
 
 @contextlib.asynccontextmanager
 async def open_environment(
-    config: RunConfig,
-    function: EnvironmentFunction | None,
+    prepared: "PreparedRun",
     *,
-    renderer: Renderer,
-    recipe: Recipe | None,
-    models: Mapping[str, RoleModel],
-) -> AsyncIterator[Environment]:
-    """The environment of a run; an environment function runs in its own thread."""
+    worker_pool: WorkerPool,
+    hub: Hub,
+    private: Path,
+    newest: Callable[[], int],
+) -> AsyncIterator[tuple[Environment, EnvironmentWorkers]]:
+    """The environment of a run, and its workers, which the caller starts. Without any, its function
+    runs in a thread of its own. `newest` returns the newest version that was published."""
+    config, function, renderer = prepared.config, prepared.environment, prepared.renderer
     if function is None:
-        yield SingleTurn()
+        is_external = config.environment.external is not None
+        environment = build_external(prepared, newest) if is_external else SingleTurn()
+        yield environment, EnvironmentWorkers(worker_pool, [])
         return
-    settings = config.environment
-    limits = settings.model_dump(include=set(EpisodeLimits.__dataclass_fields__))
-    with LoopThread("environments") as thread:
+    workers = build_workers(
+        config, prepared.given_environment, worker_pool=worker_pool, hub=hub, private=private
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(workers.close)
+        host = workers
+        if config.environment.num_workers == 0:
+            loaded = LoadedEnvironment(
+                function=function,
+                renderer=renderer,
+                others=prepared.models,
+                records=config.monitoring.record_episodes > 0,
+            )
+            thread = stack.enter_context(LoopThread("environments"))
+            await stack.enter_async_context(lifetime(function, thread=thread))
+            host = ThreadHost(loaded=loaded, thread=thread)
+        settings = config.environment
+        limits = settings.model_dump(include=set(EpisodeLimits.__dataclass_fields__))
         environment = FunctionEnvironment(
-            function,
+            host,
             renderer=renderer,
-            thread=thread,
             limits=EpisodeLimits(**limits),
             redundancy=config.rollout.redundancy,
             ended_reward=settings.ended_reward,
             tool_format=settings.tool_format,
             history=settings.history,
-            records=config.monitoring.record_episodes > 0,
-            recipe=recipe,
-            others=models,
+            recipe=prepared.recipe,
         )
-        async with lifetime(function, thread=thread):
-            yield environment
+        yield environment, workers
+
+
+def build_workers(
+    config: RunConfig,
+    given: EnvironmentFunction | None,
+    *,
+    worker_pool: WorkerPool,
+    hub: Hub,
+    private: Path,
+) -> EnvironmentWorkers:
+    """The workers of the environment, not yet started. `given`: as for build_environment().
+    `private`: directory for a pickled function."""
+    settings = config.environment
+    location = None
+    if given is not None and settings.num_workers > 0:
+        location = ship_functions({"environment": given}, folder=private)["environment"]
+        if settings.remote and location.endswith(SUFFIX):
+            raise ConfigError(
+                f"environment.remote = {settings.remote}, but other hosts cannot"
+                " import the environment; define it at the top of a module, and set"
+                " environment.function to 'module:name'."
+            )
+    start = StartEnvironment(config=_portable(config).model_dump(mode="json"), function=location)
+
+    async def join(name: str, _module: str) -> Worker:
+        timeout_s = None if name in has_joined else config.cluster.join_timeout_s
+        has_joined.add(name)
+        waiting = JoinLauncher(hub.registry, role="environment", timeout_s=timeout_s)
+        return await hub.launch(name, "", launcher=waiting)
+
+    has_joined: set[str] = set()
+    replicas = [
+        EnvironmentReplica(
+            f"environment-{i}",
+            is_remote=i >= settings.workers,
+            module=WORKER_MODULE,
+            start=start,
+            launch=worker_pool.launch if i < settings.workers else join,
+            start_timeout_s=config.cluster.start_timeout_s,
+            hang_timeout_s=config.supervision.hang_timeout_s,
+        )
+        for i in range(settings.num_workers)
+    ]
+    return EnvironmentWorkers(worker_pool, replicas)
+
+
+def _portable(config: RunConfig) -> RunConfig:
+    """The settings with paths that hold in any working directory."""
+    path, settings = Path(config.model.path), config.environment
+    model = {"path": str(path.absolute())} if path.exists() else {}
+    functions = {
+        key: str(Path(value).absolute())
+        for key, value in {"function": settings.function, "score": settings.score}.items()
+        if value is not None and ".py:" in value
+    }
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update=model),
+            "environment": settings.model_copy(update=functions),
+        }
+    )
+
+
+def check_prompts(
+    renderer: Renderer, tasks: Sequence[Task], *, max_context: int, is_played: bool
+) -> None:
+    """One bad prompt costs its own group. If all of the first are bad, the settings are wrong.
+    `is_played`: by an environment of the user, which decides what to generate after a prompt."""
+    tasks = tasks[:PROMPTS_CHECKED]
+    ends = {"" if isinstance(task.prompt, str) else task.prompt[-1]["role"] for task in tasks}
+    if ends == {"assistant"} and not is_played:
+        raise ConfigError(
+            f"Each of the first {len(tasks)} prompts ends with an assistant message; remove these,"
+            " or train on the conversations with `millrace sft`."
+        )
+    lengths: list[int] = []
+    refused: TaskError | None = None
+    for task in tasks:
+        try:
+            lengths.append(len(renderer.render(task.prompt)))
+        except TaskError as error:
+            refused = error
+    if refused is not None and not lengths:
+        raise ConfigError(f"Each of the first {len(tasks)} prompts is refused: {refused}")
+    if lengths and refused is None and min(lengths) >= max_context:
+        raise ConfigError(
+            f"Each of the first {len(tasks)} prompts has at least {min(lengths)} tokens, but the"
+            f" context holds {max_context}; shorten the prompts or raise engine.max_context."
+        )

@@ -1,6 +1,7 @@
 """Checks of the trainer's mesh, against the settings, the model and the devices of this host.
 
-Promise: a mesh that cannot work is refused in one sentence before any worker starts. Torch-free.
+Promise: a mesh that cannot work is refused in one sentence before any worker starts. Only tensor
+parallelism, whose plans are part of the models, imports torch.
 """
 
 from collections.abc import Mapping
@@ -9,7 +10,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from millrace.config import RunConfig
-from millrace.config.training import ADAMW, ADAMW_8BIT
 from millrace.core.errors import ConfigError
 from millrace.core.mesh import MeshSizes
 from millrace.models.directory import num_experts, rope_tables
@@ -39,15 +39,16 @@ def check_mesh(config: RunConfig) -> None:
             f"trainer.mesh.ep = {sizes.ep} does not divide dp_shard * cp ="
             f" {sizes.dp_shard * sizes.cp}; choose a divisor."
         )
+    if config.probes_weights and config.lora is not None and (config.lora.dora or ranks > 1):
+        reason = "lora.dora = true" if config.lora.dora else f"[lora] on trainer.ranks = {ranks}"
+        raise ConfigError(
+            f"The swap probe, which is on with engine.type = 'vllm' or weights.probe = true, cannot"
+            f" score {reason}; train without it, or set weights.probe to false."
+        )
     if sizes.tp > 1 and config.lora is not None and config.lora.dora:
         raise ConfigError(
             f"lora.dora = true is not supported with trainer.mesh.tp = {sizes.tp}; set lora.dora to"
             " false, or tp to 1."
-        )
-    if ranks > 1 and config.optimizer.type == ADAMW_8BIT:
-        raise ConfigError(
-            f"optimizer.type = {ADAMW_8BIT!r} is not supported with trainer.ranks = {ranks} yet;"
-            f" use {ADAMW!r}, with optimizer.offload = true if memory is short."
         )
     if len(devices) != ranks and (len(devices) > 1 or any(":" in device for device in devices)):
         raise ConfigError(
@@ -72,6 +73,12 @@ def check_model_mesh(sizes: MeshSizes, model: "PreTrainedConfig", *, path: str) 
         raise ConfigError(
             f"Model {path!r} has rotary embeddings of type {kinds.pop()!r}, which depend on all"
             f" positions of a pass, and trainer.mesh.cp = {sizes.cp} divides them; set cp to 1."
+        )
+    states = {"conv", "hybrid", "linear_attention"} & {*(getattr(model, "layer_types", None) or [])}
+    if sizes.cp > 1 and states:
+        raise ConfigError(
+            f"Model {path!r} has layers with a recurrent state, which computes a sequence token by"
+            f" token, and trainer.mesh.cp = {sizes.cp} divides sequences; set cp to 1."
         )
     number = num_experts(model)
     if sizes.ep > 1 and number == 0:
@@ -110,7 +117,10 @@ def _check_plans(sizes: MeshSizes, model: "PreTrainedConfig", *, path: str) -> N
                 f"transformers has no plan of {kind} parallelism for {model.model_type!r}, the"
                 f" architecture of model {path!r}; set trainer.mesh.tp and ep to 1."
             )
-    _check_even(model.vocab_size, "tokens in its vocabulary", sizes.tp, "tp", path=path)
+    if sizes.tp > 1:
+        from millrace.models.parallel_plans import check_division  # only here: it imports torch
+
+        check_division(model, tp=sizes.tp)
 
 
 def rank_warnings(config: RunConfig, *, tried: Mapping[str, str] = TRIED) -> list[str]:

@@ -104,12 +104,14 @@ def placed(
     named = {*placement.trainer, *placement.engines}.union(*placement.models.values())
     free = [gpu.name for gpu in gpus if gpu.name not in named]
     trainer, engines, others = placement.trainer, placement.engines, dict(placement.models)
+    tp = config.engine.tp
     if ranks == "auto":
         num_engines = 1 if count == "auto" else count
         num_others = sum(model.count for model in models)
         most = len(free) - num_others - (num_engines if _is_open(engines) else 0)
         ranks = _num_ranks(config, gpus=gpus, most=most)
-    if gpus and _is_open(trainer) and len(free) < ranks > 1:
+    num_here = ranks - config.trainer.remote
+    if gpus and _is_open(trainer) and len(free) < num_here and ranks > 1:
         raise ConfigError(
             f"trainer.ranks = {ranks} need a GPU each, and {len(free)} of the {len(gpus)} GPUs that"
             " PyTorch sees are left for them; lower trainer.ranks, or list the GPU of each rank in"
@@ -117,17 +119,20 @@ def placed(
         )
     if len(gpus) > 1:
         if _is_open(trainer):
-            trainer, free = tuple(free[:ranks]) or (gpus[0].name,), free[ranks:]
+            here, free = free[:num_here] or [gpus[0].name], free[num_here:]
+            trainer = tuple(here[rank % len(here)] for rank in range(ranks))  # on each host alike
         for model in models:
             if _is_open(others.get(model.name, ("auto",))):
                 own = [free.pop() for _ in range(model.count) if len(free) > 1]
                 others[model.name] = tuple(own) or (gpus[-1].name,)
         if _is_open(engines):
-            wanted = len(free) if count == "auto" else count + config.evaluate.engines
+            wanted = len(free) if count == "auto" else tp * (count + config.evaluate.engines)
             engines = tuple(free[:wanted]) or trainer
     if count == "auto":
         is_shared = _is_open(engines) or engines == trainer
-        count = 1 if is_shared else max(1, len(engines) - config.evaluate.engines)
+        num_servers = len(config.engine.options.get("attach", ()))
+        num_places = num_servers or (0 if is_shared else len(engines) // tp)
+        count = max(1, num_places - config.evaluate.engines)
     devices_of = {"trainer": trainer, "engines": engines, "models": others}
     return config.model_copy(
         update={
@@ -144,7 +149,8 @@ def _is_open(devices: tuple[str, ...]) -> bool:
 
 
 def _num_ranks(config: RunConfig, *, gpus: Sequence[LocalDevice], most: int) -> int:
-    """Half of the GPUs, or more if the state of the model needs them; `most` are available."""
+    """Half of the GPUs, or more if the state of the model needs them; `most` are available. All of
+    these if there are no engines."""
     mesh, devices = config.trainer.mesh, config.placement.trainer
     unit = mesh.dp_replicate * mesh.cp * mesh.tp
     if mesh.dp_shard != "auto":
@@ -156,12 +162,18 @@ def _num_ranks(config: RunConfig, *, gpus: Sequence[LocalDevice], most: int) -> 
     alone = config.trainer.model_copy(update={"ranks": 1, "mesh": MeshConfig()})
     state_bytes = _rank_bytes(config.model_copy(update={"trainer": alone}))
     needed = -(-state_bytes * mesh.dp_replicate // int(_ROOM * gpus[0].total_bytes))
-    wanted = max(min(len(gpus) // 2, most), min(needed, most), 1)
+    has_engines = config.engine.num_local + config.engine.remote > 0
+    share = len(gpus) // 2 if has_engines else most
+    wanted = max(min(share, most), min(needed, most), 1)
     return max(unit, wanted - wanted % unit)
 
 
 def placed_processes(
-    config: RunConfig, *, devices: Sequence[LocalDevice], models: Sequence[OtherModel] = ()
+    config: RunConfig,
+    *,
+    devices: Sequence[LocalDevice],
+    models: Sequence[OtherModel] = (),
+    trains: bool = True,
 ) -> list[PlacedProcess]:
     """The processes of a placed run that compute on this host."""
     placement, ranks = config.placement, config.trainer.num_ranks
@@ -172,14 +184,15 @@ def placed_processes(
         found.append(PlacedProcess(name=name, device=device, min_bytes=min_bytes, more=more))
 
     state_bytes = _rank_bytes(config)
-    for rank in range(ranks):
+    for rank in range(ranks - config.trainer.remote if trains else 0):
         name = "trainer" if ranks == 1 else f"trainer-{rank}"
         add(name, placement.rank(rank), state_bytes, "and activations")
-    num_local = config.engine.num_local
+    num_local, tp = config.engine.num_local, config.engine.tp
     policy_bytes = _weight_bytes(config.model.path, config.engine.dtype)
     for i in range(num_local + config.evaluate.engines):
         name = f"engine-{i}" if i < num_local else f"evaluator-{i - num_local}"
-        add(name, placement.engine(i), policy_bytes, "and the KV cache")
+        for part in range(tp):
+            add(name, placement.engine(i * tp + part), policy_bytes // tp, "and the KV cache")
     for model in models:
         for i in range(model.count):
             size = _weight_bytes(model.path, model.dtype)

@@ -6,23 +6,28 @@ It reads the model's tokenizer and configuration, never its weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from millrace.cluster.process import available_cores
-from millrace.config import RunConfig
+from millrace.config import ModelConfig, RunConfig
 from millrace.config.training import ADAMW_8BIT
 from millrace.controller.orders import check_room
-from millrace.core.errors import ConfigError, TaskError
+from millrace.core.errors import ConfigError
 from millrace.core.protocols import Advantages, Capability
 from millrace.core.records import Task
-from millrace.environments.adapters.environment_factory import split_rewards
+from millrace.environments.adapters.environment_factory import EnvironmentFactory, split_rewards
 from millrace.environments.branching.scheduler import Recipe
 from millrace.environments.episode_runner import EnvironmentFunction
 from millrace.environments.role_models import RoleModel
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.inference.backend import check_capabilities, load_backend, seed_warnings
+from millrace.inference.backend import (
+    check_capabilities,
+    check_servers,
+    load_backend,
+    seed_warnings,
+)
 from millrace.journal import JournalHistory
 from millrace.models.directory import (
     context_length,
@@ -31,7 +36,6 @@ from millrace.models.directory import (
     num_experts,
     text_config,
 )
-from millrace.monitoring.trackers import Tracker, build_trackers
 from millrace.run.checks import (
     check_devices,
     check_estimator,
@@ -40,9 +44,10 @@ from millrace.run.checks import (
     check_roles,
     check_settings,
     check_teaching,
+    check_trackers,
     teachers_in,
 )
-from millrace.run.environment import build_environment, load_models, resolve_recipe
+from millrace.run.environment import build_environment, check_prompts, load_models, resolve_recipe
 from millrace.run.mesh_checks import check_mesh, check_model_mesh, rank_warnings
 from millrace.run.placement import (
     LocalDevice,
@@ -64,8 +69,6 @@ from millrace.tasks.sources import load_section, load_sources, make_stream
 from millrace.tasks.streams import TaskStream
 from millrace.training.losses.recipes import ADVANTAGES, DEFAULT, RECIPES, build_loss
 
-PROMPTS_CHECKED = 64  # rendered at start; a run whose first prompts are all too long never begins
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRun:
@@ -75,27 +78,31 @@ class PreparedRun:
     devices: tuple[LocalDevice, ...]  # of this host
     tasks: TaskStream
     held_out: tuple[Task, ...]
-    scorers: tuple[ScorerSpec, ...]
-    advantages: Advantages
-    shaping: Shaping
-    trackers: Sequence[Tracker]
     tokenizer: Any
     renderer: Renderer
-    environment: EnvironmentFunction | None  # None = one prompt, one completion
-    recipe: Recipe | None
-    models: Mapping[str, RoleModel]  # besides the policy, by name
     max_context: int
-    remote_threads: int | None  # cluster.threads as the user set it; hosts differ in cores
     checkpoint: Path | None  # to resume from
     cursor: Cursor
     history: JournalHistory | None  # what the journal holds; None = the run keeps no journal
     warnings: tuple[str, ...] = ()
+    advantages: Advantages = field(default_factory=lambda: build_advantages({}))
+    shaping: Shaping = field(default_factory=Shaping)
+    scorers: tuple[ScorerSpec, ...] = ()
+    environment: EnvironmentFunction | None = None  # None = one prompt, one completion
+    given_environment: EnvironmentFunction | None = None  # what of it is no setting, but an object
+    recipe: Recipe | None = None
+    models: Mapping[str, RoleModel] = field(default_factory=dict[str, RoleModel])  # by name
+
+    @property
+    def remote_threads(self) -> int | None:
+        """cluster.threads as the user set it; hosts differ in cores."""
+        return self.given.cluster.threads
 
     @property
     def portable_config(self) -> RunConfig:
         """The settings without what holds on this host only: it may be resumed on another one."""
         given = self.given
-        return _with(
+        return with_sections(
             self.config.model_copy(update={"placement": given.placement}),
             engine={"count": given.engine.count},
             trainer={"ranks": given.trainer.ranks},
@@ -137,6 +144,7 @@ def prepare(
     scorers: Sequence[Callable[..., Any]] = (),
     environment: Callable[..., Any] | None = None,
     resume: bool = False,
+    trains: bool = True,  # False: there is no trainer, which would need memory
 ) -> PreparedRun:
     check_settings(config)
     sources = load_sources(config.tasks, tasks)
@@ -145,23 +153,24 @@ def prepare(
     all_tasks = [*train_tasks, *held_out]
     specs = [*resolve_scorers(config.scorers), *map(function_scorer, scorers)]
     specs, function = split_rewards(specs, build_environment(config, environment), tasks=all_tasks)
-    rewards = environment is not None or config.environment.may_reward
-    check_scorers(specs, all_tasks, may_be_empty=rewards)
+    may_be_empty = environment is not None or config.environment.may_reward
+    check_scorers(specs, all_tasks, may_be_empty=may_be_empty)
     check_roles(config, specs, num_held_out=len(held_out))
     config = _resolve_objective(config, specs)
     advantages = build_advantages(config.scoring.advantages)
     shaping = _shaping(config, scorers=[spec.name for spec in specs])
-    trackers = build_trackers([table.type_settings for table in config.tracker])
+    check_trackers(config)
     recipe = resolve_recipe(config, specs)
     capabilities = load_backend(config.engine).capabilities
     # Files of the model are read from here on, which imports torch.
-    tokenizer, max_context = _read_model(config)
-    given, (config, processes, devices) = config, _place(config, specs)
-    _check_files(config, capabilities)
+    tokenizer, max_context = read_model(config.model, wanted=config.engine.max_context)
+    given, (config, processes, devices) = config, place(config, specs, trains=trains)
+    warnings = [*seed_warnings(config.engine, capabilities), *rank_warnings(config)]
+    check_files(config, capabilities)
     _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
     renderer.check(all_tasks)
-    _check_prompts(renderer, train_tasks[:PROMPTS_CHECKED], max_context=max_context)
+    check_prompts(renderer, train_tasks, max_context=max_context, is_played=function is not None)
     stream = make_stream(sources, config.tasks, seed=config.seed)
     point = find_resume_point(config, stream, resume=resume)
     prepared = PreparedRun(
@@ -174,30 +183,29 @@ def prepare(
         scorers=specs,
         advantages=advantages,
         shaping=shaping,
-        trackers=trackers,
         tokenizer=tokenizer,
         renderer=renderer,
         environment=function,
+        given_environment=function if isinstance(function, EnvironmentFactory) else environment,
         recipe=recipe,
         models=load_models(config, has_roles=function is not None),
         max_context=max_context,
-        remote_threads=given.cluster.threads,
         checkpoint=point.checkpoint,
         cursor=point.cursor,
         history=point.history,
-        warnings=(*point.warnings, *_warnings(config, capabilities)),
+        warnings=(*point.warnings, *warnings),
     )
-    _check_vocabularies(prepared)
-    return prepared
+    return _with_checked_teachers(prepared)
 
 
-def _check_vocabularies(prepared: PreparedRun) -> None:
+def _with_checked_teachers(prepared: PreparedRun) -> PreparedRun:
     for spec in prepared.scorers:
         if isinstance(spec.type, Teacher | SelfTeacher | Reference):
             spec.type.check_model(prepared.run_info, name=spec.name)
+    return prepared
 
 
-def _with(config: RunConfig, **sections: Mapping[str, Any]) -> RunConfig:
+def with_sections(config: RunConfig, **sections: Mapping[str, Any]) -> RunConfig:
     """The settings with new values of some keys, by section."""
     update = {
         name: getattr(config, name).model_copy(update=dict(values))
@@ -208,13 +216,13 @@ def _with(config: RunConfig, **sections: Mapping[str, Any]) -> RunConfig:
 
 def _resolve_objective(config: RunConfig, specs: Sequence[ScorerSpec]) -> RunConfig:
     """Resolve what the loss implies and what teachers imply for it, and check the result."""
-    config = _with(config, scoring={"advantages": _estimator(config)})
+    config = with_sections(config, scoring={"advantages": _estimator(config)})
     config = config.model_copy(update={"loss": {**_distillation(config, specs), **config.loss}})
     check_room(
         config.buffer.order,
         groups_per_step=config.trainer.groups_per_step,
-        capacity=config.buffer.capacity,
-        max_staleness=config.buffer.max_staleness,
+        capacity=config.buffer_capacity,
+        limit=config.buffer.limit,
     )
     loss = build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens)
     check_loss(config, loss)
@@ -223,35 +231,32 @@ def _resolve_objective(config: RunConfig, specs: Sequence[ScorerSpec]) -> RunCon
     return config
 
 
-def _read_model(config: RunConfig) -> tuple[Any, int]:
-    """The tokenizer, and the length of the longest sequence in tokens."""
-    path, trust = config.model.path, config.model.trust_remote_code
-    wanted, setting = config.engine.max_context, "engine.max_context"
+def read_model(model: ModelConfig, *, wanted: int | None) -> tuple[Any, int]:
+    """The tokenizer, and the length of the longest sequence in tokens; `wanted` is that setting."""
+    path, trust, setting = model.path, model.trust_remote_code, "engine.max_context"
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     return tokenizer, context_length(path, wanted=wanted, setting=setting, trust_remote_code=trust)
 
 
-def _warnings(config: RunConfig, capabilities: frozenset[Capability]) -> list[str]:
-    return [*seed_warnings(config.engine, capabilities), *rank_warnings(config)]
-
-
-def _place(
-    config: RunConfig, specs: Sequence[ScorerSpec]
+def place(
+    config: RunConfig, specs: Sequence[ScorerSpec], *, trains: bool = True
 ) -> tuple[RunConfig, list[PlacedProcess], tuple[LocalDevice, ...]]:
     """The settings with every "auto" resolved, and what runs where."""
     from millrace.models.loading import resolve_device
 
-    models, devices = other_models(config, specs), host_devices()
-    config = placed(config, devices=devices, models=models)
+    models, devices, is_local = other_models(config, specs), host_devices(), config.cluster.is_local
+    # Another launcher chooses the GPUs, so the number of processes is that of the settings.
+    config = placed(config, devices=devices if is_local else devices[-1:], models=models)
     check_mesh(config)
     check_devices(config, resolve_device)
     config = _resolve_auto(config)
-    processes = placed_processes(config, devices=devices, models=models)
-    check_memory(processes, devices)
+    processes = placed_processes(config, devices=devices, models=models, trains=trains)
+    if is_local:
+        check_memory(processes, devices)
     return config, processes, devices
 
 
-def _check_files(config: RunConfig, capabilities: frozenset[Capability]) -> None:
+def check_files(config: RunConfig, capabilities: frozenset[Capability]) -> None:
     """Check adapters, and what mesh and engine backend must offer for this model."""
     from millrace.models.lora.factors import require_peft
     from millrace.models.lora.folders import check_resident
@@ -267,6 +272,7 @@ def _check_files(config: RunConfig, capabilities: frozenset[Capability]) -> None
     model = config.model
     found = text_config(model.path, trust_remote_code=model.trust_remote_code)
     check_model_mesh(config.trainer.mesh_sizes, found, path=model.path)
+    check_servers(config)
     check_capabilities(config, capabilities, has_experts=num_experts(found) > 0)
 
 
@@ -323,38 +329,24 @@ def _estimator(config: RunConfig) -> dict[str, Any]:
     return dict(ADVANTAGES.get(recipe, {"type": "group"}))
 
 
-def _check_prompts(renderer: Renderer, tasks: Sequence[Task], *, max_context: int) -> None:
-    """One bad prompt costs its own group. If all of the first are bad, the settings are wrong."""
-    lengths: list[int] = []
-    refused: TaskError | None = None
-    for task in tasks:
-        try:
-            lengths.append(len(renderer.render(task.prompt)))
-        except TaskError as error:
-            refused = error
-    if refused is not None and not lengths:
-        raise ConfigError(f"Each of the first {len(tasks)} prompts is refused: {refused}")
-    if lengths and refused is None and min(lengths) >= max_context:
-        raise ConfigError(
-            f"Each of the first {len(tasks)} prompts has at least {min(lengths)} tokens, but the"
-            f" context holds {max_context}; shorten the prompts or raise engine.max_context."
-        )
-
-
 def _resolve_auto(config: RunConfig) -> RunConfig:
     """Replace "auto" by the learning rate, CPU threads and data types of this run. All engines use
     one data type, those of other hosts included: weights travel in it."""
+    import torch
+
     from millrace.models.loading import resolve_device, resolve_dtype
 
     def dtype(wanted: str, device: str) -> str:
-        return str(resolve_dtype(wanted, resolve_device(device))).removeprefix("torch.")
+        is_here = config.cluster.is_local or device == "auto"
+        found = resolve_device(device) if is_here else torch.device(device)
+        return str(resolve_dtype(wanted, found)).removeprefix("torch.")
 
     engine, trainer, placement = config.engine, config.trainer, config.placement
     num_engines = engine.num_local + config.evaluate.engines
     num_engines += sum(model.engine.num_local for model in config.environment.models.values())
     threads = max(1, available_cores() // (num_engines + trainer.num_ranks))
     engine_device = placement.engine(0) if engine.num_local > 0 else placement.trainer[0]
-    return _with(
+    return with_sections(
         config,
         optimizer={"learning_rate": config.learning_rate},
         engine={"dtype": dtype(engine.dtype, engine_device)},

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from millrace.config import RunConfig
+from millrace.config import ModelConfig, RunConfig
 from millrace.core.errors import CheckpointError, ConfigError
 from millrace.core.records import DEFAULT_POLICY
 from millrace.journal import JournalHistory, Ledger, read_journal
+from millrace.models.directory import text_config
 from millrace.monitoring.run_dir import RunDir
 from millrace.tasks.streams import TaskStream
 from millrace.training.checkpoints.directory import (
@@ -46,6 +47,20 @@ class ResumePoint:
     cursor: Cursor
     history: JournalHistory | None  # what the journal holds; None = the run keeps no journal
     warnings: tuple[str, ...]
+
+
+def has_started(config: RunConfig) -> bool:
+    """Whether there is a run to resume, in run_dir or at checkpoint.path."""
+    run_dir, url = RunDir(config.run_dir), config.checkpoint.path
+    is_here = run_dir.exists or bool(run_dir.checkpoint_paths)
+    return is_here or (url is not None and bool(CheckpointStore(url).steps()))
+
+
+def has_finished(config: RunConfig) -> bool:
+    """Whether the run has completed all of its steps."""
+    run_dir = RunDir(config.run_dir)
+    last = f"step_{config.trainer.steps}"
+    return run_dir.is_finished and any(path.name == last for path in run_dir.checkpoint_paths)
 
 
 def find_resume_point(config: RunConfig, stream: TaskStream, *, resume: bool) -> ResumePoint:
@@ -103,6 +118,7 @@ def _newest_checkpoint(
     from millrace.models.lora.folders import check_same_kind  # only here: it imports torch
 
     check_same_kind(checkpoint, config.lora)
+    _check_same_model(checkpoint, config.model)
     check_same_critic(checkpoint, has_critic=config.critic is not None)
     is_over = RunDir(config.run_dir).is_finished or state["version"] > config.trainer.steps
     if is_over and state["version"] >= config.trainer.steps:
@@ -118,6 +134,24 @@ def _newest_checkpoint(
         tasks=state.get("tasks", {}),
         journal=state.get("journal"),
     )
+
+
+def _check_same_model(checkpoint: Path, model: ModelConfig) -> None:
+    """Refuse to resume from the weights of another model; an adapter is compared when it loads."""
+    if not (checkpoint / "config.json").is_file():
+        return
+    ours, saved = (
+        text_config(str(path), trust_remote_code=model.trust_remote_code)
+        for path in (model.path, checkpoint)
+    )
+    for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
+        found, wanted = getattr(saved, name, None), getattr(ours, name, None)
+        if found != wanted:
+            raise ConfigError(
+                f"{str(checkpoint)!r} holds a model whose {name} is {found!r}, and that of"
+                f" model.path = {model.path!r} is {wanted!r}; resume with the model that the run"
+                " began with."
+            )
 
 
 def resume_history(folder: Path, checkpoint: Cursor) -> tuple[JournalHistory, list[str]]:

@@ -9,14 +9,12 @@ controller's event loop.
 
 import asyncio
 import contextlib
-import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 
-from millrace.cluster.address import MAX_SOCKET_PATH
 from millrace.core.errors import ConfigError, MillraceError
 from millrace.run.workers import RunWorkers
 
@@ -60,7 +58,7 @@ def ask(run_dir: Path, *, add: int = 0, remove: tuple[str, ...] = ()) -> list[st
 
 @contextlib.asynccontextmanager
 async def scaling_server(
-    workers: RunWorkers, *, pointer: Path, private: Path, warn: Callable[[str], None]
+    workers: RunWorkers, *, pointer: Path, private: Path
 ) -> AsyncIterator[None]:
     """Serve requests inside the context; the file `pointer` holds the path of the socket."""
     connections: set[asyncio.Task[None] | None] = set()
@@ -78,13 +76,6 @@ async def scaling_server(
             connections.discard(asyncio.current_task())
 
     path = private / _SOCKET
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
-        warn(
-            f"Engines of this run cannot be added or removed: the path of its socket,"
-            f" {str(path)!r}, is too long; set TMPDIR to a shorter folder."
-        )
-        yield
-        return
     server = await asyncio.start_unix_server(serve, path)
     try:
         pointer.write_text(f"{path}\n")  # noqa: ASYNC240 - a few bytes

@@ -10,7 +10,6 @@ Runs on the controller's event loop.
 
 import asyncio
 import itertools
-import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,10 @@ from typing import Any
 
 import msgspec
 
+from millrace.cluster import address as addresses
 from millrace.cluster.hub import Hub
+from millrace.cluster.launchers.hosts import JoinLauncher
+from millrace.cluster.launchers.launcher import Launcher, Resources
 from millrace.cluster.messages import Message, StartEngine, StartTrainer
 from millrace.cluster.mps import below_normal
 from millrace.cluster.supervision.group import GroupReplica
@@ -29,7 +31,7 @@ from millrace.config import EngineConfig, RunConfig, WeightsConfig
 from millrace.core.errors import ConfigError, WeightError
 from millrace.core.protocols import Engine
 from millrace.core.records import WeightUpdate
-from millrace.inference.backend import load_backend
+from millrace.inference.backend import load_backend, of_engine, server_secrets
 from millrace.inference.pool import EnginePool
 from millrace.inference.remote import EngineReplica
 from millrace.run.prepare import PreparedRun
@@ -38,7 +40,8 @@ from millrace.training.group import StepsInMemory, TrainerGroup
 
 MIN_STEP_TIMEOUT_S = 3600.0  # a trainer that hangs is found earlier, by supervision.hang_timeout_s
 SAVE_TIMEOUT_S = 1800.0  # until a checkpoint is on the disk, which may be a slow network disk
-OPEN_TO_HOSTS = "Another host can take its place: run `millrace join` there."
+ENGINE_MODULE = "millrace.inference.worker"
+OPEN_TO_HOSTS = "Its host starts another; if that has left, run `millrace join` on any host."
 
 Start = Callable[[str, bool], Awaitable[Worker]]  # name, whether it joins or restarts late
 
@@ -47,6 +50,7 @@ Start = Callable[[str, bool], Awaitable[Worker]]  # name, whether it joins or re
 class RunWorkers:
     prepared: PreparedRun
     hub: Hub
+    launcher: Launcher  # of ranks and engines, as far as they do not join
     worker_pool: WorkerPool
     # Environment of engines and the trainer. Scorers do not get it: they may be killed at any time,
     # and with MPS such a death disturbs every process on that GPU.
@@ -54,6 +58,7 @@ class RunWorkers:
     on_phase: Callable[[str, str | None], None]  # worker, start-up phase; None when it is ready
     # Gets the newest version, and must release it, after a trainer was restarted.
     on_restored: Callable[[WeightUpdate], None]
+    trains: bool = True  # False: there is no trainer, and the engines keep their weights
 
     def __post_init__(self) -> None:
         config = self._config = self.prepared.config
@@ -78,7 +83,7 @@ class RunWorkers:
         """Start all workers concurrently, and run `others` beside them."""
         num_local, num_remote = self._config.engine.num_local, self._config.engine.remote
         add, policy = self.worker_pool.add, self.worker_pool.policy
-        joining = replace(policy, delay_restarts=False, remedy=OPEN_TO_HOSTS)
+        joining = replace(policy, remedy=OPEN_TO_HOSTS)
         async with asyncio.TaskGroup() as starting:
             for i in range(num_local + num_remote):
                 name, is_remote = f"engine-{i}", i >= num_local
@@ -96,15 +101,23 @@ class RunWorkers:
                     name, pool = f"model-{model}-{i}", self.models[model]
                     engine = self._replica(name, pool, start, fixed=settings.engine)
                     starting.create_task(add(engine))
-            starting.create_task(add(self._trainer))
+            if self.trains:
+                is_joined = self._config.trainer.remote > 0
+                starting.create_task(add(self._trainer, policy=joining if is_joined else None))
             for other in others:
                 starting.create_task(other)
 
     async def add_engine(self) -> str:
-        """Start one more engine on this host; returns its name."""
+        """Start one more engine; returns its name."""
         name = f"engine-{next(self._numbers)}"
+        device, gpus = self._config.placement.engines[0], self._config.engine.tp
+        await self.launcher.reserve({name: self._resources(device, gpus=gpus)})
         engine = self._replica(name, self.engines, self._start_local, joins_late=True)
-        await self.worker_pool.add(engine)
+        try:
+            await self.worker_pool.add(engine)
+        except BaseException:
+            await self.launcher.release(name)
+            raise
         self.engine_names.append(name)
         return name
 
@@ -119,6 +132,33 @@ class RunWorkers:
             raise ConfigError(f"{name!r} is the last engine of the run; add another first.")
         names.remove(name)
         await self.worker_pool.remove(name)
+        await self.launcher.release(name)
+
+    async def reserve(self) -> None:
+        """Hold what all workers need before the first one starts."""
+        config, placement = self._config, self._config.placement
+        await self.launcher.reserve(
+            {
+                name: self._resources(placement.rank(rank))
+                for rank, name in enumerate(self._trainer.members_here if self.trains else ())
+            }
+        )
+        num_engines = config.engine.num_local
+        names = [f"engine-{i}" for i in range(num_engines)]
+        names += [f"evaluator-{i}" for i in range(config.evaluate.engines)]
+        tp = config.engine.tp
+        places = {name: (placement.engine(i * tp), tp) for i, name in enumerate(names)}
+        for model, settings in config.environment.models.items():
+            for i in range(settings.engine.num_local):
+                places[f"model-{model}-{i}"] = placement.model(model, i), settings.engine.tp
+        for name, (device, gpus) in places.items():
+            await self.launcher.reserve({name: self._resources(device, gpus=gpus)})
+
+    def _resources(self, device: str, *, gpus: int = 1) -> Resources:
+        if device == "auto":
+            device = self.prepared.devices[0].name
+        gpus = 0 if device == "cpu" else gpus
+        return Resources(cpus=self._config.cluster.threads or 1, gpus=gpus)
 
     def _replica(
         self,
@@ -134,7 +174,7 @@ class RunWorkers:
             name,
             pool=pool,
             start=partial(start, name),
-            load_newest=self._load_newest if fixed is None else None,
+            load_newest=self._load_newest if fixed is None and self.trains else None,
             hang_timeout_s=self._config.supervision.hang_timeout_s,
             start_timeout_s=self._config.cluster.start_timeout_s,
             joins_late=joins_late,
@@ -144,16 +184,19 @@ class RunWorkers:
     async def _start_local(self, name: str, is_late: bool) -> Worker:
         role, _, number = name.rpartition("-")
         index = int(number) + (self._config.engine.num_local if role == "evaluator" else 0)
-        device = self._config.placement.engine(index)
-        start = self._start_engine(self._config.placed_on(device), is_late=is_late)
-        return await self._launch(name, start, module="millrace.inference.worker")
+        engine = of_engine(self._config.engine, index)
+        device = self._config.placement.engine(index * engine.tp)
+        config = self._config.model_copy(update={"engine": engine}).placed_on(device)
+        start = self._start_engine(config, is_late=is_late, role=role)
+        return await self._launch(name, start, engine)
 
     async def _start_remote(self, name: str, is_late: bool) -> Worker:
         """Wait for an engine from another host: for a late one without limit."""
-        self.on_phase(name, "waiting for another host to join")
         timeout_s = None if is_late else self._config.cluster.join_timeout_s
-        worker = await self.hub.await_joined(name, timeout_s=timeout_s)
-        device = self._config.placement.engine(int(name.rpartition("-")[2]))
+        # Only its kind: which GPUs a host has, and which of them are free, that host knows.
+        device = self._config.placement.engine(0).partition(":")[0]
+        num_gpus = 0 if device == "cpu" else self._config.engine.tp
+        worker = await self.join(name, role="engine", timeout_s=timeout_s, num_gpus=num_gpus)
         start = self._start_engine(self._remote_config.placed_on(device), is_late=is_late)
         try:
             return await self._load(worker, start)
@@ -161,27 +204,29 @@ class RunWorkers:
             raise ConfigError(f"On {worker.host}, for {name}: {error}") from error
 
     async def _start_model(self, model: str, name: str, _is_late: bool) -> Worker:
-        settings = self._config.environment.models[model]
+        settings, index = self._config.environment.models[model], int(name.rpartition("-")[2])
         own = {
             "model": settings.model,
-            "engine": settings.engine,
+            "engine": of_engine(settings.engine, index),
             "lora": None,
             "weights": WeightsConfig(),  # its weights never change
         }
-        device = self._config.placement.model(model, int(name.rpartition("-")[2]))
+        device = self._config.placement.model(model, index)
         config = self._config.model_copy(update=own).placed_on(device)
         start = StartEngine(
             config=config.model_dump(mode="json"), model_path=_absolute(settings.path), version=0
         )
         try:
-            return await self._launch(name, start, module="millrace.inference.worker")
+            return await self._launch(name, start, settings.engine)
         except ConfigError as error:
             raise ConfigError(f"For environment.models.{model}: {error}") from error
 
-    def _start_engine(self, config: RunConfig, *, is_late: bool) -> StartEngine:
+    def _start_engine(
+        self, config: RunConfig, *, is_late: bool, role: str = "engine"
+    ) -> StartEngine:
         # A late engine gets the newest weights before it serves. The checkpoint that the run
         # resumed from may be gone by then; the model never is.
-        prepared = self.prepared
+        prepared, is_late = self.prepared, is_late and self.trains
         adapter = None if is_late else prepared.adapter_path
         return StartEngine(
             config=config.model_dump(mode="json"),
@@ -189,11 +234,25 @@ class RunWorkers:
             version=0 if is_late else prepared.cursor.version,
             adapter_path=None if adapter is None else _absolute(adapter),
             records_routes=config.trainer.replay_routes,
+            role=role,
         )
 
-    async def _launch(self, name: str, start: Message, *, module: str) -> Worker:
+    async def _launch(self, name: str, start: Message, engine: EngineConfig) -> Worker:
+        env = {**self.gpu_env, **server_secrets(engine)}
+        return await self._load(await self.launch(name, ENGINE_MODULE, env=env), start)
+
+    async def launch(self, name: str, module: str, *, env: Mapping[str, str]) -> Worker:
+        """Start a process that has resources reserved."""
         self.on_phase(name, "starting the process")
-        return await self._load(await self.hub.launch(name, module, env=self.gpu_env), start)
+        return await self.hub.launch(name, module, env=env, launcher=self.launcher)
+
+    async def join(
+        self, name: str, *, role: str, timeout_s: float | None, num_gpus: int = 0
+    ) -> Worker:
+        """Wait for a host that brings this worker."""
+        self.on_phase(name, "waiting for another host to join")
+        waiting = JoinLauncher(self.hub.registry, role=role, timeout_s=timeout_s, num_gpus=num_gpus)
+        return await self.hub.launch(name, "", launcher=waiting)
 
     async def _load(self, worker: Worker, start: Message) -> Worker:
         self.on_phase(worker.name, "loading")
@@ -220,9 +279,11 @@ class _TrainerReplica(GroupReplica):
     def __init__(self, workers: RunWorkers) -> None:
         prepared, config = workers.prepared, workers.prepared.config
         ranks = config.trainer.num_ranks
+        members = ["trainer"] if ranks == 1 else [f"trainer-{rank}" for rank in range(ranks)]
+        self.members_here = members[: ranks - config.trainer.remote]  # the others join
         super().__init__(
             "trainer",
-            members=["trainer"] if ranks == 1 else [f"trainer-{rank}" for rank in range(ranks)],
+            members=members,
             hang_timeout_s=config.supervision.hang_timeout_s,
             first_hang_timeout_s=config.cluster.start_timeout_s,
         )
@@ -241,9 +302,12 @@ class _TrainerReplica(GroupReplica):
         return self._trainer
 
     async def launch(self, name: str) -> Worker:
-        self._run_workers.on_phase(name, "starting the process")
-        env = below_normal(self._run_workers.gpu_env)
-        return await self._run_workers.hub.launch(name, "millrace.training.worker", env=env)
+        workers = self._run_workers
+        if name in self.members_here:
+            env = below_normal(workers.gpu_env)
+            return await workers.launch(name, "millrace.training.worker", env=env)
+        timeout_s = None if self._trainer is not None else self._config.cluster.join_timeout_s
+        return await workers.join(name, role="trainer", timeout_s=timeout_s)
 
     async def attach(self, workers: Sequence[Worker], *, is_restart: bool) -> None:
         checkpoint = self._checkpoint
@@ -268,26 +332,50 @@ class _TrainerReplica(GroupReplica):
         self.trainer.lose()
 
     async def _load(self, workers: Sequence[Worker], checkpoint: Path | None) -> None:
-        """Let all ranks load at once; they find each other at a port that is free now."""
+        """Let all ranks load at once; they find each other at a port of rank 0's host."""
+        host, port = self._address(workers[0]), workers[0].free_address[1]
         start = StartTrainer(
-            config=self._config.model_dump(mode="json"),
-            checkpoint=None if checkpoint is None else str(checkpoint),
-            rendezvous="" if len(workers) == 1 else f"tcp://127.0.0.1:{_free_port()}",
+            config=self._portable_config().model_dump(mode="json"),
+            checkpoint=None if checkpoint is None else _absolute(str(checkpoint)),
+            rendezvous="" if len(workers) == 1 else f"tcp://{host}:{port}",
+            shares_gpu=self._shares_gpu(workers),
         )
 
         async def load(rank: int, worker: Worker) -> None:
             self._run_workers.on_phase(worker.name, "loading")
-            message = msgspec.structs.replace(start, rank=rank)
+            others = [other for other in workers if other.host != worker.host]
+            message = msgspec.structs.replace(
+                start,
+                rank=rank,
+                own_address="" if worker.host is None else worker.free_address[0],
+                peer_address=self._address(others[0]) if others else "",
+            )
             await worker.call(message, timeout_s=self._config.cluster.start_timeout_s)
             self._run_workers.on_phase(worker.name, None)
 
         await asyncio.gather(*(load(rank, worker) for rank, worker in enumerate(workers)))
 
+    def _address(self, rank: Worker) -> str:
+        """Of its host, as the other ranks reach it."""
+        if rank.host is None and self._config.trainer.remote:
+            return addresses.split(self._run_workers.hub.ticket().address)[0]
+        address = rank.free_address[0]
+        return f"[{address}]" if ":" in address else address
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    def _shares_gpu(self, workers: Sequence[Worker]) -> bool | None:
+        """Whether two ranks use one GPU; None on one host, whose placement says it."""
+        if not self._config.spans_hosts:
+            return None
+        places = [(rank.host, self._config.placement.rank(i)) for i, rank in enumerate(workers)]
+        return self._config.cluster.is_local and len(set(places)) < len(places)
+
+    def _portable_config(self) -> RunConfig:
+        """Settings with paths that hold in any working directory of a host."""
+        if not self._config.trainer.remote:
+            return self._config
+        model = self._config.model.model_copy(update={"path": _absolute(self._config.model.path)})
+        update = {"run_dir": str(self._run_dir.absolute()), "model": model}
+        return self._config.model_copy(update=update)
 
 
 def _absolute(model: str) -> str:

@@ -240,7 +240,10 @@ class RunChecker:
         self._num_rows = len(rows)
 
     def _read_groups(self, step: int) -> None:
-        text = (self._run_dir.rollouts / f"step_{step}.jsonl").read_text()
+        path = self._run_dir.rollouts / f"step_{step}.jsonl"
+        if not path.exists():  # killed right after the row and, in another thread, a checkpoint
+            return
+        text = path.read_text()
         numbers = frozenset(json.loads(line)["group"] for line in text.splitlines())
         before = self.groups.setdefault(step, numbers)
         if before != numbers:

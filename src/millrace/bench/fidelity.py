@@ -1,0 +1,206 @@
+"""`millrace bench fidelity`: logprobs that differ between engine and trainer, bit by bit.
+
+The engine samples groups of completions with few KV blocks and short prefill chunks, so that
+prompts are prefilled in parts, prefixes are reused and sequences are preempted; some requests
+truncate their distribution. The trainer computes the logprobs of the same tokens, packed with
+shared prompts into microbatches of several sizes. Both have the same weights, of which engines get
+those rounded to the compute dtype.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from millrace.bench import bench_parser, write_result
+from millrace.bench.workloads import chosen_device, described, make_model, shapes
+from millrace.config import EngineConfig
+from millrace.core.microbatch import Microbatch
+from millrace.core.records import (
+    Completion,
+    Episode,
+    Group,
+    Kept,
+    Request,
+    Rollout,
+    Sampling,
+    Task,
+)
+from millrace.inference.backend import EmbeddedBackend
+from millrace.inference.embedded.build import engine_of
+from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.embedded.self_test import engine_path
+from millrace.models.attention.self_test import PACKED
+from millrace.training.optimizer import TrainSettings
+from millrace.training.packing.packer import pack
+from millrace.training.policy_model import PolicyModel
+
+_GROUP = 4  # completions of a prompt
+_BLOCK_TOKENS = 16
+
+
+@dataclass(kw_only=True, slots=True)
+class Differences:
+    tokens: int = 0
+    differing: int = 0
+    largest: float = 0.0  # nats
+    total: float = 0.0
+
+    def add(self, ours: np.ndarray, theirs: np.ndarray) -> None:  # [N] float32 each
+        apart = np.abs(ours.astype(np.float64) - theirs)
+        self.tokens += len(ours)
+        self.differing += int((ours.view(np.int32) != theirs.view(np.int32)).sum())
+        self.largest = max(self.largest, float(apart.max(initial=0.0)))
+        self.total += float(apart.sum())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = bench_parser("fidelity", on_device=True)
+    parser.add_argument("--model", help=f"a shape ({', '.join(shapes())}) or a model directory")
+    parser.add_argument("--mode", choices=["exact", "fast"], default="exact")
+    parser.add_argument("--tokens", type=int, help="to compare (1,000,000; on a CPU 20,000)")
+    parser.add_argument("--batch", type=int, help="sequences decoded together (256; on a CPU 16)")
+    parser.add_argument("--new-tokens", type=int, help="of each completion (256; on a CPU 64)")
+    parser.add_argument("--decode-steps", type=int, help="decode steps per launch on the device")
+    args = parser.parse_args(argv)
+    result = measure(args)
+    for name, value in result.items():
+        print(f"{name:<24}{value:,.3g}" if isinstance(value, float) else f"{name:<24}{value}")
+    write_result(result, args.json)
+    return int(args.mode == "exact" and result["differing"] > 0)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    device, dtype = chosen_device(args)
+    on_gpu, exact = device.type == "cuda", args.mode == "exact"
+    name = args.model or ("smollm2-135m" if on_gpu else "tiny")
+    wanted = args.tokens or (1_000_000 if on_gpu else 20_000)
+    batch = args.batch or (256 if on_gpu else 16)
+    new_tokens = args.new_tokens or (256 if on_gpu else 64)
+    model, _ = make_model(name, dtype=torch.float32, device=device, attention=PACKED)
+    settings = TrainSettings(compute_dtype=dtype, compile_layers=on_gpu, exact=exact)
+    policy = PolicyModel(model, settings=settings)
+    engine = _engine(name, policy, args, batch=batch, new_tokens=new_tokens, exact=exact)
+    known = min(1000, model.config.get_text_config().vocab_size)
+    found, round_number = Differences(), 0
+    while found.tokens < wanted:
+        groups = generate(
+            engine, round_number, num_prompts=batch // 2, new_tokens=new_tokens, num_tokens=known
+        )
+        for part in _microbatches(groups, round_number, on_gpu=on_gpu):
+            with torch.no_grad():
+                logprobs = policy.logprobs(part).logprobs.cpu().numpy()
+            found.add(logprobs, part.engine_logprobs)
+        round_number += 1
+        print(f"{found.tokens:,} logprobs compared, {found.differing:,} differ", file=sys.stderr)
+    stats = engine.stats()
+    return {
+        "model": name,
+        "mode": args.mode,
+        **described(device, dtype),
+        "tokens": found.tokens,
+        "differing": found.differing,
+        "largest_difference": found.largest,
+        "mean_difference": found.total / found.tokens,
+        "prefill_tokens": stats.prefill_tokens,
+        "reused_tokens": stats.cached_tokens,
+        "preemptions": stats.preemptions,
+    }
+
+
+def _engine(
+    name: str,
+    policy: PolicyModel,
+    args: argparse.Namespace,
+    *,
+    batch: int,
+    new_tokens: int,
+    exact: bool,
+) -> EmbeddedEngine:
+    """An engine with the policy's weights, and too few KV blocks for its sequences."""
+    device, dtype = chosen_device(args)
+    path = engine_path(device)
+    model, tokenizer = make_model(name, dtype=dtype, device=device, attention=path)
+    model.load_state_dict(policy.module.state_dict())
+    context = 2 * new_tokens
+    text = model.config.get_text_config()
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token_bytes = 2 * text.num_key_value_heads * head * text.num_hidden_layers * dtype.itemsize
+    return engine_of(
+        model,
+        tokenizer,
+        config=EngineConfig(max_sequences=batch, max_context=context),
+        version=0,
+        exact=exact,
+        options=EmbeddedBackend(
+            kv_bytes=batch * context // 4 * token_bytes,
+            prefill_tokens=4 * new_tokens - 1,
+            block_tokens=_BLOCK_TOKENS,
+            decode_steps=args.decode_steps,
+        ),
+    )
+
+
+def generate(
+    engine: EmbeddedEngine, number: int, *, num_prompts: int, new_tokens: int, num_tokens: int
+) -> list[Group]:
+    """Groups of round `number`, of the first `num_tokens` tokens of the vocabulary. Every fourth
+    prompt begins with the one before it, and every third request truncates."""
+    rng = np.random.default_rng(number)
+    prompts: dict[str, np.ndarray] = {}
+    sampling: dict[str, Sampling] = {}
+    for index in range(num_prompts):
+        prompt = rng.integers(3, num_tokens, rng.integers(2, new_tokens)).astype(np.int32)
+        if index % 4 == 3:
+            prompt = np.concatenate([prompts[str(index - 1)], prompt])[: new_tokens - 1]
+        length = int(rng.integers(1, new_tokens + 1))
+        prompts[str(index)] = prompt
+        top_p, temperature = (0.9, 0.8) if index % 3 == 2 else (1.0, 1.0)
+        sampling[str(index)] = Sampling(max_new_tokens=length, top_p=top_p, temperature=temperature)
+    for id, prompt in prompts.items():
+        seed = number * num_prompts + int(id)
+        engine.add_request(
+            Request(id=id, prompt=prompt, sampling=sampling[id], n=_GROUP, seed=seed)
+        )
+    ended: dict[str, list[Completion]] = {id: [] for id in prompts}
+    while engine.has_work:
+        for finished in engine.step():
+            ended[finished.id] += finished.completions.values()
+    return [
+        Group(
+            number=int(id),
+            task=Task(prompt=""),
+            episodes=tuple(
+                Episode(turns=(), rollouts=(_rollout(prompts[id], one, sampling[id]),))
+                for one in completions
+            ),
+            advantages=np.ones(len(completions), dtype=np.float32),
+        )
+        for id, completions in ended.items()
+    ]
+
+
+def _rollout(prompt: np.ndarray, completion: Completion, sampling: Sampling) -> Rollout:
+    mask = np.arange(len(prompt) + len(completion.tokens)) >= len(prompt)
+    kept = completion.kept
+    if kept is not None:
+        before = np.zeros(len(prompt), dtype=np.int64)
+        kept = Kept(ids=kept.ids, offsets=np.concatenate([before, kept.offsets]))
+    return Rollout(
+        tokens=np.concatenate([prompt, completion.tokens]),
+        mask=mask,
+        engine_logprobs=np.concatenate([np.zeros(len(prompt), np.float32), completion.logprobs]),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        sampling=sampling,
+        kept=kept,
+    )
+
+
+def _microbatches(groups: list[Group], number: int, *, on_gpu: bool) -> Iterator[Microbatch]:
+    """Microbatches of another size in each round."""
+    sizes = (16384, 4096, 30000, 7000) if on_gpu else (512, 128, 2048, 300)
+    yield from pack(groups, microbatch_tokens=sizes[number % len(sizes)]).microbatches

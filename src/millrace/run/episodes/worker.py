@@ -1,0 +1,195 @@
+"""The environment worker: `python -m millrace.run.episodes.worker` plays episodes.
+
+The main thread receives messages. Episodes run on an event loop in a second thread, which reports
+progress as long as no environment blocks it. Output of the environment goes to the log of this
+process.
+"""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
+from millrace.cluster.messages import Stop, WorkerProgress
+from millrace.cluster.messages.environment import (
+    CancelEpisode,
+    EpisodePlayed,
+    PlayEpisode,
+    StartEnvironment,
+    TurnDropped,
+    TurnSampled,
+    TurnWanted,
+)
+from millrace.cluster.wire import WireError
+from millrace.config import RunConfig, load_config
+from millrace.core import errors
+from millrace.core.errors import MillraceError, TaskError
+from millrace.core.records import Completion
+from millrace.core.spans import Timeline
+from millrace.environments.episode_runner import EpisodePlan, LoadedEnvironment
+from millrace.environments.function_environment import lifetime
+from millrace.environments.limits import EpisodeOver
+from millrace.environments.replay import schema
+from millrace.environments.replay.answers import Branch
+from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.threads import LoopThread
+from millrace.models.directory import load_tokenizer
+from millrace.run.environment import build_environment, load_models
+from millrace.scoring.functions.shipping import load_function
+
+PROGRESS_S = 0.25
+IDLE = "no work"
+
+
+def main(link: Link, name: str) -> None:
+    serve(link, name, message=StartEnvironment, start=EnvironmentWorker)
+
+
+class EnvironmentWorker:
+    """serve() runs in the main thread, methods with an underscore on the loop of the episodes."""
+
+    def __init__(self, message: StartEnvironment, link: Link, timeline: Timeline) -> None:
+        self._loaded = load_environment(load_config(message.config), message.function)
+        self._link = link
+        self._timeline = timeline
+        self._num_played = 0
+        self._episodes: dict[int, asyncio.Task[None]] = {}  # by key
+        self._turns: dict[tuple[int, int], asyncio.Future[Completion]] = {}  # by key and call
+        self._closing = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            self._thread = stack.enter_context(LoopThread("environments"))
+            runner = stack.enter_context(asyncio.Runner())
+            living = lifetime(self._loaded.function, thread=self._thread)
+            runner.run(living.__aenter__())
+            stack.callback(lambda: runner.run(living.__aexit__(None, None, None)))
+            self._closing = stack.pop_all()
+        timeline.enter(IDLE, busy=False)
+        self._thread.start_soon(self._report)
+
+    def serve(self) -> None:
+        while True:
+            call = self._link.receive()
+            assert call is not None
+            match call.message:
+                case PlayEpisode() as message:
+                    self._thread.start_soon(self._begin, call, message)
+                case TurnSampled() as message:
+                    self._thread.start_soon(self._answer, message)
+                case CancelEpisode(key=key):
+                    self._thread.start_soon(self._cancel, key)
+                case Stop():  # episodes that still run get no reply
+                    self._closing.close()
+                    call.reply()
+                    return
+                case _:
+                    call.fail(unexpected(call))
+
+    def _report(self) -> None:
+        counters = {"episodes": float(self._num_played)}
+        self._link.emit(WorkerProgress(spans=self._timeline.drain(), counters=counters))
+        asyncio.get_running_loop().call_later(PROGRESS_S, self._report)
+
+    def _begin(self, call: WorkerCall, message: PlayEpisode) -> None:
+        self._timeline.enter("episodes", busy=True)
+        self._episodes[message.key] = asyncio.create_task(self._play(call, message))
+
+    def _cancel(self, key: int) -> None:
+        if (task := self._episodes.pop(key, None)) is not None:
+            task.cancel()
+
+    def _answer(self, sampled: TurnSampled) -> None:
+        turn = self._turns.get((sampled.key, sampled.call))
+        if turn is None or turn.done():
+            return
+        if sampled.completion is None:
+            turn.set_exception(TaskError(sampled.error))
+        else:
+            turn.set_result(sampled.completion)
+
+    async def _play(self, call: WorkerCall, message: PlayEpisode) -> None:
+        async def sample(prompt: np.ndarray, **settings: Any) -> Completion:
+            return await self._sample(call, message.key, prompt, **settings)
+
+        name = message.settings["name"]
+        try:
+            episode, recording = await self._loaded.play(_plan_of(message), sample)
+        except BaseException as error:  # noqa: BLE001 - SystemExit must not end the loop
+            if message.key in self._episodes:  # or the controller has cancelled it
+                call.fail(_explain(error, name=name))
+            return
+        finally:
+            self._num_played += 1
+            self._episodes.pop(message.key, None)
+            if not self._episodes:
+                self._timeline.enter(IDLE, busy=False)
+        encoded = None if recording is None else schema.encode(recording)
+        try:
+            call.reply(EpisodePlayed(episode=episode, recording=encoded))
+        except WireError as error:
+            call.fail(TaskError(f"{name}: its episode cannot be sent to the controller: {error}"))
+
+    async def _sample(
+        self, link_call: WorkerCall, key: int, prompt: np.ndarray, **settings: Any
+    ) -> Completion:
+        """Ask the controller for a turn."""
+        if key not in self._episodes:
+            raise EpisodeOver("done")  # the environment goes on after its end
+        del settings["episode"]  # the controller knows it
+        number = settings["call"]
+        turn = self._turns[key, number] = asyncio.get_running_loop().create_future()
+        link_call.send_part(TurnWanted(prompt=prompt, **settings))
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if key in self._episodes:
+                link_call.send_part(TurnDropped(call=number))
+            raise
+        finally:
+            del self._turns[key, number]
+
+
+def load_environment(config: RunConfig, location: str | None) -> LoadedEnvironment:
+    """Load the environment of a run in another process than the controller's."""
+    settings, model = config.environment, config.model
+    limit = max(1, settings.max_programs // max(1, settings.num_workers))
+    own = {"environment": settings.model_copy(update={"max_programs": limit})}
+    given = None if location is None else load_function(location)
+    function = build_environment(config.model_copy(update=own), given)
+    assert function is not None, "checked with the config"
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    return LoadedEnvironment(
+        function=function,
+        renderer=Renderer(tokenizer, template_settings=settings.template),
+        others=load_models(config, has_roles=True),
+        records=config.monitoring.record_episodes > 0,
+    )
+
+
+def _plan_of(message: PlayEpisode) -> EpisodePlan:
+    branch = None
+    if message.parent is not None:
+        parent = schema.decode(message.parent, schema.Recording)
+        (turn,) = (row for row in parent.turns if row.number == message.turn)
+        branch = Branch(recording=parent, turn=turn, at=message.at, root=message.root)
+    return EpisodePlan(
+        settings=msgspec.convert(message.settings, schema.EpisodeSettings),
+        task=message.task,
+        is_trained=message.is_trained,
+        branching=message.branching,
+        branch=branch,
+    )
+
+
+def _explain(error: BaseException, *, name: str) -> MillraceError:
+    if isinstance(error, MillraceError) and hasattr(errors, type(error).__name__):
+        return error  # the controller raises it again
+    failure = TaskError(f"{name}: the environment raised {error!r:.200}; fix the environment.")
+    failure.__cause__ = error
+    return failure
+
+
+if __name__ == "__main__":
+    run_worker(main)
