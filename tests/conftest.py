@@ -3,6 +3,7 @@ pytest-xdist reads this file as well, and runs no test."""
 
 import gc
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from hypothesis import settings
 # tests/fakes.py is imported by name from every folder below.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from millrace.cluster.fork_server import shared_fork_server
+from forked_workers import WorkerServer, start_fork_server
+
+from millrace.cluster.fork_server import is_supported, shared_fork_server
 from millrace.environments.threads import LoopThread
 
 # The same examples in every run, and no limit on the time of one, which depends on the machine.
@@ -31,7 +34,7 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def warm_fork_server() -> Iterator[None]:
     """The fork server of all runs in this process; without it, each run imports torch anew."""
-    with shared_fork_server():
+    with shared_fork_server(start=start_fork_server):
         yield
 
 
@@ -40,6 +43,26 @@ def thread() -> Iterator[LoopThread]:
     """The thread on which environments run."""
     with LoopThread("environments") as thread:
         yield thread
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fork-workers",
+        action="store_true",
+        help="fork the workers of pytest-xdist from a process that has imported the tests",
+    )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list) -> None:
+    if not config.option.fork_workers or not is_supported():
+        return
+    folder = tempfile.TemporaryDirectory(prefix="millrace-tests-")
+    server = WorkerServer(folder.name, collect=config.args)
+    config.add_cleanup(folder.cleanup)
+    config.add_cleanup(server.close)  # runs first
+    for spec in specs:
+        spec.python = server.python
 
 
 def pytest_collectstart() -> None:

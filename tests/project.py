@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,17 @@ class Command:
     """A `millrace` command in a folder, with an environment and a temp dir of its own."""
 
     def __init__(
-        self, *arguments: str | Path, folder: Path, env: Mapping[str, str] | None = None
+        self,
+        *arguments: str | Path,
+        folder: Path,
+        env: Mapping[str, str] | None = None,
+        within: Sequence[str] = (),
     ) -> None:
+        """`within`: a command that runs it, such as `ip netns exec NAME`."""
         self.temp = folder / "tmp"
         self.temp.mkdir(parents=True, exist_ok=True)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "millrace.cli.main", *map(str, arguments)],
+            [*within, sys.executable, "-m", "millrace.cli.main", *map(str, arguments)],
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

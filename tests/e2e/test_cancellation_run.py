@@ -24,7 +24,7 @@ def test_groups_beyond_the_staleness_limit_are_cancelled_and_retried(tmp_path):
         scorers=[share_of_digits],
         sampling={"max_new_tokens": 600},
         rollout={"group_size": 2},
-        buffer={"max_staleness": 1},
+        buffer={"max_staleness": 1, "staleness": {"type": "oldest", "enforce": "cancel"}},
         trainer={"steps": 10, "groups_per_step": 2},
         engine={"max_sequences": 16},
         cluster={"threads": 1},

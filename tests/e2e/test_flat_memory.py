@@ -56,7 +56,7 @@ async def test_controller_keeps_no_objects_of_finished_steps(tmp_path):
         if step == WARM_UP + NUM_SAMPLES:
             inspector.remember_containers()
         if step == LAST_SAMPLES - 1:
-            curve = run.monitor._rewards._means  # has its own bound and its own test
+            curve = run.monitor._values._means  # has its own bound and its own test
             grown.extend(inspector.grown((STEPS - WARM_UP) // 2, exempt=curve))
         if 0 <= step - WARM_UP < NUM_SAMPLES or 0 <= step - LAST_SAMPLES < NUM_SAMPLES:
             inspector.sample()

@@ -11,8 +11,11 @@ from project import Command, make_project, steps_in
 
 from millrace.core.errors import JournalError
 from millrace.journal import Ledger, read_journal
+from millrace.monitoring.files.lifecycle import read_lifecycle
 from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.samples import read_samples
 from millrace.monitoring.report.ledger import read_report
+from millrace.monitoring.run_dir import RunDir
 
 STEPS, GROUPS = 14, 4
 # tests/e2e/test_processes.py has one kill in the default run.
@@ -37,7 +40,7 @@ class KillableGroup:
         while (ledger := self._ledger()) is None or not is_time(ledger):
             assert self.command.process.poll() is None, self.command.process.communicate()
             assert time.monotonic() < deadline
-            time.sleep(0.002)
+            time.sleep(0.01)
         os.killpg(self.group, signal.SIGKILL)
         self.command.process.communicate()
         after = self._ledger()
@@ -84,6 +87,15 @@ def test_killed_run_resumes_with_the_same_steps_and_a_consistent_ledger(project,
     for row in read_metrics(metrics):
         for name in ("loss", "grad_norm", "reward/mean"):  # repeated with the same groups
             assert row["step"] not in rows or row[name] == rows[row["step"]][name]
+    run_dir, trained = RunDir(project / "run"), report.closed["trained"]
+    lives = [life for step in range(1, STEPS + 1) if (life := read_lifecycle(run_dir, step))]
+    assert len(lives) >= STEPS - 1  # a kill may cost the files of one step
+    numbers = [group.number for life in lives for group in life.groups]  # times survive the kill
+    assert len(numbers) == len(set(numbers)) == len(lives) * GROUPS
+    assert set(numbers) <= set(trained)
+    ends = [life.end_s for life in lives]
+    assert ends == sorted(ends)
+    assert all(read_samples(run_dir, life.step) for life in lives)
     for version, step in before.steps.items():
         now = report.ledger.steps.get(version)
         assert now is None or now.numbers == step.numbers

@@ -79,16 +79,36 @@ def test_death_without_restarts_ends_the_run_and_leaves_no_orphans(start, victim
     assert shared_memory() <= before
 
 
-def test_ctrl_c_leaves_a_checkpoint_and_no_processes(start):
+@pytest.mark.slow
+def test_sigterm_writes_a_checkpoint_the_requeued_job_resumes_and_ctrl_c_leaves_no_processes(start):
     before = shared_memory()
-    run = start()
-    run.wait_for_step(6)  # there is a checkpoint every five steps
-    run.process.send_signal(signal.SIGINT)
+    run = start("--auto-resume", "--checkpoint.every_steps", "0")  # there is no run to resume yet
+    run.wait_for_step(2)
+    for process in run.workers.values():  # systemd and some settings of SLURM do so
+        process.send_signal(signal.SIGTERM)
+    run.process.send_signal(signal.SIGTERM)
+    run.process.send_signal(signal.SIGTERM)  # schedulers repeat it
     code, _, stderr = run.finish()
+    assert code == 75
+    (saved,) = (run.metrics.parent / "checkpoints").iterdir()
+    assert "stopped by SIGTERM; metrics, trace and logs so far are in" in stderr
+    assert f"--resume continues from {saved.name}\n" in stderr
+    run.assert_left_nothing()
+    done = steps_in(run.metrics)
+    assert saved.name == f"step_{done[-1]}"
+
+    requeued = start("--auto-resume", "--checkpoint.every_steps", "1")
+    requeued.wait_for_step(done[-1] + 2)
+    requeued.process.send_signal(signal.SIGINT)
+    code, _, stderr = requeued.finish()
     assert code == 130
     assert "--resume continues from step_" in stderr
-    run.assert_left_nothing()
+    assert f"--resume continues from {saved.name}\n" not in stderr
+    requeued.assert_left_nothing()
     assert shared_memory() <= before
+    steps = steps_in(requeued.metrics)
+    assert steps == list(range(1, len(steps) + 1))
+    assert read_report(requeued.metrics.parent).check() == []
 
 
 @pytest.mark.slow  # tests/chaos/test_short_soak.py is its short version

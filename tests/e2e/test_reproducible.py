@@ -1,7 +1,9 @@
 """With weights.interrupt = "barrier", the seed determines a run, which equals a plain loop."""
 
+import asyncio
 import hashlib
 import itertools
+import random
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +105,35 @@ def test_runs_with_failing_groups_and_evaluations_are_reproducible(model, tmp_pa
         assert row["failed/score"] > 0
         outcomes.append((weights_in(result.checkpoint), result.accuracy_after, row["loss"]))
     assert outcomes[0] == outcomes[1]
+
+
+async def delayed_turns(task: mr.Task, agent: mr.Agent) -> float:
+    """Turns of other episodes run beside these in every run."""
+    first = await agent.complete(task.prompt)
+    await asyncio.sleep(0.05 * random.random())
+    second = await agent.complete(f"{task.prompt}{first.text}+1=")
+    return sum(map(str.isdigit, first.text + second.text)) / 24
+
+
+@pytest.mark.slow
+def test_exact_runs_of_several_turns_are_reproducible_whatever_the_timing(model, tmp_path):
+    """The seed determines each sequence, because its bits do not depend on its batch."""
+    weights = set()
+    for i in range(2):
+        result = mr.train(
+            {**settings_of(model, tmp_path / str(i)), "fidelity": {"mode": "exact"}},
+            tasks=TASKS,
+            environment={"function": delayed_turns, "max_turns": 2},
+            engine={"count": 1 + i},
+            trainer={"steps": 2, "groups_per_step": 3},
+            sampling={"max_new_tokens": 12},
+        )
+        rows = read_metrics(result.run_dir / "metrics.jsonl")
+        assert all(row["ratio/min"] == row["ratio/max"] == 1 for row in rows)
+        assert all(row["mismatch/compared_logprobs"] > 0 for row in rows)
+        assert all(row["mismatch/differing_logprobs"] == 0 for row in rows)
+        weights.add(weights_in(result.checkpoint))
+    assert len(weights) == 1
 
 
 def fails_at_some(completions, answer, **columns):

@@ -52,6 +52,7 @@ def shaped(tmp_path_factory) -> mr.RunResult:
         },
         evaluate={"every_steps": 2, "samples": 4, "engines": 1},
         trainer={"steps": STEPS, "groups_per_step": 4},
+        weights={"transport": "collective"},  # to the engine and to the evaluator
         cluster={"threads": 1},
         checkpoint={"every_steps": 4},
         monitoring={"progress": "off"},

@@ -47,6 +47,14 @@ class Flow(FakeScorers):
             buffer=self.buffer,
             engines=self,
         )
+        if order == "in_order":
+            self.buffer.is_preceded = self.dispatcher.is_awaited
+        if limit.waits:
+            # Patient: one turn of the event loop takes microseconds.
+            self.buffer.running = lambda: [
+                group._replace(age_s=20.0) for group in self.dispatcher.running()
+            ]
+            self.buffer.steps = STEPS
         looser = StalenessLimit(max_staleness=6)
         self.replay = ReplayBuffer(per_batch=per_batch_replayed, capacity=9, limit=looser, seed=0)
 
@@ -121,6 +129,45 @@ async def test_every_step_gets_a_batch_for_every_order_and_limit(order, limit, s
     assert given_up >= flow.num_dropped  # some were still waiting to enter the full buffer
 
 
+async def test_in_order_trains_tasks_in_order_although_some_take_six_times_as_long():
+    flow = Flow(order="in_order", limit=StalenessLimit(max_staleness=9), step_turns=3)
+    trained, _ = await flow.run()
+    assert trained == list(range(STEPS * GROUPS))
+    unordered, _ = await Flow(order="ready", limit=flow.limit, step_turns=3).run()
+    assert unordered != sorted(unordered)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("step_turns", [0, 20], ids=["fast trainer", "slow trainer"])
+async def test_no_token_is_wasted_if_batches_wait(order, step_turns):
+    limit = StalenessLimit(max_staleness=1, waits=True)
+    flow = Flow(order=order, limit=limit, step_turns=step_turns)
+    trained, _ = await flow.run()
+    assert len(set(trained)) == len(trained) == STEPS * GROUPS
+    assert flow.tracker.waste.tokens.total() == 0
+    in_flight = 2 * GROUPS  # at the end
+    assert set(range(STEPS * GROUPS - in_flight)) <= set(trained)  # slow ones, too
+
+
+async def test_tokens_are_wasted_if_batches_do_not_wait():
+    flow = Flow(order="oldest", limit=StalenessLimit(max_staleness=1), step_turns=0)
+    await flow.run()
+    assert flow.tracker.waste.tokens.total() > 0
+
+
+async def test_limit_at_take_alone_wastes_what_admission_would_not_have_started():
+    wasted = {}
+    for only_at_take in (False, True):
+        limit = StalenessLimit(max_staleness=1, only_at_take=only_at_take)
+        flow = Flow(order="ready", limit=limit, step_turns=40)
+        trained, _ = await flow.run()
+        assert len(set(trained)) == len(trained) == STEPS * GROUPS
+        cancelled = flow.tracker.cancellations.by_reason
+        assert set(cancelled) <= ({"waiting"} if only_at_take else {"generating", "waiting"})
+        wasted[only_at_take] = flow.tracker.waste.tokens.total()
+    assert wasted[True] > 5 * wasted[False]
+
+
 async def test_replayed_groups_replace_new_ones():
     flow = Flow(order="oldest", limit=LIMITS[0], step_turns=3, per_batch_replayed=1)
     trained, replayed = await flow.run()
@@ -139,7 +186,7 @@ async def test_freshest_has_a_choice_exactly_if_it_is_accepted(max_staleness):
         await flow.run()
         dropped[order] = flow.num_dropped
     table = {"type": "freshest"}
-    settings = {"groups_per_step": GROUPS, "capacity": CAPACITY, "max_staleness": max_staleness}
+    settings = {"groups_per_step": GROUPS, "capacity": CAPACITY, "limit": limit}
     with nullcontext() if max_staleness == 3 else pytest.raises(ConfigError):
         check_room(table, **settings)
     assert dropped["oldest"] == 0

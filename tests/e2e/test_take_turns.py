@@ -59,7 +59,7 @@ def test_engines_pause_while_the_trainer_steps_with_take_turns(in_turns):
 
 @pytest.mark.slow  # tests/e2e/test_train.py checks this in an ordinary run
 def test_engines_generate_while_the_trainer_steps_without_take_turns(tmp_path):
-    assert overlap_of(train(tmp_path, take_turns=False)) > 0.3
+    assert overlap_of(train(tmp_path, take_turns=False)) > 0.1
 
 
 def test_training_stays_asynchronous_with_take_turns(in_turns):

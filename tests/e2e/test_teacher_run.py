@@ -88,6 +88,7 @@ def test_killed_self_teacher_is_replaced(tmp_path):
 
     sections = {
         "scorers": [{"type": "self_teacher", "ema": 0.5}],
+        "weights": {"transport": "collective"},
         "trainer": {"steps": 8, "groups_per_step": 4},
         "optimizer": {"learning_rate": 1e-3},
         "loss": {"distil_weight": 0.1},

@@ -1,0 +1,125 @@
+"""Runs whose ranks and engines are on a Ray cluster; `make test-ray` runs them."""
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from project import Command, make_project, steps_in
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.timeout(300)
+
+PORT = 6399
+# Ray needs short paths for its sockets.
+SHORT = {"TMPDIR": "/tmp", "RAY_TMPDIR": "/tmp"}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    return make_project(
+        tmp_path / "controller",
+        trainer={"steps": 6},
+        optimizer={"learning_rate": 1e-3},
+        engine={"count": 1},
+        checkpoint={"every_steps": 2},
+    )
+
+
+@pytest.fixture
+def cluster() -> Iterator[dict[str, str]]:
+    """The environment of a command that uses a cluster with four CPUs and a token of its own."""
+    folder = tempfile.mkdtemp(prefix="mr", dir="/tmp")  # not the one of other clusters
+    own = {
+        **SHORT,
+        "RAY_TMPDIR": folder,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
+    options = ["--head", "--block", "--num-cpus=4", "--include-dashboard=false"]
+    head = subprocess.Popen(  # in a session of its own: `ray stop` would stop other clusters, too
+        [sys.executable, "-m", "ray.scripts.scripts", "start", *options, f"--port={PORT}"],
+        env={**os.environ, **own},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    children: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 60
+        while "raylet" not in " ".join(child.name() for child in children):
+            assert head.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+            children = psutil.Process(head.pid).children(recursive=True)
+        yield {**own, "RAY_ADDRESS": f"127.0.0.1:{PORT}"}
+        children = psutil.Process(head.pid).children(recursive=True)
+    finally:
+        head.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            head.wait(20)
+        for process in (*children, head):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def workers() -> dict[str, psutil.Process]:
+    """The worker processes of this machine's Ray actors, by name."""
+    found = {}
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if "--heartbeat-timeout" in line:
+            found[line[line.index("--name") + 1]] = process
+    return found
+
+
+def test_run_on_a_cluster_of_its_own_trains_and_leaves_no_process(project):
+    before = {process.pid for process in psutil.process_iter()}
+    settings = ["--cluster.launcher", "ray", "--engine.count", "1"]
+    run = Command("train", "run.toml", *settings, folder=project, env=SHORT)
+    code, stdout, stderr = run.finish()
+    assert code == 0, stdout + stderr
+    assert steps_in(project / "run" / "metrics.jsonl") == list(range(1, 7))
+    assert (project / "run" / "logs" / "engine-0.log").is_file()
+    left = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if process.pid not in before and "ray" in " ".join(process.info["cmdline"] or [])
+    ]
+    assert left == []
+
+
+def test_killed_engine_and_rank_on_an_existing_cluster_are_replaced(project, cluster):
+    settings = ["--cluster.launcher", "ray", "--engine.count", "2", "--trainer.ranks", "2"]
+    run = Command("train", "run.toml", *settings, folder=project, env=cluster)
+    metrics = project / "run" / "metrics.jsonl"
+    run.wait_for(metrics, lines=2)
+    workers()["engine-1"].kill()
+    run.wait_for(metrics, lines=3)
+    workers()["trainer-1"].kill()
+    code, stdout, stderr = run.finish()
+    assert code == 0, stdout + stderr
+    assert steps_in(metrics) == list(range(1, 7))
+    assert "Worker 'engine-1' was killed by SIGKILL; its log is " in stdout + stderr
+    restarts = json.loads((project / "run" / "summary.json").read_text())["restarts"]
+    assert restarts == {"engine-1": 1, "trainer": 1}
+    assert workers() == {}
+
+
+def test_too_few_resources_are_one_sentence(project):
+    settings = ["--cluster.launcher", "ray", "--cluster.threads", "500"]
+    run = Command("train", "run.toml", *settings, folder=project, env=SHORT)
+    code, _, stderr = run.finish()
+    assert code == 2
+    assert "CPUs free, and trainer need 500 CPUs; lower" in stderr
+    assert len(stderr.strip().splitlines()) == 1
