@@ -1,4 +1,4 @@
-"""The five interrupt models on one long-tailed workload, one real run each, on the CPU.
+"""The five interrupt modes on one long-tailed workload, one real run each, on the CPU.
 
     python benchmarks/interrupts.py --json interrupts.json
 

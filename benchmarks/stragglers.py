@@ -10,7 +10,9 @@ length of the episode, so a policy that favours short episodes lowers it.
 
 Policies, on the same model, tasks, batches and seeds:
 
-- plain: the run waits for all G episodes of a group.
+- plain: the run waits for all G episodes of a group, and a batch for groups that would be too stale
+  for the next one.
+- cancel: groups that are too stale are cancelled and tried again (enforce = "cancel").
 - deadline: environment.turn_timeout_s; a turn that takes longer ends its episode, which is cut.
 - redundancy: G + r episodes start, and the first G that finish are trained.
 - full: G + r episodes run to the end, and G are selected at random (rollout.oversample).
@@ -18,7 +20,8 @@ Policies, on the same model, tasks, batches and seeds:
 
 Columns: trained episodes per second after the first steps; the share of sampled tokens that was not
 trained (tokens/wasted: whole turns only); mean reward and mean tokens of the trained episodes,
-which equal those of "plain" if there is no bias; episodes that were cut.
+which equal those of "plain" if there is no bias; episodes that were cut; the share of trained
+groups that are of the longest quarter of the tasks.
 """
 
 import argparse
@@ -33,6 +36,7 @@ import numpy as np
 import millrace as mr
 from millrace.bench.workloads import make_long_tailed_model
 from millrace.cluster.process import available_cores
+from millrace.core.records import Group
 from millrace.monitoring.files.metrics import read_metrics, table
 
 # Standard deviation of the logarithm for which p90 is five times the median. The task contributes
@@ -44,6 +48,7 @@ GROUP_SIZE, EXTRA = 6, 2
 
 POLICIES: dict[str, dict[str, Any]] = {
     "plain": {},
+    "cancel": {"buffer": {"staleness": {"type": "oldest", "enforce": "cancel"}}},
     "deadline": {"environment": {"turn_timeout_s": 1.0}},
     "redundancy": {"rollout": {"redundancy": EXTRA}},
     "full": {"rollout": {"oversample": EXTRA, "selection": "first"}},
@@ -82,6 +87,7 @@ def main() -> None:
         rows = []
         print(
             f"{'policy':14} {'episodes/s':>10} {'wasted':>7} {'reward':>7} {'tokens':>7} {'cut':>4}"
+            f" {'long':>6}"
         )
         for name in args.policies:
             run_dir = Path(folder) / name.replace(" ", "_")
@@ -90,6 +96,16 @@ def main() -> None:
     if args.json is not None:
         result = {"steps": steps, "cores": available_cores(), "rows": rows}
         args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+class Lengths(mr.Callback):
+    """The lengths of the tasks of trained groups."""
+
+    def __init__(self) -> None:
+        self.trained: list[float] = []
+
+    def on_group(self, group: Group) -> None:
+        self.trained.append(group.task.columns["length"])
 
 
 def measure(name: str, *, model: Path, run_dir: Path, steps: int) -> dict[str, Any]:
@@ -102,20 +118,25 @@ def measure(name: str, *, model: Path, run_dir: Path, steps: int) -> dict[str, A
         }
         for number in range(32)
     ]
+    lengths = Lengths()
     mr.train(
+        callbacks=[lengths],
         model=str(model),
         run_dir=str(run_dir),
         tasks=tasks,
         environment={"function": chain, "max_turns": 512, **settings.get("environment", {})},
         rollout={"group_size": GROUP_SIZE, **settings.get("rollout", {})},
         engine={"max_sequences": 16},
+        buffer=settings.get("buffer", {}),
         cluster={"threads": 1},
         trainer={"steps": steps, "groups_per_step": 4},
         optimizer={"learning_rate": 1e-7},
         scoring={"workers": 1},
         monitoring={"progress": "off"},
     )
-    return summary(name, read_metrics(run_dir / "metrics.jsonl"))
+    row = summary(name, read_metrics(run_dir / "metrics.jsonl"))
+    longest = np.quantile([task["length"] for task in tasks], 0.75)
+    return {**row, "long_share": float(np.mean(np.array(lengths.trained) > longest))}
 
 
 def summary(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -141,6 +162,7 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['policy']:14} {row['episodes_per_s']:10.1f} {row['wasted_share']:7.1%}"
         f" {row['reward']:7.3f} {row['tokens']:7.1f} {row['cut']:4d}"
+        f" {row['long_share']:6.1%}"
     )
 
 

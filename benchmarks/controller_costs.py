@@ -1,0 +1,126 @@
+"""What one controller carries: messages, journal and weights per unit, measured on this machine.
+
+    python benchmarks/controller_costs.py
+
+CPU time of the controller's own code: encoding and decoding of a request and its completion, and
+groups that the journal has made durable. Weights: a copy within the memory of the host, which each
+engine on it makes once per version. docs/how-to/plan.md derives from them where one controller
+ends.
+"""
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from millrace.cluster.messages import Generate, GenerateDone
+from millrace.cluster.wire import Decoder, encode
+from millrace.config import JournalConfig
+from millrace.core.records import (
+    Completion,
+    Episode,
+    Group,
+    Request,
+    Rollout,
+    Sampling,
+    Score,
+    Task,
+)
+from millrace.journal import Journal, JournalHistory, Ledger
+
+LENGTHS, PROMPT_TOKENS, GROUP_SIZE = (512, 8192), 256, 8
+
+
+def main() -> None:
+    for tokens in LENGTHS:
+        print(f"request and completion of {tokens} tokens: {1e6 * message_s(tokens):.0f} us of CPU")
+    for tokens in LENGTHS:
+        seconds, cpu_s, size = asyncio.run(journal_s(tokens))
+        print(
+            f"journal, group of {GROUP_SIZE} x {tokens} tokens: {1e3 * seconds:.1f} ms,"
+            f" {1e3 * cpu_s:.1f} ms of CPU, {size:.1f} bytes per token"
+        )
+    print(f"copy of weights: {copy_rate() / 1e9:.1f} GB/s")
+
+
+def message_s(tokens: int, count: int = 300) -> float:
+    """CPU seconds of one request and its reply, at the controller's end."""
+    prompt = np.zeros(PROMPT_TOKENS, np.int32)
+    request = Request(id="1", prompt=prompt, sampling=Sampling())
+    completion = Completion(
+        tokens=np.arange(tokens, dtype=np.int32),
+        logprobs=np.zeros(tokens, np.float32),
+        versions=np.zeros(tokens, np.int32),
+        finish="stop",
+        text="word " * tokens,
+    )
+    reply = [bytes(frame) for frame in encode(GenerateDone(completions={0: completion}))]
+    decoder = Decoder(GenerateDone)
+    began_s = time.process_time()
+    for _ in range(count):
+        encode(Generate(request=request))
+        decoder.decode(reply)
+    return (time.process_time() - began_s) / count
+
+
+async def journal_s(tokens: int, count: int = 60) -> tuple[float, float, float]:
+    """Seconds and CPU seconds until a group is durable, and its bytes per sampled token."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        journal = Journal(
+            folder,
+            history=JournalHistory(ledger=Ledger.begin()),
+            task_of=lambda number, draw: Task(prompt=str(number)),
+            settings=JournalConfig(),
+        )
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        for number in range(count):
+            journal.issue_task(number, draw=None)
+        await asyncio.gather(*(journal.admit_group(group(n, tokens)) for n in range(count)))
+        seconds = (time.perf_counter() - began_s) / count
+        cpu_s = (time.process_time() - began_cpu_s) / count
+        await journal.close()
+        return seconds, cpu_s, _size(folder) / (count * GROUP_SIZE * tokens)
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def group(number: int, tokens: int) -> Group:
+    rng, length = np.random.default_rng(number), PROMPT_TOKENS + tokens
+    mask = np.arange(length) >= PROMPT_TOKENS
+    rollouts = [
+        Rollout(
+            tokens=rng.integers(0, 150_000, length).astype(np.int32),
+            mask=mask,
+            engine_logprobs=np.where(mask, -rng.random(length), 0).astype(np.float32),
+            versions=np.where(mask, 1, -1).astype(np.int32),
+            sampling=Sampling(),
+        )
+        for _ in range(GROUP_SIZE)
+    ]
+    return Group(
+        number=number,
+        task=Task(prompt=str(number)),
+        episodes=tuple(Episode(turns=(), rollouts=(rollout,)) for rollout in rollouts),
+        scores=tuple(Score(total=0.0, parts={}) for _ in rollouts),
+        advantages=np.zeros(GROUP_SIZE, np.float32),
+    )
+
+
+def copy_rate(num_bytes: int = 2**28) -> float:
+    """Bytes per second."""
+    source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+    best_s = float("inf")
+    for _ in range(5):
+        began_s = time.perf_counter()
+        np.copyto(target, source)
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return num_bytes / best_s
+
+
+if __name__ == "__main__":
+    main()
