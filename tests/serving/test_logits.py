@@ -30,8 +30,13 @@ async def test_top_logprobs_of_chats_are_the_same_when_streamed():
     assert whole.choices[0].logprobs is not None
     rows = whole.choices[0].logprobs.content or []
     assert len(rows) == 8
-    assert [row for chunk in chunks for row in chunk.content or []] == rows
-    for row in rows:
+    streamed = [row for chunk in chunks for row in chunk.content or []]
+    for row, other in zip(rows, streamed, strict=True):
+        assert row.token == other.token
+        assert row.logprob == pytest.approx(other.logprob, abs=1e-5)
+        assert [each.token for each in row.top_logprobs] == [
+            each.token for each in other.top_logprobs
+        ]
         logprobs = [each.logprob for each in row.top_logprobs]
         assert len(logprobs) == 3
         assert logprobs == sorted(logprobs, reverse=True)

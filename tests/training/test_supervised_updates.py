@@ -15,7 +15,7 @@ from millrace.core.records import Sampling
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.training.losses.recipes import build_loss
 
-RATE = 3e-5  # AdamW magnifies what rounding leaves of gradients near zero
+RATE = 3e-5
 LOSS = build_loss({"type": "sft"}, max_new_tokens=1)
 
 
@@ -71,7 +71,10 @@ def check_steps(trainer, plain, *, name_of=lambda name: name) -> None:
     learned = dict(trainer.policy.module.named_parameters())
     assert max((learned[name] - weight).abs().max().item() for name, weight in first.items()) > RATE
     for name, weight in plain.named_parameters():
-        assert (learned[name_of(name)] - weight).abs().max() < 1e-6, name
+        # Rounding may turn the sign of a gradient near zero, and AdamW makes a step of it.
+        difference = (learned[name_of(name)] - weight).abs()
+        assert difference.max() < RATE, name
+        assert difference.mean() < RATE / 100, name
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
