@@ -11,12 +11,12 @@ from millrace.bench.rank_processes import run_ranks
 from millrace.config.training import ADAMW, ADAMW_8BIT
 from millrace.core.mesh import MeshSizes
 from millrace.models.sharding import local_part, shard_like, whole
-from millrace.training.checkpoints.optimizer_state import (
+from millrace.training.checkpoints.shards import (
     load_named_state,
     named_state,
+    own_parts,
     sharded_tensors,
 )
-from millrace.training.checkpoints.shards import own_parts
 from millrace.training.checkpoints.snapshot import (
     OPTIMIZER,
     TrainerSnapshot,

@@ -13,8 +13,7 @@ from millrace.core.records import Rollout
 from millrace.environments.token_record import rollout_of
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.models.lora.trained import TrainedAdapter
-from millrace.training.losses.policy_loss import PolicyLoss
-from millrace.training.losses.regularisers import ReferenceKl
+from millrace.training.losses.policy_loss import PolicyLoss, ReferenceKl
 from millrace.training.trainer import Trainer
 
 LORA = LoraConfig(rank=4, alpha=8.0)

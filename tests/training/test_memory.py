@@ -4,7 +4,7 @@ from transformers import AutoModelForCausalLM
 
 from millrace.config import load_config
 from millrace.models.directory import num_weights
-from millrace.training.memory import rank_bytes
+from millrace.training.build import rank_bytes
 
 
 def config_of(path="m", **sections):

@@ -20,12 +20,13 @@ from millrace.config.training import ADAMW, MUON
 from millrace.core.errors import CheckpointError
 from millrace.core.mesh import MeshSizes
 from millrace.training.checkpoints.directory import write_checkpoint
-from millrace.training.checkpoints.optimizer_state import (
+from millrace.training.checkpoints.shards import (
     load_named_state,
     named_state,
+    own_parts,
     sharded_tensors,
+    write_parts,
 )
-from millrace.training.checkpoints.shards import own_parts, write_parts
 from millrace.training.checkpoints.snapshot import TrainerSnapshot, host_copy, model_writer
 from millrace.training.layers import decoder_layers
 from millrace.training.optimizer import TrainSettings, build_optimizer

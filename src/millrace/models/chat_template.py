@@ -11,7 +11,7 @@ stretch, up to the next control tokens of the template, without looking for spec
 
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -87,32 +87,32 @@ class ChatTemplate:
         return ids + self._tokenizer.encode(ordinary, add_special_tokens=False)
 
     def _without_controls(self, row: Mapping[str, Any]) -> Any:
-        """The same message or schema if it contains no text of a control token, else a copy with
-        placeholders."""
-        if not self._special.search("".join(_texts(row))):
+        """The message or schema, or a copy with placeholders for the texts of control tokens."""
+        if not self._special.search(_texts(row)):
             return row
-        changed = _with_texts(row, lambda text: self._special.sub(self._placeholder, text))
-        if self._special.search("".join(_texts(changed))):
+        number = self._special_texts.index
+
+        def without_controls(text: str) -> str:
+            return self._special.sub(lambda hit: f"{_SECRET}{number(hit[0]):06d}", text)
+
+        changed = _with_texts(row, without_controls)
+        if self._special.search(_texts(changed)):
             # A template may join several texts, which only then form a control token.
             nothing = f"{_SECRET}{len(self._special_texts) - 1:06d}"
             changed = _with_texts(changed, lambda text: nothing + text)
         return changed
 
-    def _placeholder(self, found: re.Match[str]) -> str:
-        return f"{_SECRET}{self._special_texts.index(found[0]):06d}"
 
+def _texts(value: Any) -> str:
+    """All texts in a message end to end, with keys that are no names."""
+    found: list[str] = []
 
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a message, with keys that are no names."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield "" if str(key).isidentifier() else str(key)
-            yield from () if key in _NOT_TEXT else _texts(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts(each)
+    def collect(text: str) -> str:
+        found.append(text)
+        return text
+
+    _with_texts(value, collect)
+    return "".join(found)
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:

@@ -184,14 +184,9 @@ class Classifier:
         self, inputs: Sequence[ClassifierInput]
     ) -> list[tuple[list[float], SequenceKv | None]]:
         """For each input a value per end, and its keys and values if they are kept."""
-        if self.is_incremental:
-            return self._incremental_values(inputs)
-        logits_BC = self._prefix_logits([one.tokens[: one.ends[0] + 1] for one in inputs])
-        return [(self._values(logits_C[None]), None) for logits_C in logits_BC]
-
-    def _incremental_values(
-        self, inputs: Sequence[ClassifierInput]
-    ) -> list[tuple[list[float], SequenceKv | None]]:
+        if not self.is_incremental:
+            logits_BC = self._prefix_logits([one.tokens[: one.ends[0] + 1] for one in inputs])
+            return [(self._values(logits_C[None]), None) for logits_C in logits_BC]
         hidden, kept = forward_incremental(
             self.model.base_model,
             [one.tokens for one in inputs],

@@ -103,8 +103,7 @@ def num_experts(config: "PreTrainedConfig") -> int:
 
 
 def num_weights(path: str) -> int | None:
-    """Number of weights of a model, read from the headers of its safetensors files; None if the
-    files are not on this machine."""
+    """Number of weights in the safetensors files of a model; None if they are not on this host."""
     folder = Path(path)
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
@@ -117,13 +116,12 @@ def num_weights(path: str) -> int | None:
     files = [folder / name for name in names]
     if not all(file.is_file() for file in files):
         return None
-    return sum(map(_weights_in, files))
-
-
-def _weights_in(file: Path) -> int:
-    with safe_open(file, framework="np") as tensors:
-        names = tensors.keys()
-        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+    total = 0
+    for file in files:
+        with safe_open(file, framework="np") as tensors:
+            shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118
+        total += sum(map(math.prod, shapes))
+    return total
 
 
 def text_config(
@@ -204,7 +202,6 @@ def first_line(error: BaseException) -> str:
 
 
 def vocabulary_checksum(tokenizer: Any) -> str:
-    """A checksum that is equal for tokenizers with the same ids, and for no others. It compares two
-    tokenizers of which only one is at hand."""
+    """A checksum of a tokenizer's ids, which compares it with one that is not at hand."""
     pairs = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[::-1])
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()

@@ -55,21 +55,14 @@ def call_grammar(
             if definitions.setdefault(name, definition) != definition:
                 raise TaskError(f"Two tools have different $defs named {name!r}; rename one.")
         properties = {"name": {"const": function["name"]}, arguments: own}
-        calls.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": list(properties),
-                "additionalProperties": False,
-            }
-        )
+        required = {"required": list(properties), "additionalProperties": False}
+        calls.append({"type": "object", "properties": properties, **required})
     schema = {"anyOf": calls, "$defs": definitions, "x-guidance": _WHITESPACE}
     _check_size(schema, source="tool_choice")
-    parts = [*([json.dumps(before)] if before else []), "call"]
-    parts += [json.dumps(after)] if after else []
+    first, last = (json.dumps(text) if text else "" for text in (before, after))
     matcher = _llguidance("tool_choice").LLMatcher
     grammar = matcher.grammar_from_lark(
-        f"start: {' '.join(parts)}\ncall: %json {json.dumps(schema)}"
+        f"start: {first} call {last}\ncall: %json {json.dumps(schema)}"
     )
     return _checked(matcher, grammar, source="tool_choice requires tools with schemas")
 

@@ -50,8 +50,7 @@ def load_model(
     shard: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel:
     """The model at `path`, a directory or hub name, in eval mode, after a self-test of its
-    attention. `shard` turns weights, which have no memory yet, into DTensors: each rank loads its
-    shards."""
+    attention. `shard` makes DTensors of weights without memory, so that ranks load their shards."""
     config = read_config(path, trust_remote_code=trust_remote_code)
     check_supported(config, path=path, attention=attention, trust_remote_code=trust_remote_code)
     quantization = getattr(config, "quantization_config", None) or {}
@@ -145,22 +144,22 @@ def hidden_states(
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Tokens that end a completion: eos of the generation config and of the tokenizer."""
-    configured = model.generation_config.eos_token_id if model.generation_config else None
-    return _stop_ids(configured, tokenizer)
+    return _stop_ids(model.generation_config, tokenizer)
 
 
 def generation_stop_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """As stop_token_ids(), of a model that is not loaded."""
     try:
-        configured = GenerationConfig.from_pretrained(path).eos_token_id
+        config = GenerationConfig.from_pretrained(path)
     except OSError:  # it has none, and transformers makes one of the model's configuration
-        configured = GenerationConfig.from_model_config(read_config(path)).eos_token_id
-    return _stop_ids(configured, tokenizer)
+        config = GenerationConfig.from_model_config(read_config(path))
+    return _stop_ids(config, tokenizer)
 
 
 def _stop_ids(
-    configured: int | list[int] | None, tokenizer: PreTrainedTokenizerBase
+    config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
+    configured = config.eos_token_id if config else None
     ids = [configured] if isinstance(configured, int) else list(configured or [])
     if isinstance(tokenizer.eos_token_id, int):
         ids.append(tokenizer.eos_token_id)
@@ -205,9 +204,8 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def write_model(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write weights, by the model's names, as a Hugging Face directory.
-
-    Reads nothing of the model that training changes, so another thread may call it."""
+    """Write weights, by the model's names, as a Hugging Face directory. Reads nothing of the model
+    that training changes, so another thread may call it."""
     with without_progress_bars():
         model.save_pretrained(folder, state_dict=dict(weights))
 

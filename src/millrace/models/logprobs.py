@@ -117,11 +117,9 @@ def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 def token_logprobs(
     logits: Tensor, targets: Tensor, *, temperatures: Tensor, kept: KeptRows | None
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of `targets` [N] and entropies [N] of the distributions they were sampled from.
-
-    logits [N, V] float32, temperatures [N] above 0: a greedy token has no distribution, so its
-    logprob is computed at temperature 1. Differentiable in the logits.
-    """
+    """Logprobs of `targets` [N] and entropies [N] of the distributions they were sampled from;
+    differentiable in the logits [N, V] float32. Temperatures [N] are above 0: a greedy token has no
+    distribution, so its logprob is computed at temperature 1."""
     allowed = None if kept is None else kept.allowed(logits.shape[-1])
     logprobs, entropies, _ = distribution(logits, targets, temperatures, allowed)
     return logprobs, entropies
@@ -298,9 +296,8 @@ def _add_topk_gradient(
     logprobs: Tensor,  # [n, K + 1]
     slopes: Tensor,  # [n, K + 1]
 ) -> None:
-    """Add the gradient of topk_logprobs, over the temperature. For the logprob of t it is
-    [j = t] - p_j; for all other ids it is p_j / (their sum) - p_j, the first term only if j is one
-    of them."""
+    """Add the gradient of topk_logprobs, over the temperature: [j = t] - p_j for the logprob of t,
+    and p_j / (their sum) - p_j for all other ids, the first term only if j is one of them."""
     slopes = slopes / temperatures[:, None]
     scaled = logits / temperatures[:, None] - normalizers[:, None]
     grad -= scaled.exp() * slopes.sum(-1, keepdim=True)

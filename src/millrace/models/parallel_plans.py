@@ -109,23 +109,15 @@ def divide_experts(root: PreTrainedModel, *, ep: DeviceMesh, tp: DeviceMesh) -> 
     ]
     for module in experts:
         module.local_forward = module.forward
-        module.forward = _late_bound(module)
+        # Looked up in each call: adapters and the trainer replace local_forward.
+        module.forward = lambda *args, own=module: own.local_forward(*args)
     if experts:
         apply_expert_parallelism(root, ep, tp, plan)
     for module in experts:
-        module.forward = _copying(module.forward)
+        # A copy of the output: a model that adds to a view in place, as of shared experts, would
+        # undo what FSDP attached to it.
+        module.forward = lambda *args, forward=module.forward: forward(*args).clone()
     return experts
-
-
-def _late_bound(module: Any) -> Any:
-    """A function that calls what local_forward is then: adapters and the trainer replace it."""
-    return lambda *args: module.local_forward(*args)
-
-
-def _copying(forward: Any) -> Any:
-    """`forward` with an output of its own: a model that adds to a view in place, as of shared
-    experts, would undo what FSDP attached to it."""
-    return lambda *args: forward(*args).clone()
 
 
 def _tensor_plan(model: PreTrainedModel) -> dict[str, str]:

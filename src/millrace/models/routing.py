@@ -94,19 +94,18 @@ class RouteReplay:
     """Replays recorded routes. Used by the trainer's thread."""
 
     def __init__(self, routing: Routing) -> None:
-        self._routing = routing
+        self.routing = routing
         self._rules = [_Replayed() for _ in routing.routers]
         routing.install(self._rules)
 
     def begin(self, routes: np.ndarray | None, *, device: torch.device) -> None:
-        """Set the routes of the next pass, [T, layers, K]; None = routers choose. They stay in
-        effect until the next call, because gradient checkpointing runs layers again in the backward
-        pass."""
+        """Set the routes of the next pass, [T, layers, K]; None = routers choose. They hold
+        until the next call: gradient checkpointing runs layers again in the backward pass."""
         if routes is None:
             for rule in self._rules:
                 rule.rows = None
             return
-        shape = self._routing.shape
+        shape = self.routing.shape
         assert routes.shape[1:] == shape, (
             f"the routes are of another model: {routes.shape[1:]}, not {shape}"
         )
@@ -134,7 +133,7 @@ class RouteReplay:
 
     def penalize(self, load: np.ndarray, *, device: torch.device) -> None:
         """From now on, penalties() are for this load of experts, [layers, E]."""
-        _, top_k = self._routing.shape
+        _, top_k = self.routing.shape
         shares = load * (top_k / load.sum(1, keepdims=True).clip(min=1))
         for rule, share in zip(
             self._rules, torch.from_numpy(shares).to(device, torch.float32), strict=True
@@ -148,16 +147,8 @@ class RouteReplay:
         return torch.stack([rule.penalty for rule in self._rules]).mean(0)
 
     @property
-    def num_routers(self) -> int:
-        return len(self._rules)
-
-    @property
-    def has_probabilities(self) -> bool:
-        return all(router.has_probabilities for router in self._routing.routers)
-
-    @property
     def _num_experts(self) -> int:
-        return max(router.num_experts for router in self._routing.routers)
+        return max(router.num_experts for router in self.routing.routers)
 
 
 class _Replayed:
@@ -269,7 +260,7 @@ def check_aux_loss(replay: RouteReplay | None) -> None:
             "trainer.router_aux_loss needs a mixture of experts and trainer.replay_routes = true;"
             " set it to 0."
         )
-    if not replay.has_probabilities:
+    if not all(router.has_probabilities for router in replay.routing.routers):
         raise ConfigError(
             "trainer.router_aux_loss needs routers that choose by softmax probabilities, and those"
             " of this model do not; set it to 0."
@@ -283,7 +274,7 @@ def check_bias_update(model: PreTrainedModel, replay: RouteReplay | None) -> Non
             "trainer.router_bias_rate needs a mixture of experts and trainer.replay_routes = true;"
             " set it to 0."
         )
-    if len(router_biases(model)) != replay.num_routers:
+    if len(router_biases(model)) != len(replay.routing.routers):
         raise ConfigError(
             "trainer.router_bias_rate needs routers with a balancing bias, as DeepSeek-V3 and"
             f" GLM-4.5 have, and those of {type(model).__name__} have none; set it to 0."
@@ -304,8 +295,7 @@ def balance_experts(model: nn.Module, load: np.ndarray, *, rate: float) -> None:
 
 
 def policy_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What the weights of a policy consist of, by name: every parameter once, and the biases of its
-    routers."""
+    """The weights of a policy by name: every parameter once, and the biases of its routers."""
     return {**dict(model.named_parameters()), **router_biases(model)}
 
 

@@ -43,8 +43,7 @@ def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingMeshes:
-    """The ranks that share a model. If a mesh of FSDP has two dimensions, the first one holds
-    replicas."""
+    """The ranks that share a model. The first of two dimensions of an FSDP mesh holds replicas."""
 
     fsdp: DeviceMesh
     # Of tensor and expert parallelism, all or none:
@@ -79,18 +78,13 @@ def shard(
     # Alone, a rank has nothing to gather again in the backward pass. It keeps 16-bit copies of the
     # layers until then, as autocast does; those of its experts may be large.
     keeps = False if meshes.fsdp.size() == 1 else None
-    layer_options = {"mesh": meshes.fsdp, "reshard_after_forward": keeps}
-    parts = [
-        *((module, {"mesh": meshes.expert_fsdp}) for module in experts),
-        *((layer, layer_options) for layer in layers),
-    ]
-    units = [
-        _make_unit(module, mp_policy=policy, ignored_params=vectors, **options)
-        for module, options in parts
-    ]
-    for module, unit in zip([*experts, *layers], units, strict=True):
+    options: dict[nn.Module, dict[str, Any]] = {m: {"mesh": meshes.expert_fsdp} for m in experts}
+    options |= {m: {"mesh": meshes.fsdp, "reshard_after_forward": keeps} for m in layers}
+    units: list[FSDPModule] = []
+    for module, own in options.items():
+        units.append(_make_unit(module, mp_policy=policy, ignored_params=vectors, **own))
         if expert_lists(module):
-            unit.set_reduce_scatter_unused_params(True)
+            units[-1].set_reduce_scatter_unused_params(True)
     units.append(_make_unit(root, mesh=meshes.fsdp, ignored_params=vectors))
     forward = root.forward
 
@@ -132,8 +126,7 @@ def expert_lists(model: nn.Module) -> list[nn.ModuleList]:
 
 
 def zero_unused_gradients(model: nn.Module) -> None:
-    """Give experts of a list that had no tokens on this rank a gradient of 0, so that all ranks sum
-    the same gradients."""
+    """Give experts of a list without tokens here a gradient of 0: all ranks sum the same ones."""
     for experts in expert_lists(model):
         for parameter in experts.parameters():
             if parameter.requires_grad and parameter.grad is None:
@@ -201,8 +194,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """On rank 0 a host copy of all of a sharded tensor, on other ranks an empty one. A tensor that
-    is not sharded is returned as it is."""
+    """On rank 0 a host copy of a sharded tensor, on others an empty one; a plain one as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
     everything = whole(tensor.detach())
@@ -218,8 +210,7 @@ def _host_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def shard_like(tensor: Tensor, like: Tensor, *, device: torch.device | None = None) -> Tensor:
-    """`tensor`, which is whole, sharded as `like` is, on `device` (that of `like`). Nothing is
-    sent."""
+    """A whole tensor, sharded as `like` is, on `device` (that of `like`). Nothing is sent."""
     if not isinstance(like, DTensor):
         return tensor if device is None else tensor.to(device)
     mesh, placements = like.device_mesh, like.placements

@@ -21,57 +21,28 @@ _THRESHOLDS = range(5, 1000, 3)  # what thresholds become, the smallest first
 _ROOM = 24  # positions after the last threshold
 
 _SIZES = {
-    "hidden_size": _HIDDEN,
-    "n_embd": _HIDDEN,
-    "d_model": _HIDDEN,
-    "dim": _HIDDEN,
-    "embedding_size": _HIDDEN,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size"), _HIDDEN),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), _HEADS),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), _HEADS),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "mamba_d_state"), _HEAD_DIM),
+    **dict.fromkeys(("rotary_dim", "qk_rope_head_dim"), _ROTARY_DIM),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 2 * _HEADS),
     "word_embed_proj_dim": _HIDDEN,
-    "num_attention_heads": _HEADS,
-    "n_head": _HEADS,
-    "n_heads": _HEADS,
-    "num_heads": _HEADS,
-    "decoder_attention_heads": _HEADS,
-    "encoder_attention_heads": _HEADS,
-    "head_dim": _HEAD_DIM,
-    "rotary_dim": _ROTARY_DIM,
-    "qk_rope_head_dim": _ROTARY_DIM,
-    "qk_nope_head_dim": _HEAD_DIM,
+    "mamba_d_ssm": 2 * _HIDDEN,
     "qk_head_dim": _HEAD_DIM + _ROTARY_DIM,
     "topk_group": 1,
-    "mamba_n_heads": 2 * _HEADS,
-    "mamba_num_heads": 2 * _HEADS,
-    "mamba_d_ssm": 2 * _HIDDEN,
-    "mamba_d_state": _HEAD_DIM,
 }
 _AT_MOST_TWO = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_k",
-    "top_k_experts",
-    "n_group",
-    "num_expert_group",
-    "n_shared_experts",
-    "num_shared_experts",
-    "first_k_dense_replace",
-    "decoder_layers",
-    "encoder_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
+    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
+    *("n_group", "num_expert_group", "n_shared_experts", "num_shared_experts"),
+    *("first_k_dense_replace", "decoder_layers", "encoder_layers"),
+    *("n_layer", "n_layers", "num_layers"),
 )
 _AT_MOST_FOUR = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
 _SIZE_ENDINGS = ("_size", "_dim", "_rank", "_width", "_inner", "_channels")
-_THRESHOLD_NAMES = (
-    "sliding_window",
-    "window_size",
-    "attention_chunk_size",
-    "index_topk",
-    "original_max_position_embeddings",
-)
 _IN_ROPE = "original_max_position_embeddings"
+_THRESHOLD_NAMES = ("sliding_window", "window_size", "attention_chunk_size", "index_topk", _IN_ROPE)
 _KEPT = ("patch_size", "temporal_patch_size", "spatial_merge_size", "image_size")
 
 

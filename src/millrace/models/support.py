@@ -92,8 +92,7 @@ def check_supported(
 def find_obstacle(
     config: PreTrainedConfig, *, attention: AttentionPath, trust_remote_code: bool = False
 ) -> str | None:
-    """Why a model with this configuration is not supported; None if it is. A process tests each
-    configuration once."""
+    """Why such a model is not supported; None if it is. A process tests a configuration once."""
     text = config.to_json_string()
     return _tested(
         _Case(text=text, attention=attention, config=config, trust_remote_code=trust_remote_code)

@@ -20,8 +20,7 @@ from millrace.scoring.teachers.process import LogprobModelSettings
 from millrace.scoring.teachers.teacher import Reference, SelfTeacher, Teacher
 from millrace.training.losses.loss import Loss
 from millrace.training.losses.policy_loss import PolicyLoss
-from millrace.training.losses.preference import PreferenceLoss
-from millrace.training.losses.recipes import PREFERENCE
+from millrace.training.losses.recipes import PREFERENCE, PreferenceLoss
 
 TeacherSpecs = Sequence[tuple[ScorerSpec, Teacher | SelfTeacher]]
 

@@ -201,7 +201,7 @@ def placed_processes(
 
 
 def _rank_bytes(config: RunConfig) -> int:
-    from millrace.training.memory import rank_bytes
+    from millrace.training.build import rank_bytes
 
     return rank_bytes(config, num_weights=_num_weights(config.model.path))
 

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from millrace.config import CriticConfig, RunConfig
+from millrace.config.training import ADAMW, ADAMW_8BIT, MUON
 from millrace.core.protocols import WeightSender
 from millrace.models.attention.self_test import EXACT_PACKED, PACKED
 from millrace.models.exact.mode import check_exact
@@ -78,7 +79,11 @@ def build_policy(
         compute_dtype=torch.float32 if is_dora else settings.compute_dtype,
         dtype=frozen_dtype(config),
     )
-    replay = _build_replay(model) if config.trainer.replay_routes else None
+    replay = None
+    # A dense model has no routing.
+    if config.trainer.replay_routes and (routing := find_routing(model)) is not None:
+        check_replay(model, routing)
+        replay = RouteReplay(routing)
     if config.trainer.router_aux_loss:
         check_aux_loss(replay)
     if config.trainer.router_bias_rate:
@@ -91,15 +96,6 @@ def build_policy(
         ranks=ranks,
         on_forward=on_forward,
     )
-
-
-def _build_replay(model: PreTrainedModel) -> RouteReplay | None:
-    """None for a dense model; raises ConfigError if the model's routes cannot be replayed."""
-    routing = find_routing(model)
-    if routing is None:
-        return None
-    check_replay(model, routing)
-    return RouteReplay(routing)
 
 
 def build_critic(
@@ -149,50 +145,36 @@ def build_sender(
     reference: ProbeReference | None = None,
     own_address: str = "",
 ) -> WeightSender:
-    """The sender of one rank; several ranks gather their weights to rank 0, which has the
-    transport. `reference`: of the probes that versions carry. `own_address`: of this host, if it is
-    not the controller's."""
+    """The sender of one rank; several ranks gather weights to rank 0, which has the transport.
+    `reference`: of the probes of versions. `own_address`: this host's, if not the controller's."""
+    weights, engine, cluster = config.weights, config.engine, config.cluster
 
     def build() -> PackingSender:
-        return _build_transport(config, reference, own_address=own_address)
+        device = resolve_device(config.placement.trainer[0])
+        name = config.placement.engine(0)
+        # A named GPU need not exist here: engines may run on other hosts.
+        engine_device = resolve_device(name) if name == "auto" else torch.device(name)
+        is_one_host = not config.spans_hosts
+        transport = resolve_transport(
+            weights.transport, device=device, engine_device=engine_device, is_one_host=is_one_host
+        )
+        own = cluster.advertise or cluster.address
+        return make_sender(
+            transport,
+            dtype=resolve_dtype(config.transfer_dtype, engine_device),
+            payload=weights.payload,
+            directory=Path(weights.directory or Path(config.run_dir) / "weights"),
+            address=own_address or listening_address(own, is_one_host=is_one_host),
+            num_engines=engine.num_local + engine.remote,
+            num_evaluators=config.evaluate.engines,
+            timeout_s=weights.timeout_s,
+            device=device if engine_device.type == "cuda" else None,
+            reference=reference,
+        )
 
     if ranks is None or ranks.is_alone:
         return build()
-    return GatheringSender(build, timeout_s=config.weights.timeout_s)
-
-
-def _build_transport(
-    config: RunConfig, reference: ProbeReference | None, *, own_address: str
-) -> PackingSender:
-    weights, engine = config.weights, config.engine
-    device = resolve_device(config.placement.trainer[0])
-    engine_device = _engine_device(config)
-    is_one_host = not config.spans_hosts
-    transport = resolve_transport(
-        weights.transport, device=device, engine_device=engine_device, is_one_host=is_one_host
-    )
-    return make_sender(
-        transport,
-        dtype=resolve_dtype(config.transfer_dtype, engine_device),
-        payload=weights.payload,
-        directory=Path(weights.directory or Path(config.run_dir) / "weights"),
-        address=own_address
-        or listening_address(
-            config.cluster.advertise or config.cluster.address, is_one_host=is_one_host
-        ),
-        num_engines=engine.num_local + engine.remote,
-        num_evaluators=config.evaluate.engines,
-        timeout_s=weights.timeout_s,
-        device=device if engine_device.type == "cuda" else None,
-        reference=reference,
-    )
-
-
-def _engine_device(config: RunConfig) -> torch.device:
-    """A named GPU need not exist here: engines may run on other hosts. "auto" is a GPU if this host
-    has one."""
-    name = config.placement.engine(0)
-    return resolve_device(name) if name == "auto" else torch.device(name)
+    return GatheringSender(build, timeout_s=weights.timeout_s)
 
 
 def seed_everything(seed: int) -> None:
@@ -229,3 +211,19 @@ def _load(
         trust_remote_code=config.model.trust_remote_code,
         shard=None if ranks.is_alone else shard_over_ranks,
     )
+
+
+_STATE_BYTES = {ADAMW: 8, MUON: 4, ADAMW_8BIT: 2}  # of the optimizer per weight, at least
+
+
+def rank_bytes(config: RunConfig, *, num_weights: int) -> int:
+    """Bytes of one rank, at least: weights, gradients and the state of a built-in optimizer that is
+    not offloaded, without activations and the critic. What exceeds it cannot fit."""
+    sizes = config.trainer.mesh_sizes
+    num_shards = sizes.num_ranks // sizes.dp_replicate
+    optimizer = config.optimizer
+    if config.lora is not None:
+        per_weight = frozen_dtype(config).itemsize
+    else:
+        per_weight = 8 + (0 if optimizer.offload else _STATE_BYTES.get(optimizer.type, 0))
+    return num_weights * per_weight // num_shards

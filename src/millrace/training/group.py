@@ -239,9 +239,9 @@ class TrainerGroup:
         timeout_s = self._step_timeout_s
         async for following, (batch, *more) in self.past.after(version):
             step = TrainStep(batch=batch, version=following, more=tuple(more), publish=False)
-            await self._call_ranks(ranks, step, timeout_s=timeout_s, expect_progress=True)
+            await self._call_ranks(ranks, step, timeout_s=timeout_s)
             self.num_redone += 1
-        reply = await self._call_ranks(ranks, Lend(), timeout_s=timeout_s, expect_progress=True)
+        reply = await self._call_ranks(ranks, Lend(), timeout_s=timeout_s)
         assert isinstance(reply, Published)
         self._unreleased.append(reply.update)
         self._ranks = ranks
@@ -266,9 +266,7 @@ class TrainerGroup:
                 self._replaced.clear()
                 await self._replaced.wait()
             try:
-                return await self._call_ranks(
-                    ranks, message, timeout_s=timeout_s, on_part=on_part, expect_progress=True
-                )
+                return await self._call_ranks(ranks, message, timeout_s=timeout_s, on_part=on_part)
             except WorkerError:
                 if not await _has_died(ranks):
                     raise
@@ -283,7 +281,6 @@ class TrainerGroup:
         *,
         timeout_s: float | None,
         on_part: Callable[[Part], None] | None = None,
-        expect_progress: bool = False,
     ) -> Message:
         """The reply of rank 0, once all ranks have replied; the first error is raised at once."""
         if isinstance(message, TrainStep):
@@ -295,7 +292,7 @@ class TrainerGroup:
                     _share_of(message, data_rank=self._sizes.data_rank(rank)),
                     timeout_s=timeout_s,
                     kill_on_timeout=True,
-                    expect_progress=expect_progress,
+                    expect_progress=True,
                     on_part=on_part,
                 )
             except OutOfMemory as error:
@@ -303,9 +300,7 @@ class TrainerGroup:
                 self._max_rows = _most_rows(message, failed=error.num_tokens) // 2
                 worker.fail(_shortage(error, max_rows=self._max_rows), error=error)
                 raise worker.dead.result() from error
-            except (
-                RankUnreachable
-            ) as error:  # possibly long before the other one is known to be dead
+            except RankUnreachable as error:  # maybe long before the other's death is known
                 worker.fail(str(error), error=error)
                 raise worker.dead.result() from error
 

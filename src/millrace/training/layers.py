@@ -25,8 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from millrace.core.errors import ConfigError
-from millrace.models.exact.mode import ExactMode
-from millrace.models.exact.norms import find_norms, use_exact_norms
+from millrace.models.exact.mode import ExactMode, find_norms, use_exact_norms
 from millrace.models.lora.experts import expert_modules, local_forward, set_forward
 from millrace.models.sharding import decoder_layers
 from millrace.training.optimizer import TrainSettings
@@ -62,9 +61,8 @@ def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None
 
 
 def checkpoint_layers(model: PreTrainedModel, *, exact: torch.dtype | None = None) -> None:
-    """Keep only the inputs of each layer for the backward pass and recompute the rest. That of
-    transformers needs train mode, and the model stays in eval mode. `exact`: the dtype of exact
-    mode."""
+    """Keep only the inputs of layers for the backward pass and recompute the rest. That of
+    transformers needs train mode; the model stays in eval mode. `exact`: dtype of exact mode."""
 
     def contexts() -> tuple[Any, Any]:  # of the forward pass, and of computing it again
         return nullcontext(), nullcontext() if exact is None else ExactMode(exact)

@@ -210,8 +210,7 @@ def _quantiles(histogram: np.ndarray) -> dict[str, float]:
 
 
 def _balance(load: np.ndarray) -> dict[str, float]:
-    """How evenly tokens are spread over experts: means over the layers of `load` [layers,
-    experts]."""
+    """How evenly tokens are spread: means over the layers of `load` [layers, experts]."""
     shares = load / load.sum(1, keepdims=True)
     num_experts = load.shape[1]
     entropies = -(shares * np.log(np.where(shares > 0, shares, 1))).sum(1)

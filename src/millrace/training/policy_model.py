@@ -37,13 +37,12 @@ from millrace.models.logprobs import chunked_distributions
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.routing import RouteReplay, policy_tensors
 from millrace.models.sharding import gathered, inside, zero_unused_gradients
-from millrace.training.checkpoints.optimizer_state import load_named_state, named_state
+from millrace.training.checkpoints.shards import load_named_state, named_state
 from millrace.training.checkpoints.snapshot import Parts, Write, host_copy, model_writer
 from millrace.training.layers import prepare_layers
 from millrace.training.optimizer import LossScale, TrainSettings, build_optimizer
 from millrace.training.packing.splitting import RowLimit, kept_rows, placeholder
-from millrace.training.parallel.gradients import clip, scale, squared_norm, sum_unsharded
-from millrace.training.parallel.ranks import Ranks
+from millrace.training.parallel.ranks import Ranks, clip, scale, squared_norm, sum_unsharded
 from millrace.training.token_batches import PolicyOutput, as_tensor
 
 # The loss of one microbatch, and whatever the caller wants to keep of that forward pass.
@@ -63,8 +62,7 @@ class Gradient:
 
 
 class TrainableModel:
-    """A module whose backbone was loaded with PACKED_ATTENTION, and its optimizer. All parameters
-    are float32, except for frozen ones."""
+    """A module whose backbone was loaded with PACKED_ATTENTION, and its optimizer."""
 
     def __init__(
         self,
@@ -335,13 +333,11 @@ class PolicyModel(TrainableModel):
         self._replay.penalize(summed, device=self.device)
 
     def router_aux_loss(self, microbatch: Microbatch) -> Tensor:  # [N]; differentiable
-        """The load-balancing loss of each trained token in the last pass, which was over this
-        microbatch: the mean over the layers of E Σ_e f_e p_e, where p_e is the probability that the
-        router gave expert e for this token, and f_e the number of trained tokens of the whole batch
-        that expert e computes, divided by the number of these tokens. So the mean over the trained
-        tokens of a batch is that of Switch Transformers and does not depend on microbatches.
-        transformers' load_balancing_loss_func is the same for one layer; of several it averages f
-        and p before it multiplies them, so that layers may be unbalanced in opposite ways."""
+        """RouteReplay.penalties() of each trained token in the last pass, which was over this
+        microbatch, with the shares f of the whole batch. So the mean over the trained tokens of a
+        batch is that of Switch Transformers and does not depend on microbatches. transformers'
+        load_balancing_loss_func is the same for one layer; of several it averages f and p before it
+        multiplies them, so that layers may be unbalanced in opposite ways."""
         assert self._replay is not None, "checked when the run starts"
         own = self._own_tokens(microbatch)
         rows = as_tensor(own.rows, np.int64, self.device)

@@ -23,8 +23,7 @@ from millrace.core.errors import CheckpointError, RunFailed
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.models.routing import balance_experts
 from millrace.training.checkpoints.directory import CRITIC
-from millrace.training.checkpoints.optimizer_state import sharded_tensors
-from millrace.training.checkpoints.shards import own_parts
+from millrace.training.checkpoints.shards import own_parts, sharded_tensors
 from millrace.training.checkpoints.snapshot import (
     OPTIMIZER,
     STATE_FORMAT,

@@ -39,8 +39,7 @@ from millrace.models.directory import load_tokenizer, text_config
 from millrace.models.loading import resolve_device, resolve_dtype
 from millrace.training.build import build_sender, build_trainer, seed_everything
 from millrace.training.checkpoints.snapshot import CheckpointWriter
-from millrace.training.parallel.interfaces import use_interface_to
-from millrace.training.parallel.ranks import Ranks, is_lost_connection
+from millrace.training.parallel.ranks import Ranks, is_lost_connection, use_interface_to
 from millrace.weights.probe import ProbeReference
 from millrace.weights.publisher import Publisher
 
@@ -190,12 +189,13 @@ class TrainerWorker:
         self._is_stepping = True
         if message.max_rows is not None:
             self._trainer.limit_rows(message.max_rows)
-        if not message.updates:
-            loss = self._trainer.held_out_loss(message.batch)
-            self._is_stepping = False
-            return Stepped(version=message.version, metrics={"loss": loss})
-        metrics = self._trainer.step(message.batch, *message.more)
+        if message.updates:
+            metrics = self._trainer.step(message.batch, *message.more)
+        else:
+            metrics = {"loss": self._trainer.held_out_loss(message.batch)}
         self._is_stepping = False
+        if not message.updates:
+            return Stepped(version=message.version, metrics=metrics)
         if self._gives_memory_back:
             torch.cuda.empty_cache()
         self._trained_tokens += metrics["batch/trained_tokens"]

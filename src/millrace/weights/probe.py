@@ -67,9 +67,8 @@ class ProbeReference:
         for layer in adapter.layers:
 
             def add(_module: object, given: tuple[Tensor], output: Tensor, *, at: str = layer):
-                factors = factors_of(self._factors, at, dora=False)
-                product = linear(linear(given[0], factors.a), factors.b)
-                return output + adapter.scale * product
+                a, b = factors_of(self._factors, at, dora=False)
+                return output + adapter.scale * linear(linear(given[0], a), b)
 
             self._model.get_submodule(layer).register_forward_hook(add)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from millrace.core.errors import ConfigError
 from millrace.training.losses.loss import TokenBatch, TopK
-from millrace.training.losses.regularisers import forward_kl, jsd
+from millrace.training.losses.policy_loss import forward_kl, jsd
 
 NAN = math.nan
 # Teacher and policy over two topk tokens and all others, at two positions.

@@ -78,8 +78,7 @@ class AdaptedProduct:
         assert self.gains is not None
         for layer, rows, columns in self._layers_of(slot):
             weight = weights[f"{layer}.weight"].to(self.a.device, torch.float32)
-            magnitude = factors_of(tensors, layer, dora=True).magnitude
-            assert magnitude is not None
+            *_, magnitude = factors_of(tensors, layer, dora=True)
             updated = torch.addmm(weight, self.b[rows, columns].float(), self.a[columns].float())
             self.gains[slot.number, rows] = gain(updated, magnitude.to(self.gains))
 
@@ -233,12 +232,12 @@ class AdapterBank:
         """Lay out an adapter with these tensors, in few launches: they delay the next version."""
         places = [place for product in products for place in product.places(slot)]
         factors = [factors_of(tensors, layer, dora=False) for layer, _, _ in places]
-        bs = [own.b for own in factors]
+        bs = [b for _, b in factors]
         if slot.adapter.scale != 1.0:
             bs = torch._foreach_mul(bs, slot.adapter.scale)  # pyright: ignore[reportPrivateImportUsage]
         torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage] - no public name
             [a for _, a, _ in places] + [b for _, _, b in places],
-            [own.a for own in factors] + list(bs),
+            [a for a, _ in factors] + list(bs),
             non_blocking=True,
         )
         for product in products:

@@ -18,9 +18,7 @@ from millrace.inference.embedded.routes import RoutesPool
 from millrace.inference.embedded.sampler import KEPT_CAPACITY
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.sequence import BatchPlan, DecodePlan
-from millrace.models.exact.mode import ExactMode
-from millrace.models.exact.norms import use_exact_norms
-from millrace.models.exact.products import refuse
+from millrace.models.exact.mode import ExactMode, refuse, use_exact_norms
 from millrace.models.lora.factors import Adapter
 from millrace.models.routing import Routing
 

@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.nn.functional import all_to_all_single
 
 
 class ContextGroup:
@@ -47,16 +49,15 @@ class ContextGroup:
         return OwnTokens(context=self, rows=within[chosen], chosen=chosen)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over the ranks, which continue with equal losses: a gradient is that of this
-        rank."""
+        """The sum over the ranks, whose losses are equal: a gradient is that of this rank."""
         return values if self._group is None else _Sum.apply(values, self._group)
 
     def to_heads(self, *tensors: Tensor, num_rows: int) -> list[Tensor]:
         """Own rows of all heads, [n, H, D] each -> all rows of own heads [T, H / cp, D]."""
         # [n, cp, H / cp * D] each: heads are divided in order, so queries stay with their keys.
         parts = [x.reshape(len(x), self.size, -1) for x in tensors]
-        together = _exchange(torch.cat(parts, -1), self, num_rows, True)
-        split = together.split([part.shape[-1] for part in parts], -1)
+        together = self._all_to_all(torch.cat(parts, -1).transpose(0, 1)).flatten(0, 1)
+        split = together[:num_rows].split([part.shape[-1] for part in parts], -1)
         return [
             part.unflatten(-1, (-1, x.shape[-1])).to(x.dtype)
             for part, x in zip(split, tensors, strict=True)
@@ -67,26 +68,18 @@ class ContextGroup:
 
     def to_rows(self, heads: Tensor) -> Tensor:
         """All rows of own heads [T, H / cp, D] -> own rows of all heads [n, H, D]."""
-        own = _exchange(heads.flatten(1), self, len(heads), False)
+        num_own = self._num_own(len(heads))
+        padded = F.pad(heads.flatten(1), (0, 0, 0, num_own * self.size - len(heads)))
+        own = self._all_to_all(padded.unflatten(0, (self.size, num_own))).transpose(0, 1)
         return own.flatten(1).unflatten(-1, (-1, heads.shape[-1]))
 
     def _num_own(self, num_rows: int) -> int:
         return -(-num_rows // self.size)
 
-    def send_rows(self, own: Tensor, num_rows: int) -> Tensor:  # [n, cp, W] -> [T, W]
-        return self._all_to_all(own.transpose(0, 1)).flatten(0, 1)[:num_rows]
-
-    def send_heads(self, heads: Tensor, num_rows: int) -> Tensor:  # [T, W] -> [n, cp, W]
-        num_own = self._num_own(num_rows)
-        if padding := num_own * self.size - num_rows:
-            heads = torch.cat([heads, heads.new_zeros(padding, heads.shape[1])])
-        return self._all_to_all(heads.unflatten(0, (self.size, num_own))).transpose(0, 1)
-
+    @torch.compiler.disable
     def _all_to_all(self, sent: Tensor) -> Tensor:  # [cp, n, W]; by receiver -> by sender
         sent = sent.contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self._group)
-        return received
+        return all_to_all_single(torch.empty_like(sent), sent, group=self._group)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -119,23 +112,3 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows for heads, or the other way round: each is the other's gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, context: ContextGroup, num_rows: int, for_heads: bool
-    ) -> Tensor:
-        ctx.context, ctx.num_rows, ctx.for_heads = context, num_rows, for_heads
-        return (context.send_rows if for_heads else context.send_heads)(x, num_rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        context: ContextGroup = ctx.context
-        send = context.send_heads if ctx.for_heads else context.send_rows
-        return send(grads[0], ctx.num_rows), None, None, None
-
-
-_exchange: Any = torch.compiler.disable(_Exchange.apply)

@@ -42,10 +42,29 @@ def flash_obstacle(
     return None if on_flash_gpu else "the GPU is older than Ampere"
 
 
+def packed_obstacle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: PackedLayout,
+    window: int | None,
+    softcap: float | None,
+) -> str | None:
+    """As flash_obstacle(), for a microbatch."""
+    if window is not None and layout.families is not None:
+        return "the model's window is shorter than the sequences, which share prefixes"
+    return flash_obstacle(
+        q.dtype if q.dtype == k.dtype == v.dtype else torch.float32,
+        head_dims=(q.shape[-1], v.shape[-1]),
+        is_capped=softcap is not None,
+        on_flash_gpu=layout.on_flash_gpu,
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class VarlenArgs:
-    """Arguments of a variable-length attention call: the queries of span i attend to the keys of
-    span i, to all of them or causally."""
+    """A variable-length call: queries of span i attend to keys of span i, to all or causally."""
 
     queries: Spans
     keys: Spans
@@ -230,6 +249,6 @@ def flattened(layout: PackedLayout) -> tuple[list[Tensor], list[int]]:
     segments, families = layout.segments, layout.families
     if families is None:
         return [segments.bounds], [segments.longest]
-    spans = (segments, families.shared, families.own)
-    sizes = [*(part.longest for part in spans), families.num_shared, families.num_own]
+    spans = (segments, *families)
+    sizes = [*(part.longest for part in spans), *(part.num_rows for part in families)]
     return [part.bounds for part in spans], sizes

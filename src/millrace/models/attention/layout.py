@@ -60,29 +60,13 @@ class Spans:
 
     bounds: Tensor  # [spans + 1] int32
     longest: int
+    num_rows: int = 0  # of all spans
 
     @classmethod
     def of(cls, lengths: np.ndarray, *, device: torch.device) -> "Spans":
-        bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        return cls(bounds=torch.from_numpy(bounds).to(device), longest=int(lengths.max()))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SharedSpans:
-    """The families: rows [0, num_shared) are parents, the next num_own rows are their children."""
-
-    shared: Spans  # one span per parent
-    own: Spans  # one span per parent: all of its children
-    num_shared: int
-    num_own: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class WholeSequences:
-    """Every segment behind its parent, in groups that are padded at the end to equal lengths."""
-
-    rows: tuple[Tensor, ...]  # [b, L] int64 each; padding points at row 0
-    place_of_row: Tensor  # [T] int64; in all groups end to end
+        ends = np.cumsum(lengths)
+        bounds = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(device)
+        return cls(bounds=bounds, longest=int(lengths.max()), num_rows=int(ends[-1]))
 
 
 class PackedLayout:
@@ -110,7 +94,8 @@ class PackedLayout:
         self._starts = np.cumsum(lengths) - lengths
         # Plain attributes, because compiled layers read them.
         self.segments = Spans.of(lengths, device=device)
-        self.families = self._spans_of_families() if self.num_parents else None
+        # One span per parent, and one per parent of all its children, which come next.
+        self.families = self._spans_of_families(lengths[children]) if self.num_parents else None
         # The most rows that any row attends to, itself included.
         self.longest = int((lengths + np.where(is_child, lengths[parents], 0)).max())
         self.on_flash_gpu = (
@@ -137,7 +122,10 @@ class PackedLayout:
         )
 
     @cached_property
-    def sequences(self) -> WholeSequences:
+    def sequences(self) -> tuple[list[Tensor], Tensor]:
+        """Every segment behind its parent, in groups that are padded at the end to equal lengths:
+        their rows [b, L] int64, where padding points at row 0, and the place [T] int64 of each row
+        in all groups end to end."""
         parents = [np.empty(0, np.int64) if p < 0 else self._rows(p) for p in self.parents]
         whole = [np.concatenate([p, self._rows(n)]) for n, p in enumerate(parents)]
         groups: list[np.ndarray] = []
@@ -149,22 +137,12 @@ class PackedLayout:
                 own = np.arange(len(parents[n]), len(whole[n]))
                 place_of_row[self._rows(n)] = start + number * longest + own
             start += groups[-1].size
-        return WholeSequences(
-            rows=tuple(self._tensor(rows.clip(0)) for rows in groups),
-            place_of_row=self._tensor(place_of_row),
-        )
+        return [self._tensor(rows.clip(0)) for rows in groups], self._tensor(place_of_row)
 
-    def _spans_of_families(self) -> SharedSpans:
-        end = self.num_parents + self.num_children
-        shared, own = self.lengths[: self.num_parents], self.lengths[self.num_parents : end]
-        owners = self.parents[self.num_parents : end]
+    def _spans_of_families(self, own: np.ndarray) -> tuple[Spans, Spans]:
+        shared, owners = self.lengths[: self.num_parents], self.parents[self.parents >= 0]
         per_parent = np.bincount(owners, weights=own, minlength=self.num_parents).astype(np.int64)
-        return SharedSpans(
-            shared=Spans.of(shared, device=self._device),
-            own=Spans.of(per_parent, device=self._device),
-            num_shared=int(shared.sum()),
-            num_own=int(own.sum()),
-        )
+        return Spans.of(shared, device=self._device), Spans.of(per_parent, device=self._device)
 
     def _tree_blocks(self) -> Iterator[tuple[Block, np.ndarray, np.ndarray]]:
         """Small families whole: with few queries, a mask is cheaper than repeated keys."""

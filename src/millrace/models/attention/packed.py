@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from millrace.models.attention.context import ContextGroup
-from millrace.models.attention.flash import flash_attention, flash_obstacle, flattened
+from millrace.models.attention.flash import flash_attention, flattened, packed_obstacle
 from millrace.models.attention.layout import Block, PackedLayout
 from millrace.models.exact.attention import ScoreRules, Tiles, attend_packed
 from millrace.models.support import register_attention
@@ -93,26 +93,6 @@ def packed_attention(
     if context is not None:
         out = context.to_rows(out)
     return out[None], None
-
-
-def packed_obstacle(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    layout: PackedLayout,
-    window: int | None,
-    softcap: float | None,
-) -> str | None:
-    """Why the flash kernel cannot be used; None if it can."""
-    if window is not None and layout.families is not None:
-        return "the model's window is shorter than the sequences, which share prefixes"
-    return flash_obstacle(
-        q.dtype if q.dtype == k.dtype == v.dtype else torch.float32,
-        head_dims=(q.shape[-1], v.shape[-1]),
-        is_capped=softcap is not None,
-        on_flash_gpu=layout.on_flash_gpu,
-    )
 
 
 @functools.cache

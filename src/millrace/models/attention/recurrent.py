@@ -80,9 +80,10 @@ def _forward(mixer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Te
     if isinstance(current, PackedLayout):
         rows = hidden_states[0]
         assert len(rows) == current.num_rows, "context parallelism divides sequences"
+        groups, place_of_row = current.sequences
         # Padding comes after every real row, so causality hides it.
-        parts = [run_mixer(mixer, rows[index]).flatten(0, 1) for index in current.sequences.rows]
-        return torch.cat(parts)[current.sequences.place_of_row][None]
+        parts = [run_mixer(mixer, rows[index]).flatten(0, 1) for index in groups]
+        return torch.cat(parts)[place_of_row][None]
     return current.mix(mixer, hidden_states[0])[None]
 
 

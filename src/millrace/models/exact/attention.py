@@ -22,11 +22,11 @@ from millrace.models.attention.flash import (
     AttentionCalls,
     FlashKernel,
     attend_backward,
-    flash_obstacle,
     flattened,
+    packed_obstacle,
 )
 from millrace.models.attention.layout import PackedLayout
-from millrace.models.exact.products import refuse
+from millrace.models.exact.mode import refuse
 
 _CPU_QUERIES = 8
 _CPU_KEYS = 64  # of a block
@@ -203,23 +203,17 @@ def attend_packed(
     query, key = query.to(value.dtype), key.to(value.dtype)
     with torch._C.DisableTorchFunction():
         if query.is_cuda:
-            _check_gradient(query, value, layout, rules)
+            _check_gradient(query, key, value, layout, rules)
             return _PackedAttention.apply(query, key, value, layout, tiles, rules)
         return _attend_on_cpu(query, key, value, tiles, rules)
 
 
-def _check_gradient(q: Tensor, v: Tensor, layout: PackedLayout, rules: ScoreRules) -> None:
-    num_kv_heads = v.shape[1]
-    obstacle = flash_obstacle(
-        q.dtype,
-        head_dims=(q.shape[-1], v.shape[-1]),
-        is_capped=rules.softcap is not None,
-        on_flash_gpu=layout.on_flash_gpu,
-    )
-    if q.shape[1] > 16 * num_kv_heads:
+def _check_gradient(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rules: ScoreRules
+) -> None:
+    obstacle = packed_obstacle(q, k, v, layout=layout, window=rules.window, softcap=rules.softcap)
+    if q.shape[1] > 16 * v.shape[1]:
         obstacle = "more than 16 query heads share a KV head"
-    if rules.window is not None and layout.families is not None:
-        obstacle = "the model's window is shorter than the sequences, which share prefixes"
     if obstacle is not None:
         raise ConfigError(
             f"fidelity.mode = 'exact' needs the flash kernel on a GPU, which cannot be used because"

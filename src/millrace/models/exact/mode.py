@@ -10,24 +10,134 @@ are equal in `dtype`. A function that would break this raises ConfigError with i
 
 The trainer's float32 weights are rounded to `dtype` wherever they are used, so they are those that
 engines received; residual streams are float32 on both sides. Backward passes need not be exact.
+
+On a CPU, rows are multiplied in tiles of a constant number, so the library uses one kernel for each
+weight. On CUDA, one Triton kernel adds in the same order along the inner dimension for every number
+of rows. A module is an RMS norm if its output for random input shows that it computes this norm.
+
+T = rows, I and O = input and output size, E = experts.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from millrace.core.errors import ConfigError
-from millrace.models.exact.products import grouped_product, linear, product, refuse
 
+# Measured: with more rows or a larger inner dimension, threads may share the sum of a product.
+_TILE = 16  # rows
+_INNER = 256
 _VECTOR = 64  # a CPU computes elements behind a multiple of this by other code
 _SERIAL = 16384  # elements that a CPU computes in one thread
+_PROBE_ROWS = 3  # of a module that may be a norm
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")  # attribute names in models
 
 _DTYPE: Any = vars(torch._C.TensorBase)["dtype"].__get__
+
+
+def refuse(name: str, *_: Any, **__: Any) -> NoReturn:
+    """Refuse a model for a function or a part that has no exact version."""
+    raise ConfigError(
+        f"fidelity.mode = 'exact' does not support this model, which uses {name!r}: its result for"
+        " a token may depend on the tokens beside it; set fidelity.mode to 'fast'."
+    )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., I] times the transposed weight [O, I]; in the dtype of the weight."""
+    rows = x.reshape(-1, x.shape[-1])
+    if torch.is_grad_enabled() or not x.is_cuda:  # otherwise the kernel rounds it
+        rows = rows.to(weight.dtype)
+    output = _Product.apply(rows, weight, weight.dtype).view(*x.shape[:-1], len(weight))
+    return output if bias is None else output + bias
+
+
+def product(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """a [T, I] times b [I, O], which is a transposed weight."""
+    return _Product.apply(a, b.t(), out_dtype or a.dtype)
+
+
+def grouped_product(x: Tensor, weight: Tensor, *, offs: Tensor, **_: None) -> Tensor:
+    """x [T, I], sorted by expert, times the weight [E, I, O] of each row's expert. `offs` [E]: ends
+    of the experts' rows."""
+    if x.is_cuda:
+        return _GroupedProduct.apply(x, weight, offs)
+    ends = offs.tolist()
+    parts = [
+        _Product.apply(x[start:end], weight[expert].t(), x.dtype)
+        for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
+        if end > start
+    ]
+    return torch.cat(parts) if parts else x.new_empty(0, weight.shape[2])
+
+
+class _Product(torch.autograd.Function):
+    """(x [T, I], weight [O, I]) -> [T, O]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if x.is_cuda:
+            from millrace.models.exact import row_kernels
+
+            return row_kernels.product(x, weight, dtype=dtype)
+        return _in_tiles(x.float(), weight.float()).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)
+        of_x = grad @ weight if ctx.needs_input_grad[0] else None
+        of_weight = grad.t() @ x if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, None
+
+
+def _in_tiles(x: Tensor, weight: Tensor) -> Tensor:
+    if len(weight) == 1:  # a product with a vector has a kernel for each number of rows
+        return _in_tiles(x, F.pad(weight, (0, 0, 0, 1)))[:, :1]
+    num_tiles = -(-len(x) // _TILE)
+    tiles = F.pad(x, (0, 0, 0, num_tiles * _TILE - len(x))).view(num_tiles, _TILE, -1)
+    parts = zip(tiles.split(_INNER, 2), weight.t().split(_INNER), strict=True)
+    total: Any = 0
+    for part, factor in parts:
+        total = total + torch.bmm(part, factor.expand(num_tiles, -1, -1))
+    return total.flatten(0, 1)[: len(x)]
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """(x [T, I], weight [E, I, O], ends [E]) -> [T, O], on CUDA."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        from millrace.models.exact import row_kernels
+
+        ctx.save_for_backward(x, weight, ends)
+        return row_kernels.grouped(x, weight.transpose(1, 2), ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x, weight, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = F.grouped_mm(grad, weight.transpose(1, 2), offs=ends)
+        if ctx.needs_input_grad[1]:
+            of_weight = F.grouped_mm(x.t(), grad, offs=ends)
+        return of_x, of_weight, None
 
 
 class ExactMode(TorchFunctionMode):
@@ -131,3 +241,57 @@ def _table() -> dict[Any, Callable[..., Any]]:
 
 
 _EXACT = _table()
+
+
+class RmsNorm(NamedTuple):
+    """x / sqrt(mean(x^2) + epsilon) * (weight + offset) over the last dimension."""
+
+    module: nn.Module
+    epsilon: float
+    offset: float  # some models store the gain minus one
+
+
+def find_norms(model: nn.Module) -> Iterator[RmsNorm]:
+    for module in model.modules():
+        if (epsilon := _epsilon(module)) is None:
+            continue
+        for offset in (0.0, 1.0):
+            if _computes_norm(module, epsilon=epsilon, offset=offset):
+                yield RmsNorm(module, epsilon, offset)
+                break
+
+
+def use_exact_norms(model: nn.Module) -> None:
+    """Replace the norms of a model on CUDA by kernels of one program per row."""
+    for norm in [*find_norms(model)]:
+        norm.module.forward = functools.partial(_exact_norm, norm)
+
+
+def _exact_norm(norm: RmsNorm, x: Tensor) -> Tensor:
+    from millrace.models.exact import row_kernels
+
+    gain: Any = norm.module.weight
+    return row_kernels.Norm.apply(x, gain.to(torch.bfloat16), norm.epsilon, norm.offset)
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    """The module's epsilon; None if it cannot be a norm with a gain."""
+    weight = getattr(module, "weight", None)
+    names = [name for name in _EPSILONS if isinstance(getattr(module, name, None), float)]
+    is_gain = isinstance(weight, nn.Parameter) and weight.ndim == 1
+    alone = is_gain and len(list(module.parameters())) == 1
+    alone = alone and len(inspect.signature(type(module).forward).parameters) == 2  # no gate
+    return float(getattr(module, names[0])) if alone and names else None
+
+
+def _computes_norm(module: nn.Module, *, epsilon: float, offset: float) -> bool:
+    weight: Any = module.weight
+    generator = torch.Generator().manual_seed(0)
+    *x, gain = torch.randn(_PROBE_ROWS + 1, len(weight), generator=generator).to(weight.device)
+    x, gain = torch.stack(x), gain.to(weight.dtype)
+    x = torch.cat([x, x * epsilon**0.5])  # ordinary, and so small that epsilon dominates
+    with torch.no_grad():
+        theirs = functional_call(module, {"weight": gain}, (x,))
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+        ours = x * scale * (gain.float() + offset)
+    return theirs.shape == ours.shape and torch.allclose(theirs.float(), ours, rtol=1e-5, atol=1e-6)

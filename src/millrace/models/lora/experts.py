@@ -146,7 +146,8 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if hasattr(module, "num_experts") and _sizes(module) & {3}
+        if hasattr(module, "num_experts")
+        and any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
     }
 
 
@@ -162,7 +163,3 @@ def check_adaptable(modules: Iterable[nn.Module]) -> None:
                 f"[lora] cannot adapt {type(module).__name__}, whose weights have another layout;"
                 " list the linear layers to adapt in lora.target_modules."
             )
-
-
-def _sizes(module: nn.Module) -> set[int]:
-    return {parameter.ndim for parameter in module.parameters(recurse=False)}

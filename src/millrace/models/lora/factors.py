@@ -37,22 +37,6 @@ def require_peft() -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Factors:
-    """The adapter's tensors of one layer."""
-
-    a: Tensor  # [R, I], or [E, R, I] of experts
-    b: Tensor  # [O, R], or [E, O, R]
-    magnitude: Tensor | None  # [O]; DoRA's
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> "Factors":
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device, dtype, non_blocking=True)
-
-        magnitude = None if self.magnitude is None else moved(self.magnitude)
-        return Factors(a=moved(self.a), b=moved(self.b), magnitude=magnitude)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Adapter:
     """The layers of a model that an adapter changes, and its tensors."""
 
@@ -86,10 +70,17 @@ class Adapter:
         """A layer's weight with an adapter of these tensors merged, of its shape. DoRA needs the
         norms of float32 weights and ignores `dtype`."""
         dtype = torch.float32 if self.is_dora else dtype
-        factors = factors_of(tensors, layer, dora=self.is_dora).to(weight.device, dtype)
-        if layer in self.transposed:
-            return merged(weight.mT, factors, scale=self.scale).mT.contiguous()
-        return merged(weight, factors, scale=self.scale)
+        a, b, *magnitude = (
+            factor.to(weight.device, dtype, non_blocking=True)
+            for factor in factors_of(tensors, layer, dora=self.is_dora)
+        )
+        is_transposed = layer in self.transposed
+        weight = weight.mT if is_transposed else weight
+        product = torch.addmm if weight.ndim == 2 else torch.baddbmm
+        updated = product(weight.to(dtype), b, a, alpha=self.scale)
+        if magnitude:
+            updated = updated * gain(updated, magnitude[0])[:, None]
+        return updated.mT.contiguous() if is_transposed else updated
 
 
 def adapter_of(model: PreTrainedModel, lora: LoraConfig) -> Adapter:
@@ -157,28 +148,18 @@ def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, tuple[
 
 
 def tensor_names(layer: str, *, dora: bool) -> tuple[str, ...]:
-    """Names of a layer's tensors, in the order of Factors."""
+    """Names of a layer's A [R, I], B [O, R] and, with DoRA, magnitude [O]. Those of experts are
+    [E, R, I] and [E, O, R]."""
     names = (f"{layer}.lora_A.weight", f"{layer}.lora_B.weight")
     return (*names, f"{layer}.lora_magnitude_vector") if dora else names
 
 
-def factors_of(tensors: Mapping[str, Tensor], layer: str, *, dora: bool) -> Factors:
-    a, b, *magnitude = (tensors[name] for name in tensor_names(layer, dora=dora))
-    return Factors(a=a, b=b, magnitude=magnitude[0] if magnitude else None)
+def factors_of(tensors: Mapping[str, Tensor], layer: str, *, dora: bool) -> list[Tensor]:
+    return [tensors[name] for name in tensor_names(layer, dora=dora)]
 
 
 def scale_of(alpha: float, *, rank: int, rslora: bool) -> float:
     return alpha / (math.sqrt(rank) if rslora else rank)
-
-
-def merged(weight: Tensor, factors: Factors, *, scale: float) -> Tensor:
-    """The layer's weight with the adapter merged, of the weight's shape, in the dtype of the
-    factors."""
-    product = torch.addmm if weight.ndim == 2 else torch.baddbmm
-    updated = product(weight.to(factors.b.dtype), factors.b, factors.a, alpha=scale)
-    if factors.magnitude is None:
-        return updated
-    return updated * gain(updated, factors.magnitude)[:, None]
 
 
 def gain(updated: Tensor, magnitude: Tensor) -> Tensor:

@@ -116,14 +116,13 @@ class TrainedAdapter:
                 update = self._experts[name]
                 tensors = [update.lora_A, update.lora_B]
             else:
-                tensors = [part[_ADAPTER].weight for part in self._parts(self._linears[name])]
+                layer = self._linears[name]
+                magnitude = [layer.lora_magnitude_vector] if self._adapter.is_dora else []
+                parts = (layer.lora_A, layer.lora_B, *magnitude)
+                tensors = [part[_ADAPTER].weight for part in parts]
             names = tensor_names(name, dora=self._adapter.is_dora)
             weights |= {n: t.detach() for n, t in zip(names, tensors, strict=True)}
         return weights
-
-    def _parts(self, layer: Any) -> list[Any]:
-        magnitude = [layer.lora_magnitude_vector] if self._adapter.is_dora else []
-        return [layer.lora_A, layer.lora_B, *magnitude]
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

@@ -54,7 +54,12 @@ class TrainerSnapshot:
     def write(self, folder: Path, writers: Writers | None = None) -> None:
         """Write everything that `writers` have; all of them call this."""
         writers = writers or OneWriter()
-        writers.together(lambda: self._write_parts(folder, rank=writers.rank))
+
+        def write_own_parts() -> None:
+            for name, parts in self.parts.items():
+                write_parts(folder / name, parts, rank=writers.rank)
+
+        writers.together(write_own_parts)
         self.parts.clear()  # rank 0 needs the memory
         if writers.rank > 0:
             return
@@ -64,10 +69,6 @@ class TrainerSnapshot:
         # the reason why a write failed.
         with (folder / STATE_FILE).open("wb") as file:
             torch.save(self.state, file)
-
-    def _write_parts(self, folder: Path, *, rank: int) -> None:
-        for name, parts in self.parts.items():
-            write_parts(folder / name, parts, rank=rank)
 
 
 def model_writer(

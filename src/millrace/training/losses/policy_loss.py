@@ -5,18 +5,44 @@
 
 Promise: a microbatch gives its share of the batch's loss, and a token of weight 0 has no gradient
 except that of the regularisers. docs/reference/losses.md has the formulas of all parts.
+
+Distillation is a term of the advantages, or a divergence that is minimised. With p the teacher's
+distribution and q the policy's, over the teacher's most likely ids and, as one more outcome, all
+other ids together:
+
+    reverse_kl    log p - log q of the sampled token, as a constant, is added to its advantage, so
+                  that its policy gradient is that of KL(q, p) (on-policy distillation)
+    forward_kl    KL(p, q)
+    jsd           beta KL(p, m) + (1 - beta) KL(q, m), with m = beta p + (1 - beta) q
+                  (generalized JSD, arXiv 2306.13649)
+
+The latter two have gradients of their own and need no ratio. Tokens without a teacher count 0.
+N = trained tokens of a microbatch.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from millrace.training.losses.loss import RATIO, SQUARED_RATIO, TokenBatch
-from millrace.training.losses.regularisers import Distillation, EntropyBonus, ReferenceKl
+from pydantic import Field
+
+from millrace.core.errors import RunFailed
+from millrace.core.plugins import plugin
+from millrace.training.losses.loss import (
+    RATIO,
+    SQUARED_RATIO,
+    NonNegative,
+    Positive,
+    TokenBatch,
+    TopK,
+)
 from millrace.training.losses.surrogates import Clip, Surrogate
 from millrace.training.losses.weights import (
+    LOG_BOUND,
     Correction,
+    Denominator,
     LossAverage,
     OffPolicyMask,
     Ratio,
@@ -27,6 +53,139 @@ from millrace.training.losses.weights import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+Distil = Literal["none", "reverse_kl", "forward_kl", "jsd"]
+
+
+@plugin
+class Distillation:
+    distil: Distil = "none"
+    """Divergence from the teacher: "none", "reverse_kl", "forward_kl" or "jsd". By default as the
+    teacher's [[scorers]] says, or none."""
+    distil_weight: NonNegative = 1.0
+    """Coefficient of the divergence, at least 0."""
+    distil_beta: Annotated[float, Field(ge=0.001, le=0.999)] = 0.5
+    """Interpolation of "jsd", from 0.001 to 0.999: near 0 it is proportional to forward_kl, near 1
+    to reverse_kl."""
+    reward_weight: NonNegative = 1.0
+    """Coefficient of the advantages from rewards, at least 0; 0 = learn from the teacher alone."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.distil != "none"
+
+    @property
+    def needs_topk(self) -> bool:
+        return self.distil in ("forward_kl", "jsd")
+
+    def with_advantages(self, tokens: TokenBatch) -> TokenBatch:
+        """The tokens with the advantages that the policy gradient uses."""
+        advantages = self.reward_weight * tokens.advantages
+        if self.distil == "reverse_kl":
+            advantages = advantages - self.distil_weight * self.sampled_kl(tokens)
+        return dataclasses.replace(tokens, advantages=advantages)
+
+    def divergence(self, tokens: TokenBatch) -> "Tensor":  # [N]
+        """forward_kl or jsd at each token, without the coefficient; 0 without a teacher."""
+        if tokens.topk is None:
+            return tokens.advantages.new_zeros(len(tokens.advantages))
+        has_teacher = ~tokens.topk.teacher[:, :1].isnan()
+        teacher = tokens.topk.teacher.where(has_teacher, tokens.topk.trainer.detach())
+        topk = TopK(teacher=teacher, trainer=tokens.topk.trainer)
+        values = forward_kl(topk) if self.distil == "forward_kl" else jsd(topk, self.distil_beta)
+        return values * has_teacher[:, 0]
+
+    def sampled_kl(self, tokens: TokenBatch) -> "Tensor":  # [N] constant
+        """log q - log p of the sampled tokens, an estimate of KL(q, p); 0 without a teacher."""
+        if tokens.teacher_logprobs is None:
+            return tokens.advantages.new_zeros(len(tokens.advantages))
+        difference = tokens.trainer_logprobs.detach() - tokens.teacher_logprobs
+        return difference.clamp(-LOG_BOUND, LOG_BOUND).nan_to_num(nan=0.0)
+
+
+def forward_kl(topk: TopK) -> "Tensor":  # [N]
+    return (topk.teacher.exp() * (topk.teacher - topk.trainer)).sum(-1)
+
+
+def jsd(topk: TopK, beta: float) -> "Tensor":  # [N]
+    p, q = topk.teacher, topk.trainer
+    mixed = (p + math.log(beta)).logaddexp(q + math.log1p(-beta))
+    from_teacher = (p.exp() * (p - mixed)).sum(-1)
+    from_policy = (q.exp() * (q - mixed)).sum(-1)
+    return beta * from_teacher + (1 - beta) * from_policy
+
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+@plugin
+class ReferenceKl:
+    kl: NonNegative = 0.0
+    """KL coefficient (beta of GRPO), at least 0; 0 = off. Above 0 the run needs a reference
+    model."""
+    kl_estimator: Estimator = "k3"
+    """KL estimator: "k1", "k2" or "k3" (Schulman 2020)."""
+    kl_weighted: bool = False
+    """Whether each token's KL is weighted by its importance ratio, which makes it unbiased
+    off-policy (DeepSeek-V3.2, arXiv 2512.02556)."""
+    kl_aggregation: Denominator = "policy"
+    """Average of the KL term: "token", "sequence", or "policy" = as the policy's own term."""
+
+    def per_token(self, tokens: TokenBatch, *, log_ratio: "Tensor") -> "Tensor":  # [N]
+        """Estimates of KL(policy || reference), from tokens that the policy sampled, without the
+        coefficient. As a term of a loss, k2 has the gradient of that divergence, k3 that of the
+        opposite one, and k1 none on average. `log_ratio` [N] is the policy's against its anchor."""
+        if tokens.reference_logprobs is None:
+            raise RunFailed(
+                f"loss.kl = {self.kl} needs a reference model, but the batch has no reference"
+                " logprobs; add a [[scorers]] of type 'reference'."
+            )
+        difference = tokens.reference_logprobs - tokens.trainer_logprobs
+        match self.kl_estimator:
+            case "k1":
+                estimate = -difference
+            case "k2":
+                estimate = difference.square() / 2
+            case "k3":
+                estimate = difference.exp() - 1 - difference
+        return estimate * log_ratio.exp() if self.kl_weighted else estimate
+
+
+@plugin
+class EntropyBonus:
+    """Entropy bonus, with a fixed or an adaptive coefficient (Skywork-OR1, arXiv 2505.22312)."""
+
+    entropy_bonus: NonNegative = 0.0
+    """Entropy coefficient, at least 0; with entropy_target, its first value."""
+    entropy_target: NonNegative = 0.0
+    """Target entropy in nats per token; 0 = the coefficient is fixed. Otherwise the coefficient
+    grows after each step with less entropy and shrinks after each step with more."""
+    entropy_bonus_step: Positive = 1e-3
+    """Change of an adaptive coefficient per step, above 0."""
+    entropy_bonus_max: NonNegative = 0.05
+    """Largest value of an adaptive coefficient; the smallest is 0."""
+    entropy_aggregation: Denominator = "token"
+    """Average of the entropy: "token", "sequence", or "policy" = as the policy's own term."""
+
+    def __post_init__(self) -> None:
+        if self.is_adaptive and not self.entropy_bonus <= self.entropy_bonus_max:
+            raise ValueError(
+                f"entropy_bonus = {self.entropy_bonus} is above entropy_bonus_max ="
+                f" {self.entropy_bonus_max}; raise entropy_bonus_max"
+            )
+
+    @property
+    def is_adaptive(self) -> bool:
+        return self.entropy_target > 0
+
+    def adapted(self, *, entropy: float) -> Self:
+        """The bonus of the next step, after one with this mean entropy."""
+        if not self.is_adaptive:
+            return self
+        change = self.entropy_bonus_step * (1 if entropy < self.entropy_target else -1)
+        bonus = min(max(0.0, self.entropy_bonus + change), self.entropy_bonus_max)
+        return dataclasses.replace(self, entropy_bonus=bonus)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

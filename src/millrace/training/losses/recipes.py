@@ -1,24 +1,75 @@
-"""Losses by name: a recipe is a table of settings for the parts of PolicyLoss.
+"""Losses by name: a recipe is a table of settings for the parts of PolicyLoss. Online DPO and
+supervised fine-tuning are losses of their own.
 
     [loss]
     type = "gspo"       # a recipe
     high = 5e-4         # replaces a setting of the recipe
 
-Promise: a wrong key, value or combination is reported in one sentence before any process starts.
+Promise: a wrong key, value or combination is reported in one sentence before any process starts. A
+pair of DPO lies in one microbatch, so the batch's loss does not depend on how it is split.
+N = trained tokens of a microbatch.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from millrace.core.errors import ConfigError, suggestion
-from millrace.core.plugins import build_plugin, load_reference
-from millrace.training.losses.loss import Loss
+from millrace.core.plugins import build_plugin, load_reference, plugin
+from millrace.training.losses.loss import Loss, Positive, TokenBatch, aggregate
 from millrace.training.losses.policy_loss import PolicyLoss
-from millrace.training.losses.preference import PreferenceLoss
-from millrace.training.losses.supervised import SupervisedLoss
 from millrace.training.losses.surrogates import SURROGATES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+Reference = Literal["engine", "reference"]
+
+
+@plugin
+class PreferenceLoss:
+    """DPO (arXiv 2305.18290) on fresh pairs: -log sigmoid(beta * margin), averaged over pairs.
+
+    The margin is the sum of log pi - reference over the tokens of the better sequence, minus that
+    of the worse. The sign of the advantages ("best_worst") says which is which.
+    """
+
+    beta: Positive = 0.1
+    """DPO beta: coefficient of the implicit reward, above 0."""
+    reference: Reference = "engine"
+    """Reference policy of DPO: "engine", the logprobs that tokens were sampled with, or
+    "reference", a reference model."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.reference == "reference"
+
+    def __call__(self, tokens: TokenBatch) -> "tuple[Tensor, Mapping[str, Tensor]]":
+        groups = tokens.groups
+        assert groups is not None, "batches for a preference loss are packed with pairs=True"
+        reference = tokens.reference_logprobs if self.needs_reference else tokens.engine_logprobs
+        assert reference is not None, "a run without a reference model is refused at its start"
+        sign = tokens.advantages.sign()
+        margin = groups.sum(sign * (tokens.trainer_logprobs - reference))  # [N]; of its group
+        has_pair = groups.sum(sign.abs()) > 0
+        per_group = margin.new_zeros(()).logaddexp(-self.beta * margin) * has_pair
+        loss = (per_group / groups.lengths[groups.ids]).sum() / tokens.num_groups
+        metrics = {
+            "preference/margin": margin.detach(),
+            "preference/accuracy": (margin > 0).float(),
+        }
+        return loss, metrics
+
+
+@plugin
+class SupervisedLoss:
+    """Cross-entropy, averaged over the trained tokens of the batch; advantages do not count."""
+
+    def __call__(self, tokens: TokenBatch) -> "tuple[Tensor, Mapping[str, Tensor]]":
+        return aggregate(-tokens.trainer_logprobs, tokens, by="token"), {}
+
 
 SECTION = "loss"
 DEFAULT = "clipped"

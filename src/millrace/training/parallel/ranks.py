@@ -20,26 +20,35 @@ averaged. All groups of ranks are parts of one mesh with the dimensions NAMES:
 Used by one thread, the trainer's main thread; see for_thread().
 """
 
+import fcntl
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
+from millrace.cluster.address import own_address
 from millrace.cluster.wire import Decoder, encode
 from millrace.core import files as storage
 from millrace.core.errors import RunFailed
 from millrace.core.mesh import MeshSizes
 from millrace.models.attention.context import ContextGroup
-from millrace.models.sharding import ShardingMeshes
+from millrace.models.sharding import ShardingMeshes, local_part
 
 Value = TypeVar("Value")
 NAMES = ("dp_replicate", "dp_shard", "cp", "tp")  # dimensions of the mesh, the slowest first
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # environment variables
+_SIOCGIFADDR = 0x8915  # the IPv4 address of an interface, see netdevice(7)
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -115,19 +124,14 @@ class Ranks:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Elementwise sum over all ranks."""
-        if self._mesh is None:
-            return list(values)
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self._control)
+        if self._mesh is not None:
+            dist.all_reduce(total, group=self._control)
         return total.tolist()
 
     def most(self, number: int) -> int:
         """The largest number of all ranks."""
-        if self._mesh is None:
-            return number
-        largest = torch.tensor(number)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._control)
-        return int(largest)
+        return max(self._gather_all(number, int))
 
     def gather(self, value: Value, kind: type[Value]) -> list[Value]:
         """The values of all ranks with different microbatches, in their order. `kind` is their
@@ -216,3 +220,87 @@ class Ranks:
         shape = (sizes.dp_replicate, sizes.dp_shard * sizes.cp * sizes.tp // sizes.ep, sizes.ep)
         names = ("dp_replicate", "efsdp", "ep")
         return init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=names)
+
+
+def use_interface_to(host: str) -> None:
+    """Use the interface on the route to another rank's host, unless the user has chosen one. gloo
+    and NCCL choose by the host's name or by kind, often loopback or the bridge of a container."""
+    name = _interface_of(own_address(f"tcp://{host}:1"))
+    if name is not None:
+        for variable in _INTERFACES:
+            os.environ.setdefault(variable, name)
+
+
+def _interface_of(address: str) -> str | None:
+    """None if no interface has it, as with IPv6."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+            except OSError:  # an interface without an address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def sum_unsharded(gradients: Iterable[Tensor], ranks: Ranks) -> None:
+    """Sum the gradients of weights that FSDP does not shard, such as an adapter's, over the ranks
+    that have different ones; FSDP has summed the others."""
+    plain, of_experts = [], []
+    for gradient in gradients:
+        names = gradient.device_mesh.mesh_dim_names if isinstance(gradient, DTensor) else ("tp",)
+        if names in (("tp",), ("ep",)):
+            (plain if names == ("tp",) else of_experts).append(local_part(gradient))
+    _sum(plain, lambda: ranks.gradient_mesh)
+    _sum(of_experts, lambda: ranks.expert_gradient_mesh)
+
+
+def _sum(gradients: Sequence[Tensor], mesh: Callable[[], DeviceMesh]) -> None:
+    if not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=mesh().get_group())
+    for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
+
+
+@torch.no_grad()
+def clip(gradients: Sequence[Tensor], *, max_norm: float) -> Tensor:
+    """Clip the gradients of a single rank without a wait for the device; returns their norm []."""
+    parts = [local_part(gradient) for gradient in gradients]
+    norm = torch.nn.utils.get_total_norm(parts)
+    torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage] - no public name
+        parts, (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    )
+    return norm
+
+
+@torch.no_grad()
+def squared_norm(gradients: Sequence[Tensor], *, num_ranks: int) -> Tensor:
+    """This rank's share of the squared norm, [] float64: a part that several ranks have is divided
+    among them, so the sum over all ranks is the whole."""
+    parts = [local_part(gradient) for gradient in gradients]
+    norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage] - no public name
+        parts, 2, dtype=torch.float64
+    )
+    squares = torch.stack(norms).square()
+    copies = [num_ranks / _num_parts(gradient) for gradient in gradients]
+    return (squares / squares.new_tensor(copies)).sum()
+
+
+def _num_parts(tensor: Tensor) -> int:
+    parts = 1
+    if isinstance(tensor, DTensor):
+        for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+            parts *= 1 if placement.is_replicate() else size
+    return parts
+
+
+@torch.no_grad()
+def scale(gradients: Sequence[Tensor], factor: float) -> None:
+    if factor != 1.0:
+        torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage] - no public name
+            [local_part(gradient) for gradient in gradients], factor
+        )
