@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from millrace.core.errors import ConfigError
-from millrace.monitoring.files.metrics import MetricsLog, flatten, read_metrics, table
+from millrace.monitoring.files.metrics import MetricsLog, read_metrics, table
 
 
 def test_every_row_is_on_disk_at_once(tmp_path):
@@ -78,8 +78,10 @@ def test_a_new_run_starts_with_an_empty_log(tmp_path):
     assert read_metrics(path) == []
 
 
-def test_tables_become_keys_with_slashes_and_are_read_back():
-    row = flatten({"step": 1, "dropped": {"stale": 2}, "waiting": {"engine-0": {"no work": 0.5}}})
+def test_tables_become_keys_with_slashes_and_are_read_back(tmp_path):
+    row = MetricsLog(tmp_path / "metrics.jsonl").write(
+        {"step": 1, "dropped": {"stale": 2}, "waiting": {"engine-0": {"no work": 0.5}}}
+    )
     assert row == {"step": 1, "dropped/stale": 2, "waiting/engine-0/no_work": 0.5}
     assert table(row, "dropped") == {"stale": 2}
     assert table({"rewards/a/b/mean": 1, "rewards/a/b/share": 2}, "rewards", suffix="/mean") == {

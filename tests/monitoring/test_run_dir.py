@@ -54,6 +54,7 @@ def test_config_toml_reads_back_as_the_same_settings_from_another_folder(tmp_pat
             ],
             "loss": {"type": "clipped", "high": 0.3, "low": None, "max_ratio": math.inf},
             "sampling": {"stop": ["\n", '"']},
+            "weights": {"directory": "shared"},
         }
     )
     run_dir = opened(tmp_path / "runs" / "x", config=config)
@@ -66,6 +67,7 @@ def test_config_toml_reads_back_as_the_same_settings_from_another_folder(tmp_pat
     assert read_back.scorers[1].type_settings == verifier
     assert read_back.loss == {"type": "clipped", "high": 0.3, "max_ratio": math.inf}
     assert read_back.sampling == config.sampling
+    assert read_back.weights.directory == str(tmp_path / "shared")
     assert read_back.trainer == config.trainer
 
 

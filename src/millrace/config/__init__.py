@@ -6,7 +6,7 @@ before any worker starts. Nothing is accepted and ignored. Torch-free.
 
 from millrace.config.environment import EnvironmentConfig, RoleModelConfig
 from millrace.config.generation import EngineConfig, Interrupt, ModelConfig, WeightsConfig
-from millrace.config.loading import load_config, parse_override
+from millrace.config.loading import anchored, load_config, parse_override
 from millrace.config.run_config import RunConfig
 from millrace.config.scorers import ScorerConfig
 from millrace.config.tasks import HUB, TaskPlace, TasksConfig
@@ -35,6 +35,7 @@ __all__ = [
     "TaskPlace",
     "TasksConfig",
     "WeightsConfig",
+    "anchored",
     "load_config",
     "parse_override",
 ]

@@ -99,18 +99,21 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"Config file {str(path)!r} cannot be read: {error.strerror}.") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from None
-    return _anchored(table, folder=path.resolve().parent)
+    return anchored(table, folder=path.resolve().parent)
 
 
-def _anchored(value: Any, *, folder: Path, key: str = "") -> Any:
-    """Relative paths in a TOML start from the folder of that TOML."""
+def anchored(value: Any, *, folder: Path, key: str = "") -> Any:
+    """Settings as TOML has them, with absolute paths: a relative path in a TOML starts from the
+    folder of that TOML. None, which TOML lacks, is left out."""
     if isinstance(value, dict):
         table = cast(dict[str, Any], value)
         return {
-            k: _anchored(v, folder=folder, key=f"{key}.{k}".strip(".")) for k, v in table.items()
+            k: anchored(v, folder=folder, key=f"{key}.{k}".strip("."))
+            for k, v in table.items()
+            if v is not None
         }
-    if isinstance(value, list):
-        return [_anchored(row, folder=folder, key=key) for row in cast(list[Any], value)]
+    if isinstance(value, list | tuple):
+        return [anchored(row, folder=folder, key=key) for row in cast(list[Any], value)]
     if not isinstance(value, str):
         return value
     is_of_role = _ROLE.match(key) is not None and key.endswith(".path")

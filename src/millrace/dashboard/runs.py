@@ -8,7 +8,6 @@ import json
 import re
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from millrace.dashboard.diagnosis import diagnose, find_alerts
 from millrace.dashboard.spans import SpanIndex
 from millrace.dashboard.tail import FileTail
 from millrace.journal.reading import reading
+from millrace.monitoring.files.metrics import flatten
 from millrace.monitoring.run_dir import RunDir
 from millrace.monitoring.throughput import run_rates
 
@@ -56,7 +56,7 @@ class RunReader:
         elif seen == self._seen:
             return False
         self._seen = seen
-        self.settings = dict(_flat(_read(self.run_dir.config, tomllib.loads)))
+        self.settings = flatten(_read(self.run_dir.config, tomllib.loads), separator=".")
         if self._tail.has_restarted():
             self.metrics, self._bad_lines = MetricColumns(), 0
         for chunk in self._tail.chunks():
@@ -166,14 +166,6 @@ def _read(path: Path, parse: Any) -> dict[str, Any]:
         return parse(path.read_text())
     except (OSError, ValueError):
         return {}
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _stamp(path: Path) -> tuple[float, int]:

@@ -20,7 +20,7 @@ import msgspec
 import tomli_w
 
 from millrace.cluster.join.ticket import own_versions
-from millrace.config import RunConfig
+from millrace.config import RunConfig, anchored
 from millrace.core.errors import ConfigError
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class RunDir:
             for folder in (self.checkpoints, self.rollouts, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            text = tomli_w.dumps(_self_contained(config))
+            text = tomli_w.dumps(anchored(config.model_dump(), folder=Path.cwd()))
             write_atomically(self.config, f"# {_made_with()}\n{text}")
             self.summary.unlink(missing_ok=True)  # of the part that is resumed now
         except OSError as error:
@@ -198,33 +198,3 @@ def to_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_json(below) for below in value]
     raise TypeError(f"{type(value).__name__} has no JSON form: {value!r}")
-
-
-def _self_contained(config: RunConfig) -> dict[str, Any]:
-    """The settings with absolute paths: a relative path in a TOML starts from its folder."""
-    table = _without_none(config.model_dump(mode="python"))
-    table["run_dir"] = str(Path(config.run_dir).absolute())
-    for section in ("model", "tasks", "evaluate"):
-        path = table[section].get("path")
-        # A model may also be a name on the hub.
-        if path is not None and Path(path).exists():
-            table[section]["path"] = str(Path(path).absolute())
-    for row in table["scorers"]:
-        if "path" in row:  # a verifier's
-            row["path"] = str(Path(row["path"]).absolute())
-    adapters = config.engine.adapters
-    table["engine"]["adapters"] = {n: str(Path(p).absolute()) for n, p in adapters.items()}
-    if config.cluster.ticket is not None:
-        table["cluster"]["ticket"] = str(Path(config.cluster.ticket).absolute())
-    return table
-
-
-def _without_none(value: Any) -> Any:
-    """Leave out None, which TOML lacks, and make file references absolute."""
-    if isinstance(value, Mapping):
-        return {key: _without_none(below) for key, below in value.items() if below is not None}
-    if isinstance(value, list | tuple):
-        return [_without_none(below) for below in value]
-    if isinstance(value, str) and ".py:" in value:
-        return str(Path(value).absolute())
-    return value

@@ -27,8 +27,9 @@ class MetricsLog:
         self._file = path.open("a", buffering=1)  # line-buffered: one write per row
 
     def write(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Tables in the row become keys with slashes; returns the row as it was written."""
-        flat = flatten(to_json(row))
+        """Tables in the row become keys with slashes, and spaces in keys underscores; returns the
+        row as it was written."""
+        flat = {key.replace(" ", "_"): leaf for key, leaf in flatten(to_json(row)).items()}
         self._file.write(_line(flat))
         return flat
 
@@ -57,13 +58,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def flatten(row: Mapping[str, Any]) -> dict[str, Any]:
-    """{"dropped": {"stale": 1}} as {"dropped/stale": 1}; spaces in keys become underscores."""
+def flatten(table: Mapping[str, Any], *, separator: str = "/") -> dict[str, Any]:
+    """{"dropped": {"stale": 1}} as {"dropped/stale": 1}."""
     flat: dict[str, Any] = {}
-    for key, value in row.items():
-        name = str(key).replace(" ", "_")
+    for name, value in table.items():
         if isinstance(value, Mapping):
-            flat |= {f"{name}/{below}": leaf for below, leaf in flatten(value).items()}
+            below = flatten(value, separator=separator)
+            flat |= {f"{name}{separator}{key}": leaf for key, leaf in below.items()}
         else:
             flat[name] = value
     return flat

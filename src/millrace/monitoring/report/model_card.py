@@ -92,7 +92,7 @@ def _curve(rows: list[dict[str, Any]], step: int) -> str:
 def _public(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The changed settings that shape the model, as tables."""
     shown: dict[str, Any] = {}
-    for key, value in changed_settings(settings):
+    for key, value in changed_settings(settings).items():
         *above, name = key.split(".")
         if (above or [name])[0] not in SECTIONS:
             continue

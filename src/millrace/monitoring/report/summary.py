@@ -22,7 +22,7 @@ from millrace.monitoring.activity import (
     total_text,
     without_idle,
 )
-from millrace.monitoring.files.metrics import read_metrics, table
+from millrace.monitoring.files.metrics import flatten, read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.run_dir import RunDir
 from millrace.monitoring.terminal.text import counts, curve, duration, rate
@@ -156,7 +156,8 @@ def _circumstances(run_dir: RunDir) -> Rows:
         text = run_dir.config.read_text()
         if text.startswith("# "):
             yield "made with", text.partition("\n")[0].removeprefix("# ")
-        for number, (key, value) in enumerate(changed_settings(tomllib.loads(text))):
+        changes = changed_settings(tomllib.loads(text))
+        for number, (key, value) in enumerate(changes.items()):
             yield "" if number else "settings", f"{key} = {value!r:.200}"
     if run_dir.warnings.is_file():
         lines = run_dir.warnings.read_text().splitlines()
@@ -164,20 +165,12 @@ def _circumstances(run_dir: RunDir) -> Rows:
         yield from (("", line) for line in lines[-MAX_WARNINGS:])
 
 
-def changed_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def changed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that differ from their defaults, by dotted key."""
-    return _changes(settings, RunConfig(model=ModelConfig(path="")).model_dump())
-
-
-def _changes(
-    settings: Mapping[str, Any], defaults: Any, *, above: str = ""
-) -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        default = defaults.get(key) if isinstance(defaults, Mapping) else None
-        if isinstance(value, Mapping):
-            yield from _changes(value, default, above=f"{above}{key}.")
-        elif value != (list(default) if isinstance(default, tuple) else default):
-            yield f"{above}{key}", value
+    config = RunConfig(model=ModelConfig(path=""))
+    defaults = flatten(config.model_dump(mode="json"), separator=".")
+    found = flatten(settings, separator=".")
+    return {key: value for key, value in found.items() if value != defaults.get(key)}
 
 
 def _values(metrics: list[dict[str, Any]], key: str) -> list[Any]:
