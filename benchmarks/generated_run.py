@@ -19,8 +19,7 @@ from typing import Any
 from millrace.config import load_config
 from millrace.core.spans import GroupLife, TurnLife
 from millrace.journal.database import FORMAT_VERSION, open_writer
-from millrace.monitoring.files.episodes import StepFiles
-from millrace.monitoring.files.lifecycle import StepLife
+from millrace.monitoring.files.episodes import StepFiles, StepLife
 from millrace.monitoring.files.metrics import MetricsLog
 from millrace.monitoring.files.samples import SampledEpisode, SampledRollout
 from millrace.monitoring.files.trace import TraceWriter

@@ -24,8 +24,7 @@ from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task
 from millrace.demo.model import make_model
 from millrace.demo.run import SETTINGS
 from millrace.models.directory import load_tokenizer
-from millrace.monitoring.files.episodes import StepRecorder
-from millrace.monitoring.files.lifecycle import StepLife
+from millrace.monitoring.files.episodes import StepLife, StepRecorder
 from millrace.monitoring.run_dir import RunDir
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from millrace.journal import read_journal
-from millrace.monitoring.files.lifecycle import read_lifecycle
+from millrace.monitoring.files.episodes import read_lifecycle
 from millrace.monitoring.files.metrics import read_metrics
 from millrace.monitoring.files.samples import read_samples
 from millrace.monitoring.files.trace import read_trace

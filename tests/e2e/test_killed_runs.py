@@ -11,7 +11,7 @@ from project import Command, make_project, steps_in
 
 from millrace.core.errors import JournalError
 from millrace.journal import Ledger, read_journal
-from millrace.monitoring.files.lifecycle import read_lifecycle
+from millrace.monitoring.files.episodes import read_lifecycle
 from millrace.monitoring.files.metrics import read_metrics
 from millrace.monitoring.files.samples import read_samples
 from millrace.monitoring.report.ledger import read_report

@@ -15,7 +15,7 @@ from overlap import first_halves, generating_in, overlap, steps_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import millrace as mr
-from millrace.monitoring.files.lifecycle import read_lifecycle
+from millrace.monitoring.files.episodes import read_lifecycle
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.samples import read_samples
 from millrace.monitoring.files.trace import read_trace

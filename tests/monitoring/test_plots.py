@@ -7,8 +7,7 @@ from synthetic_run import make_run, metrics_row, spans
 
 from millrace.core.spans import Span
 from millrace.monitoring.files.metrics import MetricsLog
-from millrace.monitoring.report.plots import render_plots
-from millrace.monitoring.report.timeline import (
+from millrace.monitoring.report.plots import (
     MAX_TRACKS,
     _colours,
     _examples,
@@ -16,6 +15,7 @@ from millrace.monitoring.report.timeline import (
     _joined,
     _share_per_bin,
     _tracks,
+    render_plots,
 )
 from millrace.monitoring.run_dir import RunDir
 

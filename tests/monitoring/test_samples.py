@@ -16,8 +16,7 @@ from millrace.core.records import (
     Turn,
 )
 from millrace.core.spans import GroupLife, TurnLife
-from millrace.monitoring.files.episodes import StepFiles, StepRecorder
-from millrace.monitoring.files.lifecycle import StepLife, read_lifecycle
+from millrace.monitoring.files.episodes import StepFiles, StepLife, StepRecorder, read_lifecycle
 from millrace.monitoring.files.samples import EpisodeSampler, pick, read_samples
 from millrace.monitoring.run_dir import RunDir, steps_in
 

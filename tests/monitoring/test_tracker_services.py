@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.monitoring.tracker_process import TrackerProcess
-from millrace.monitoring.trackers import IDS
+from millrace.monitoring.trackers import IDS, TrackerProcess
 
 SETTINGS = {"model": {"path": "m"}, "seed": 3}
 

@@ -8,8 +8,7 @@ import psutil
 import pytest
 
 from millrace.core.errors import ConfigError
-from millrace.monitoring.tracker_process import TrackerProcess
-from millrace.monitoring.trackers import TensorBoardTracker, build_tracker
+from millrace.monitoring.trackers import TensorBoardTracker, TrackerProcess, build_tracker
 
 
 def opened(directory: Path, *, resume_from: int | None = None) -> TensorBoardTracker:

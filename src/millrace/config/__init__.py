@@ -4,12 +4,17 @@ Promise: a wrong key, type or combination fails here, with the field, the value 
 before any worker starts. Nothing is accepted and ignored. Torch-free.
 """
 
-from millrace.config.environment import EnvironmentConfig, RoleModelConfig
+from millrace.config.episodes import (
+    HUB,
+    EnvironmentConfig,
+    RoleModelConfig,
+    ScorerConfig,
+    TaskPlace,
+    TasksConfig,
+)
 from millrace.config.generation import EngineConfig, Interrupt, ModelConfig, WeightsConfig
 from millrace.config.loading import anchored, load_config, parse_override
 from millrace.config.run_config import RunConfig
-from millrace.config.scorers import ScorerConfig
-from millrace.config.tasks import HUB, TaskPlace, TasksConfig
 from millrace.config.training import (
     ALL_LINEAR,
     CriticConfig,

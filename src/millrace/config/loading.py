@@ -11,11 +11,10 @@ from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from millrace.config.environment import OF_POLICY, RoleModelConfig
+from millrace.config.episodes import HUB, OF_POLICY, RoleModelConfig
 from millrace.config.generation import EngineConfig
 from millrace.config.old_keys import old_key
 from millrace.config.run_config import RunConfig
-from millrace.config.tasks import HUB
 from millrace.core.errors import ConfigError, describe_setting_error, suggestion
 from millrace.presets import over_preset
 

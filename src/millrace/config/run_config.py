@@ -7,7 +7,13 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from millrace.config.environment import EnvironmentConfig
+from millrace.config.episodes import (
+    EnvironmentConfig,
+    EvaluateConfig,
+    ScorerConfig,
+    ScoringConfig,
+    TasksConfig,
+)
 from millrace.config.generation import (
     EngineConfig,
     ModelConfig,
@@ -22,9 +28,7 @@ from millrace.config.operations import (
     SupervisionConfig,
     TrackerConfig,
 )
-from millrace.config.scorers import ScorerConfig, ScoringConfig
 from millrace.config.section import Dtype, Int, OneOrMore, Plugin, Section, num_groups
-from millrace.config.tasks import EvaluateConfig, TasksConfig
 from millrace.config.training import (
     BufferConfig,
     CheckpointConfig,

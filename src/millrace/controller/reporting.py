@@ -17,8 +17,7 @@ from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.evaluation import EvalSet
 from millrace.core.records import Group
 from millrace.monitoring.activity import queue_text
-from millrace.monitoring.files.episodes import SkippedSteps
-from millrace.monitoring.files.lifecycle import StepLife
+from millrace.monitoring.files.episodes import SkippedSteps, StepLife
 from millrace.monitoring.monitor import SCORES, RunMonitor
 from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.monitoring.terminal.text import counts

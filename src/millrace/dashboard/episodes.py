@@ -8,7 +8,7 @@ from typing import Any
 
 from millrace.core.errors import ConfigError
 from millrace.dashboard.runs import RunReader
-from millrace.monitoring.files.lifecycle import StepLife, read_lifecycle
+from millrace.monitoring.files.episodes import StepLife, read_lifecycle
 from millrace.monitoring.files.samples import SampledEpisode, read_samples
 from millrace.monitoring.run_dir import step_file, steps_in
 

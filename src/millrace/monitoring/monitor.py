@@ -37,7 +37,7 @@ from millrace.monitoring.run_dir import RunDir
 from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
 from millrace.monitoring.terminal.snapshot import RunGauges, RunSnapshot
 from millrace.monitoring.throughput import Throughput, run_rates
-from millrace.monitoring.tracker_process import TrackerProcess
+from millrace.monitoring.trackers import TrackerProcess
 
 REFRESH_S = 0.25
 SCORES = "scores"  # the wait reason of the trainer and the engines when scoring is behind

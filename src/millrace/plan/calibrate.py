@@ -23,7 +23,7 @@ from millrace.config import RunConfig, load_config, parse_override
 from millrace.core.errors import ConfigError, RunFailed
 from millrace.core.spans import Span
 from millrace.monitoring.activity import role_of
-from millrace.monitoring.files.lifecycle import read_lifecycle
+from millrace.monitoring.files.episodes import read_lifecycle
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.run_dir import RunDir, steps_in
 from millrace.plan.hardware import GPUS

@@ -14,8 +14,7 @@ from typing import Any
 import tomli_w
 
 from millrace.monitoring.files.metrics import read_metrics
-from millrace.monitoring.report.plots import draw_plot
-from millrace.monitoring.report.timeline import draw_timeline
+from millrace.monitoring.report.plots import draw_plot, draw_timeline
 from millrace.monitoring.run_dir import RunDir
 from millrace.plan.hardware import GIB
 from millrace.plan.simulation import Prediction

@@ -1,9 +1,9 @@
 """What each step leaves in the run directory besides its row of metrics: files per step.
 
-rollouts/ has some episodes with their tokens (samples.py), lifecycle/ the times of all groups
-(lifecycle.py), and episodes/ whole recordings for `millrace replay`. Promise: a file appears as a
-whole, and repeating a step replaces it. A thread writes the files of a step while the next one runs
-and before the next row of metrics. Called from the controller's event loop.
+rollouts/ has some episodes with their tokens (samples.py), lifecycle/ the times of all groups, and
+episodes/ whole recordings for `millrace replay`. Promise: a file appears as a whole, and repeating
+a step replaces it. A thread writes the files of a step while the next one runs and before the next
+row of metrics. Called from the controller's event loop.
 
 skipped/step_N.jsonl has the groups of updates whose loss or gradient was not finite. Promise: every
 such update is counted, and the whole input of the trainer can be read. One bad batch costs one
@@ -14,6 +14,7 @@ controller calls SkippedSteps.write() in a thread and waits for it.
 import asyncio
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,32 @@ import numpy as np
 from millrace.config import RunConfig
 from millrace.core.errors import RunFailed
 from millrace.core.records import Group
-from millrace.monitoring.files.lifecycle import StepLife
+from millrace.core.spans import GroupLife
 from millrace.monitoring.files.samples import EpisodeSampler, pick, reported_rollouts, scores_of
-from millrace.monitoring.run_dir import RunDir, step_file, steps_in, write_atomically
+from millrace.monitoring.run_dir import RunDir, read_step, step_file, steps_in, write_atomically
 
 MAX_SKIPPED = 3
 MAX_BYTES = 256 * 2**20  # of a folder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepLife:
+    """Neither the trace, whose spans name no group, nor the journal, which has no times, could tell
+    this. Times are seconds on the clock of trace.json. The times of a group are journaled with it,
+    so a resumed run knows them, too."""
+
+    step: int
+    begin_s: float
+    end_s: float
+    unix_s: float  # seconds since the epoch at the end
+    groups: list[GroupLife]  # that it trained
+    replayed: list[int]  # numbers of those that an earlier step has trained, too
+    lost: list[GroupLife]  # attempts that ended since the step before, without a group to train
+
+
+def read_lifecycle(run_dir: RunDir, step: int) -> StepLife | None:
+    """None if the step has no file, or none any more."""
+    return next(iter(read_step(run_dir.lifecycle, step, StepLife)), None)
 
 
 class StepFiles:

@@ -5,15 +5,21 @@ Matplotlib is imported only when a plot is drawn, and without pyplot: no window,
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from millrace.core.spans import Span
+from millrace.monitoring.activity import ROLES, STARTING, in_order, role_of
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.report.summary import accuracy_by_step
-from millrace.monitoring.report.timeline import draw_timeline
 from millrace.monitoring.run_dir import RunDir
+from millrace.monitoring.terminal.text import duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +29,18 @@ INK, FAINT = "#22303c", "#d5dbe1"
 BLUE, ORANGE = "#2f6fb7", "#e07b39"
 SMOOTH_SHARE = 0.05  # the smooth reward line averages this share of the run's steps
 DPI = 150
+
+BUSY_COLOURS = ("#2f6fb7", "#2a9d6f", "#8e63b8", "#c9518b", "#4aa8b5", "#7a8a3a", "#5b6b7a")
+WAITING_COLOURS = ("#f6dcae", "#f3c9c0", "#dcd8f0", "#d3e8d3", "#e3e7ea")
+STARTING_COLOUR = "#cfd6dc"
+IDLE, IDLE_COLOUR = "no work", "#eff2f4"  # an idle scorer is no reason to worry
+TRACK_HEIGHT = 0.72  # tracks are 1 apart
+MAX_TRACKS = 10
+BINS = 160  # columns of the whole run
+SPANS_IN_CLOSE_UP = 60  # about, of the engine or trainer with the fewest
+
+Activity = tuple[str, bool]  # name, busy
+Grouped = defaultdict[tuple[str, Activity], list[Span]]  # by worker and activity
 
 
 def render_plots(path: Path) -> list[Path]:
@@ -158,3 +176,179 @@ def _staleness(figure: "Figure", rows: Sequence[dict[str, Any]]) -> None:
     axes.margins(y=0.12)
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axes.grid(axis="y")
+
+
+def draw_timeline(figure: "Figure", spans: Sequence[Span]) -> None:
+    """A track per worker, with work in strong colours and waiting in pale ones.
+
+    Time starts with the first work of an engine or the trainer, so start-up takes no room. A long
+    run is drawn twice: as shares of time from start to end, and as single spans in a close-up of
+    its middle, short enough that steps and swaps can be seen. With many workers, the first drawing
+    has one track per role, and the second shows some workers of each role.
+    """
+    spans = _from_first_work(_joined(spans))
+    workers = in_order({span.worker for span in spans})
+    tracks = _tracks(workers)
+    examples = _examples(tracks)
+    colours = _colours(spans)
+    grouped: Grouped = defaultdict(list)
+    for span in spans:
+        grouped[span.worker, (span.name, span.busy)].append(span)
+    end_s = max(span.end_s for span in spans)
+    window_s = end_s * min(1.0, SPANS_IN_CLOSE_UP / _num_spans_of_main_worker(spans))
+    if window_s > end_s / 2:
+        figure.set_figheight(1.9 + 0.55 * len(examples))
+        axes = figure.subplots()
+        title, begin_s = "Activity of the workers", 0.0
+    else:
+        figure.set_figheight(3.0 + 0.55 * (len(tracks) + len(examples)))
+        whole, axes = figure.subplots(2, 1, height_ratios=(len(tracks) + 1, len(examples) + 1))
+        whole.set_title("Whole run: share of time")
+        _draw_shares(whole, grouped, tracks, colours, np.linspace(0.0, end_s, BINS + 1))
+        _set_axes(whole, list(tracks), 0.0, end_s)
+        whole.set_xlabel("")
+        length = duration(window_s) if window_s >= 10 else f"{window_s:.1f} s"
+        title, begin_s = f"Close-up of {length}", (end_s - window_s) / 2
+    _draw_spans(axes, grouped, examples, colours)
+    if len(examples) < len(workers):
+        title += f", {len(examples)} of {len(workers)} workers"
+    axes.set_title(title)
+    _set_axes(axes, examples, begin_s, end_s - begin_s)
+    _add_legend(figure, colours)
+
+
+def _from_first_work(spans: Sequence[Span]) -> list[Span]:
+    """Spans in seconds since an engine or the trainer first worked; earlier ones are left out."""
+    work = [span for span in spans if span.busy and span.name not in STARTING]
+    main = [span for span in work if role_of(span.worker) in ROLES]
+    begin_s = min(span.start_s for span in main or work or spans)
+    return [
+        replace(span, start_s=max(span.start_s - begin_s, 0.0), end_s=span.end_s - begin_s)
+        for span in spans
+        if span.end_s > begin_s
+    ]
+
+
+def _tracks(workers: Sequence[str]) -> dict[str, list[str]]:
+    """Workers by track of the whole run: one each, or with many workers one per role."""
+    if len(workers) <= MAX_TRACKS:
+        return {worker: [worker] for worker in workers}
+    roles: dict[str, list[str]] = {}
+    for worker in workers:
+        roles.setdefault(role_of(worker), []).append(worker)
+    return {
+        f"{len(members)} {role}s" if len(members) > 1 else members[0]: members
+        for role, members in roles.items()
+    }
+
+
+def _examples(tracks: Mapping[str, list[str]]) -> list[str]:
+    """The workers whose single spans are drawn: about equally many of each track."""
+    per_track = max(MAX_TRACKS // len(tracks), 1)
+    return [worker for members in tracks.values() for worker in members[:per_track]]
+
+
+def _draw_spans(
+    axes: "Axes", grouped: Grouped, workers: Sequence[str], colours: dict[Activity, str]
+) -> None:
+    for track, worker in enumerate(workers):
+        for activity, colour in colours.items():
+            own = grouped[worker, activity]
+            ranges = [(span.start_s, span.end_s - span.start_s) for span in own]
+            bounds = (track - TRACK_HEIGHT / 2, TRACK_HEIGHT)
+            axes.broken_barh(ranges, bounds, facecolors=colour, linewidth=0)
+
+
+def _draw_shares(
+    axes: "Axes",
+    grouped: Grouped,
+    tracks: Mapping[str, Sequence[str]],
+    colours: dict[Activity, str],
+    edges_s: np.ndarray,  # [BINS + 1]
+) -> None:
+    """One column per bin, filled from below with the share of each activity, work first."""
+    for track, workers in enumerate(tracks.values()):
+        top = np.full(len(edges_s) - 1, track + TRACK_HEIGHT / 2)  # the axis points down
+        for activity, colour in colours.items():
+            shares = [_share_per_bin(grouped[worker, activity], edges_s) for worker in workers]
+            bottom, top = top, top - TRACK_HEIGHT * np.mean(shares, axis=0)
+            axes.stairs(top, edges_s, baseline=bottom, fill=True, color=colour)
+
+
+def _share_per_bin(spans: Sequence[Span], edges_s: np.ndarray) -> np.ndarray:
+    """[bins] share of each bin that these spans cover; they do not overlap."""
+    if not spans:
+        return np.zeros(len(edges_s) - 1)
+    # The time covered up to t grows linearly within a span and is flat between spans.
+    times_s = np.array([(span.start_s, span.end_s) for span in spans])
+    lengths_s = times_s[:, 1] - times_s[:, 0]
+    covered_s = np.cumsum(lengths_s)[:, None] - np.outer(lengths_s, (1, 0))
+    covered_at_s = np.interp(edges_s, times_s.ravel(), covered_s.ravel())
+    return np.diff(covered_at_s) / np.diff(edges_s)
+
+
+def _set_axes(axes: "Axes", tracks: Sequence[str], begin_s: float, end_s: float) -> None:
+    axes.set_yticks(range(len(tracks)), tracks)
+    axes.set_ylim(len(tracks) - 0.5, -0.5)
+    axes.set_xlim(begin_s, end_s)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    if end_s < 120:
+        axes.set_xlabel("seconds since the first work")
+        return
+    step_s = _tick_step(end_s - begin_s)
+    axes.set_xticks(np.arange(np.ceil(begin_s / step_s) * step_s, end_s + 1e-9, step_s))
+    axes.xaxis.set_major_formatter(lambda seconds, _: duration(seconds))
+    axes.set_xlabel("time since the first work, [h:]mm:ss")
+
+
+def _tick_step(length_s: float) -> float:
+    """A round number of seconds that gives at most ten ticks."""
+    sizes = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200)
+    return next((s for s in sizes if length_s / s <= 10), 86400.0 * np.ceil(length_s / 864000))
+
+
+def _add_legend(figure: "Figure", colours: dict[Activity, str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [
+        Patch(facecolor=colour, label=name if busy else f"waits: {name}")
+        for (name, busy), colour in colours.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=9)
+
+
+def _colours(spans: Sequence[Span]) -> dict[Activity, str]:
+    """Strong colours for work, then pale ones for waiting; in each, longest total time first."""
+    seconds: dict[Activity, float] = defaultdict(float)
+    for span in spans:
+        seconds[span.name, span.busy] += span.end_s - span.start_s
+    special = {(name, True): STARTING_COLOUR for name in STARTING} | {(IDLE, False): IDLE_COLOUR}
+    colours: dict[Activity, str] = {}
+    for busy, palette in ((True, BUSY_COLOURS), (False, WAITING_COLOURS)):
+        keys = [key for key in seconds if key[1] is busy and key not in special]
+        keys.sort(key=lambda key: -seconds[key])
+        # Rare activities share the last colour: a legend must stay readable.
+        colours |= {key: palette[min(i, len(palette) - 1)] for i, key in enumerate(keys)}
+    return colours | {key: colour for key, colour in special.items() if key in seconds}
+
+
+def _num_spans_of_main_worker(spans: Sequence[Span]) -> int:
+    """Of the engine or trainer with the fewest; scorers may change a hundred times a second."""
+    counts = Counter(span.worker for span in spans)
+    main = [n for worker, n in counts.items() if role_of(worker) in ROLES]
+    return max(min(main or counts.values()), 1)
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """Adjacent spans of one activity become one, so that no hairlines show between them."""
+    tracks: dict[str, list[Span]] = {}
+    for span in sorted(spans, key=lambda span: span.start_s):
+        track = tracks.setdefault(span.worker, [])
+        last = track[-1] if track else span
+        touches = span.start_s - last.end_s < 1e-3
+        if track and touches and (last.name, last.busy) == (span.name, span.busy):
+            track[-1] = replace(last, end_s=span.end_s, count=last.count + span.count)
+        else:
+            track.append(span)
+    return [span for track in tracks.values() for span in track]
