@@ -4,8 +4,7 @@ import msgspec
 import pytest
 
 from millrace.core.errors import ConfigError
-from millrace.dashboard.episodes import EXCERPT, find_episodes, list_steps, read_batch, read_episode
-from millrace.dashboard.runs import RunReader
+from millrace.dashboard.runs import EXCERPT, RunReader
 
 
 @pytest.fixture(scope="module")
@@ -18,39 +17,39 @@ def run(write_run, tmp_path_factory) -> RunReader:
 
 
 def test_every_recorded_step_can_be_chosen(run):
-    assert list_steps(run) == {"samples": [1, 2, 3, 4], "lives": [1, 2, 3, 4]}
+    assert run.steps() == {"samples": [1, 2, 3, 4], "lives": [1, 2, 3, 4]}
 
 
 def test_a_list_holds_the_beginning_of_long_texts_and_an_episode_all_of_it(run):
-    listed = find_episodes(run, step=2)["episodes"]
+    listed = run.episodes(step=2)["episodes"]
     place = next(e["place"] for e in listed if e["completion"].startswith("xxx"))
 
     assert len(listed[place]["completion"]) == EXCERPT
-    assert len(read_episode(run, step=2, place=place).completion) == 1_000_000
+    assert len(run.episode(step=2, place=place).completion) == 1_000_000
     assert len(msgspec.json.encode(listed)) < 20_000
 
 
 def test_search_reads_all_steps_newest_first(run):
-    found = find_episodes(run, text="OWNED")
+    found = run.episodes(text="OWNED")
 
     assert [episode["step"] for episode in found["episodes"]] == [2]
     assert found["down_to"] == 1
-    steps = [episode["step"] for episode in find_episodes(run)["episodes"]]
+    steps = [episode["step"] for episode in run.episodes()["episodes"]]
     assert steps == sorted(steps, reverse=True)
 
 
 def test_an_episode_that_is_not_there_is_an_error(run):
     with pytest.raises(ConfigError, match="Step 99 has 0 sampled episodes"):
-        read_episode(run, step=99)
+        run.episode(step=99)
 
 
 def test_a_batch_has_the_times_of_its_groups(run):
-    life = read_batch(run, step=3)
+    life = run.batch(step=3)
 
     assert life is not None
     assert life.step == 3
     assert all(group.started_s < life.end_s for group in life.groups)
-    assert read_batch(run, step=99) is None
+    assert run.batch(step=99) is None
 
 
 def test_ledger_counts_all_tasks_and_finds_one(run):

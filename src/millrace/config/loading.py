@@ -1,7 +1,5 @@
 """Loading of settings from TOML files, mappings and the command line; errors as sentences.
-
-Torch-free.
-"""
+Torch-free."""
 
 import re
 import tomllib
@@ -55,12 +53,10 @@ def load_config(
     that they override."""
     if isinstance(source, RunConfig):
         table = source.model_dump(mode="python", exclude_unset=preset is not None)
-    elif isinstance(source, Mapping):
-        table = {**source}
-    elif source is None:
-        table = {}
-    else:
+    elif isinstance(source, str | Path):
         table = _read_toml(Path(source))
+    else:
+        table = {**(source or {})}
     for key, value in (overrides or {}).items():
         table = _merged(table, key.split("."), value)
     if preset is not None:
@@ -74,17 +70,14 @@ def load_config(
 def parse_override(key: str, text: str) -> Any:
     """A command-line value as TOML reads it; anything that is not TOML is a string. "none" removes
     an optional setting or table."""
-    if text == "none" and _is_optional(key.split(".")):
+    path = key.split(".")
+    field = _section_of(path).model_fields.get(path[-1])
+    if text == "none" and field is not None and field.default is None:
         return None
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-def _is_optional(path: list[str]) -> bool:
-    field = _section_of(path).model_fields.get(path[-1])
-    return field is not None and field.default is None
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""RunConfig: all settings of a run. Checks between sections are in millrace.run.checks.
-
-Torch-free.
-"""
+"""All settings of a run. Checks between sections are in millrace.run.checks. Torch-free."""
 
 from typing import Annotated, Any, Self
 

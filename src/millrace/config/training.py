@@ -1,8 +1,5 @@
-"""Settings of training: the buffer, the trainer, the optimizer, critic, LoRA, checkpoints and the
-journal.
-
-Torch-free.
-"""
+"""Settings of training: buffer, trainer, optimizer, critic, LoRA, checkpoints and journal.
+Torch-free."""
 
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self, get_args
@@ -196,15 +193,10 @@ class TrainerConfig(Section):
 
     @property
     def mesh_sizes(self) -> MeshSizes:
-        mesh = self.mesh
-        others = mesh.dp_replicate * mesh.cp * mesh.tp
-        return MeshSizes(
-            dp_replicate=mesh.dp_replicate,
-            dp_shard=max(1, self.num_ranks // others) if mesh.dp_shard == "auto" else mesh.dp_shard,
-            cp=mesh.cp,
-            tp=mesh.tp,
-            ep=mesh.ep,
-        )
+        mesh, sizes = self.mesh, self.mesh.model_dump()
+        if mesh.dp_shard == "auto":
+            sizes["dp_shard"] = max(1, self.num_ranks // (mesh.dp_replicate * mesh.cp * mesh.tp))
+        return MeshSizes(**sizes)
 
 
 class OptimizerConfig(Section):

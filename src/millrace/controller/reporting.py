@@ -16,9 +16,9 @@ from millrace.controller.checkpointing import CheckpointUploads
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.evaluation import EvalSet
 from millrace.core.records import Group
-from millrace.monitoring.activity import queue_text
+from millrace.monitoring.activity import SCORES, queue_text
 from millrace.monitoring.files.episodes import SkippedSteps, StepLife
-from millrace.monitoring.monitor import SCORES, RunMonitor
+from millrace.monitoring.monitor import RunMonitor
 from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.monitoring.terminal.text import counts
 from millrace.training.packing.packer import minibatches_of

@@ -15,7 +15,7 @@ import secrets
 import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,13 +116,10 @@ class CheckpointServer:
             self._folder, self._url = folder, found[0]
 
     def _command(self, folder: Path) -> list[str]:
-        model, more = folder, []
-        if (folder / ADAPTER_FILE).is_file():
-            settings = json.loads((folder / ADAPTER_FILE).read_text())
-            model = settings["base_model_name_or_path"]
-            more = [f"--engine.adapters.{ADAPTER}", str(folder)]
+        base = _base_of(folder)
+        more = [] if base is None else [f"--engine.adapters.{ADAPTER}", str(folder)]
         place = ["--placement.engines", self._device, "--log-dir", self._temp.name]
-        serve = [sys.executable, "-m", "millrace", "serve", str(model)]
+        serve = [sys.executable, "-m", "millrace", "serve", base or str(folder)]
         return [*serve, "--port", "0", "--name", MODEL, *place, *more]
 
     @property
@@ -133,9 +130,8 @@ class CheckpointServer:
         self, asked: ChatRequest, *, has_template: bool
     ) -> AsyncGenerator[dict[str, Any]]:
         assert self._folder is not None
-        is_adapter = (self._folder / ADAPTER_FILE).is_file()
         body = {
-            "model": ADAPTER if is_adapter else MODEL,
+            "model": MODEL if _base_of(self._folder) is None else ADAPTER,
             "stream": True,
             "max_tokens": asked.max_tokens,
             "temperature": asked.temperature,
@@ -154,8 +150,8 @@ class CheckpointServer:
                 if response.status != 200:
                     answer = await response.json()
                     raise ApiError(str(answer["error"]["message"]), status=400)
-                async for chunk in _chunks(response):
-                    yield _piece(chunk)
+                async for piece in _pieces(response):
+                    yield piece
         except aiohttp.ClientError as error:
             raise EnginesDown(f"The server of the checkpoint has gone: {error}") from None
 
@@ -194,31 +190,31 @@ def _checkpoint(run: RunReader, step: int) -> Path:
     raise ApiError(message, status=404)
 
 
+def _base_of(folder: Path) -> str | None:
+    """The base model of an adapter; None of a whole model."""
+    path = folder / ADAPTER_FILE
+    return json.loads(path.read_text())["base_model_name_or_path"] if path.is_file() else None
+
+
 def _has_template(folder: Path) -> bool:
     """Whether the tokenizer can render messages. Of an adapter, the base model decides."""
-    if (folder / ADAPTER_FILE).is_file():
-        base = json.loads((folder / ADAPTER_FILE).read_text())["base_model_name_or_path"]
-        if not Path(base).is_dir():
-            return True  # on the hub; the server says if it has none
-        folder = Path(base)
+    folder = Path(_base_of(folder) or folder)
+    if not folder.is_dir():
+        return True  # on the hub; the server says if it has none
     settings = folder / "tokenizer_config.json"
     in_settings = settings.is_file() and '"chat_template"' in settings.read_text()
     return in_settings or (folder / "chat_template.jinja").is_file()
 
 
-async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
     async for line in response.content:
         data = line.strip().removeprefix(b"data: ")
-        if data and data != b"[DONE]":
-            yield json.loads(data)
-
-
-def _piece(chunk: dict[str, Any]) -> dict[str, Any]:
-    if "error" in chunk:
-        raise EnginesDown(str(chunk["error"]["message"]))
-    choices: Sequence[dict[str, Any]] = chunk["choices"]
-    if not choices:
-        return {}
-    text = choices[0].get("text") or choices[0].get("delta", {}).get("content") or ""
-    finish = choices[0].get("finish_reason")
-    return {"text": text, **({"finish": finish} if finish else {})}
+        if not data or data == b"[DONE]":
+            continue
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise EnginesDown(str(chunk["error"]["message"]))
+        for choice in chunk["choices"]:
+            text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+            finish = choice.get("finish_reason")
+            yield {"text": text, **({"finish": finish} if finish else {})}

@@ -1,7 +1,8 @@
-"""One run directory, read as it grows: metrics, settings, state, logs, and the ledger.
+"""One run directory, read as it grows: metrics, settings, state, logs, episodes and the ledger.
 
 Promise: reads only. A file that is missing, or was copied in part, costs only what it would have
-shown. A RunReader is used by one thread at a time.
+shown. Lists of episodes hold the beginning of a text only, so a page with episodes of any length
+stays small; the whole text comes with one episode. A RunReader is used by one thread at a time.
 """
 
 import json
@@ -19,8 +20,10 @@ from millrace.dashboard.diagnosis import diagnose, find_alerts
 from millrace.dashboard.spans import SpanIndex
 from millrace.dashboard.tail import FileTail
 from millrace.journal.reading import reading
+from millrace.monitoring.files.episodes import StepLife, read_lifecycle
 from millrace.monitoring.files.metrics import flatten
-from millrace.monitoring.run_dir import RunDir
+from millrace.monitoring.files.samples import SampledEpisode, read_samples
+from millrace.monitoring.run_dir import RunDir, step_file, steps_in
 from millrace.monitoring.throughput import run_rates
 
 COPY_IS_LIVE_S = 60.0  # files that changed this recently belong to a run elsewhere
@@ -28,6 +31,8 @@ ALERT_PERIOD_S = 15.0
 LIVE = ("running", "copied")
 LOG_BYTES = 256 * 1024  # of a log that are shown, its last ones
 TASKS_PER_PAGE = 200
+EXCERPT = 300  # characters
+MAX_FOUND, MAX_SEARCHED_BYTES = 200, 128 * 2**20
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -46,7 +51,6 @@ class RunReader:
     def refresh(self) -> bool:
         """Read what is new; True if something is."""
         names = ("config", "metrics", "trace", "summary", "checkpoints", "rollouts", "lifecycle")
-
         seen: list[Any] = [_stamp(getattr(self.run_dir, name)) for name in names]
         # Alerts of a live run also depend on the time that passes without news.
         clock = time.time() // ALERT_PERIOD_S if self.state in LIVE else 0
@@ -63,7 +67,7 @@ class RunReader:
             for line in chunk.splitlines():
                 try:
                     self.metrics.append(msgspec.json.decode(line, type=dict[str, Any]))
-                except (msgspec.DecodeError, msgspec.ValidationError):
+                except msgspec.DecodeError:
                     self._bad_lines += 1
         self.changes += 1
         return True
@@ -158,6 +162,44 @@ class RunReader:
             tasks = [dict(zip(columns, row, strict=True)) for row in found]
             counts = "SELECT status, reason, count(*) FROM tasks GROUP BY 1, 2 ORDER BY 1, 2"
             return {"counts": db.execute(counts).fetchall(), "tasks": tasks}
+
+    def steps(self) -> dict[str, list[int]]:
+        """The steps that have samples, and those whose groups are described."""
+        return {
+            "samples": steps_in(self.run_dir.rollouts),
+            "lives": steps_in(self.run_dir.lifecycle),
+        }
+
+    def batch(self, *, step: int = 0) -> StepLife | None:
+        return read_lifecycle(self.run_dir, step)
+
+    def episode(self, *, step: int = 0, place: int = 0) -> SampledEpisode:
+        episodes = read_samples(self.run_dir, step)
+        if place >= len(episodes):
+            raise ConfigError(f"Step {step} has {len(episodes)} sampled episodes, none at {place}.")
+        return episodes[place]
+
+    def episodes(self, *, step: int | None = None, text: str = "") -> dict[str, Any]:
+        """Sampled episodes that contain `text`: of one step, or of all, newest first."""
+        folder, found, num_bytes, last = self.run_dir.rollouts, [], 0, step
+        for last in steps_in(folder)[::-1] if step is None else [step]:
+            episodes = enumerate(read_samples(self.run_dir, last))
+            found += [_brief(e, place, last) for place, e in episodes if _has(e, text.lower())]
+            num_bytes += step_file(folder, last).stat().st_size if step is None else 0
+            if len(found) >= MAX_FOUND or num_bytes > MAX_SEARCHED_BYTES:
+                break
+        return {"episodes": found, "down_to": last}
+
+
+def _has(episode: SampledEpisode, text: str) -> bool:
+    parts = (episode.prompt, episode.completion, episode.columns, episode.turns)
+    return not text or any(text in str(part).lower() for part in parts)
+
+
+def _brief(episode: SampledEpisode, place: int, step: int) -> dict[str, Any]:
+    names = ("group", "episode", "score", "parts", "advantage", "tokens", "versions", "ending")
+    brief = {name: getattr(episode, name) for name in names}
+    return {"step": step, "place": place, **brief, "completion": episode.completion[:EXCERPT]}
 
 
 def _read(path: Path, parse: Any) -> dict[str, Any]:

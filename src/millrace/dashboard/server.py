@@ -24,7 +24,6 @@ import msgspec
 from aiohttp import web
 
 from millrace.core.errors import MillraceError
-from millrace.dashboard import episodes
 from millrace.dashboard.chat import ChatRequest, CheckpointServer
 from millrace.dashboard.runs import RunReader
 from millrace.monitoring.run_dir import RunDir
@@ -118,20 +117,9 @@ class Dashboard:
                         await self._news.wait()
 
 
-ANSWERS: dict[str, Callable[..., Any]] = {
-    "overview": RunReader.overview,
-    "curves": RunReader.curves,
-    "timeline": RunReader.timeline,
-    "tile": RunReader.tile,
-    "span": RunReader.span,
-    "ledger": RunReader.ledger,
-    "logs": RunReader.logs,
-    "log": RunReader.log,
-    "steps": episodes.list_steps,
-    "episodes": episodes.find_episodes,
-    "episode": episodes.read_episode,
-    "batch": episodes.read_batch,
-}
+# Methods of RunReader that a page may call.
+ANSWERS = {"overview", "curves", "timeline", "tile", "span", "ledger", "logs", "log"}
+ANSWERS |= {"steps", "episodes", "episode", "batch"}
 
 
 def _arguments(answer: Callable[..., Any], query: Mapping[str, str]) -> dict[str, str | int]:
@@ -188,7 +176,8 @@ def make_dashboard_app(dashboard: Dashboard, *, token: str) -> web.Application:
             return web.FileResponse(run.reader.run_dir.trace)
         if what not in ANSWERS:
             raise ApiError(f"There is no answer {what[:80]!r}.", status=404)
-        answer = partial(ANSWERS[what], run.reader, **_arguments(ANSWERS[what], request.query))
+        method = getattr(run.reader, what)
+        answer = partial(method, **_arguments(method, request.query))
         try:
             body = await run.answer(request.path_qs, answer)
         except MillraceError as error:  # a file of the run is missing or damaged

@@ -19,6 +19,7 @@ STARTING = {
     "compile": "compiling and warming up",
 }
 ROLES = ("engine", "trainer")  # shown first, in this order
+SCORES = "scores"  # the wait reason of the trainer and the engines when scoring is behind
 MIN_BUSY = 0.005  # other workers that are less busy are not shown
 MIN_SHARE = 0.1  # below this share of the trainer's time, waiting for scores is not reported
 
@@ -114,6 +115,12 @@ def mean_by_role(workers: Mapping[str, Shares | None]) -> dict[str, Shares]:
     return {role: mean for role, mean in means.items() if mean is not None}
 
 
+def waited_for_scores(workers: Mapping[str, Shares | None]) -> float:
+    """The share of its time that the trainer waited for scores."""
+    trainer = mean_by_role(workers).get("trainer")
+    return 0.0 if trainer is None else trainer.waiting.get(SCORES, 0.0)
+
+
 def _shares(seconds: Seconds) -> Shares | None:
     whole_s = sum(seconds.values())
     if whole_s <= 0:
@@ -153,13 +160,11 @@ def _rates(load: ScorerLoad, last: ScorerLoad | None, seconds: float) -> dict[st
 
 
 def limit_text(loads: Mapping[str, ScorerLoad], *, waited: float) -> str:
-    """A warning while scoring limits the run; otherwise "". `waited`: the share of its recent time
-    that the trainer spent waiting for scores."""
+    """A warning while scoring limits the run; otherwise "". `waited`: see waited_for_scores()."""
     if waited < MIN_SHARE:
         return ""
     text = f"scoring limits the run: the trainer spends {waited:.0%} of its time waiting for scores"
-    queues = queue_text(loads)
-    return f"{text}; {queues}" if queues else text
+    return "; ".join(filter(None, [text, queue_text(loads)]))
 
 
 def queue_text(loads: Mapping[str, ScorerLoad]) -> str:

@@ -21,12 +21,14 @@ from millrace.core.files import reason as failure_reason
 from millrace.core.records import Group
 from millrace.core.spans import Span
 from millrace.monitoring.activity import (
+    ROLES,
     STARTING,
     Activity,
     ScorerRates,
     limit_text,
     mean_by_role,
     role_of,
+    waited_for_scores,
 )
 from millrace.monitoring.callbacks import CallbackList
 from millrace.monitoring.files.episodes import StepRecorder
@@ -40,7 +42,6 @@ from millrace.monitoring.throughput import Throughput, run_rates
 from millrace.monitoring.trackers import TrackerProcess
 
 REFRESH_S = 0.25
-SCORES = "scores"  # the wait reason of the trainer and the engines when scoring is behind
 
 
 class RunMonitor:
@@ -161,9 +162,7 @@ class RunMonitor:
         self.episodes += num_examples
         self._throughput.report("trainer", trained_tokens)
         self._throughput.step(num_examples)
-        roles = mean_by_role(self._activity.recent())
-        busy = roles["trainer"].busy if "trainer" in roles else 0.0
-        workers = {"busy": {"trainer": busy}, "restarts": dict(self.restarts)}
+        workers = {"busy": self._busy("trainer"), "restarts": dict(self.restarts)}
         self._callbacks.call("on_step", self._write_row(step, {**metrics, **workers}))
 
     def _write_row(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,13 +245,14 @@ class RunMonitor:
                 " continues without it."
             )
 
+    def _busy(self, *roles: str) -> dict[str, float]:
+        found = mean_by_role(self._activity.recent())
+        return {role: found[role].busy if role in found else 0.0 for role in roles}
+
     def _gauge_metrics(self, gauges: RunGauges, *, num_replayed: int) -> dict[str, Any]:
         recent = self._activity.recent()
-        roles = mean_by_role(recent)
         return {
-            "busy": {
-                role: roles[role].busy if role in roles else 0.0 for role in ("engine", "trainer")
-            },
+            "busy": self._busy(*ROLES),
             "waiting": {worker: shares.waiting for worker, shares in recent.items() if shares},
             "buffer": {"depth": gauges.buffer_depth},
             "groups": {"running": gauges.groups_running, "replayed": num_replayed},
@@ -278,8 +278,6 @@ class RunMonitor:
                 f"a group failed (later failures are only counted): {gauges.last_failure}"
             )
         workers = self._activity.recent()
-        trainer = mean_by_role(workers).get("trainer")
-        waited = 0.0 if trainer is None else trainer.waiting.get(SCORES, 0.0)
         self._progress.show(
             RunSnapshot(
                 run_dir=str(self._run_dir.path),
@@ -297,7 +295,7 @@ class RunMonitor:
                 staleness_max=self._last_row.get("staleness/max", 0),
                 workers=workers,
                 phases=self._phases,
-                scoring=limit_text(gauges.scorers, waited=waited),
+                scoring=limit_text(gauges.scorers, waited=waited_for_scores(workers)),
                 restarts=dict(self.restarts),
             )
         )

@@ -137,23 +137,20 @@ class SkippedSteps:
         self._in_a_row.append(step)
         self.num_steps += 1
         StepFiles(self._directory).write(step, [row for group in groups for row in _rows(group)])
-        return self._path(step)
+        return step_file(self._directory, step)
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Raise RunFailed after too many steps in a row; `metrics` are those of the last one."""
         if len(self._in_a_row) < MAX_SKIPPED:
             return
         steps = ", ".join(map(str, self._in_a_row))
-        files = ", ".join(str(self._path(step)) for step in self._in_a_row)
+        files = ", ".join(str(step_file(self._directory, step)) for step in self._in_a_row)
         raise RunFailed(
             f"Steps {steps} were skipped in a row, the last with loss"
             f" {metrics['loss']:g} and gradient norm {metrics['grad_norm']:g}; their groups are in"
             f" {files}. Lower optimizer.learning_rate or set trainer.dtype to float32, and look"
             " there for values that the loss cannot handle."
         )
-
-    def _path(self, step: int) -> Path:
-        return step_file(self._directory, step)
 
 
 def _rows(group: Group) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,4 @@
-"""Plots of a run directory: reward.png, parts.png for rewards of several parts, staleness.png and
-timeline.png.
+"""Plots of a run directory: reward.png, parts.png of its parts, staleness.png and timeline.png.
 
 Matplotlib is imported only when a plot is drawn, and without pyplot: no window, no global state.
 """
@@ -50,23 +49,19 @@ def render_plots(path: Path) -> list[Path]:
     spans = read_trace(run_dir.trace)
     summary = json.loads(run_dir.summary.read_text()) if run_dir.is_finished else {}
     run_dir.plots.mkdir(exist_ok=True)
-    written = []
+    plots: dict[str, tuple[Any, ...]] = {}  # by name: the function that draws it, and its data
     if any("reward/mean" in row for row in rows):
-        written.append(draw_plot(run_dir.plots / "reward.png", _reward, rows, summary))
+        plots["reward"] = (_reward, rows, summary)
     elif rows:  # of supervised fine-tuning
-        written.append(
-            draw_plot(run_dir.plots / "loss.png", _lines, rows, ["loss", "eval/loss"], "Loss")
-        )
+        plots["loss"] = (_lines, rows, ["loss", "eval/loss"], "Loss")
     if len(names := {name for row in rows for name in table(row, "rewards", suffix="/mean")}) > 1:
         keys = [f"rewards/{name}/mean" for name in sorted(names)]
-        written.append(
-            draw_plot(run_dir.plots / "parts.png", _lines, rows, keys, "Parts of the reward")
-        )
+        plots["parts"] = (_lines, rows, keys, "Parts of the reward")
     if any("staleness/mean" in row for row in rows):
-        written.append(draw_plot(run_dir.plots / "staleness.png", _staleness, rows))
+        plots["staleness"] = (_staleness, rows)
     if spans:
-        written.append(draw_plot(run_dir.plots / "timeline.png", draw_timeline, spans))
-    return written
+        plots["timeline"] = (draw_timeline, spans)
+    return [draw_plot(run_dir.plots / f"{name}.png", *plot) for name, plot in plots.items()]
 
 
 def draw_plot(path: Path, plot: Callable[..., None], *data: Any) -> Path:

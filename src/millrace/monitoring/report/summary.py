@@ -18,8 +18,8 @@ from millrace.monitoring.activity import (
     MIN_SHARE,
     Activity,
     Shares,
-    mean_by_role,
     total_text,
+    waited_for_scores,
     without_idle,
 )
 from millrace.monitoring.files.metrics import flatten, read_metrics, table
@@ -79,12 +79,10 @@ def accuracy_by_step(rows: list[dict[str, Any]]) -> dict[int, float]:
 
 
 def _results(metrics: list[dict[str, Any]], final: Mapping[str, Any]) -> Rows:
-    if rewards := _values(metrics, "reward/mean"):
-        (line,), _, _ = curve(rewards, columns=40, rows=1)
-        yield "reward", f"{rewards[0]:.3f} → {rewards[-1]:.3f}  {line}"
-    elif losses := _values(metrics, "loss"):  # of supervised fine-tuning
-        (line,), _, _ = curve(losses, columns=40, rows=1)
-        yield "loss", f"{losses[0]:.3f} → {losses[-1]:.3f}  {line}"
+    rewards = _values(metrics, "reward/mean")
+    if values := rewards or _values(metrics, "loss"):  # the latter of supervised fine-tuning
+        (line,), _, _ = curve(values, columns=40, rows=1)
+        yield "reward" if rewards else "loss", f"{values[0]:.3f} → {values[-1]:.3f}  {line}"
     if held_out := _values(metrics, "eval/loss"):
         yield "held-out loss", f"{held_out[0]:.3f} → {held_out[-1]:.3f}"
     before, after = final.get("accuracy_before"), final.get("accuracy_after")
@@ -101,9 +99,7 @@ def _workers(run_dir: RunDir, last: Mapping[str, Any]) -> Rows:
     workers = activity.total()
     for worker, shares in without_idle(workers).items():
         yield worker, "never started serving" if shares is None else _worker(shares)
-    trainer = mean_by_role(workers).get("trainer")
-    waited = 0.0 if trainer is None else trainer.waiting.get("scores", 0.0)
-    if waited >= MIN_SHARE:
+    if (waited := waited_for_scores(workers)) >= MIN_SHARE:
         yield "scoring", f"limited the run: the trainer waited for scores {waited:.0%} of its time"
     scorers: dict[str, dict[str, float]] = {}
     for key, value in table(last, "scorer").items():
