@@ -46,7 +46,7 @@ from trl_runs import BETAS
 
 from millrace.config import parse_override
 from millrace.models.loading import resolve_device
-from millrace.monitoring.activity import ROLES, Activity, mean_by_role
+from millrace.monitoring.activity import ROLES, mean_by_role, total_shares
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.run_dir import RunDir
@@ -196,13 +196,12 @@ def settings(workload: Workload, *, run_dir: Path, max_staleness: int) -> dict[s
 
 def _shares(run_dir: RunDir, *, start_s: float, end_s: float) -> dict[str, Any]:
     """How busy engine and trainer were after the first steps, and what they waited for."""
-    activity = Activity()
-    activity.add(
+    timed = [
         replace(span, start_s=max(span.start_s, start_s), end_s=min(span.end_s, end_s))
         for span in read_trace(run_dir.trace)
         if span.end_s > start_s and span.start_s < end_s
-    )
-    roles = mean_by_role(activity.total())
+    ]
+    roles = mean_by_role(total_shares(timed))
     return {
         **{f"{role}_busy": roles[role].busy for role in ROLES if role in roles},
         "idle_reasons": {role: roles[role].waiting for role in ROLES if role in roles},

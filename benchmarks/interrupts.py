@@ -28,7 +28,7 @@ from millrace.bench.workloads import distinct_share, make_long_tailed_model
 from millrace.cluster.process import available_cores
 from millrace.config import Interrupt
 from millrace.core.spans import Span
-from millrace.monitoring.activity import Activity, Shares, mean_by_role
+from millrace.monitoring.activity import Shares, mean_by_role, total_shares
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.run.train import train
@@ -106,9 +106,8 @@ def measure(interrupt: Interrupt, *, folder: Path, args: argparse.Namespace) -> 
 
 
 def _engine_shares(spans: Sequence[Span], start_s: float, end_s: float) -> Shares:
-    activity = Activity()
-    activity.add(span for span in spans if span.start_s >= start_s and span.end_s <= end_s)
-    return mean_by_role(activity.total())["engine"]
+    timed = [span for span in spans if span.start_s >= start_s and span.end_s <= end_s]
+    return mean_by_role(total_shares(timed))["engine"]
 
 
 def _heading() -> str:

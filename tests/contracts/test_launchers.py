@@ -8,7 +8,7 @@ from launchers import SmallCluster
 
 from millrace.cluster.launchers.launcher import Resources
 from millrace.cluster.launchers.loading import load_launcher
-from millrace.config.operations import ClusterConfig
+from millrace.config.run_config import ClusterConfig
 from millrace.core.errors import ConfigError
 
 

@@ -4,7 +4,14 @@ from hypothesis import strategies as st
 from synthetic_run import spans
 
 from millrace.core.spans import Span
-from millrace.monitoring.activity import Activity, Shares, in_order, mean_by_role, role_of
+from millrace.monitoring.activity import (
+    Activity,
+    Shares,
+    in_order,
+    mean_by_role,
+    role_of,
+    total_shares,
+)
 
 
 def span(start_s: float, end_s: float, name: str, *, busy: bool) -> Span:
@@ -18,9 +25,7 @@ def of(activity: Activity, worker: str = "trainer") -> Shares:
 
 
 def test_shares_over_the_whole_run_leave_out_the_start_up():
-    activity = Activity()
-    activity.add(spans(5))
-    total = activity.total()
+    total = total_shares(spans(5))
     assert total["engine-0"] is not None
     assert total["trainer"] is not None
     assert total["engine-0"].busy == pytest.approx(0.75)
@@ -39,10 +44,9 @@ def test_window_drops_earlier_spans():
 
 
 def test_a_worker_that_starts_has_no_shares_yet():
-    activity = Activity()
-    activity.add([span(0, 3, "start", busy=True), span(3, 5, "load", busy=True)])
-    assert activity.recent() == {"trainer": None}
-    assert activity.total() == {"trainer": None}
+    activity, starting = Activity(), [span(0, 3, "start", busy=True), span(3, 5, "load", busy=True)]
+    activity.add(starting)
+    assert activity.recent() == total_shares(starting) == {"trainer": None}
 
 
 @given(
@@ -52,11 +56,12 @@ def test_a_worker_that_starts_has_no_shares_yet():
     )
 )
 def test_shares_always_sum_to_one(lengths):
-    activity, now = Activity(window_s=10.0), 0.0
+    activity, added, now = Activity(window_s=10.0), [], 0.0
     for length, name, busy in lengths:
-        activity.add([span(now, now + length, name, busy=busy)])
+        added.append(span(now, now + length, name, busy=busy))
+        activity.add(added[-1:])
         now += length
-    for shares in (of(activity), activity.total()["trainer"]):
+    for shares in (of(activity), total_shares(added)["trainer"]):
         assert shares is not None
         assert shares.busy + sum(shares.waiting.values()) == pytest.approx(1.0)
         assert shares.busy == pytest.approx(sum(shares.doing.values()))

@@ -14,7 +14,7 @@ from typing import Any
 
 from millrace.bench import bench_parser, write_result
 from millrace.cluster.process import available_cores
-from millrace.monitoring.activity import Activity, mean_by_role
+from millrace.monitoring.activity import mean_by_role, total_shares
 from millrace.monitoring.files.metrics import read_metrics
 from millrace.monitoring.files.trace import read_trace
 from millrace.run.train import train
@@ -88,9 +88,8 @@ def _rates(run_dir: Path) -> dict[str, Any]:
     episodes = GROUPS * GROUP_SIZE * (len(rows) - WARM_UP_STEPS)
     start_s, end_s = first["time_s"], last["time_s"]
     spans = read_trace(run_dir / "trace.json")
-    activity = Activity()
-    activity.add([span for span in spans if span.start_s >= start_s and span.end_s <= end_s])
-    roles = mean_by_role(activity.total())
+    timed = [span for span in spans if span.start_s >= start_s and span.end_s <= end_s]
+    roles = mean_by_role(total_shares(timed))
     return {
         "samples_per_s": episodes / (end_s - start_s),
         "completion_tokens_mean": sum(r["completion_length/mean"] for r in rows) / len(rows),

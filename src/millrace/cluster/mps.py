@@ -19,7 +19,7 @@ from pathlib import Path
 
 from millrace.cluster import mps_daemon
 from millrace.cluster.mps_daemon import CONTROL, REPLY_TIMEOUT_S, ask, environment
-from millrace.config.operations import ShareGpu
+from millrace.config.run_config import ShareGpu
 from millrace.core.errors import ConfigError
 
 GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/nvidia0"))

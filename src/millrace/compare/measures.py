@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from typing import Any
 
-from millrace.monitoring.activity import Activity, mean_by_role
+from millrace.monitoring.activity import mean_by_role, total_shares
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.run_dir import RunDir
@@ -21,9 +21,7 @@ def measure_run(run_dir: RunDir, *, target: float | None) -> dict[str, Any]:
     last = rows[-1]
     summary = json.loads(run_dir.summary.read_text())
     wasted = table(last, "tokens/wasted")
-    activity = Activity()
-    activity.add(read_trace(run_dir.trace))
-    roles = mean_by_role(activity.total())
+    roles = mean_by_role(total_shares(read_trace(run_dir.trace)))
     engine, trainer = roles.get("engine"), roles.get("trainer")
     sync = {**engine.doing, **engine.waiting} if engine else {}
     seconds = last["throughput/time_s"]

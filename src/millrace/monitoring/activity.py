@@ -23,8 +23,6 @@ SCORES = "scores"  # the wait reason of the trainer and the engines when scoring
 MIN_BUSY = 0.005  # other workers that are less busy are not shown
 MIN_SHARE = 0.1  # below this share of the trainer's time, waiting for scores is not reported
 
-Seconds = Mapping[tuple[str, bool], float]  # by name and whether the worker was busy
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shares:
@@ -41,38 +39,41 @@ class Shares:
 
 
 class Activity:
-    """Sums spans by worker; "recent" reaches `window_s` back from a worker's last span."""
+    """Spans by worker, as far as `window_s` back from a worker's last span."""
 
     def __init__(self, *, window_s: float = 15.0) -> None:
         self._window_s = window_s
-        self._recent: dict[str, deque[Span]] = {}  # by worker
-        self._total_s: dict[str, defaultdict[tuple[str, bool], float]] = {}
+        self._spans: dict[str, deque[Span]] = {}  # by worker
 
     def add(self, spans: Iterable[Span]) -> None:
         for span in spans:
-            recent = self._recent.setdefault(span.worker, deque())
-            total_s = self._total_s.setdefault(span.worker, defaultdict(float))
+            recent = self._spans.setdefault(span.worker, deque())
             if span.name in STARTING:
                 continue
-            total_s[span.name, span.busy] += span.end_s - span.start_s
             recent.append(span)
             while recent[0].end_s <= span.end_s - self._window_s:
                 recent.popleft()
 
     def recent(self) -> dict[str, Shares | None]:
         """By worker, in order, over the window; None while a worker starts."""
-        return {n: _shares(self._in_window(self._recent[n])) for n in in_order(self._recent)}
+        found: dict[str, Shares | None] = {}
+        for worker in in_order(self._spans):
+            spans = self._spans[worker]
+            begin_s = spans[-1].end_s - self._window_s if spans else 0.0
+            found[worker] = _shares(
+                (s.name, s.busy, s.end_s - max(s.start_s, begin_s)) for s in spans
+            )
+        return found
 
-    def total(self) -> dict[str, Shares | None]:
-        """By worker, in order, over the whole run; None while a worker starts."""
-        return {n: _shares(self._total_s[n]) for n in in_order(self._total_s)}
 
-    def _in_window(self, spans: deque[Span]) -> Seconds:
-        seconds: dict[tuple[str, bool], float] = defaultdict(float)
-        for span in spans:
-            begin_s = max(span.start_s, spans[-1].end_s - self._window_s)
-            seconds[span.name, span.busy] += span.end_s - begin_s
-        return seconds
+def total_shares(spans: Iterable[Span]) -> dict[str, Shares | None]:
+    """By worker, in order, over all of these spans; None of a worker that has never served."""
+    times: dict[str, list[tuple[str, bool, float]]] = {}
+    for span in spans:
+        of_worker = times.setdefault(span.worker, [])
+        if span.name not in STARTING:
+            of_worker.append((span.name, span.busy, span.end_s - span.start_s))
+    return {worker: _shares(times[worker]) for worker in in_order(times)}
 
 
 def role_of(worker: str) -> str:
@@ -103,15 +104,15 @@ def without_idle(workers: Mapping[str, Shares | None]) -> dict[str, Shares | Non
 
 def mean_by_role(workers: Mapping[str, Shares | None]) -> dict[str, Shares]:
     """Per role, the mean over its workers that have finished their start-up."""
-    sums: dict[str, defaultdict[tuple[str, bool], float]] = {}
+    # The shares of each worker sum to 1, so all workers of a role count equally.
+    times: defaultdict[str, list[tuple[str, bool, float]]] = defaultdict(list)
     for worker, shares in workers.items():
         if shares is not None:
-            of_role = sums.setdefault(role_of(worker), defaultdict(float))
-            for busy, table in ((True, shares.doing), (False, shares.waiting)):
-                for name, share in table.items():
-                    of_role[name, busy] += share
-    # The shares of each worker sum to 1, so all workers of a role count equally.
-    means = {role: _shares(sums[role]) for role in sums}
+            times[role_of(worker)] += [(name, True, share) for name, share in shares.doing.items()]
+            times[role_of(worker)] += [
+                (name, False, share) for name, share in shares.waiting.items()
+            ]
+    means = {role: _shares(of_role) for role, of_role in times.items()}
     return {role: mean for role, mean in means.items() if mean is not None}
 
 
@@ -121,7 +122,11 @@ def waited_for_scores(workers: Mapping[str, Shares | None]) -> float:
     return 0.0 if trainer is None else trainer.waiting.get(SCORES, 0.0)
 
 
-def _shares(seconds: Seconds) -> Shares | None:
+def _shares(times: Iterable[tuple[str, bool, float]]) -> Shares | None:
+    """`times`: names of activities or waits, whether the worker was busy, and how long."""
+    seconds: defaultdict[tuple[str, bool], float] = defaultdict(float)
+    for name, busy, length in times:
+        seconds[name, busy] += length
     whole_s = sum(seconds.values())
     if whole_s <= 0:
         return None
@@ -142,20 +147,19 @@ class ScorerRates:
         """By scorer, since the last row."""
         now_s = self._now()
         seconds = max(now_s - self._since_s, 1e-9)
-        row = {name: _rates(load, self._last.get(name), seconds) for name, load in loads.items()}
+        new = ScorerLoad(concurrency=1)
+        row = {name: _rates(x, self._last.get(name, new), seconds) for name, x in loads.items()}
         self._since_s, self._last = now_s, loads
         return row
 
 
-def _rates(load: ScorerLoad, last: ScorerLoad | None, seconds: float) -> dict[str, float]:
-    busy_s = load.busy_s - (last.busy_s if last else 0.0)
-    waiting_s = load.waiting_s - (last.waiting_s if last else 0.0)
-    num_scored = load.episodes - (last.episodes if last else 0)
+def _rates(load: ScorerLoad, last: ScorerLoad, seconds: float) -> dict[str, float]:
     left_out = ("busy_s", "waiting_s", "is_held")
+    num_scored = max(load.episodes - last.episodes, 1)
     return {
         **{name: value for name, value in asdict(load).items() if name not in left_out},
-        "busy": busy_s / (seconds * load.concurrency),
-        "wait_s": waiting_s / max(num_scored, 1),  # mean over episodes
+        "busy": (load.busy_s - last.busy_s) / (seconds * load.concurrency),
+        "wait_s": (load.waiting_s - last.waiting_s) / num_scored,  # mean over episodes
     }
 
 

@@ -2,7 +2,7 @@
 
 from millrace.cluster.launchers.hosts import HostLauncher
 from millrace.cluster.launchers.ray_cluster import RayLauncher
-from millrace.config.operations import ClusterConfig
+from millrace.config.run_config import ClusterConfig
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import build_plugin
 

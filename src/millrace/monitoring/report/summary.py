@@ -16,8 +16,8 @@ from millrace.config import ModelConfig, RunConfig
 from millrace.core.errors import ConfigError
 from millrace.monitoring.activity import (
     MIN_SHARE,
-    Activity,
     Shares,
+    total_shares,
     total_text,
     waited_for_scores,
     without_idle,
@@ -94,9 +94,7 @@ def _results(metrics: list[dict[str, Any]], final: Mapping[str, Any]) -> Rows:
 
 
 def _workers(run_dir: RunDir, last: Mapping[str, Any]) -> Rows:
-    activity = Activity()
-    activity.add(read_trace(run_dir.trace))
-    workers = activity.total()
+    workers = total_shares(read_trace(run_dir.trace))
     for worker, shares in without_idle(workers).items():
         yield worker, "never started serving" if shares is None else _worker(shares)
     if (waited := waited_for_scores(workers)) >= MIN_SHARE:
