@@ -4,36 +4,21 @@ Promise: a wrong key, type or combination fails here, with the field, the value 
 before any worker starts. Nothing is accepted and ignored. Torch-free.
 """
 
-from millrace.config.episodes import (
-    HUB,
-    EnvironmentConfig,
-    RoleModelConfig,
-    ScorerConfig,
-    TaskPlace,
-    TasksConfig,
-)
+from millrace.config.episodes import HUB, RoleModelConfig, ScorerConfig, TaskPlace, TasksConfig
 from millrace.config.generation import EngineConfig, Interrupt, ModelConfig, WeightsConfig
 from millrace.config.loading import anchored, load_config, parse_override
 from millrace.config.run_config import RunConfig
-from millrace.config.training import (
-    ALL_LINEAR,
-    CriticConfig,
-    JournalConfig,
-    LoraConfig,
-    ReplayConfig,
-)
+from millrace.config.training import ALL_LINEAR, CriticConfig, JournalConfig, LoraConfig
 
 __all__ = [
     "ALL_LINEAR",
     "HUB",
     "CriticConfig",
     "EngineConfig",
-    "EnvironmentConfig",
     "Interrupt",
     "JournalConfig",
     "LoraConfig",
     "ModelConfig",
-    "ReplayConfig",
     "RoleModelConfig",
     "RunConfig",
     "ScorerConfig",

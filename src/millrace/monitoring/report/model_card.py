@@ -17,21 +17,8 @@ from millrace.monitoring.files.metrics import read_metrics
 from millrace.monitoring.report.summary import changed_settings
 from millrace.monitoring.run_dir import RunDir
 
-SECTIONS = (
-    "model",
-    "lora",
-    "tasks",
-    "scorers",
-    "scoring",
-    "sampling",
-    "rollout",
-    "buffer",
-    "loss",
-    "optimizer",
-    "trainer",
-    "critic",
-    "seed",
-)
+SECTIONS = {"model", "lora", "tasks", "scorers", "scoring", "sampling", "rollout", "buffer"}
+SECTIONS |= {"loss", "optimizer", "trainer", "critic", "seed"}
 SCORER_KEYS = ("name", "type", "function", "weight")  # others may name services
 COLUMNS = ("reward/mean", "reward/std", "eval/accuracy", "kl", "entropy", "staleness/mean")
 MAX_ROWS = 10

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -135,7 +136,10 @@ def _draw_smoothed(
     points = {row["step"]: row[key] for row in rows if row.get(key) is not None}
     steps, values = list(points), list(points.values())
     axes.plot(steps, values, color=color, alpha=0.3, linewidth=1.0)
-    axes.plot(steps, _smooth(values), color=color, linewidth=2.0, label=label)
+    half = max(int(len(values) * SMOOTH_SHARE), 1)
+    windows = (values[max(i - half, 0) : i + half + 1] for i in range(len(values)))
+    smooth = [fmean(window) for window in windows]
+    axes.plot(steps, smooth, color=color, linewidth=2.0, label=label)
     return steps
 
 
@@ -145,12 +149,6 @@ def _over_steps(axes: "Axes", *, title: str) -> None:
     axes.margins(x=0.03, y=0.12)
     axes.grid(axis="y")
     axes.legend(loc="lower right")
-
-
-def _smooth(values: Sequence[float]) -> list[float]:
-    half = max(int(len(values) * SMOOTH_SHARE), 1)
-    windows = (values[max(i - half, 0) : i + half + 1] for i in range(len(values)))
-    return [sum(window) / len(window) for window in windows]
 
 
 def _staleness(figure: "Figure", rows: Sequence[dict[str, Any]]) -> None:
