@@ -4,17 +4,19 @@
 import { css, duration, h, number, onTheme, percent, rate } from "./dom.js";
 
 const HEIGHT = 150;
-export const AXES = { step: "step", "throughput/samples": "samples", time_s: "time" };
-export const FORMATS = {
-  number: (v) => number(v),
-  share: (v) => percent(v),
-  rate: (v) => rate(v),
-  seconds: (v) => duration(v),
-};
+const AXES = { step: "step", "throughput/samples": "samples", time_s: "time" };
+const FORMATS = { number, share: percent, rate };
 const charts = new Set();
 
 onTheme(() => charts.forEach((chart) => chart.rebuild()));
 new ResizeObserver(() => charts.forEach((chart) => chart.resize())).observe(document.body);
+
+// A choice of the horizontal axis; `onChoice` gets its key.
+export function axisPicker(onChoice) {
+  const axes = h("select", { "aria-label": "Horizontal axis", onchange: () => onChoice(axes.value) },
+    Object.entries(AXES).map(([key, name]) => h("option", { value: key }, name)));
+  return h("label", {}, "Curves over ", axes);
+}
 
 export class Chart {
   // series: [{label, colour: "--c0", points}]; y: {format, min, max}; onZoom(min, max) when the user

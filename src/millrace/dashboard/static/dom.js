@@ -38,6 +38,7 @@ export function number(value, digits = 3) {
 
 export function integer(value) {
   if (value === null || value === undefined) return NONE;
+  if (value === Infinity) return "∞";
   return Math.round(value).toString().replace(/\B(?=(\d{3})+(?!\d))/g, "\u2009");
 }
 

@@ -16,7 +16,7 @@ export async function open(root, { run, params }) {
   const text = h("textarea", { rows: 3, "aria-label": "Message", placeholder: "Message; Enter sends, Shift+Enter starts a line" });
   const send = h("button", { type: "button", onclick: () => (stopping ? stopping.abort() : say()) }, "Send");
   const clear = h("button", { type: "button", onclick: () => { messages.length = 0; replace(talk); } }, "New chat");
-  const missing = h("p", { class: "empty" }, "This machine has no checkpoint of this run. A run writes them to checkpoints/ (setting checkpoint.every); of a copied run, copy that folder as well.");
+  const missing = h("p", { class: "empty" }, "This machine has no checkpoint of this run. A run writes them to checkpoints/ (setting checkpoint.every_steps); of a copied run, copy that folder as well.");
   const panel = h("div", {},
     h("div", { class: "tools" }, h("label", {}, "Step ", step), h("label", {}, "Temperature ", temperature), h("label", {}, "Tokens ", length), clear, status),
     talk, h("div", { class: "compose" }, text, send));

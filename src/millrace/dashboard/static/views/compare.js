@@ -1,7 +1,7 @@
 // Compare: curves of several runs over steps, samples or seconds, and where their settings differ.
 
 import { get } from "../api.js";
-import { AXES, Chart } from "../chart.js";
+import { axisPicker, Chart } from "../chart.js";
 import { h, integer, number, percent, rate, replace, table } from "../dom.js";
 
 const CURVES = [
@@ -19,10 +19,9 @@ export async function open(root, { runs }) {
   const pick = h("div", { class: "counts" });
   const grid = h("div", { class: "charts" });
   const results = h("div"), settings = h("div");
-  const axes = h("select", { "aria-label": "Horizontal axis", onchange: () => { axis = axes.value; draw(); } },
-    Object.entries(AXES).map(([key, name]) => h("option", { value: key }, name)));
+  const axes = axisPicker((key) => { axis = key; draw(); });
   const more = h("select", { "aria-label": "One more curve", onchange: () => { extra = more.value; update(); } });
-  replace(root, pick, h("div", { class: "tools" }, h("label", {}, "Curves over ", axes), h("label", {}, "also show ", more)), grid,
+  replace(root, pick, h("div", { class: "tools" }, axes, h("label", {}, "also show ", more)), grid,
     h("h2", {}, "Results"), results, h("h2", {}, "Settings that differ"), settings);
 
   const colour = (id) => `--c${[...chosen].indexOf(id) % MAX_RUNS}`;

@@ -23,9 +23,17 @@ function under(row, prefix) {
 
 const total = (pairs) => pairs.reduce((sum, [, value]) => sum + (value ?? 0), 0);
 
+// A limit in groups: a number, "2 batches" or "unbounded".
+function groups(limit, perStep) {
+  const batches = /^(\d+) batch/.exec(limit);
+  if (batches) return Number(batches[1]) * perStep;
+  return limit === "unbounded" ? Infinity : limit;
+}
+
 function stages(row, settings) {
-  const running = row["groups/running"], most = settings["rollout.max_running_groups"];
-  const depth = row["buffer/depth"], capacity = settings["buffer.capacity"];
+  const perStep = settings["trainer.groups_per_step"];
+  const running = row["groups/running"], most = groups(settings["rollout.max_running_groups"], perStep);
+  const depth = row["buffer/depth"], capacity = groups(settings["buffer.capacity"], perStep);
   const scorers = [...new Set(under(row, "scorer").map(([key]) => key.split("/")[0]))];
   const waiting = scorers.reduce((sum, name) => sum + (row[`scorer/${name}/waiting`] ?? 0), 0);
   return [
@@ -41,8 +49,8 @@ function stages(row, settings) {
       ["wait", `${number(row[`scorer/${name}/wait_s`], 2)} s`]]) },
     { name: "Buffer", flow: depth >= capacity ? "full: generation stops" : "", isBlocked: depth >= capacity,
       lines: [["groups", `${integer(depth)} / ${integer(capacity)}`, depth / capacity],
-        ["wait", `${number(row["buffer/wait_s"], 1)} s`], ["batch", `${integer(settings["trainer.groups_per_step"])} groups`]] },
-    { name: "Trainer", flow: `${integer(settings["trainer.groups_per_step"])} groups`, lines: [["busy", percent(row["busy/trainer"]), row["busy/trainer"]],
+        ["wait", `${number(row["buffer/wait_s"], 1)} s`], ["batch", `${integer(perStep)} groups`]] },
+    { name: "Trainer", flow: `${integer(perStep)} groups`, lines: [["busy", percent(row["busy/trainer"]), row["busy/trainer"]],
       ["samples/s", rate(row["throughput/samples_per_s"])], ["step", integer(row.step)],
       ["staleness", `${number(row["staleness/mean"], 2)}, max ${integer(row["staleness/max"])}`]] },
   ];

@@ -1,7 +1,7 @@
 // Overview: the run in numbers and curves, what limits it, and what looks wrong.
 
 import { get } from "../api.js";
-import { AXES, Chart } from "../chart.js";
+import { axisPicker, Chart } from "../chart.js";
 import { duration, h, integer, number, percent, rate, replace } from "../dom.js";
 
 const CHARTS = [
@@ -30,10 +30,9 @@ export async function open(root, { run }) {
       series: Object.keys(keys).map((label, i) => ({ label, colour: `--c${i}`, points })),
     }),
   }));
-  const axes = h("select", { "aria-label": "Horizontal axis", onchange: () => { axis = axes.value; range = {}; update(); } },
-    Object.entries(AXES).map(([key, name]) => h("option", { value: key }, name)));
+  const axes = axisPicker((chosen) => { axis = chosen; range = {}; update(); });
   replace(root, diagnosis, alerts, figures,
-    h("div", { class: "tools" }, h("label", {}, "Curves over ", axes),
+    h("div", { class: "tools" }, axes,
       h("span", { class: "hint" }, "Drag to zoom, double click to show everything.")),
     h("div", { class: "charts" }, charts.map(({ chart }) => chart.element)));
 
