@@ -24,7 +24,7 @@ from millrace.monitoring.files.episodes import StepLife, read_lifecycle
 from millrace.monitoring.files.metrics import flatten
 from millrace.monitoring.files.samples import SampledEpisode, read_samples
 from millrace.monitoring.run_dir import RunDir, step_file, steps_in
-from millrace.monitoring.throughput import run_rates
+from millrace.monitoring.step_metrics import run_rates
 
 COPY_IS_LIVE_S = 60.0  # files that changed this recently belong to a run elsewhere
 ALERT_PERIOD_S = 15.0

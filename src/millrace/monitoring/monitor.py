@@ -34,11 +34,10 @@ from millrace.monitoring.callbacks import CallbackList
 from millrace.monitoring.files.episodes import StepRecorder
 from millrace.monitoring.files.metrics import MetricsLog, read_metrics
 from millrace.monitoring.files.trace import TraceWriter
-from millrace.monitoring.group_metrics import group_metrics
 from millrace.monitoring.run_dir import RunDir
+from millrace.monitoring.step_metrics import Throughput, group_metrics, run_rates
 from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
 from millrace.monitoring.terminal.snapshot import RunGauges, RunSnapshot
-from millrace.monitoring.throughput import Throughput, run_rates
 from millrace.monitoring.trackers import TrackerProcess
 
 REFRESH_S = 0.25

@@ -25,8 +25,8 @@ from millrace.monitoring.activity import (
 from millrace.monitoring.files.metrics import flatten, read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.run_dir import RunDir
+from millrace.monitoring.step_metrics import run_rates
 from millrace.monitoring.terminal.text import counts, curve, duration, rate
-from millrace.monitoring.throughput import run_rates
 
 MAX_WARNINGS = 10  # the newest are shown
 
