@@ -17,11 +17,15 @@ from millrace.core.errors import ConfigError, describe_setting_error, suggestion
 from millrace.presets import over_preset
 
 # Settings that are always paths.
-_PATHS = {"run_dir", "tasks.path", "evaluate.path", "scorers.path", "cluster.ticket"}
-_PATHS |= {"weights.directory", "engine.options.directory"}
+_PATHS = {
+    *("run_dir", "tasks.path", "evaluate.path", "scorers.path", "cluster.ticket"),
+    *("weights.directory", "engine.options.directory"),
+}
 # Settings that may be a path, a hub name, or another word of a command line.
-_PERHAPS_PATHS = {"model", "model.path", "critic.path", "scorers.model", "engine.options.python"}
-_PERHAPS_PATHS |= {"environment.command", "environment.mcp.command"}
+_PERHAPS_PATHS = {
+    *("model", "model.path", "critic.path", "scorers.model", "engine.options.python"),
+    *("environment.command", "environment.mcp.command"),
+}
 _ROLE = re.compile(r"^environment\.models\.[^.]+\.")  # its table takes the keys of [engine]
 
 

@@ -1,7 +1,8 @@
 """Keys of earlier versions: the new key, or why there is none. Torch-free."""
 
-# An old table, a new table, and keys that moved between them; * stands for a name or a position.
-_MOVED = """
+# An old key and the new one, or two tables and the keys that moved from one to the other. * stands
+# for a name or a position.
+_RENAMED = """
 trainer optimizer learning_rate schedule warmup_steps betas weight_decay max_grad_norm
 engine engine.options block_tokens prefill_tokens compile prefix_cache kv_bytes
 environment.models.* environment.models.NAME.options block_tokens prefill_tokens compile
@@ -9,10 +10,6 @@ environment.models.* environment.models.NAME.options prefix_cache kv_bytes
 trainer cluster threads
 engine cluster threads
 environment.models.* cluster threads
-"""
-
-# An old key and the new one.
-_RENAMED = """
 tasks.function tasks.generator
 tasks.source.*.function tasks.source.NAME.generator
 evaluate.function evaluate.generator
@@ -40,9 +37,9 @@ supervision.save_timeout_s
 
 
 def _renamed() -> dict[str, str]:
-    renamed = dict(line.split() for line in _RENAMED.strip().splitlines())
-    for old, new, *keys in map(str.split, _MOVED.strip().splitlines()):
-        renamed |= {f"{old}.{key}": f"{new}.{key}" for key in keys}
+    renamed: dict[str, str] = {}
+    for old, new, *keys in map(str.split, _RENAMED.strip().splitlines()):
+        renamed |= {f"{old}.{key}": f"{new}.{key}" for key in keys} or {old: new}
     return {old: f"it is now {new!r}; rename it" for old, new in renamed.items()}
 
 
