@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # Many short processes import torch, so compiled modules are kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-gpu test-vllm test-adapters test-clients test-trackers test-slurm test-ray check lint types audit \
+.PHONY: demo test test-slow test-gpu test-vllm test-adapters test-clients test-tinker test-trackers test-slurm test-ray check lint types audit \
 	format bench chaos docs release-check test-dashboard wheelhouse clean
 
 demo: $(VENV)/.installed
@@ -88,6 +88,13 @@ test-clients: $(VENV)/.installed-dev
 		$(CLIENTS)/bin/python -m pytest -m "slow or not slow" --timeout 600 \
 		tests/serving/test_agent_clients.py \
 		tests/serving/test_eval_harnesses.py
+
+# The official client of the Tinker API against `millrace serve --train`, in a venv of its own.
+TINKER := $(VENV)-tinker
+test-tinker: $(VENV)/.installed-dev
+	$(call venv_over_main,$(TINKER))
+	$(TINKER)/bin/pip --disable-pip-version-check --quiet install --no-compile "tinker==0.36.0"
+	$(TINKER)/bin/python -m pytest -m "slow or not slow" --timeout 600 tests/serving/tinker
 
 # Trackers with their real packages, offline, in a venv of their own: mlflow alone takes minutes to
 # install.

@@ -22,7 +22,7 @@ import torch
 from millrace.cluster import messages
 from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
 from millrace.config import Interrupt, RunConfig, load_config
-from millrace.core.errors import TaskError, WeightError
+from millrace.core.errors import MillraceError, TaskError, WeightError
 from millrace.core.protocols import Capability, WeightReceiver
 from millrace.core.records import CompletionChunk, WeightUpdate
 from millrace.core.spans import Timeline
@@ -30,6 +30,7 @@ from millrace.inference.backend import (
     EngineCore,
     EngineSpec,
     FinishedCompletions,
+    HasAdapterBank,
     check_request,
     load_backend,
 )
@@ -212,6 +213,7 @@ class EngineWorker(ModelWorker):
         return "no weights" if self._engine.version is None else "no work"
 
     def _handle(self, call: WorkerCall) -> None:
+        engine = self._engine
         match call.message:
             case messages.Generate(request=request, stream=stream):
                 try:
@@ -230,6 +232,12 @@ class EngineWorker(ModelWorker):
             case messages.AbortRequests(ids=ids):
                 self._answer(self._engine.abort(ids))
                 call.reply()
+            case messages.LoadAdapter() as wanted if isinstance(engine, HasAdapterBank):
+                try:
+                    engine.bank.load(wanted.name, Path(wanted.folder))
+                    call.reply()
+                except MillraceError as error:
+                    call.fail(error)
             case messages.Expire(before=before):
                 self._answer(self._engine.expire(before))
                 call.reply()

@@ -8,6 +8,7 @@ or an allowed host: a web page whose domain resolves to this machine (DNS rebind
 server. Runs on the server's event loop.
 """
 
+import hashlib
 import hmac
 import ipaddress
 import math
@@ -22,6 +23,7 @@ from aiohttp import web
 
 from millrace.serving.api.errors import ApiError
 
+KEY_HEADER = "X-API-Key"  # without "Bearer"; as clients of the training API send it
 MAX_CLIENTS = 4096  # whose requests are counted; the least recent are dropped
 _HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(?::\d*)?")  # without the port
 
@@ -32,6 +34,7 @@ class Client:
     # Requests with the same salt share cached KV of prompts. No client learns from the time of its
     # reply what another one has sent.
     cache_salt: str = ""
+    tenant: str = "local"  # stays the same when the server restarts; one for all without a key
 
 
 class RateLimit:
@@ -62,7 +65,11 @@ class ClientGuard:
     def __init__(self, keys: Sequence[str], *, rate: float, hosts: Sequence[str] = ()) -> None:
         """`keys`: empty admits everyone who uses an allowed host."""
         self._clients = {
-            key: Client(name=f"key {number}", cache_salt=secrets.token_hex(16))
+            key: Client(
+                name=f"key {number}",
+                cache_salt=secrets.token_hex(16),
+                tenant=hashlib.sha256(key.encode()).hexdigest()[:32],
+            )
             for number, key in enumerate(keys)
         }
         self._hosts = frozenset(map(str.lower, hosts))
@@ -100,7 +107,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def shows_key(request: web.Request, key: str) -> bool:
-    scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
+    header = request.headers.get("Authorization", "")
+    if not header and KEY_HEADER in request.headers:
+        header = f"Bearer {request.headers[KEY_HEADER]}"
+    scheme, _, shown = header.partition(" ")
     # Compared in constant time, so that timing reveals nothing about the key.
     is_right = hmac.compare_digest(shown.strip().encode(errors="replace"), key.encode())
     return is_right and scheme.lower() == "bearer"

@@ -30,6 +30,7 @@ from millrace.serving.metrics import ServerMetrics
 from millrace.serving.served_model import ServedModel
 from millrace.serving.server import http_listener, make_app
 from millrace.serving.settings import ServeSettings
+from millrace.serving.tinker.routes import TrainingRuntime
 
 SCORE_TIMEOUT_S = 300.0  # per /score request
 
@@ -57,10 +58,11 @@ async def _serve(settings: ServeSettings) -> None:
         WorkerPool(hub.launch, policy=policy, on_restart=on_restart) as worker_pool,
     ):
         pool = EnginePool(replaces=True, max_wait_s=settings.limits.wait_s)
+        training = await TrainingRuntime.start(settings)
         with first_cause():
             async with asyncio.TaskGroup() as starting:
                 for i in range(settings.engines):
-                    replica = _engine_replica(i, config, pool, hub, metrics)
+                    replica = _engine_replica(i, config, pool, hub, metrics, training)
                     starting.create_task(worker_pool.add(replica))
                 reading = starting.create_task(asyncio.to_thread(_read_model, config))
         tokenizer, max_context = reading.result()
@@ -86,6 +88,8 @@ async def _serve(settings: ServeSettings) -> None:
                 health=lambda: _health(pool, count=settings.engines),
                 score_pool=score_pool,
             )
+            if training is not None:
+                training.add_to(app, served, settings)
             with contextlib.closing(served), first_cause():
                 async with http_listener(
                     app, host=settings.host, port=settings.port, limits=settings.limits
@@ -101,9 +105,10 @@ def _engine_replica(
     pool: EnginePool,
     hub: Hub,
     metrics: ServerMetrics,
+    training: TrainingRuntime | None,
 ) -> EngineReplica:
     name, timeout_s = f"engine-{index}", config.cluster.start_timeout_s
-    engine = of_engine(config.engine, index)
+    engine = of_engine(config.engine if training is None else training.engine, index)
     placed = config.placed_on(config.placement.engine(index * engine.tp))
     placed = placed.model_copy(update={"engine": engine}).model_dump(mode="json")
 
@@ -112,6 +117,8 @@ def _engine_replica(
         worker = await hub.launch(name, "millrace.inference.worker", env=env)
         message = StartEngine(config=placed, model_path=config.model.path, version=0)
         await worker.start_as(message, timeout_s=timeout_s)
+        if training is not None:
+            await training.slots.attach(name, worker)
         return worker
 
     return EngineReplica(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 SERVE = """\
 Serve a model over HTTP: the OpenAI API (/v1/chat/completions, /v1/responses, /v1/completions,
-/v1/models), /health and /metrics; with --scorers also logprobs of given tokens (/score).
+/v1/models), /health and /metrics; with --scorers also logprobs of given tokens (/score);
+with --train also the Tinker training API (/api/v1).
 Any setting of the engines can be given as --engine.key value, and the restart policy of workers as
 --supervision.key value.
 
@@ -20,6 +21,7 @@ examples:
   millrace serve runs/run/checkpoints/step_100 --engines 2 --engine.dtype bfloat16
   millrace serve my-model --host 0.0.0.0 --api-key-file key.txt
   millrace serve my-teacher --engines 0 --scorers 2
+  millrace serve Qwen/Qwen3-0.6B --train
 """
 
 
@@ -49,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engines", type=int, default=1, metavar="N", help="(default: 1)")
     scorers = "processes for /score, with a copy of the model each (default: 0)"
     add("--scorers", type=int, default=0, metavar="N", help=scorers)
+    training = "also serve the Tinker training API, under /api/v1"
+    add("--train", action="store_true", help=training)
+    states = "directory for saved states of --train (default: training)"
+    add("--train-dir", type=Path, default=Path("training"), metavar="DIR", help=states)
+    rank = "largest rank of an adapter with --train (default: 32)"
+    add("--train-max-rank", type=int, default=32, metavar="R", help=rank)
     add("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
     add("--port", type=int, default=8000, help="0 chooses a free port (default: 8000)")
     add("--name", help="model name for clients (default: MODEL's last part)")

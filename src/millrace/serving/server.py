@@ -204,12 +204,17 @@ async def read_request(
     return await asyncio.to_thread(read_body, kind, data)
 
 
-async def read_bytes(request: web.Request, *, timeout_s: float = ServerLimits().timeout_s) -> bytes:
-    """The body of a request; raises ApiError if it is no JSON, compressed or too slow."""
+async def read_bytes(
+    request: web.Request,
+    *,
+    timeout_s: float = ServerLimits().timeout_s,
+    content_type: str = "application/json",
+) -> bytes:
+    """The body of a request; raises ApiError if it is another type, compressed or too slow."""
     # Browsers send other content types across origins without a preflight request.
-    if request.content_type != "application/json":
+    if request.content_type != content_type:
         raise ApiError(
-            f"The body is {request.content_type}; send it with Content-Type: application/json.",
+            f"The body is {request.content_type}; send it with Content-Type: {content_type}.",
             status=415,
         )
     # A few compressed bytes can become very many.

@@ -32,6 +32,13 @@ class ServeSettings:
     hosts: tuple[str, ...]  # allowed in the Host header without a key
     limits: ServerLimits
     log_dir: Path
+    training: "TrainingSettings | None" = None  # of --train
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingSettings:
+    folder: Path  # of saved states
+    max_rank: int
 
 
 def read_options(args: argparse.Namespace, settings: Mapping[str, object]) -> ServeSettings:
@@ -51,7 +58,8 @@ def read_options(args: argparse.Namespace, settings: Mapping[str, object]) -> Se
     count = max(args.engines, 1)
     config = load_config(overrides={"engine.count": count, **settings, "model.path": args.model})
     check_servers(config)
-    threads = config.cluster.threads or max(1, available_cores() // (args.engines + args.scorers))
+    processes = args.engines + args.scorers + args.train
+    threads = config.cluster.threads or max(1, available_cores() // processes)
     cluster = config.cluster.model_copy(update={"threads": threads})
     keys = read_keys(args.api_key_file, os.environ)
     if not keys and not is_loopback(args.host):
@@ -70,7 +78,17 @@ def read_options(args: argparse.Namespace, settings: Mapping[str, object]) -> Se
         hosts=tuple(args.allowed_host),
         limits=_limits(args),
         log_dir=args.log_dir,
+        training=_training(args, config) if args.train else None,
     )
+
+
+def _training(args: argparse.Namespace, config: RunConfig) -> TrainingSettings:
+    if config.engine.type != "embedded" or args.engines < 1 or args.train_max_rank < 1:
+        raise ConfigError(
+            f"--train --engines {args.engines} --engine.type {config.engine.type} --train-max-rank"
+            f" {args.train_max_rank} cannot serve adapters; use embedded engines and a rank from 1."
+        )
+    return TrainingSettings(folder=args.train_dir.absolute(), max_rank=args.train_max_rank)
 
 
 def _limits(args: argparse.Namespace) -> ServerLimits:

@@ -188,6 +188,13 @@ class AbortRequests(Message, frozen=True):
     ids: list[str]
 
 
+class LoadAdapter(Message, frozen=True):
+    """Put a saved adapter into the place of a resident one, between two forward passes. -> Done"""
+
+    name: str  # of engine.adapters; no running request uses it
+    folder: str
+
+
 class Expire(Message, frozen=True):
     """End the requests that expire and hold a token older than this version. -> Done"""
 

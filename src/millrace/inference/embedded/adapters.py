@@ -10,6 +10,7 @@ engine's thread calls everything else. S, K, N, I, O as in decode/layers.py; E =
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ from millrace.inference.embedded.decode.layers import (
 )
 from millrace.models.attention.recurrent import mixers_of
 from millrace.models.lora.experts import add_update, aligned
-from millrace.models.lora.factors import Adapter, factors_of, gain
+from millrace.models.lora.factors import Adapter, factors_of, gain, scale_of
+from millrace.models.lora.folders import check_resident, read_checkpoint
 
 BASE = "base"  # name of the model without an adapter, if the policy is an adapter
 
@@ -211,6 +213,22 @@ class AdapterBank:
     def choose(self, slots: Tensor) -> None:
         """Set the adapter of each row [T] of the next pass. Runs inside CUDA graphs."""
         self._choice.set(slots)
+
+    @torch.inference_mode()
+    def load(self, name: str, folder: Path) -> None:
+        """Replace a resident adapter by the LoRA adapter of a PEFT folder, of at most its rank.
+        Layers that the new one lacks become those of the model. No running request uses `name`."""
+        slot, saved = self._slots[name], check_resident(name, folder)
+        given = read_checkpoint(folder)
+        scale = scale_of(saved["lora_alpha"], rank=saved["r"], rslora=False) / slot.adapter.scale
+        tensors = {key: torch.zeros(shape) for key, shape in slot.adapter.shapes().items()}
+        for key, value in given.items():
+            is_b, room = ".lora_B." in key, tensors.get(key)
+            rank_dim = -1 if is_b else -2
+            if room is None or saved["r"] > room.shape[rank_dim]:
+                raise TaskError(f"Adapter {folder.name!r} does not fit into {name!r}: {key!r}.")
+            room.narrow(rank_dim, 0, saved["r"]).copy_(value * scale if is_b else value)
+        self._write(self._products, slot, tensors)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Pairs of live and new tensor that make these the policy's adapter."""

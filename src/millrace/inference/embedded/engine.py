@@ -73,7 +73,7 @@ class EmbeddedEngine:
         parts = EngineParts.build(model, sizes, adapters=adapters, routing=routing, memory=memory)
         self._memory, self._cache, self._numerics = memory, parts.cache, parts.numerics
         self._saved_kv: tuple[dict[int, Tensor], np.ndarray] | None = None  # and their blocks
-        self._slots, self._bank, self._routes = parts.slots, parts.bank, parts.routes
+        self._slots, self.bank, self._routes = parts.slots, parts.bank, parts.routes
         self._pool = parts.tables.pool
         prefixes = PrefixCache(
             self._pool,
@@ -95,7 +95,7 @@ class EmbeddedEngine:
         self._decode_loop = DecodeLoop(parts, sizes, eos_ids=eos_ids) if has_loop else None
         self._runner = ModelRunner(parts, sizes)
         self._scorer = ScoringEngine(model)
-        self._weights = LiveWeights(model, version=version, merger=merger, bank=self._bank)
+        self._weights = LiveWeights(model, version=version, merger=merger, bank=self.bank)
         self._has_new = False  # requests arrived since the last launch of the decode loop
         self._grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size, eos_ids=eos_ids)
         self._stop_rules = StopRules(tokenizer, eos_ids=eos_ids)
@@ -135,7 +135,7 @@ class EmbeddedEngine:
         if request.id in self._outputs:
             raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
         check_request(request, max_context=self._max_context, vocab_size=self._vocab_size)
-        slot = adapter_slot(request, self._bank)
+        slot = adapter_slot(request, self.bank)
         sequences = sequences_of(
             request,
             first_arrival=self._num_arrived,
@@ -188,9 +188,9 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
         """Score given tokens with the served version, in one forward pass between two steps."""
-        if self._bank is not None:
-            rows = torch.full((num_rows(requests),), self._bank.slot_of(None))
-            self._bank.choose(rows.to(self._model.device))
+        if self.bank is not None:
+            rows = torch.full((num_rows(requests),), self.bank.slot_of(None))
+            self.bank.choose(rows.to(self._model.device))
         if self._routes is not None:
             self._routes.discard_next(num_rows(requests))
         return self._scorer.score([requests], version=self.version)[0]

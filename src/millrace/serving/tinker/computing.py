@@ -1,0 +1,122 @@
+"""Where the training API computes: one thread that trains, and adapters in the engines.
+
+Runs on the server's event loop, apart from the thread.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from millrace.cluster.messages import LoadAdapter
+from millrace.cluster.worker import Worker
+from millrace.config import RunConfig
+from millrace.core.errors import WorkerError
+from millrace.core.records import Request, Sampling
+from millrace.serving.fair_queue import FairQueue, Flow
+
+if TYPE_CHECKING:
+    from millrace.training.adapters.adapter_set import AdapterSet
+
+LOAD_TIMEOUT_S = 60.0  # of an adapter into an engine
+T = TypeVar("T")
+
+
+class TrainingThread:
+    """The adapters in training. Tenants take turns by the tokens that they have used."""
+
+    def __init__(self, adapters: "AdapterSet", thread: ThreadPoolExecutor) -> None:
+        self.max_context = adapters.max_context
+        self._adapters, self._thread = adapters, thread
+        self._queue = FairQueue(1, separates_clients=False)
+
+    @staticmethod
+    async def start(config: RunConfig) -> "TrainingThread":
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train")
+        loop = asyncio.get_running_loop()
+        return TrainingThread(await loop.run_in_executor(thread, _load, config), thread)
+
+    async def run(self, tenant: str, num_tokens: int, work: Callable[["AdapterSet"], T]) -> T:
+        prompt = np.broadcast_to(np.int32(0), num_tokens)  # takes no memory
+        turn = Request(id="", prompt=prompt, sampling=Sampling())
+        async with self._queue.places(Flow(tenant), turn):
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, work, self._adapters)
+
+
+def _load(config: RunConfig) -> "AdapterSet":
+    import torch
+
+    from millrace.models.attention.self_test import PACKED
+    from millrace.models.directory import context_length
+    from millrace.models.loading import load_model, resolve_device, resolve_dtype
+    from millrace.training.adapters.adapter_set import AdapterSet
+
+    torch.set_num_threads(config.cluster.threads or 1)
+    device, path = resolve_device(config.placement.engine(0)), config.model.path
+    trusts = config.model.trust_remote_code
+    dtype, wanted = resolve_dtype(config.engine.dtype, device), config.engine.max_context
+    setting = "--engine.max_context"
+    context = context_length(path, wanted=wanted, setting=setting, trust_remote_code=trusts)
+    model = load_model(path, dtype=dtype, device=device, attention=PACKED, trust_remote_code=trusts)
+    return AdapterSet(model, path=path, max_context=context)
+
+
+class AdapterSlots:
+    """Saved adapters in the engines: a few places for the most recently used ones.
+
+    Promise: a place changes only while no request uses it. A restarted engine holds the same
+    adapters before it gets requests.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """`names`: adapters of the engines that may be replaced."""
+        self._folders: dict[str, Path | None] = dict.fromkeys(names)  # least recently used first
+        self._users: Counter[str] = Counter()
+        self._workers: dict[str, Worker] = {}  # by the names of their engines
+        self._changed = asyncio.Condition()
+
+    async def attach(self, engine: str, worker: Worker) -> None:
+        """An engine has started."""
+        self._workers[engine] = worker
+        for name, folder in self._folders.items():
+            if folder is not None:
+                await worker.call(LoadAdapter(name=name, folder=str(folder)))
+
+    @contextlib.asynccontextmanager
+    async def holding(self, folder: Path) -> AsyncIterator[str]:
+        """The name of the adapter in the engines, inside the context."""
+        async with self._changed:
+            while (name := self._place_of(folder)) is None:
+                await self._changed.wait()
+            held = self._folders.pop(name)
+            self._folders[name] = folder  # an engine that starts now loads it, too
+            if held != folder:
+                await self._load(name, folder)
+            self._users[name] += 1
+        try:
+            yield name
+        finally:
+            async with self._changed:
+                self._users[name] -= 1
+                self._changed.notify_all()
+
+    def _place_of(self, folder: Path) -> str | None:
+        held = [name for name, own in self._folders.items() if own == folder]
+        free = [name for name in self._folders if not self._users[name]]
+        return next(iter(held + free), None)
+
+    async def _load(self, name: str, folder: Path) -> None:
+        message = LoadAdapter(name=name, folder=str(folder))
+        try:
+            for worker in list(self._workers.values()):
+                with contextlib.suppress(WorkerError):  # a dead engine is restarted and attached
+                    await worker.call(message, timeout_s=LOAD_TIMEOUT_S, kill_on_timeout=True)
+        except BaseException:
+            self._folders[name] = None
+            raise

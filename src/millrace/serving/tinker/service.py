@@ -1,0 +1,270 @@
+"""What each request of the training API does.
+
+A method gets the tenant and the checked body, and returns the reply. Work that takes time becomes a
+future, whose id is the reply. Runs on the server's event loop.
+"""
+
+import asyncio
+import secrets
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millrace.core.errors import CheckpointError, TaskError
+from millrace.core.records import Request, Sampling
+from millrace.serving.api.bodies import MIN_TEMPERATURE, MIN_TOP_P
+from millrace.serving.api.errors import ApiError
+from millrace.serving.clients import Client
+from millrace.serving.served_model import ServedModel
+from millrace.serving.tinker import wire
+from millrace.serving.tinker.computing import AdapterSlots, TrainingThread
+from millrace.serving.tinker.tenants import Result, Tenant, TenantModel, TenantSession, Work
+from millrace.training.adapters.requests import AdapterShape
+
+MAX_MODELS = 16  # of a tenant at a time
+SILENT_S = 3600.0  # after the last heartbeat of a session, its models are freed
+_STEP_TOKENS = 256  # that a request without data counts as, when tenants take turns
+_UNSAVED = "unsaved"  # folder of weights that only samplers of this process use
+
+Reply = dict[str, Any]
+
+
+class TrainingService:
+    def __init__(
+        self,
+        served: ServedModel,
+        thread: TrainingThread,
+        slots: AdapterSlots,
+        *,
+        folder: Path,
+        model_path: str,
+        max_rank: int,
+    ) -> None:
+        """`folder`: of saved states."""
+        self._served, self._thread, self._slots = served, thread, slots
+        self._folder, self._model_path, self._max_rank = folder, model_path, max_rank
+        self._tenants: dict[str, Tenant] = {}
+        shutil.rmtree(folder / _UNSAVED, ignore_errors=True)
+
+    def tenant(self, client: Client) -> Tenant:
+        return self._tenants.setdefault(client.tenant, Tenant(client, self._folder))
+
+    async def capabilities(self, _tenant: Tenant) -> Reply:
+        size = {"max_context_length": self._thread.max_context}
+        return {"supported_models": [{"model_name": self._served.name, **size, "trainable": True}]}
+
+    # Sessions and models
+
+    async def create_session(self, tenant: Tenant) -> Reply:
+        for id, session in list(tenant.sessions.items()):
+            if time.monotonic() - session.heard_s > SILENT_S:
+                await self.finish_session(tenant, id)
+        id = uuid.uuid4().hex
+        tenant.sessions[id] = TenantSession()
+        return {"session_id": id}
+
+    async def heartbeat(self, tenant: Tenant, body: wire.SessionBody) -> Reply:
+        tenant.session(body.session_id).heard_s = time.monotonic()
+        return {}
+
+    async def finish_session(self, tenant: Tenant, session_id: str) -> None:
+        models = tenant.session(session_id).models
+        del tenant.sessions[session_id]
+        for id in models:
+            tenant.models.pop(id, None)
+            await self._thread.run(tenant.name, 0, lambda adapters, id=id: adapters.drop(id))
+
+    async def create_model(self, tenant: Tenant, body: wire.CreateModelBody) -> Reply:
+        session, lora = tenant.session(body.session_id), body.lora_config
+        self._check_base(body.base_model)
+        if lora.rank > self._max_rank:
+            raise ApiError(f"Rank {lora.rank} exceeds --train-max-rank {self._max_rank}.")
+
+        async def create() -> Result:
+            if len(tenant.models) >= MAX_MODELS:
+                raise TaskError(f"You have {MAX_MODELS} models; end the sessions of old ones.")
+            id = uuid.uuid4().hex
+            tenant.models[id] = TenantModel(shape=lora.shape)
+            session.models.append(id)
+            await self._thread.run(
+                tenant.name, 0, lambda adapters: adapters.create(id, lora.shape, seed=lora.seed)
+            )
+            return {"model_id": id}
+
+        key = ("model", body.session_id, body.model_seq_id)
+        return {"request_id": tenant.futures.submit(key, create)}
+
+    def _check_base(self, name: str) -> None:
+        if name not in (self._served.name, self._model_path):
+            raise ApiError(f"Model {name!r:.200} is unknown; this server has {self._served.name}.")
+
+    async def get_info(self, tenant: Tenant, body: wire.ModelBody) -> Reply:
+        names = {"model_name": self._served.name, "tokenizer_id": self._model_path}
+        rank = tenant.model(body.model_id).shape.rank
+        info = {"is_lora": True, "lora_rank": rank, "model_name": self._served.name}
+        return {"model_id": body.model_id, "model_data": names, **info}
+
+    def _turn(self, tenant: Tenant, body: wire.TurnBody | wire.PassBody, work: Work) -> Reply:
+        """The future of work on a model, which comes after its earlier requests."""
+        model, key = tenant.model(body.model_id), (body.model_id, body.seq_id)
+        if body.seq_id < model.next_seq and key not in tenant.futures.ids:
+            raise ApiError(f"Request {body.seq_id} of the model was executed long ago.")
+
+        async def in_turn() -> Result:
+            async with model.turn(body.seq_id):
+                return await work()
+
+        return {"request_id": tenant.futures.submit(key, in_turn)}
+
+    # Training and saved states
+
+    async def compute(self, tenant: Tenant, body: wire.PassBody) -> Reply:
+        async def compute() -> Result:
+            id, how = body.model_id, {"loss": body.loss, "settings": body.settings}
+            logprobs, loss = await self._thread.run(
+                tenant.name,
+                sum(len(datum.tokens) for datum in body.data),
+                lambda adapters: adapters.compute(id, body.data, **how, backward=body.backward),
+            )
+            return await asyncio.to_thread(wire.pass_result, logprobs, loss)
+
+        return self._turn(tenant, body, compute)
+
+    async def optim_step(self, tenant: Tenant, body: wire.OptimStepBody) -> Reply:
+        async def step() -> Result:
+            adam, id = body.adam_params.settings(), body.model_id
+            return {"metrics": await self._brief(tenant, lambda a: a.step(id, adam))}
+
+        return self._turn(tenant, body, step)
+
+    async def save_weights(self, tenant: Tenant, body: wire.SaveBody) -> Reply:
+        return self._turn(tenant, body, lambda: self._save(tenant, body, kind="weights"))
+
+    async def save_for_sampler(self, tenant: Tenant, body: wire.SaveBody) -> Reply:
+        return self._turn(tenant, body, lambda: self._save(tenant, body, kind="sampler_weights"))
+
+    async def _save(self, tenant: Tenant, body: wire.SaveBody, *, kind: str) -> Result:
+        if body.path is None:
+            folder, id = self._folder / _UNSAVED / uuid.uuid4().hex, uuid.uuid4().hex
+            tenant.samplers[id] = folder
+            reply = {"sampling_session_id": id}
+        else:
+            reply = {"path": f"tinker://{body.model_id}/{kind}/{body.path}"}
+            folder = tenant.path_of(reply["path"])
+
+        def save(adapters: Any) -> None:
+            if folder.exists() and not body.overwrite:
+                raise TaskError(f"{body.path!r} exists; choose another name, or overwrite it.")
+            about = {"base_model": self._served.name}
+            adapters.save(body.model_id, folder, optimizer=kind == "weights", about=about)
+
+        await self._brief(tenant, save)
+        return reply
+
+    async def load_weights(self, tenant: Tenant, body: wire.LoadBody) -> Reply:
+        id, folder, optimizer = body.model_id, tenant.path_of(body.path), body.optimizer
+
+        async def load() -> Result:
+            await self._brief(tenant, lambda a: a.load(id, folder, optimizer=optimizer))
+            return {"path": body.path, "model_id": id}
+
+        return self._turn(tenant, body, load)
+
+    async def weights_info(self, tenant: Tenant, body: wire.PathBody) -> Reply:
+        about = await self._about(tenant.path_of(body.tinker_path))
+        shape = AdapterShape(**about["shape"])
+        layers = {"train_attn": shape.attention, "train_mlp": shape.mlp}
+        base = {"base_model": about["base_model"], "is_lora": True, "lora_rank": shape.rank}
+        return {**base, **layers, "train_unembed": False}
+
+    async def _about(self, folder: Path) -> dict[str, Any]:
+        from millrace.training.adapters.adapter_set import read_about  # imports torch
+
+        try:
+            return await asyncio.to_thread(read_about, folder)
+        except CheckpointError as error:
+            raise ApiError(str(error), status=404) from None
+
+    async def _brief(self, tenant: Tenant, work: Callable[[Any], Any]) -> Any:
+        return await self._thread.run(tenant.name, _STEP_TOKENS, work)
+
+    # Samples
+
+    async def create_sampler(self, tenant: Tenant, body: wire.CreateSamplerBody) -> Reply:
+        tenant.session(body.session_id)
+        folder = None if body.model_path is None else tenant.path_of(body.model_path)
+        if folder is not None:
+            await self._about(folder)
+        elif body.base_model is not None:
+            self._check_base(body.base_model)
+        id = f"{body.session_id}:{body.sampling_session_seq_id}"
+        tenant.samplers[id] = folder
+        return {"sampling_session_id": id}
+
+    async def get_sampler(self, tenant: Tenant, id: str) -> Reply:
+        self._sampler(tenant, id)
+        return {"sampler_id": id, "base_model": self._model_path}
+
+    def _sampler(self, tenant: Tenant, id: str) -> Path | None:
+        if id not in tenant.samplers:
+            raise ApiError(f"Sampler {id!r:.80} does not exist; create a new one.", status=404)
+        return tenant.samplers[id]
+
+    async def sample(self, tenant: Tenant, body: wire.SampleBody) -> Reply:
+        folder = self._sampler(tenant, body.sampling_session_id)
+        request = self._request(tenant, body, folder)
+
+        async def sample() -> Result:
+            scored = None
+            if body.prompt_logprobs:
+                scored = await self._score(tenant, request.prompt, folder)
+                scored[: -(body.prompt_logprobs_last_n or len(scored))] = np.nan
+            if folder is None:
+                done = await self._served.complete([request], client=tenant.client)
+            else:
+                async with self._slots.holding(folder) as name:
+                    adapted = replace(request, adapter=name)
+                    done = await self._served.complete([adapted], client=tenant.client)
+            return wire.sample_result(done, scored)
+
+        id = tenant.futures.submit((body.sampling_session_id, body.seq_id), sample)
+        numbers = range(body.num_samples)
+        return {"request_id": id, "sample_sequence_ids": [f"{id}:{number}" for number in numbers]}
+
+    async def _score(self, tenant: Tenant, tokens: np.ndarray, folder: Path | None) -> np.ndarray:
+        """Logprobs [P] of a prompt; the first token has none. Engines score without adapters."""
+        scored = np.full(len(tokens), np.nan, np.float32)
+        if len(tokens) > 1:
+            scored[1:] = await self._thread.run(
+                tenant.name, len(tokens), lambda a: a.prompt_logprobs(tokens, folder)
+            )
+        return scored
+
+    def _request(self, tenant: Tenant, body: wire.SampleBody, folder: Path | None) -> Request:
+        tokens, params = body.tokens, body.sampling_params
+        if (room := self._thread.max_context - len(tokens)) < 1:
+            raise ApiError(f"The prompt has {len(tokens)} tokens; shorten it by {1 - room}.")
+        stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
+        texts = [stop if isinstance(stop, str) else self._served.decode([stop]) for stop in stops]
+        return Request(
+            id=uuid.uuid4().hex,
+            prompt=tokens,
+            sampling=Sampling(
+                max_new_tokens=min(params.max_tokens or room, room),
+                temperature=params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0,
+                top_k=max(params.top_k, 0),
+                top_p=max(params.top_p, MIN_TOP_P),
+                stop=tuple(texts),
+                top_logprobs=body.topk_sample_logprobs,
+            ),
+            n=body.num_samples,
+            seed=secrets.randbits(63) if params.seed is None else params.seed % 2**63,
+            # A place in the engines holds one adapter after another.
+            cache_salt=f"{tenant.client.cache_salt}{folder or ''}",
+        )

@@ -1,0 +1,36 @@
+"""What callers pass to an AdapterSet. Torch-free, because a server builds these records."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+TARGETS = "target_tokens"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterShape:
+    """Which layers an adapter changes, and its rank. The head is never adapted."""
+
+    rank: int
+    attention: bool = True
+    mlp: bool = True  # experts included
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamSettings:
+    """The settings of one AdamW step."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip_norm: float  # 0 = no clipping
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TrainingDatum:
+    tokens: np.ndarray  # [L] int64
+    # Inputs of the loss by name, each [L] or [L, K]. Row i of the targets follows tokens[: i + 1].
+    inputs: Mapping[str, np.ndarray]

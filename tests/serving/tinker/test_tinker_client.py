@@ -1,0 +1,225 @@
+"""The official Tinker client, unmodified, against `millrace serve --train`.
+
+`make test-tinker` installs the client in an environment of its own.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_model import make_chat_model
+
+tinker = pytest.importorskip("tinker", reason="make test-tinker installs it")
+from tinker import types  # noqa: E402
+
+pytestmark = pytest.mark.slow
+GUIDE = Path(__file__).parents[3] / "docs/how-to/training-api.md"
+KEYS = ("tml-one", "tml-two")
+TEXT = "hello world, hello sea"
+ADAM = types.AdamParams(learning_rate=0.02, grad_clip_norm=10.0)
+GREEDY = types.SamplingParams(max_tokens=8, temperature=0.0)
+
+
+@contextmanager
+def training_server(folder: Path, *, name: str = "tiny") -> Iterator[tuple[str, subprocess.Popen]]:
+    """A server on the model and the states in `folder`, killed at the end."""
+    (folder / "keys").write_text("\n".join(KEYS))
+    command = [sys.executable, "-m", "millrace.cli.main", "serve", str(folder / "model")]
+    command += ["--train", "--train-dir", str(folder / "states"), "--port", "0", "--name", name]
+    command += ["--api-key-file", str(folder / "keys"), "--log-dir", str(folder / "logs")]
+    command += ["--placement.engines", "cpu", "--cluster.threads=1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
+        assert found
+        yield found[0], process
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(20)
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("server")
+    make_chat_model(folder / "model")
+    with training_server(folder) as (url, _):
+        yield url
+
+
+@pytest.fixture
+def client(server: str) -> Any:
+    return tinker.ServiceClient(base_url=server, api_key=KEYS[0])
+
+
+def datum_of(text: str = TEXT, **inputs: Any) -> Any:
+    tokens = [*map(ord, text)]
+    inputs = inputs or {"weights": np.ones(len(tokens) - 1, np.float32)}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": np.array(tokens[1:]), **inputs},
+    )
+
+
+def train(model: Any, *, steps: int, data: Any = None) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        passed = model.forward_backward(data or [datum_of()], "cross_entropy")
+        stepped = model.optim_step(ADAM)
+        losses.append(passed.result().metrics["loss:sum"])
+        stepped.result()
+    return losses
+
+
+def greedy(sampler: Any) -> tuple[list[int], list[float]]:
+    prompt = types.ModelInput.from_ints([*map(ord, TEXT[:6])])
+    (sequence,) = sampler.sample(prompt, 1, GREEDY).result().sequences
+    return list(sequence.tokens), list(sequence.logprobs)
+
+
+def test_the_loss_falls(client: Any):
+    assert client.get_server_capabilities().supported_models[0].model_name == "tiny"
+    model = client.create_lora_training_client(base_model="tiny", rank=8, seed=3)
+    assert model.get_info().lora_rank == 8
+    assert model.get_tokenizer().encode("ab") == [97, 98]
+    losses = train(model, steps=20)
+    assert losses[-1] < losses[0] - 3
+
+
+def test_samples_come_from_the_weights_that_were_saved_for_them(client: Any):
+    model = client.create_lora_training_client(base_model="tiny", rank=4, seed=1)
+    before = greedy(client.create_sampling_client(base_model="tiny"))
+    assert greedy(model.save_weights_and_get_sampling_client())[0] == before[0]  # B is 0
+    train(model, steps=15)
+    early = model.save_weights_and_get_sampling_client()
+    first = greedy(early)
+    assert first != before
+    train(model, steps=15)
+    path = model.save_weights_for_sampler("later").result().path
+    later = client.create_sampling_client(model_path=path)
+    second = greedy(later)
+    assert second != first
+    # More adapters than the engine holds: each sampler keeps its own weights.
+    others = [model.save_weights_and_get_sampling_client() for _ in range(4)]
+    assert all(greedy(other) == second for other in others)
+    assert greedy(early) == first
+    assert greedy(client.create_sampling_client(base_model="tiny")) == before
+
+    # The engine's logprobs are the trainer's.
+    tokens, logprobs = second
+    whole = [*map(ord, TEXT[:6]), *tokens]
+    scored = later.compute_logprobs(types.ModelInput.from_ints(whole)).result()
+    assert scored[0] is None
+    np.testing.assert_allclose(scored[6:], logprobs, atol=1e-4)
+    targets = np.array(whole[1:])
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(whole[:-1]),
+        loss_fn_inputs={"target_tokens": targets, "weights": np.ones(len(targets), np.float32)},
+    )
+    (output,) = model.forward([datum], "cross_entropy").result().loss_fn_outputs
+    np.testing.assert_allclose(output["logprobs"].to_numpy()[5:], logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo"])
+def test_policy_losses_raise_the_logprobs_of_good_tokens(client: Any, loss: str):
+    model = client.create_lora_training_client(base_model="tiny", rank=8, seed=5)
+    data = [datum_of()]
+    (output,) = model.forward(data, "cross_entropy").result().loss_fn_outputs
+    sampled = output["logprobs"].to_numpy()
+    advantages = np.ones(len(sampled), np.float32)
+    policy = [datum_of(logprobs=sampled, advantages=advantages)]
+    for _ in range(5):
+        model.forward_backward(policy, loss).result()
+        model.optim_step(ADAM).result()
+    (output,) = model.forward(data, "cross_entropy").result().loss_fn_outputs
+    assert output["logprobs"].to_numpy().sum() > sampled.sum() + 0.2
+
+
+def test_a_custom_loss_trains_like_the_same_loss_on_the_server(client: Any):
+    def negative_sum(data: Any, logprobs: Any) -> Any:
+        return -sum(each.sum() for each in logprobs), {"num": float(len(data))}
+
+    custom = client.create_lora_training_client(base_model="tiny", rank=4, seed=7)
+    server_side = client.create_lora_training_client(base_model="tiny", rank=4, seed=7)
+    for _ in range(3):
+        result = custom.forward_backward_custom([datum_of()], negative_sum).result()
+        assert result.metrics["num"] == 1.0
+        custom.optim_step(ADAM).result()
+    train(server_side, steps=3)
+    losses = [
+        each.forward([datum_of()], "cross_entropy").result().metrics["loss:sum"]
+        for each in (custom, server_side)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_many_data_are_sent_in_chunks(client: Any):
+    model = client.create_lora_training_client(base_model="tiny", rank=4)
+    result = model.forward_backward([datum_of()] * 1500, "cross_entropy").result()
+    assert len(result.loss_fn_outputs) == 1500
+
+
+def test_tenants_do_not_see_each_other(server: str, client: Any):
+    model = client.create_lora_training_client(base_model="tiny", rank=4)
+    path = model.save_state("mine").result().path
+    other = tinker.ServiceClient(base_url=server, api_key=KEYS[1])
+    with pytest.raises(tinker.NotFoundError):
+        other.create_training_client_from_state(path)
+    with pytest.raises(tinker.NotFoundError):
+        other.create_sampling_client(model_path=path)
+    with pytest.raises(tinker.AuthenticationError):
+        tinker.ServiceClient(base_url=server, api_key="tml-three").get_server_capabilities()
+    assert client.create_training_client_from_state(path).get_info().lora_rank == 4
+
+
+def test_errors_name_the_mistake(client: Any):
+    with pytest.raises(tinker.BadRequestError, match="this server has tiny"):
+        client.create_lora_training_client(base_model="large", rank=4)
+    model = client.create_lora_training_client(base_model="tiny", rank=4)
+    with pytest.raises(tinker.RequestFailedError, match="'dro' is unknown"):
+        model.forward([datum_of()], "dro").result()
+    with pytest.raises(tinker.RequestFailedError, match="no gradient"):
+        model.optim_step(ADAM).result()
+
+
+def test_training_continues_with_equal_losses_after_kill_9(tmp_path: Path):
+    make_chat_model(tmp_path / "model")
+    with training_server(tmp_path) as (url, _):
+        client = tinker.ServiceClient(base_url=url, api_key=KEYS[0])
+        model = client.create_lora_training_client(base_model="tiny", rank=4, seed=1)
+        train(model, steps=3)
+        path = model.save_state("state").result().path
+        expected = train(model, steps=3)
+        model_id = model.model_id
+    with training_server(tmp_path) as (url, _):
+        client = tinker.ServiceClient(base_url=url, api_key=KEYS[0])
+        resumed = client.create_training_client_from_state_with_optimizer(path)
+        assert train(resumed, steps=3) == expected
+        lost = tinker.TrainingClient(resumed.holder, 0, model_id)
+        with pytest.raises(tinker.NotFoundError, match="last saved state"):
+            lost.forward([datum_of()], "cross_entropy").result()
+
+
+def test_the_script_of_the_guide_runs(tmp_path: Path):
+    (script,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    make_chat_model(tmp_path / "model")
+    with training_server(tmp_path, name="my-model") as (url, _):
+        environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": KEYS[0]}
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "resumed at:" in done.stdout

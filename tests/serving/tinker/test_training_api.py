@@ -1,0 +1,251 @@
+"""The training API over HTTP, without its client: isolation, order, retries and fairness."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+from chat_model import chat_tokenizer, make_chat_model
+from fakes import ScriptedEngine
+
+from millrace.environments.tools.calls import FORMATS
+from millrace.models.attention.self_test import PACKED
+from millrace.models.loading import load_model
+from millrace.serving.api.errors import ApiError
+from millrace.serving.api.openapi import Health
+from millrace.serving.metrics import ServerMetrics
+from millrace.serving.options import ServerLimits
+from millrace.serving.served_model import ServedModel
+from millrace.serving.server import http_listener, make_app
+from millrace.serving.tinker import protobuf, wire
+from millrace.serving.tinker.computing import AdapterSlots, TrainingThread
+from millrace.serving.tinker.routes import add_routes
+from millrace.serving.tinker.service import TrainingService
+from millrace.training.adapters.adapter_set import AdapterSet
+
+# A ForwardBackwardRequest that version 0.36.0 of the client sent.
+RECORDED = bytes.fromhex(
+    "0a016d10031a88010a100a0e0a0c05000000060000000700000012210a0a616476616e746167657312130a0c"
+    "0000803f00000040000040401801220103121f0a086c6f6770726f627312130a0c0000c0bf000080be000000"
+    "00180122010312300a0d7461726765745f746f6b656e73121f0a18060000000000000007000000000000002c"
+    "0100000000000018022201031a730a080a060a0409000000121e0a0a616476616e746167657312100a080000"
+    "803f00000040180122020102121c0a086c6f6770726f627312100a080000c0bf000080be1801220201021229"
+    "0a0d7461726765745f746f6b656e7312180a1006000000000000000700000000000000180222020102220370"
+    "706f2a1d0a12636c69705f6c6f775f7468726573686f6c6411000000000000e03f3a1f0a12636c69705f6c6f"
+    "775f7468726573686f6c64120909000000000000e03f"
+)
+KEYS = ("tml-one", "tml-two")
+WELL = Health(status="ok", engines=1, serving=1)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_chat_model(tmp_path_factory.mktemp("model"))
+
+
+class Caller:
+    """One tenant. Futures are awaited unless `waits` is False."""
+
+    def __init__(self, http: aiohttp.ClientSession, key: str) -> None:
+        self._http, self._headers = http, {"X-API-Key": key}
+
+    async def post(self, path: str, body: Any) -> tuple[int, Any]:
+        headers, how = self._headers, {"json": body}
+        if isinstance(body, bytes):
+            headers, how = {**headers, "Content-Type": "application/x-protobuf"}, {"data": body}
+        async with self._http.post(f"/api/v1/{path}", headers=headers, **how) as reply:
+            is_json = reply.content_type == "application/json"
+            return reply.status, await (reply.json() if is_json else reply.read())
+
+    async def future(self, path: str, body: Any) -> Any:
+        status, reply = await self.post(path, body)
+        assert status == 200, reply
+        status, result = await self.post("retrieve_future", {"request_id": reply["request_id"]})
+        assert status == 200, result
+        return result
+
+    async def new_model(self) -> str:
+        _, session = await self.post("create_session", {})
+        body = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": "tiny"}
+        created = await self.future("create_model", {**body, "lora_config": {"rank": 4, "seed": 1}})
+        return created["model_id"]
+
+    async def train(self, model: str, seq_id: int, *, loss: str = "cross_entropy") -> Any:
+        return await self.future("forward_backward", a_pass(model, seq_id, loss=loss))
+
+    async def step(self, model: str, seq_id: int) -> Any:
+        adam = {"learning_rate": 0.02}
+        body = {"model_id": model, "seq_id": seq_id, "adam_params": adam}
+        return await self.future("optim_step", body)
+
+
+def a_pass(model: str, seq_id: int, *, loss: str = "cross_entropy", size: int = 8) -> bytes:
+    tokens = np.arange(40, 40 + size + 1)
+    chunk = protobuf.write([(1, protobuf.write([(1, tokens[:-1].astype("<i4").tobytes())]))])
+    targets = protobuf.write([(1, tokens[1:].astype("<i8").tobytes()), (3, 2)])
+    weights = protobuf.write([(1, np.ones(size, "<f4").tobytes()), (3, 1)])
+    inputs = [
+        (2, protobuf.write([(1, name), (2, tensor)]))
+        for name, tensor in (("target_tokens", targets), ("weights", weights))
+    ]
+    datum = protobuf.write([(1, chunk), *inputs])
+    return protobuf.write([(1, model), (2, seq_id), (3, datum), (4, loss)])
+
+
+def loss_of(result: bytes) -> float:
+    (metric,) = protobuf.messages(protobuf.read(result), 3)
+    return float(np.frombuffer(protobuf.message(protobuf.read(metric), 2), "<f8")[0])
+
+
+def adapter_set(model_path: Path) -> AdapterSet:
+    device = torch.device("cpu")
+    model = load_model(str(model_path), dtype=torch.float32, device=device, attention=PACKED)
+    return AdapterSet(model, path=str(model_path), max_context=64)
+
+
+@asynccontextmanager
+async def callers(model_path: Path, folder: Path) -> AsyncIterator[list[Caller]]:
+    served = ServedModel(
+        ScriptedEngine("Yes."),
+        tokenizer=chat_tokenizer(),
+        name="tiny",
+        max_context=64,
+        tool_format=FORMATS["hermes"],
+        metrics=ServerMetrics(),
+    )
+    app = make_app(served, keys=KEYS, limits=ServerLimits(), health=lambda: WELL)
+    thread = TrainingThread(adapter_set(model_path), ThreadPoolExecutor(1))
+    service = TrainingService(
+        served,
+        thread,
+        AdapterSlots(["place"]),
+        folder=folder,
+        model_path=str(model_path),
+        max_rank=8,
+    )
+    add_routes(app, service, client_config={}, timeout_s=5.0)
+    async with (
+        http_listener(app, host="127.0.0.1", port=0) as port,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+    ):
+        yield [Caller(http, key) for key in KEYS]
+    served.close()
+
+
+def test_a_recorded_request_is_read_as_the_client_meant_it():
+    body = wire.read_pass(RECORDED)
+    assert (body.model_id, body.seq_id, body.loss, body.backward) == ("m", 3, "ppo", True)
+    assert body.settings == {"clip_low_threshold": 0.5}
+    first, second = body.data
+    assert first.tokens.tolist() == [5, 6, 7]
+    assert first.inputs["target_tokens"].tolist() == [6, 7, 300]
+    np.testing.assert_allclose(first.inputs["logprobs"], [-1.5, -0.25, 0.0])
+    assert second.inputs["advantages"].shape == (1, 2)
+
+
+@pytest.mark.parametrize("cut", [1, 7, 40])
+def test_a_damaged_request_is_refused(cut: int):
+    with pytest.raises(ApiError):
+        wire.read_pass(RECORDED[:-cut])
+
+
+async def test_tenants_cannot_use_each_others_models_paths_and_futures(
+    model_path: Path, tmp_path: Path
+):
+    async with callers(model_path, tmp_path) as (one, two):
+        model = await one.new_model()
+        await one.train(model, 1)
+        body = {"model_id": model, "seq_id": 2, "path": "mine"}
+        saved = await one.future("save_weights", body)
+        _, pending = await one.post("forward_backward", a_pass(model, 3))
+
+        assert (await two.post("forward_backward", a_pass(model, 4)))[0] == 404
+        assert (await two.post("get_info", {"model_id": model}))[0] == 404
+        assert (await two.post("retrieve_future", {"request_id": pending["request_id"]}))[0] == 404
+        assert (await two.post("weights_info", {"tinker_path": saved["path"]}))[0] == 404
+        own = await two.new_model()
+        body = {"model_id": own, "seq_id": 1, "path": saved["path"], "optimizer": True}
+        assert "no saved adapter" in (await two.future("load_weights", body))["error"]
+        for path in (f"tinker://../{model}/weights/mine", "tinker://x/weights/.."):
+            assert (await two.post("weights_info", {"tinker_path": path}))[0] == 400
+        assert (await one.post("weights_info", {"tinker_path": saved["path"]}))[0] == 200
+        status, reply = await Caller(one._http, "tml-three").post("create_session", {})
+        assert (status, reply["error"]["code"]) == (401, "invalid_api_key")
+
+
+async def test_a_request_that_is_sent_again_is_executed_once(model_path: Path, tmp_path: Path):
+    async with callers(model_path, tmp_path) as (one, two):
+        losses = []
+        for caller, times in ((one, 1), (two, 3)):
+            model = await caller.new_model()
+            for _ in range(times):
+                await caller.train(model, 1)
+            for _ in range(times):
+                await caller.step(model, 2)
+            replies = [await caller.post("forward_backward", a_pass(model, 3)) for _ in range(2)]
+            assert replies[0] == replies[1]
+            losses.append(loss_of(await caller.train(model, 3)))
+        assert losses[0] == losses[1]
+
+
+async def test_requests_of_a_model_run_in_the_order_of_their_numbers(
+    model_path: Path, tmp_path: Path
+):
+    async with callers(model_path, tmp_path) as (one, _):
+        model = await one.new_model()
+        adam = {"model_id": model, "seq_id": 2, "adam_params": {}}
+        _, later = await one.post("optim_step", adam)
+        _, first = await one.post("forward_backward", a_pass(model, 1))
+        _, stepped = await one.post("retrieve_future", {"request_id": later["request_id"]})
+        assert stepped["metrics"]["grad_norm"] > 0
+        assert (await one.post("retrieve_future", {"request_id": first["request_id"]}))[0] == 200
+        assert "no gradient" in (await one.step(model, 3))["error"]
+        assert "unknown" in (await one.train(model, 4, loss="dro"))["error"]
+
+
+async def test_a_name_is_not_replaced_unless_the_client_wants_it(model_path: Path, tmp_path: Path):
+    async with callers(model_path, tmp_path) as (one, _):
+        model = await one.new_model()
+        body = {"model_id": model, "path": "state"}
+        assert "path" in await one.future("save_weights", {**body, "seq_id": 1})
+        assert "exists" in (await one.future("save_weights", {**body, "seq_id": 2}))["error"]
+        again = {**body, "seq_id": 3, "overwrite": True}
+        assert "path" in await one.future("save_weights", again)
+        assert (await one.post("save_weights", {**body, "seq_id": 4, "path": "../x"}))[0] == 400
+
+
+async def test_a_finished_session_frees_its_models(model_path: Path, tmp_path: Path):
+    async with callers(model_path, tmp_path) as (one, _):
+        _, session = await one.post("create_session", {})
+        body = {"session_id": session["session_id"]}
+        model = {**body, "model_seq_id": 0, "base_model": "tiny"}
+        status, refused = await one.post("create_model", model)
+        assert (status, "--train-max-rank 8" in refused["error"]["message"]) == (400, True)
+        created = await one.future("create_model", {**model, "lora_config": {"rank": 8}})
+        assert (await one.post("get_info", {"model_id": created["model_id"]}))[0] == 200
+        assert (await one.post("session_heartbeat", body))[0] == 200
+        assert (await one.post(f"sessions/{body['session_id']}/finish", {}))[0] == 204
+        assert (await one.post("session_heartbeat", body))[0] == 410
+        assert (await one.post("get_info", {"model_id": created["model_id"]}))[0] == 404
+
+
+async def test_tenants_take_turns_by_their_tokens(model_path: Path):
+    thread = TrainingThread(adapter_set(model_path), ThreadPoolExecutor(1))
+    order: list[str] = []
+
+    async def work(tenant: str, num_tokens: int) -> None:
+        await thread.run(tenant, num_tokens, lambda _: order.append(tenant))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(6):
+            group.create_task(work("busy", 1000))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            group.create_task(work("small", 10))
+    assert order[:5].count("small") == 3, order  # one runs, and one has as few tokens

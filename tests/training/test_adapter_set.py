@@ -1,0 +1,240 @@
+"""Several adapters over one model. Gradients are compared with plain transformers and autograd,
+where each adapted weight is W + scale B A."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_model import make_tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from millrace.core.errors import TaskError
+from millrace.models.attention.self_test import PACKED
+from millrace.models.loading import load_model
+from millrace.training.adapters.adapter_set import ALPHA, AdapterSet
+from millrace.training.adapters.requests import AdamSettings, AdapterShape, TrainingDatum
+
+RANK = 3
+ADAM = AdamSettings(
+    learning_rate=0.02, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5
+)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def make_set(path: Path) -> AdapterSet:
+    model = load_model(str(path), dtype=torch.float32, device=torch.device("cpu"), attention=PACKED)
+    adapters = AdapterSet(model, path=str(path), max_context=64)
+    adapters.create("a", AdapterShape(rank=RANK), seed=1)
+    return adapters
+
+
+def make_data(seed: int = 0, *, sizes: tuple[int, ...] = (7, 12, 5)) -> list[TrainingDatum]:
+    rng = np.random.default_rng(seed)
+    data = []
+    for size in sizes:
+        tokens = rng.integers(2, 20, size + 1)
+        data.append(
+            TrainingDatum(
+                tokens=tokens[:-1],
+                inputs={
+                    "target_tokens": tokens[1:],
+                    "weights": rng.normal(size=size).astype(np.float32),
+                    "advantages": rng.normal(size=size).astype(np.float32),
+                    "logprobs": rng.uniform(-4, -2, size).astype(np.float32),
+                },
+            )
+        )
+    return data
+
+
+def train_once(adapters: AdapterSet, name: str = "a", *, seed: int = 9) -> float:
+    _, loss = adapters.compute(
+        name, make_data(seed), loss="cross_entropy", settings={}, backward=True
+    )
+    adapters.step(name, ADAM)
+    return loss
+
+
+def plain_loss(loss: str, logprobs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    """Written anew, token by token."""
+    total = torch.zeros(())
+    for i in range(len(logprobs)):
+        own = logprobs[i]
+        if loss == "cross_entropy":
+            total = total - own * inputs["weights"][i]
+            continue
+        ratio, advantage = torch.exp(own - inputs["logprobs"][i]), inputs["advantages"][i]
+        clipped = torch.clip(ratio, 0.7, 1.2)
+        if loss == "importance_sampling":
+            total = total - ratio * advantage
+        elif loss == "ppo":
+            total = total - min(ratio * advantage, clipped * advantage)
+        else:
+            total = total - clipped.detach() * advantage * own
+    return total
+
+
+def plain_gradient(
+    path: Path, adapters: AdapterSet, data: list[TrainingDatum], loss: str
+) -> tuple[float, dict[str, Tensor]]:
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    factors = {
+        name: value.detach().clone().requires_grad_()
+        for name, value in adapters.owned["a"].parameters.items()
+    }
+    weights = dict(model.named_parameters())
+    for layer in {name.partition(".lora_")[0] for name in factors}:
+        a, b = (factors[f"{layer}.lora_{part}.weight"] for part in "AB")
+        name = layer if layer in weights else f"{layer}.weight"
+        weights[name] = weights[name].detach() + ALPHA / RANK * (b @ a)
+    total = torch.zeros(())
+    for datum in data:
+        ids = torch.from_numpy(datum.tokens)[None]
+        logits = torch.func.functional_call(model, weights, kwargs={"input_ids": ids}).logits[0]
+        inputs = {name: torch.from_numpy(value) for name, value in datum.inputs.items()}
+        logprobs = logits.log_softmax(-1).gather(1, inputs["target_tokens"][:, None])[:, 0]
+        total = total + plain_loss(loss, logprobs, inputs)
+    grads = torch.autograd.grad(total, list(factors.values()))
+    return total.item(), dict(zip(factors, grads, strict=True))
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "cispo"])
+@pytest.mark.parametrize("num_experts", [0, 4])
+def test_the_gradient_of_every_parameter_equals_that_of_plain_torch(
+    loss: str, num_experts: int, tmp_path: Path
+):
+    path = make_tiny_model(tmp_path, num_experts=num_experts)
+    adapters, data = make_set(path), make_data()
+    train_once(adapters)  # so that B is not 0, and A has a gradient
+    settings = {"clip_low_threshold": 0.7} if loss in ("ppo", "cispo") else {}
+    _, total = adapters.compute("a", data, loss=loss, settings=settings, backward=True)
+    expected_total, expected = plain_gradient(path, adapters, data, loss)
+    assert total == pytest.approx(expected_total, rel=1e-4)
+    found = adapters.owned["a"].gradient
+    assert found is not None
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert grad.abs().max() > 0, name
+        torch.testing.assert_close(found[name], grad, rtol=2e-3, atol=1e-4, msg=name)
+
+
+def test_gradients_of_several_passes_add_up_and_a_forward_pass_adds_nothing(model_path: Path):
+    apart, together = make_set(model_path), make_set(model_path)
+    data = make_data()
+    for datum in data:
+        apart.compute("a", [datum], loss="cross_entropy", settings={}, backward=True)
+        apart.compute("a", [datum], loss="cross_entropy", settings={}, backward=False)
+    together.compute("a", data, loss="cross_entropy", settings={}, backward=True)
+    one, other = apart.owned["a"].gradient, together.owned["a"].gradient
+    assert one is not None
+    assert other is not None
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
+
+
+def test_targets_may_be_several_per_token(model_path: Path):
+    adapters, (datum, *_) = make_set(model_path), make_data()
+    both = np.stack([datum.inputs["target_tokens"], datum.inputs["target_tokens"][::-1]], 1)
+    weights = np.ones_like(both, np.float32)
+    wide = TrainingDatum(tokens=datum.tokens, inputs={"target_tokens": both, "weights": weights})
+    (found,), total = adapters.compute(
+        "a", [wide], loss="cross_entropy", settings={}, backward=True
+    )
+    (narrow,), _ = adapters.compute("a", [datum], loss="cross_entropy", settings={}, backward=False)
+    assert found.shape == both.shape
+    np.testing.assert_allclose(found[:, 0], narrow, rtol=1e-5)
+    assert total == pytest.approx(-found.sum(), rel=1e-5)
+
+
+def test_a_step_is_that_of_adamw_with_clipping(model_path: Path):
+    adapters = make_set(model_path)
+    own = adapters.owned["a"]
+    copies = {name: value.detach().clone() for name, value in own.parameters.items()}
+    for copy in copies.values():
+        copy.requires_grad_()
+    reference = torch.optim.AdamW(
+        copies.values(), lr=0.02, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+    )
+    for seed in (1, 2):
+        adapters.compute("a", make_data(seed), loss="cross_entropy", settings={}, backward=True)
+        assert own.gradient is not None
+        for name, copy in copies.items():
+            copy.grad = own.gradient[name].clone()
+        norm = torch.nn.utils.clip_grad_norm_(copies.values(), 0.5)
+        reference.step()
+        assert adapters.step("a", ADAM)["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    for name, copy in copies.items():
+        torch.testing.assert_close(own.parameters[name], copy, msg=name)
+    with pytest.raises(TaskError, match="no gradient"):
+        adapters.step("a", ADAM)
+
+
+def test_adapters_do_not_change_each_other(model_path: Path):
+    adapters = make_set(model_path)
+    adapters.create("b", AdapterShape(rank=2, mlp=False), seed=2)
+    before, _ = adapters.compute(
+        "b", make_data(), loss="cross_entropy", settings={}, backward=False
+    )
+    train_once(adapters, "a")
+    after, _ = adapters.compute("b", make_data(), loss="cross_entropy", settings={}, backward=False)
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert all("self_attn" in name for name in adapters.owned["b"].parameters)
+    assert adapters.owned["b"].gradient is None
+
+
+def test_training_continues_from_a_saved_state_with_the_same_losses(
+    model_path: Path, tmp_path: Path
+):
+    first = make_set(model_path)
+    train_once(first)
+    train_once(first)
+    first.save("a", tmp_path / "state", optimizer=True, about={"base_model": "tiny"})
+    second = make_set(model_path)
+    second.load("a", tmp_path / "state", optimizer=True)
+    assert [train_once(first) for _ in range(3)] == [train_once(second) for _ in range(3)]
+    fresh = make_set(model_path)
+    fresh.load("a", tmp_path / "state", optimizer=False)
+    assert fresh.owned["a"].num_steps == 0
+
+
+def test_a_saved_adapter_loads_into_peft(model_path: Path, tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    adapters = make_set(model_path)
+    train_once(adapters)
+    adapters.save("a", tmp_path / "state", optimizer=False, about={})
+    (datum, *_) = make_data()
+    base = AutoModelForCausalLM.from_pretrained(model_path)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "state").eval()
+    logits = loaded(input_ids=torch.from_numpy(datum.tokens)[None]).logits[0]
+    targets = torch.from_numpy(datum.inputs["target_tokens"])[:, None]
+    expected = logits.log_softmax(-1).gather(1, targets)[:, 0].detach().numpy()
+    (found,), _ = adapters.compute("a", [datum], loss="cross_entropy", settings={}, backward=False)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    tokens = np.append(datum.tokens, datum.inputs["target_tokens"][-1])
+    np.testing.assert_allclose(
+        adapters.prompt_logprobs(tokens, tmp_path / "state"), expected, atol=1e-5
+    )
+
+
+def test_a_refused_pass_leaves_the_gradient(model_path: Path):
+    adapters, (datum, *_) = make_set(model_path), make_data()
+    adapters.compute("a", [datum], loss="cross_entropy", settings={}, backward=True)
+    before = adapters.owned["a"].gradient
+    for change, message in (
+        ({"target_tokens": datum.inputs["target_tokens"] + 100}, "not an integer from 0"),
+        ({"weights": datum.inputs["weights"][1:]}, "a row for each token"),
+        ({"weights": datum.inputs["weights"] * np.inf}, "not finite"),
+    ):
+        wrong = TrainingDatum(tokens=datum.tokens, inputs={**datum.inputs, **change})
+        with pytest.raises(TaskError, match=message):
+            adapters.compute("a", [wrong], loss="cross_entropy", settings={}, backward=True)
+    with pytest.raises(TaskError, match="has no setting 'beta'"):
+        adapters.compute("a", [datum], loss="ppo", settings={"beta": 1.0}, backward=True)
+    assert adapters.owned["a"].gradient is before
