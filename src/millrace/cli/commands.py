@@ -27,8 +27,6 @@ JOIN_MODULES = {  # by role
     "trainer": "millrace.training.worker",
     "environment": "millrace.run.episodes.worker",
 }
-# What main() adds to the options of every command.
-FROM_MAIN = ("command", "run", "settings", "options")
 
 
 def demo(args: argparse.Namespace) -> None:
@@ -56,19 +54,12 @@ def init(args: argparse.Namespace) -> None:
 def train(args: argparse.Namespace) -> int:
     if (code := _begin_run()) is not None:
         return code
-    from millrace.config import load_config, parse_override
+    from millrace.config import load_config
 
     preset = args.settings.pop("preset", None)
-    overrides = {key: parse_override(key, value) for key, value in args.settings.items()}
-    config = load_config(args.config, overrides=overrides, preset=preset)
-    resume = args.resume
-    if args.auto_resume:
-        from millrace.run.resume import has_finished, has_started
-
-        if has_finished(config):
-            print(f"{config.run_dir} has completed its {config.trainer.steps} steps.")
-            return DONE
-        resume = has_started(config)
+    config = load_config(args.config, overrides=_overrides(args), preset=preset)
+    if (resume := _resume(args, config)) is None:
+        return DONE
     from millrace.monitoring.terminal.progress import make_progress
 
     progress = make_progress(config.monitoring.progress)
@@ -94,19 +85,11 @@ def train(args: argparse.Namespace) -> int:
 def sft(args: argparse.Namespace) -> int:
     if (code := _begin_run()) is not None:
         return code
-    from millrace.config import load_config, parse_override
+    from millrace.config import load_config
 
-    overrides = {key: parse_override(key, value) for key, value in args.settings.items()}
-    config = load_config(args.config, overrides=overrides)
-    resume = args.resume
-    if args.auto_resume:
-        from millrace.monitoring.run_dir import RunDir
-        from millrace.run.resume import has_started
-
-        if RunDir(config.run_dir).is_finished:
-            print(f"{config.run_dir} has completed its steps.")
-            return DONE
-        resume = has_started(config)
+    config = load_config(args.config, overrides=_overrides(args))
+    if (resume := _resume(args, config)) is None:
+        return DONE
     from millrace.run.sft.execute import sft as run
 
     return _finish_run(lambda: run(config, resume=resume), run_dir=config.run_dir)
@@ -115,14 +98,39 @@ def sft(args: argparse.Namespace) -> int:
 def eval(args: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from millrace.config import parse_override
     from millrace.run.execution.evaluate import EvalOptions, evaluate_models, results_table
 
-    given = {name: value for name, value in vars(args).items() if name not in FROM_MAIN}
-    given["scorers"] = tuple(args.scorers)
-    settings = {key: parse_override(key, value) for key, value in args.settings.items()}
-    results = evaluate_models(EvalOptions(**given, settings=settings))
+    given = _own_options(args) | {"scorers": tuple(args.scorers)}
+    results = evaluate_models(EvalOptions(**given, settings=_overrides(args)))
     Console().print(results_table(results))
+
+
+def _overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """Settings of the command line, by dotted key."""
+    from millrace.config import parse_override
+
+    return {key: parse_override(key, value) for key, value in args.settings.items()}
+
+
+def _own_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Without what main() adds to the options of every command."""
+    from_main = ("command", "run", "settings", "options")
+    return {name: value for name, value in vars(args).items() if name not in from_main}
+
+
+def _resume(args: argparse.Namespace, config: Any) -> bool | None:
+    """Whether the run resumes; None = it has completed its steps."""
+    if not args.auto_resume:
+        return args.resume
+    from millrace.monitoring.run_dir import RunDir
+    from millrace.run.resume import has_finished, has_started
+
+    is_sft = args.command == "sft"  # the number of its steps may depend on its examples
+    if RunDir(config.run_dir).is_finished if is_sft else has_finished(config):
+        steps = "steps" if is_sft else f"{config.trainer.steps} steps"
+        print(f"{config.run_dir} has completed its {steps}.")
+        return None
+    return has_started(config)
 
 
 def _begin_run() -> int | None:
@@ -187,7 +195,7 @@ def presets(args: argparse.Namespace) -> None:
 
 
 def compare(args: argparse.Namespace) -> int:
-    from millrace.compare.command import compare as compare_all
+    from millrace.compare.runs import compare as compare_all
 
     return DONE if compare_all(args) else FAILED
 
@@ -209,12 +217,9 @@ def _leave_torchrun() -> int:
 
 
 def serve(args: argparse.Namespace) -> None:
-    from millrace.config import parse_override
     from millrace.serving.settings import read_options
 
-    options = read_options(
-        args, {key: parse_override(key, value) for key, value in args.settings.items()}
-    )
+    options = read_options(args, _overrides(args))
     from millrace.serving import command
 
     command.serve(options)
@@ -262,7 +267,7 @@ def _gpus_to_join(args: argparse.Namespace) -> list[str]:
 
 
 def launch(args: argparse.Namespace) -> None:
-    from millrace.cli.launch.kubernetes import PodSettings, manifests
+    from millrace.cli.launch.kubernetes import manifests
     from millrace.cli.launch.plan import plan_launch
     from millrace.cli.launch.slurm import slurm_script
     from millrace.core.errors import ConfigError
@@ -284,7 +289,7 @@ def launch(args: argparse.Namespace) -> None:
             " folder of the settings; give --image IMAGE and --claim NAME."
         )
     else:
-        text = manifests(plan, PodSettings(image=args.image, claim=args.claim), kind=args.kind)
+        text = manifests(plan, image=args.image, claim=args.claim, kind=args.kind)
     if args.output is None:
         print(text, end="")
     else:
@@ -326,11 +331,9 @@ def inspect(args: argparse.Namespace) -> None:
 
 
 def push(args: argparse.Namespace) -> None:
-    from millrace.cli.push import PushOptions
     from millrace.cli.push import push as push_checkpoint
 
-    given = {name: value for name, value in vars(args).items() if name not in FROM_MAIN}
-    print(f"Pushed: {push_checkpoint(PushOptions(**given))}")
+    print(f"Pushed: {push_checkpoint(args)}")
 
 
 def replay(args: argparse.Namespace) -> None:
@@ -338,9 +341,9 @@ def replay(args: argparse.Namespace) -> None:
     from millrace.environments.replay.command import ReplayOptions
     from millrace.environments.replay.command import replay as replay_all
 
-    given = {name: value for name, value in vars(args).items() if name not in FROM_MAIN}
-    given |= {"scores": tuple(args.scores), "tool_results": tuple(args.tool_results)}
-    run_on_own_loop(lambda: replay_all(ReplayOptions(**given)))
+    repeated = {"scores": tuple(args.scores), "tool_results": tuple(args.tool_results)}
+    options = ReplayOptions(**_own_options(args) | repeated)
+    run_on_own_loop(lambda: replay_all(options))
 
 
 def bench(args: argparse.Namespace) -> int:

@@ -14,10 +14,8 @@ from typing import Any
 import millrace
 from millrace.bench import BENCHES
 from millrace.cli import commands as run
-from millrace.cli import training
+from millrace.cli import options
 from millrace.cli.commands import DONE, FAILED, INTERRUPTED, PREEMPTED, WRONG_INPUT
-from millrace.compare.options import COMPARE, COMPARE_MORE
-from millrace.compare.options import add_arguments as add_compare
 from millrace.core.errors import (
     ConfigError,
     MillraceError,
@@ -27,7 +25,6 @@ from millrace.core.errors import (
     printable,
 )
 from millrace.core.files import private_files
-from millrace.plan import options as planning
 from millrace.serving.options import SERVE, SERVE_MORE, add_arguments
 
 INTRODUCTION = """\
@@ -161,16 +158,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         settings: dict[str, str] = {}
-        options: list[str] = []  # of another program
+        more: list[str] = []  # options of another program
         if arguments[:1] in (["train"], ["sft"]):
             arguments, settings = split_settings(arguments)
         elif arguments[:1] == ["launch"] and "--" in arguments:
             dashes = arguments.index("--")
-            arguments, options = arguments[:dashes], arguments[dashes + 1 :]
+            arguments, more = arguments[:dashes], arguments[dashes + 1 :]
         if arguments[:1] in (["serve"], ["launch"], ["compare"], ["plan"], ["eval"]):
             arguments, settings = split_settings(arguments, only_dotted=True)
         args = _parser().parse_args(arguments)
-        args.settings, args.options = settings, options
+        args.settings, args.options = settings, more
         with contextlib.nullcontext() if args.command == "init" else private_files():
             return args.run(args) or DONE
     except MillraceError as error:
@@ -244,27 +241,13 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument("--model", metavar="PATH", help="directory or hub name of the model to train")
 
     _add_run_commands(add)
-    training.add_eval(add("eval", training.EVAL, training.EVAL_MORE, help="measure a model"))
-    add_compare(add("compare", COMPARE, COMPARE_MORE, help="run several designs on the same work"))
-    planning.add_arguments(add("plan", planning.PLAN, planning.PLAN_MORE, help="predict a run"))
+    options.add_eval(add("eval", options.EVAL, options.EVAL_MORE, help="measure a model"))
+    text = "run several designs on the same work"
+    options.add_compare(add("compare", options.COMPARE, options.COMPARE_MORE, help=text))
+    options.add_plan(add("plan", options.PLAN, options.PLAN_MORE, help="predict a run"))
     add_arguments(add("serve", SERVE, SERVE_MORE, help="serve a model over HTTP"))
-    _add_cluster_arguments(
-        join=add("join", JOIN, JOIN_MORE, help="add engines of this host to a run"),
-        launch=add("launch", LAUNCH, LAUNCH_MORE, help="write a job for SLURM or Kubernetes"),
-    )
-
-    engines = add("engines", ENGINES, help="add engines to a running job, or remove some")
-    engines.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    engines.add_argument("--add", type=int, default=0, metavar="N", help="start N engines")
-    text = "remove this engine; may be repeated"
-    engines.add_argument("--remove", action="append", default=[], metavar="NAME", help=text)
-
-    _add_report_arguments(
-        dashboard=add("dashboard", DASHBOARD, help="show runs in a browser"),
-        inspect=add("inspect", INSPECT, help="summarise a run and draw its plots"),
-        push=add("push", PUSH, help="push a checkpoint to the Hugging Face hub"),
-        replay=add("replay", REPLAY, REPLAY_MORE, help="read, play or score recorded episodes"),
-    )
+    _add_cluster_commands(add)
+    _add_report_commands(add)
 
     listed = "\n".join(f"  {name:<10} {what}" for name, what in BENCHES.items())
     text = f"Measure on this machine.\n\n{listed}\n\n--help after NAME lists its options.\n"
@@ -275,29 +258,29 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_run_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
-    texts, usage = (training.TRAIN, training.TRAIN_MORE), f"millrace train {training.USAGE}"
-    training.add_train(add("train", *texts, help="train with a TOML file", usage=usage))
-    texts = (training.SFT, training.SFT_MORE)
+    texts, usage = (options.TRAIN, options.TRAIN_MORE), f"millrace train {options.USAGE}"
+    options.add_train(add("train", *texts, help="train with a TOML file", usage=usage))
+    texts = (options.SFT, options.SFT_MORE)
     usage = "millrace sft RUN.toml [--resume|--auto-resume] [--section.key value ...]"
-    training.add_run(add("sft", *texts, help="fine-tune on examples", usage=usage))
+    options.add_run(add("sft", *texts, help="fine-tune on examples", usage=usage))
     presets = add("presets", PRESETS, help="list the designs of other libraries, or show one")
     presets.add_argument("show", nargs="?", choices=["show"], metavar="show")
     presets.add_argument("name", nargs="?", metavar="NAME")
 
 
-def _add_cluster_arguments(
-    *, join: argparse.ArgumentParser, launch: argparse.ArgumentParser
-) -> None:
-    join.add_argument("ticket", type=Path, metavar="TICKET")
-    join.add_argument("--count", type=int, default=1, metavar="N", help="workers (default: 1)")
+def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    add = command("join", JOIN, JOIN_MORE, help="add engines of this host to a run").add_argument
+    add("ticket", type=Path, metavar="TICKET")
+    add("--count", type=int, default=1, metavar="N", help="workers (default: 1)")
     text = "engines, ranks of the trainer, or workers of the environment (default: engine)"
-    join.add_argument("--role", choices=run.JOIN_MODULES, default="engine", help=text)
+    add("--role", choices=run.JOIN_MODULES, default="engine", help=text)
     text = "GPUs of the engines, such as cuda:1,cuda:2 (default: all that PyTorch sees)"
-    join.add_argument("--device", metavar="GPUS", help=text)
+    add("--device", metavar="GPUS", help=text)
     text = "folder for the output of the workers (default: logs)"
-    join.add_argument("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help=text)
+    add("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help=text)
 
-    add = launch.add_argument
+    text = "write a job for SLURM or Kubernetes"
+    add = command("launch", LAUNCH, LAUNCH_MORE, help=text).add_argument
     add("scheduler", choices=["slurm", "kubernetes"], metavar="slurm|kubernetes")
     add("config", type=Path, metavar="RUN.toml")
     add("--nodes", type=int, default=1, metavar="N", help="nodes or pods (default: 1)")
@@ -310,40 +293,43 @@ def _add_cluster_arguments(
     text = "volume claim that holds the folder of RUN.toml, for Kubernetes"
     add("--claim", metavar="NAME", help=text)
 
+    text = "add engines to a running job, or remove some"
+    add = command("engines", ENGINES, help=text).add_argument
+    add("run_dir", type=Path, metavar="RUN_DIR")
+    add("--add", type=int, default=0, metavar="N", help="start N engines")
+    text = "remove this engine; may be repeated"
+    add("--remove", action="append", default=[], metavar="NAME", help=text)
 
-def _add_report_arguments(
-    *,
-    dashboard: argparse.ArgumentParser,
-    inspect: argparse.ArgumentParser,
-    push: argparse.ArgumentParser,
-    replay: argparse.ArgumentParser,
-) -> None:
-    dashboard.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
-    dashboard.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
-    dashboard.add_argument("--port", type=int, default=8090, help="0: any (default: 8090)")
+
+def _add_report_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    add = command("dashboard", DASHBOARD, help="show runs in a browser").add_argument
+    add("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
+    add("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
+    add("--port", type=int, default=8090, help="0: any (default: 8090)")
     text = "device of the checkpoint that the page chats with (default: cpu)"
-    dashboard.add_argument("--chat-device", default="cpu", metavar="DEVICE", help=text)
+    add("--chat-device", default="cpu", metavar="DEVICE", help=text)
 
-    inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    inspect.add_argument("--no-plots", action="store_true", help="print the summary only")
+    add = command("inspect", INSPECT, help="summarise a run and draw its plots").add_argument
+    add("run_dir", type=Path, metavar="RUN_DIR")
+    add("--no-plots", action="store_true", help="print the summary only")
     text = "count all tasks instead: trained, dropped, failed or pending"
-    inspect.add_argument("--ledger", action="store_true", help=text)
+    add("--ledger", action="store_true", help=text)
     text = "show the status of the task with this number only"
-    inspect.add_argument("--number", type=int, metavar="N", help=text)
+    add("--number", type=int, metavar="N", help=text)
 
-    add = push.add_argument
+    add = command("push", PUSH, help="push a checkpoint to the Hugging Face hub").add_argument
     add("run_dir", type=Path, metavar="RUN_DIR")
     add("--repo", required=True, metavar="OWNER/NAME", help="repository on the hub")
     add("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
     add("--private", action="store_true", help="make a new repository private")
-    add(
-        "--endpoint", metavar="URL", help="hub to push to (default: HF_ENDPOINT, or the public one)"
-    )
+    text = "hub to push to (default: HF_ENDPOINT, or the public one)"
+    add("--endpoint", metavar="URL", help=text)
     add("--license", metavar="ID", help="licence in the model card, such as apache-2.0")
     text = "replace the model card that the repository has"
     add("--replace-card", action="store_true", help=text)
 
-    add = replay.add_argument
+    text = "read, play or score recorded episodes"
+    add = command("replay", REPLAY, REPLAY_MORE, help=text).add_argument
     add("path", type=Path, metavar="FILE")
     add("--environment", metavar="MODULE:NAME", help="replay with this function")
     add("--model", metavar="DIR", help="model of the tokenizer (default: the recorded one)")

@@ -5,9 +5,9 @@ this machine. The token goes to the hub alone and is never printed. A model card
 already has stays, unless it is to be replaced.
 """
 
+import argparse
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +32,8 @@ REASONS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PushOptions:
-    run_dir: Path
-    repo: str
-    step: int | None  # None = the newest checkpoint
-    private: bool
-    endpoint: str | None  # None = HF_ENDPOINT, or the public hub
-    license: str | None
-    replace_card: bool
-
-
-def push(options: PushOptions) -> str:
-    """Returns the URL of the commit."""
+def push(options: argparse.Namespace) -> str:
+    """`options` of `millrace push`; returns the URL of the commit."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
         raise ConfigError(f"--repo {options.repo!r} is not OWNER/NAME, such as me/my-model.")
     if options.license is not None and not re.fullmatch(r"[a-z0-9.-]+", options.license):

@@ -1,61 +1,78 @@
-"""Makes the runs of a comparison, each as a `millrace train` process, and keeps a row for each.
+"""`millrace compare`: makes each run as a `millrace train` process, and keeps a row for each.
 
 A row is written when its run ends, so a comparison that was interrupted has the rows so far.
 """
 
+import argparse
+import itertools
 import json
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.compare.designs import Design
+from millrace.compare.designs import Design, plan_designs
 from millrace.compare.measures import measure_run
+from millrace.compare.report import markdown, page
 from millrace.core.errors import ConfigError
 from millrace.monitoring.run_dir import RunDir
 
 _SAMPLE_S = 1.0  # between two readings of the memory
 
 
-@dataclass(frozen=True)
-class Comparison:
-    designs: Sequence[Design]
-    seeds: Sequence[int]
-    folder: Path
-    target: float | None
+def compare(args: argparse.Namespace) -> bool:
+    """Make the runs and write their table and page; True if all runs finished."""
+    if min(args.seeds, args.parallel) < 1:
+        raise ConfigError("--seeds and --parallel are 1 or more; otherwise there is no run.")
+    folder = (args.out or args.configs[0].parent / "compare").resolve()
+    designs = plan_designs(
+        [config.resolve() for config in args.configs],
+        presets=[name for name in args.presets.split(",") if name],
+        sweeps=args.sweep,
+        settings=args.settings,
+    )
+    notes = list(dict.fromkeys(note for design in designs for note in design.notes))
+    for note in notes:
+        print(note)
+    folder.mkdir(parents=True, exist_ok=True)
+    pool = ThreadPoolExecutor(max_workers=args.parallel)
+    try:
+        pairs = itertools.product(designs, range(args.seeds))
+        jobs = [pool.submit(_row, *pair, folder=folder, target=args.target) for pair in pairs]
+        rows = [job.result() for job in jobs]
+    finally:
+        pool.shutdown(cancel_futures=True)
+    command = shlex.join(["millrace", *sys.argv[1:]])
+    table = markdown(rows, notes=notes)
+    (folder / "table.md").write_text(f"`{command}`\n\n{table}")
+    result = {"command": command, "target": args.target, "notes": notes, "rows": rows}
+    (folder / "results.json").write_text(json.dumps(result, indent=2) + "\n")
+    (folder / "page.html").write_text(page(rows, command=command, notes=notes))
+    print(f"{table}\nwrote table.md, results.json and page.html to {folder}")
+    return all(row["status"] == "finished" for row in rows)
 
-    def run(self, *, parallel: int) -> list[dict[str, Any]]:
-        """The rows, by design and seed."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        pool = ThreadPoolExecutor(max_workers=parallel)
-        try:
-            jobs = [pool.submit(self._row, d, seed) for d in self.designs for seed in self.seeds]
-            return [job.result() for job in jobs]
-        finally:
-            pool.shutdown(cancel_futures=True)
 
-    def _row(self, design: Design, seed: int) -> dict[str, Any]:
-        """Of a run that is made now, or was made before."""
-        run_dir = self.folder / design.folder / f"seed_{seed}"
-        file = run_dir.with_suffix(".json")
-        arguments = design.arguments(seed=seed, run_dir=run_dir)
-        settings = f"{design.source.read_text()}\n{arguments}"
-        row = json.loads(file.read_text()) if file.is_file() else {"settings": settings}
-        if row["settings"] != settings:
-            raise ConfigError(f"{file} is of a run with other settings; choose another --out.")
-        if row.get("status") != "finished":
-            print(f"{design.name}, seed {seed} ...", flush=True)
-            error, peak_mib = train_process(arguments, log=run_dir.with_suffix(".log"))
-            status = "finished" if error is None else "failed"
-            row |= {"status": status, "error": error, "peak_mib": peak_mib}
-        row |= {"design": design.name, "seed": seed}
-        file.write_text(json.dumps(row, indent=2) + "\n")
-        measured = row["status"] == "finished"
-        return row | (measure_run(RunDir(run_dir), target=self.target) if measured else {})
+def _row(design: Design, seed: int, *, folder: Path, target: float | None) -> dict[str, Any]:
+    """Of a run that is made now, or was made before."""
+    run_dir = folder / design.folder / f"seed_{seed}"
+    file = run_dir.with_suffix(".json")
+    arguments = design.arguments(seed=seed, run_dir=run_dir)
+    settings = f"{design.source.read_text()}\n{arguments}"
+    row = json.loads(file.read_text()) if file.is_file() else {"settings": settings}
+    if row["settings"] != settings:
+        raise ConfigError(f"{file} is of a run with other settings; choose another --out.")
+    if row.get("status") != "finished":
+        print(f"{design.name}, seed {seed} ...", flush=True)
+        error, peak_mib = train_process(arguments, log=run_dir.with_suffix(".log"))
+        status = "finished" if error is None else "failed"
+        row |= {"status": status, "error": error, "peak_mib": peak_mib}
+    row |= {"design": design.name, "seed": seed}
+    file.write_text(json.dumps(row, indent=2) + "\n")
+    is_measured = row["status"] == "finished"
+    return row | (measure_run(RunDir(run_dir), target=target) if is_measured else {})
 
 
 def train_process(arguments: list[str], *, log: Path) -> tuple[str | None, float]:

@@ -9,7 +9,7 @@ on the volume.
 
 import json
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import indent
 
@@ -21,17 +21,13 @@ MOUNT = "/workspace"
 MAX_FAILURES = 6  # of the controller, beside preemptions
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PodSettings:
-    image: str
-    claim: str  # name of the PersistentVolumeClaim
-
-
-def manifests(plan: LaunchPlan, pods: PodSettings, *, kind: str) -> str:
+def manifests(plan: LaunchPlan, *, image: str, claim: str, kind: str) -> str:
+    """`claim`: name of the PersistentVolumeClaim."""
+    pods = {"image": json.dumps(image), "claim": json.dumps(claim)}
     return (_rayjob if kind == "rayjob" else _job)(plan, pods)
 
 
-def _job(plan: LaunchPlan, pods: PodSettings) -> str:
+def _job(plan: LaunchPlan, pods: Mapping[str, str]) -> str:
     """The controller is a Job, because it ends; engines are a StatefulSet, because they rejoin."""
     ticket = shlex.quote(f"{_run_dir(plan)}.ticket")
     address = f"--cluster.address {shlex.quote(plan.config.cluster.address)}"
@@ -59,7 +55,7 @@ spec:
     return f"{job}---\n{_engines(plan, pods, ticket=ticket)}" if plan.num_engine_nodes else job
 
 
-def _engines(plan: LaunchPlan, pods: PodSettings, *, ticket: str) -> str:
+def _engines(plan: LaunchPlan, pods: Mapping[str, str], *, ticket: str) -> str:
     name = f"{plan.name}-engines"
     logs = shlex.quote(f"{_run_dir(plan)}/logs")
     join = (
@@ -87,7 +83,7 @@ spec:
 """
 
 
-def _rayjob(plan: LaunchPlan, pods: PodSettings) -> str:
+def _rayjob(plan: LaunchPlan, pods: Mapping[str, str]) -> str:
     train = f"millrace {plan.train(_file(plan), '--cluster.launcher ray')}"
     lock = shlex.quote(f"{_run_dir(plan)}/run.lock")
     # Ray does not pass SIGTERM on; the lock file of the run holds the controller's process id.
@@ -121,7 +117,7 @@ spec:
 
 def _pod(
     plan: LaunchPlan,
-    pods: PodSettings,
+    pods: Mapping[str, str],
     role: str,
     *,
     command: str | None = None,
@@ -149,7 +145,7 @@ spec:
   terminationGracePeriodSeconds: {plan.kill_after_s}{policy}
   containers:
     - name: {role}
-      image: {json.dumps(pods.image)}
+      image: {pods["image"]}
       workingDir: {MOUNT}{lines}
       env:
         - {{name: {env}}}
@@ -159,7 +155,7 @@ spec:
         - {{name: workspace, mountPath: {MOUNT}}}
         - {{name: shm, mountPath: /dev/shm}}
   volumes:
-    - {{name: workspace, persistentVolumeClaim: {{claimName: {json.dumps(pods.claim)}}}}}
+    - {{name: workspace, persistentVolumeClaim: {{claimName: {pods["claim"]}}}}}
     - {{name: shm, emptyDir: {{medium: Memory}}}}
 """
 

@@ -1,4 +1,4 @@
-"""The options of `millrace train`, `millrace sft` and `millrace eval`. Imports nothing heavy."""
+"""The options of `millrace train`, `sft`, `eval`, `compare` and `plan`. Imports nothing heavy."""
 
 import argparse
 from pathlib import Path
@@ -66,6 +66,37 @@ examples:
   millrace eval run.toml --model path/to/model --samples 8 --temperature 0.7
 """
 
+COMPARE = """\
+Run several designs on the same work, and write one table (table.md, results.json) and one page
+(page.html): presets, several settings files, or values of a setting. A design that sets the same
+key as RUN.toml loses: leave out of RUN.toml what the designs decide.
+
+Runs at the same time share the cores: compare speeds without --parallel. A run that fails is a row.
+The same command again makes what is missing.
+"""
+COMPARE_MORE = """\
+examples:
+  millrace compare run.toml --presets trl_async,pipeline_rl,areal --seeds 3 --target 0.8
+  millrace compare a.toml b.toml
+  millrace compare run.toml --sweep buffer.max_staleness=0,4,16 --trainer.steps 50
+"""
+
+PLAN = """\
+Predict a run before it starts: speed, staleness, memory per device, busy shares and cost, by a
+simulation that uses the run's own admission, buffer and staleness code. With --gpus, search the
+best split into engines and trainer ranks; without, predict RUN.toml on the CPU cores of this
+machine. Writes RUN.plan.toml, the file to run, RUN.plan.json and RUN.plan.png.
+
+With --calibrate, first measure this machine with the model of RUN.toml for about a minute. Later
+plans for this machine use the measurement.
+"""
+PLAN_MORE = """\
+examples:
+  millrace plan run.toml --gpus 64 --gpu h100
+  millrace plan run.toml --gpus 8 --gpu h200 --lengths runs/first --max-staleness 2
+  millrace plan run.toml --gpus 8 --lengths median=900,p90=6000,prompt_tokens=300 --price 2.5
+  millrace plan run.toml --calibrate
+"""
 
 USAGE = """\
 RUN.toml [--preset NAME] [--resume|--auto-resume] [--dry-run]
@@ -101,3 +132,34 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     add("--samples", type=int, metavar="K", help="episodes per task (default: evaluate.samples)")
     add("--temperature", type=float, help="(default: 0 for one sample)")
     add("--json", type=Path, metavar="FILE", help="write the results here, too")
+
+
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("configs", type=Path, nargs="+", metavar="RUN.toml")
+    add("--presets", default="", metavar="NAME,NAME", help="designs; see `millrace presets`")
+    text = "values of a setting; may be repeated, for all combinations"
+    add("--sweep", action="append", default=[], metavar="KEY=VALUE,VALUE", help=text)
+    add("--seeds", type=int, default=1, metavar="N", help="runs of each design (default: 1)")
+    add("--target", type=float, metavar="ACCURACY", help="report the time to this accuracy")
+    add("--parallel", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
+    text = "folder for runs and results (default: compare, beside the first RUN.toml)"
+    add("--out", type=Path, metavar="DIR", help=text)
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("config", type=Path, metavar="RUN.toml")
+    add("--gpus", type=int, metavar="N", help="GPUs of the whole run")
+    add("--gpu", default="h100", metavar="NAME", help="kind of GPU (default: h100)")
+    text = "lengths of completions: a JSON file, a run directory, or median=800,p90=4000"
+    add("--lengths", metavar="SOURCE", help=text)
+    text = "groups per step to try (default: that of RUN.toml)"
+    add("--groups-per-step", type=int, nargs="+", default=[], metavar="N", help=text)
+    text = "highest staleness limit to try (default: 8)"
+    add("--max-staleness", type=int, default=8, metavar="N", help=text)
+    add("--price", type=float, metavar="P", help="of one GPU for an hour, for the cost")
+    add("--calibrate", action="store_true", help="measure this machine first, about a minute")
+    text = "of --calibrate (default: ~/.cache/millrace/calibration.json)"
+    add("--calibration", type=Path, metavar="FILE", help=text)
+    add("--json", type=Path, metavar="FILE", help="also write the plan there")
