@@ -24,7 +24,7 @@ from millrace.bench.workloads import make_long_tailed_model
 from millrace.compare.runs import train_process
 from millrace.config import load_config
 from millrace.monitoring.run_dir import RunDir
-from millrace.plan.calibrate import calibrate, read_calibration
+from millrace.plan.calibrate import calibrate, predict, read_calibration
 from millrace.plan.lengths import read_lengths
 from millrace.plan.model_costs import ModelShape
 from millrace.plan.report import measured
@@ -99,7 +99,7 @@ def measure(toml: Path, calibration: Path, values: dict[str, int]) -> dict[str, 
     config = load_config(toml, overrides=options)
     shape, found = ModelShape.read(config.model.path), read_calibration(calibration)
     lengths = read_lengths(str(run_dir), max_new_tokens=1)
-    predicted = found.predict(config, shape, lengths, steps=STEPS, warm_up=WARM_UP)
+    predicted = predict(found, config, shape, lengths, steps=STEPS, warm_up=WARM_UP)
     real = measured(RunDir(run_dir), warm_up=WARM_UP)
     return {
         **values,

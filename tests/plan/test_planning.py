@@ -9,9 +9,8 @@ import pytest
 from millrace.cli.main import main
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
-from millrace.plan.hardware import GPUS, gpu_named
 from millrace.plan.lengths import Lengths, read_lengths
-from millrace.plan.model_costs import DeviceCosts, ModelShape
+from millrace.plan.model_costs import GPUS, DeviceCosts, ModelShape, gpu_named
 from millrace.plan.report import compared
 from millrace.plan.search import PlannedRun, search
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from millrace.config import RunConfig, load_config
-from millrace.plan.hardware import GPUS
 from millrace.plan.lengths import Lengths
-from millrace.plan.model_costs import DeviceCosts, ModelShape
+from millrace.plan.model_costs import GPUS, DeviceCosts, ModelShape
 from millrace.plan.simulation import Prediction, simulate
 from millrace.plan.workers import SharedCores
 

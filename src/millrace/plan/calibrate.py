@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,14 +26,12 @@ from millrace.monitoring.activity import role_of
 from millrace.monitoring.files.episodes import read_lifecycle
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.run_dir import RunDir, steps_in
-from millrace.plan.hardware import GPUS
 from millrace.plan.lengths import Lengths, read_lengths
-from millrace.plan.model_costs import DeviceCosts, ModelShape
+from millrace.plan.model_costs import Calibration, ModelShape
 from millrace.plan.simulation import Prediction, simulate
 from millrace.plan.workers import SharedCores
 
 _FIRST = 2  # steps that warm up
-_ENGINE_MIB = 100.0  # of one more engine process on a CPU, without its weights
 _SYNC = {"buffer.max_staleness": 0, "weights.interrupt": "barrier", "trainer.steps": 6}
 _ASYNC = {"buffer.max_staleness": 4, "weights.interrupt": "swap", "trainer.steps": 12}
 _TRIALS: dict[str, dict[str, Any]] = {
@@ -44,63 +42,16 @@ _TRIALS: dict[str, dict[str, Any]] = {
 _ALWAYS = {"buffer.capacity": 64, "evaluate.every_steps": 0, "checkpoint.every_steps": 0}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """Of one model on this machine."""
-
-    shape: Mapping[str, Any]
-    num_cores: int
-    decode_step_s: float  # whatever the batch
-    sequence_s: float  # per decode step
-    train_step_s: float  # whatever the batch
-    train_token_s: float
-    publish_s: float  # from the end of a step until engines have its weights
-    score_s: float  # per group
-    slowdown: float = 1.0  # of a worker while another one works
-    base_mib: float = 0.0  # of all processes, without weights and optimizer state
-
-    def predict(
-        self, config: RunConfig, shape: ModelShape, lengths: Lengths, **counts: int
-    ) -> Prediction:
-        """`counts`: steps and warm_up of the simulation."""
-        if dict(self.shape) != asdict(shape):
-            raise ConfigError("This machine was measured with another model; add --calibrate.")
-        workers = config.engine.num_local + config.trainer.num_ranks
-        threads = config.cluster.threads or max(1, self.num_cores // workers)
-        cores = SharedCores(cores=self.num_cores, threads=threads, slowdown=self.slowdown)
-        gpu = GPUS["h100"]  # not used: every cost is measured
-        costs = MeasuredCosts(shape=shape, gpu=gpu, measured=self, score_s=self.score_s)
-        return simulate(config, costs, lengths, cores=cores, **counts)
-
-    def run_mib(self, config: RunConfig, shape: ModelShape) -> float:
-        """Of all processes: weights in every engine; weights, gradients, Adam's moments and a
-        published copy in the trainer."""
-        engines = config.engine.num_local
-        copies = engines + 5
-        more_mib = (engines - 1) * _ENGINE_MIB
-        return self.base_mib + more_mib + shape.num_weights * 4 * copies / 2**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredCosts(DeviceCosts):
-    measured: Calibration
-
-    def decode_s(self, num_sequences: int, context_tokens: float) -> float:
-        return self.measured.decode_step_s + num_sequences * self.measured.sequence_s
-
-    def prefill_s(self, tokens: float) -> float:
-        return 0.0  # part of the measured decode steps
-
-    def train_s(self, tokens: float, pairs: float) -> float:
-        return self.measured.train_step_s + tokens * self.measured.train_token_s
-
-    @property
-    def publish_s(self) -> float:
-        return self.measured.publish_s
-
-    @property
-    def swap_s(self) -> float:
-        return 0.0  # part of publish_s
+def predict(
+    found: Calibration, config: RunConfig, shape: ModelShape, lengths: Lengths, **counts: int
+) -> Prediction:
+    """`counts`: steps and warm_up of the simulation."""
+    if dict(found.shape) != asdict(shape):
+        raise ConfigError("This machine was measured with another model; add --calibrate.")
+    workers = config.engine.num_local + config.trainer.num_ranks
+    threads = config.cluster.threads or max(1, found.num_cores // workers)
+    cores = SharedCores(cores=found.num_cores, threads=threads, slowdown=found.slowdown)
+    return simulate(config, found, lengths, cores=cores, **counts)
 
 
 def calibration_file(given: Path | None) -> Path:
@@ -125,16 +76,9 @@ def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calib
     shape, sync = ModelShape.read(small.config.model.path), (small, large)
     engine_s, trainer_s = np.array([trial.busy_s for trial in sync]).T
     # Busy times without any cost would be 0; with a cost of 1 per step they count the steps.
-    unit = Calibration(
-        shape=asdict(shape),
-        num_cores=available_cores(),
-        decode_step_s=1.0,
-        sequence_s=0.0,
-        train_step_s=0.0,
-        train_token_s=1.0,
-        publish_s=0.0,
-        score_s=0.0,
-    )
+    nothing = dict.fromkeys(("sequence_s", "train_step_s", "publish_s", "score_s"), 0.0)
+    ones = {"decode_step_s": 1.0, "train_token_s": 1.0}
+    unit = Calibration(shape=asdict(shape), num_cores=available_cores(), **nothing, **ones)
     counted = np.array([trial.predicted_busy_s(unit, shape) for trial in sync])
     per_step, per_sequence = _solve(counted[:, 0], [trial.tokens for trial in sync], engine_s)
     per_update, per_token = _solve([trial.steps for trial in sync], counted[:, 1], trainer_s)
@@ -147,7 +91,7 @@ def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calib
         publish_s=fmean(trial.publish_s for trial in sync),
         score_s=fmean(trial.score_s for trial in sync),
     )
-    predicted = found.predict(overlapping.config, shape, overlapping.lengths)
+    predicted = predict(found, overlapping.config, shape, overlapping.lengths)
     slowdown = max(1.0, overlapping.step_s / predicted.step_s)
     base_mib = max(0.0, overlapping.peak_mib - found.run_mib(overlapping.config, shape))
     found = replace(found, slowdown=slowdown, base_mib=base_mib)
@@ -204,7 +148,7 @@ class _Trial:
         self.publish_s = fmean(gap for gap in gaps if gap is not None)
 
     def predicted_busy_s(self, calibration: Calibration, shape: ModelShape) -> tuple[float, float]:
-        found = calibration.predict(self.config, shape, self.lengths, steps=self.steps, warm_up=0)
+        found = predict(calibration, self.config, shape, self.lengths, steps=self.steps, warm_up=0)
         share = self.tokens / (found.tokens_per_s * found.ends_s[-1])
         engine_s, trainer_s = _busy(found.spans, 0.0)
         return engine_s * share, trainer_s

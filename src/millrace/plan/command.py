@@ -7,10 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from millrace.config import load_config, parse_override
-from millrace.plan.calibrate import calibrate, calibration_file, read_calibration
-from millrace.plan.hardware import gpu_named
+from millrace.plan.calibrate import calibrate, calibration_file, predict, read_calibration
 from millrace.plan.lengths import read_lengths
-from millrace.plan.model_costs import ModelShape
+from millrace.plan.model_costs import ModelShape, gpu_named
 from millrace.plan.report import lines, result_table, write_plan
 from millrace.plan.search import PlannedRun, search
 
@@ -26,7 +25,7 @@ def plan(args: argparse.Namespace) -> None:
         if args.calibrate:
             calibrate(args.config, settings=args.settings, file=file)
         found = read_calibration(file)
-        prediction = found.predict(config, shape, lengths)
+        prediction = predict(found, config, shape, lengths)
         memory = {"cpu": int(found.run_mib(config, shape) * 2**20)}
         split = {"engines": config.engine.num_local, "ranks": config.trainer.num_ranks}
         notes = []

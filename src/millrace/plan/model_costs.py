@@ -1,25 +1,64 @@
 """What a model costs: weights, KV, FLOPs and memory, and the times of the devices that run it.
 
-Promise: read from config.json alone, so a plan needs neither the weights nor a GPU.
+Promise: read from config.json alone, so a plan needs neither the weights nor a GPU. GPUs are those
+of the maker's documents; a CPU is measured (calibrate.py).
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from millrace.core.errors import ConfigError
-from millrace.plan.hardware import HOST_GPUS, Gpu
+from millrace.config import RunConfig
+from millrace.core.errors import ConfigError, suggestion
 
+GIB = 2**30
+HOST_GPUS = 8  # per host; ranks and engines beyond it use the network
 # What Millrace reaches on an H200 (docs/performance.md). Decode: the 1.7B shape at 64 and 256
 # sequences is 66 % of its floor and 18 us per layer, the 135M shape 72 % and 36 us. Training: 459
 # TFLOP/s of 989 at the 1.7B shape. Prefill was not measured by itself.
 DECODE_SHARE, LAYER_S, TRAIN_MFU, PREFILL_MFU = 0.68, 25e-6, 0.46, 0.4
+_ENGINE_MIB = 100.0  # of one more engine process on a CPU, without its weights
 STEP_S, PUBLISH_S, SCORE_S = 0.01, 0.02, 0.01  # per step, version and group: assumptions
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peaks are dense bfloat16 with float32 accumulation. Links are per direction."""
+
+    memory_gb: float
+    tflops: float
+    gb_per_s: float  # of its memory
+    link: float  # GB/s to a GPU of the same host
+    network: float  # GB/s to a GPU of another host; an assumption
+    source: str
+
+
+_NVIDIA = "https://www.nvidia.com/en-us/data-center"
+GPUS = {
+    "a100": Gpu(80, 312, 2039, 300, 25, f"{_NVIDIA}/a100/ (SXM, 80 GB)"),
+    "a100-40gb": Gpu(40, 312, 1555, 300, 25, f"{_NVIDIA}/a100/ (SXM, 40 GB)"),
+    "h100": Gpu(80, 989, 3350, 450, 50, f"{_NVIDIA}/h100/ (SXM)"),
+    "h100-pcie": Gpu(80, 756, 2000, 64, 50, f"{_NVIDIA}/h100/ (PCIe)"),
+    "h200": Gpu(141, 989, 4800, 450, 50, f"{_NVIDIA}/h200/ (SXM)"),
+    "b200": Gpu(180, 2250, 8000, 900, 50, f"{_NVIDIA}/dgx-b200/ (an eighth of a DGX B200)"),
+    "l40s": Gpu(48, 362, 864, 32, 25, f"{_NVIDIA}/l40s/"),
+    "l4": Gpu(24, 121, 300, 32, 12.5, f"{_NVIDIA}/l4/"),
+    "rtx3090": Gpu(24, 71, 936, 16, 1.25, "NVIDIA Ampere GA102 GPU Architecture, 2021"),
+    "rtx4090": Gpu(24, 165, 1008, 32, 1.25, "NVIDIA Ada GPU Architecture, 2023"),
+    "rtx5090": Gpu(32, 209, 1792, 64, 1.25, "NVIDIA RTX Blackwell GPU Architecture, 2025"),
+}
+
+
+def gpu_named(name: str) -> Gpu:
+    if (found := GPUS.get(name.lower())) is None:
+        hint = suggestion(name.lower(), GPUS, otherwise="there are")
+        raise ConfigError(f"--gpu {name!r} is not in the table; {hint}")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,3 +211,39 @@ class DeviceCosts:
     def _link(self, num_gpus: int) -> float:
         gpu = self.gpu
         return 1e9 * (gpu.link if num_gpus <= HOST_GPUS else gpu.network)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Measured seconds of one model on the CPU cores of this machine."""
+
+    shape: Mapping[str, Any]
+    num_cores: int
+    decode_step_s: float  # whatever the batch
+    sequence_s: float  # per decode step
+    train_step_s: float  # whatever the batch
+    train_token_s: float
+    publish_s: float  # from the end of a step until engines have its weights
+    score_s: float  # per group
+    slowdown: float = 1.0  # of a worker while another one works
+    base_mib: float = 0.0  # of all processes, without weights and optimizer state
+    swap_s: ClassVar[float] = 0.0  # part of publish_s
+
+    def decode_s(self, num_sequences: int, context_tokens: float) -> float:
+        return self.decode_step_s + num_sequences * self.sequence_s
+
+    def prefill_s(self, tokens: float) -> float:
+        return 0.0  # part of the measured decode steps
+
+    def train_s(self, tokens: float, pairs: float) -> float:
+        return self.train_step_s + tokens * self.train_token_s
+
+    def run_mib(self, config: RunConfig, shape: ModelShape) -> float:
+        """Of all processes: weights in every engine; weights, gradients, Adam's moments and a
+        published copy in the trainer."""
+        engines = config.engine.num_local
+        more_mib = (engines - 1) * _ENGINE_MIB
+        return self.base_mib + more_mib + shape.num_weights * 4 * (engines + 5) / 2**20
+
+
+Costs = DeviceCosts | Calibration

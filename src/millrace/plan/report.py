@@ -16,7 +16,7 @@ import tomli_w
 from millrace.monitoring.files.metrics import read_metrics
 from millrace.monitoring.report.plots import draw_plot, draw_timeline
 from millrace.monitoring.run_dir import RunDir
-from millrace.plan.hardware import GIB
+from millrace.plan.model_costs import GIB
 from millrace.plan.simulation import Prediction
 
 _FORMATS = {

@@ -12,9 +12,8 @@ from typing import Any
 
 from millrace.config import RunConfig, load_config
 from millrace.core.errors import ConfigError
-from millrace.plan.hardware import GIB, GPUS, HOST_GPUS, Gpu
 from millrace.plan.lengths import Lengths
-from millrace.plan.model_costs import DeviceCosts, ModelShape
+from millrace.plan.model_costs import GIB, GPUS, HOST_GPUS, DeviceCosts, Gpu, ModelShape
 from millrace.plan.simulation import Prediction, simulate
 
 RUNTIME_BYTES = 2 * GIB  # CUDA context, graphs and fragmentation, of each process

@@ -27,7 +27,7 @@ from millrace.core.staleness import Stamps
 from millrace.environments.rollouts.attempt import Attempt
 from millrace.journal import NoJournal
 from millrace.plan.lengths import Lengths
-from millrace.plan.model_costs import DeviceCosts
+from millrace.plan.model_costs import Costs
 from millrace.plan.workers import SharedCores, SimulatedEngine, SimulatedHost, VirtualClock
 from millrace.run.build import build_dispatcher
 from millrace.tasks.streams import TaskStream
@@ -66,7 +66,7 @@ class _Simulation:
     def __init__(
         self,
         config: RunConfig,
-        costs: DeviceCosts,
+        costs: Costs,
         lengths: Lengths,
         cores: SharedCores | None,
     ) -> None:
@@ -241,7 +241,7 @@ def _work(groups: Sequence[Group]) -> tuple[float, float]:
 
 def simulate(
     config: RunConfig,
-    costs: DeviceCosts,
+    costs: Costs,
     lengths: Lengths,
     *,
     cores: SharedCores | None = None,

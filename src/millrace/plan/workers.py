@@ -20,7 +20,7 @@ from millrace.config import RunConfig
 from millrace.core.errors import RunFailed
 from millrace.core.spans import Span
 from millrace.environments.rollouts.attempt import Expired
-from millrace.plan.model_costs import DeviceCosts
+from millrace.plan.model_costs import Costs
 
 _CHUNK_TOKENS = 256  # the step time of a batch is computed again at least this often
 _MAX_SPANS = 20_000
@@ -126,7 +126,7 @@ class SimulatedEngine:
     """All running sequences advance one token per decode step; progress is counted in steps."""
 
     def __init__(
-        self, name: str, *, config: RunConfig, costs: DeviceCosts, host: SimulatedHost, unit: float
+        self, name: str, *, config: RunConfig, costs: Costs, host: SimulatedHost, unit: float
     ) -> None:
         """`unit`: tokens for which finish() returns one version."""
         self.name = name
