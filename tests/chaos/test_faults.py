@@ -11,14 +11,8 @@ from typing import Any
 
 import pytest
 
+from millrace.bench.chaos import Pace, account, check_account, check_accuracy, check_kills
 from millrace.bench.faults.injector import CONTROLLER, HANG_STEPS, ROLES, FaultInjector, Kill, plans
-from millrace.bench.faults.promises import (
-    Pace,
-    account,
-    check_account,
-    check_accuracy,
-    check_kills,
-)
 from millrace.bench.faults.target_run import (
     RunChecker,
     StepSeen,

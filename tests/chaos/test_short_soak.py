@@ -5,9 +5,8 @@ Only `millrace bench chaos` itself, with many steps, checks the accuracy and the
 
 import pytest
 
-from millrace.bench.chaos import ObservedRun
+from millrace.bench.chaos import ObservedRun, check_kills, check_work
 from millrace.bench.faults.injector import ROLES
-from millrace.bench.faults.promises import check_kills, check_work
 from millrace.bench.faults.target_run import NUM_DIGITS
 from millrace.demo.model import make_model
 
