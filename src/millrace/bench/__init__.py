@@ -2,6 +2,7 @@
 
 import json
 from argparse import ArgumentParser
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +33,10 @@ def bench_parser(name: str, *, on_device: bool = False) -> ArgumentParser:
 def write_result(result: Any, path: Path | None) -> None:
     if path is not None:
         path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def show_result(result: Mapping[str, Any], path: Path | None) -> None:
+    """Print a line for each value, and write the JSON file."""
+    for name, value in result.items():
+        print(f"{name:<24}{value:,.3g}" if isinstance(value, float) else f"{name:<24}{value}")
+    write_result(result, path)

@@ -16,20 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from millrace.bench import bench_parser, write_result
-from millrace.bench.workloads import chosen_device, described, make_model, shapes
+from millrace.bench import bench_parser, show_result
+from millrace.bench.workloads import chosen_device, described, group_of, make_model, shapes
 from millrace.config import EngineConfig
 from millrace.core.microbatch import Microbatch
-from millrace.core.records import (
-    Completion,
-    Episode,
-    Group,
-    Kept,
-    Request,
-    Rollout,
-    Sampling,
-    Task,
-)
+from millrace.core.records import Completion, Group, Request, Sampling
+from millrace.environments.token_record import rollout_of
 from millrace.inference.backend import EmbeddedBackend
 from millrace.inference.embedded.build import engine_of
 from millrace.inference.embedded.engine import EmbeddedEngine
@@ -68,9 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--decode-steps", type=int, help="decode steps per launch on the device")
     args = parser.parse_args(argv)
     result = measure(args)
-    for name, value in result.items():
-        print(f"{name:<24}{value:,.3g}" if isinstance(value, float) else f"{name:<24}{value}")
-    write_result(result, args.json)
+    show_result(result, args.json)
     return int(args.mode == "exact" and result["differing"] > 0)
 
 
@@ -171,33 +161,13 @@ def generate(
         for finished in engine.step():
             ended[finished.id] += finished.completions.values()
     return [
-        Group(
-            number=int(id),
-            task=Task(prompt=""),
-            episodes=tuple(
-                Episode(turns=(), rollouts=(_rollout(prompts[id], one, sampling[id]),))
-                for one in completions
-            ),
-            advantages=np.ones(len(completions), dtype=np.float32),
+        group_of(
+            int(id),
+            [rollout_of(prompts[id], one, sampling[id]) for one in completions],
+            np.ones(len(completions)),
         )
         for id, completions in ended.items()
     ]
-
-
-def _rollout(prompt: np.ndarray, completion: Completion, sampling: Sampling) -> Rollout:
-    mask = np.arange(len(prompt) + len(completion.tokens)) >= len(prompt)
-    kept = completion.kept
-    if kept is not None:
-        before = np.zeros(len(prompt), dtype=np.int64)
-        kept = Kept(ids=kept.ids, offsets=np.concatenate([before, kept.offsets]))
-    return Rollout(
-        tokens=np.concatenate([prompt, completion.tokens]),
-        mask=mask,
-        engine_logprobs=np.concatenate([np.zeros(len(prompt), np.float32), completion.logprobs]),
-        versions=np.where(mask, 0, -1).astype(np.int32),
-        sampling=sampling,
-        kept=kept,
-    )
 
 
 def _microbatches(groups: list[Group], number: int, *, on_gpu: bool) -> Iterator[Microbatch]:

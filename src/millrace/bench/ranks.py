@@ -11,7 +11,7 @@ ranks share microbatches.
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from millrace.bench import bench_parser, write_result
 from millrace.bench.rank_processes import compare_in_float64, run_ranks
+from millrace.bench.workloads import completion_of, group_of, shape_of
 from millrace.config import RunConfig
 from millrace.core.mesh import MeshSizes
 from millrace.core.microbatch import Batch
-from millrace.core.records import (
-    Episode,
-    Group,
-    Kept,
-    Rollout,
-    Sampling,
-    Score,
-    Task,
-    TeacherLogprobs,
-)
+from millrace.core.records import Group, Kept, Rollout, Sampling, TeacherLogprobs
+from millrace.environments.token_record import rollout_of
 from millrace.models.routing import policy_tensors
 from millrace.models.sharding import whole
 from millrace.training.build import build_trainer, seed_everything
@@ -307,25 +300,11 @@ def _model_name(*, is_mixture: bool) -> str:
 
 def _make_model(folder: Path, *, is_mixture: bool) -> None:
     torch.manual_seed(0)
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-        "max_position_embeddings": 256,
-    }
+    sizes = (VOCAB, 64, 128, LAYERS, 8, 4, 8, 256)
+    experts = {"moe_intermediate_size": 32, "num_experts": NUM_EXPERTS}
+    mixture = {**experts, "num_experts_per_tok": TOP_K, "tie_word_embeddings": False}
     config = (
-        Qwen3MoeConfig(
-            moe_intermediate_size=32,
-            num_experts=NUM_EXPERTS,
-            num_experts_per_tok=TOP_K,
-            **shape,
-        )
-        if is_mixture
-        else Qwen3Config(tie_word_embeddings=True, **shape)
+        shape_of(Qwen3MoeConfig, *sizes, **mixture) if is_mixture else shape_of(Qwen3Config, *sizes)
     )
     model = AutoModelForCausalLM.from_config(config)
     model.bfloat16().float()  # as models are stored, so that 16 bits hold them exactly
@@ -351,49 +330,35 @@ def _group(rng: np.random.Generator, feature: Feature, *, number: int) -> Group:
     prompt = rng.integers(3, LAST_ID + 1, rng.integers(6, 12))
     rollouts = [_rollout(rng, feature, prompt) for _ in range(rng.integers(2, 5))]
     # Of one sign: sums that nearly cancel would show rounding, which depends on their order.
-    advantages = rng.uniform(0.2, 1.0, len(rollouts)).astype(np.float32)
+    advantages = rng.uniform(0.2, 1.0, len(rollouts))
     if feature.settings.get("loss") == {"type": PREFERENCE}:
         advantages[0] *= -1
-    return Group(
-        number=number,
-        task=Task(prompt=""),
-        episodes=tuple(Episode(turns=(), rollouts=(rollout,)) for rollout in rollouts),
-        scores=tuple(Score(total=float(value), parts={}) for value in advantages),
-        advantages=advantages,
-    )
+    return group_of(number, rollouts, advantages)
 
 
 def _rollout(rng: np.random.Generator, feature: Feature, prompt: np.ndarray) -> Rollout:
     sampled = rng.integers(3, LAST_ID + 1, rng.integers(2, 20))
-    tokens = np.append(prompt, sampled).astype(np.int32)
-    length = len(tokens)
-    mask = np.arange(length) >= len(prompt)
+    length = len(prompt) + len(sampled)
     mean = -np.log(feature.num_kept or VOCAB)  # near the policy's, so that no ratio is clipped
-    logprobs = np.where(mask, rng.normal(mean, 0.3, length), 0).astype(np.float32)
-    kept = None
+    logprobs = rng.normal(mean, 0.3, length)[len(prompt) :]
+    kept = routes = None
     if feature.num_kept:
-        rows = [rng.choice(VOCAB, feature.num_kept, replace=False) for _ in range(mask.sum())]
-        rows = [np.unique(np.append(*pair)) for pair in zip(rows, tokens[mask], strict=True)]
-        sizes = np.zeros(length, np.int64)
-        sizes[mask] = [len(row) for row in rows]
-        offsets = np.concatenate([np.zeros(1, np.int64), sizes.cumsum()])
+        rows = [rng.choice(VOCAB, feature.num_kept, replace=False) for _ in sampled]
+        rows = [np.unique(np.append(*pair)) for pair in zip(rows, sampled, strict=True)]
+        offsets = np.cumsum([0, *map(len, rows)])
         kept = Kept(ids=np.concatenate(rows).astype(np.int32), offsets=offsets)
-    routes = None
     if feature.has_routes:
         experts = [rng.permutation(NUM_EXPERTS)[:TOP_K] for _ in range(length * LAYERS)]
         routes = np.array(experts, np.uint8).reshape(length, LAYERS, TOP_K)
     top_ids = np.array([rng.choice(VOCAB, 4, replace=False) for _ in range(length)], np.int32)
-    return Rollout(
-        tokens=tokens,
-        mask=mask,
-        engine_logprobs=logprobs,
-        versions=np.where(mask, 0, -1).astype(np.int32),
-        sampling=Sampling(temperature=float(rng.choice([0.7, 1.0, 1.3]))),
-        kept=kept,
-        routes=routes,
-        reference_logprobs=logprobs - np.float32(0.1),
+    sampling = Sampling(temperature=float(rng.choice([0.7, 1.0, 1.3])))
+    completion = completion_of(sampled, logprobs, kept=kept, routes=routes)
+    rollout = rollout_of(prompt, completion, sampling)
+    return replace(
+        rollout,
+        reference_logprobs=rollout.engine_logprobs - np.float32(0.1),
         teacher=TeacherLogprobs(
-            logprobs=logprobs + np.float32(0.1),
+            logprobs=rollout.engine_logprobs + np.float32(0.1),
             top_ids=top_ids,
             top_logprobs=np.full(top_ids.shape, -3.0, np.float32),
         ),

@@ -18,14 +18,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace.bench import bench_parser, write_result
+from millrace.bench import bench_parser, show_result
 from millrace.bench.rank_processes import run_ranks
-from millrace.bench.workloads import best_s, chosen_device, described, make_model, shapes
+from millrace.bench.workloads import (
+    best_s,
+    chosen_device,
+    completion_of,
+    described,
+    group_of,
+    make_model,
+    shapes,
+)
 from millrace.config import LoraConfig
 from millrace.config.training import ADAMW, ADAMW_8BIT, MUON
 from millrace.core.mesh import MeshSizes
 from millrace.core.microbatch import Batch
-from millrace.core.records import Episode, Group, Rollout, Sampling, Task
+from millrace.core.records import Sampling
+from millrace.environments.token_record import rollout_of
 from millrace.models.attention.self_test import PACKED
 from millrace.models.directory import num_experts
 from millrace.models.logprobs import output_head
@@ -64,9 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sizes = MeshSizes(dp_shard=args.ranks // args.cp, cp=args.cp)
         options = {"device": device.type, "threads": threads, "sharded": True}
         result = run_ranks(measure, args, device, dtype, sizes=sizes, **options)
-    for name, value in result.items():
-        print(f"{name:<24}{value:,.3g}" if isinstance(value, float) else f"{name:<24}{value}")
-    write_result(result, args.json)
+    show_result(result, args.json)
     return 0
 
 
@@ -221,22 +228,10 @@ def grouped_rate(model: PreTrainedModel, num_tokens: int, *, dtype: torch.dtype)
 def _batch(num_tokens: int, *, length: int, vocab: int, num_ranks: int) -> Batch:
     """One microbatch for each rank, of rollouts without common prefixes."""
     rng = np.random.default_rng(0)
-    mask = np.arange(length) >= length // 8
     groups = []
     for number in range(num_tokens // length):
-        rollout = Rollout(
-            tokens=rng.integers(3, vocab, length).astype(np.int32),
-            mask=mask,
-            engine_logprobs=np.where(mask, -np.log(vocab), 0).astype(np.float32),
-            versions=np.where(mask, 0, -1).astype(np.int32),
-            sampling=Sampling(),
-        )
-        groups.append(
-            Group(
-                number=number,
-                task=Task(prompt=""),
-                episodes=(Episode(turns=(), rollouts=(rollout,)),),
-                advantages=np.array([(-1.0) ** number], dtype=np.float32),
-            )
-        )
+        prompt, sampled = np.split(rng.integers(3, vocab, length), [length // 8])
+        completion = completion_of(sampled, np.full(len(sampled), -np.log(vocab)))
+        rollout = rollout_of(prompt, completion, Sampling())
+        groups.append(group_of(number, [rollout], np.array([(-1.0) ** number])))
     return pack(groups, microbatch_tokens=num_tokens, num_ranks=num_ranks)

@@ -8,10 +8,11 @@ rate keeps the lengths for the whole run, so two runs are comparable whatever th
 import argparse
 import string
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 from millrace.core.errors import ConfigError
+from millrace.core.records import Completion, Episode, Group, Rollout, Score, Task
 from millrace.demo.model import build_model, build_tokenizer
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import load_model, resolve_device
@@ -43,65 +45,32 @@ def described(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     return {"device": name, "dtype": str(dtype).removeprefix("torch.")}
 
 
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
+
+
+def shape_of(kind: type[PreTrainedConfig], *sizes: int, **more: Any) -> PreTrainedConfig:
+    """`sizes` in the order of _SIZES. Embeddings are tied unless `more` says otherwise."""
+    known: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True))
+    return kind(**{**known, "tie_word_embeddings": True, **more})
+
+
 def shapes() -> dict[str, PreTrainedConfig]:
     """The published configurations, by name."""
+    untied = {"tie_word_embeddings": False}
+    experts = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+    mixture = {**untied, **experts, "norm_topk_prob": True}
     return {
-        "qwen3-1.7b": _qwen3(151936, 2048, 6144, layers=28, heads=16, kv=8, dim=128, length=40960),
-        "qwen3-8b": _qwen3(
-            151936, 4096, 12288, layers=36, heads=32, kv=8, dim=128, length=40960, tied=False
+        "qwen3-1.7b": shape_of(Qwen3Config, 151936, 2048, 6144, 28, 16, 8, 128, 40960),
+        "qwen3-8b": shape_of(Qwen3Config, 151936, 4096, 12288, 36, 32, 8, 128, 40960, **untied),
+        "qwen3-30b-a3b": shape_of(
+            Qwen3MoeConfig, 151936, 2048, 6144, 48, 32, 4, 128, 40960, **mixture
         ),
-        "qwen3-30b-a3b": Qwen3MoeConfig(
-            vocab_size=151936,
-            hidden_size=2048,
-            intermediate_size=6144,
-            moe_intermediate_size=768,
-            num_experts=128,
-            num_experts_per_tok=8,
-            norm_topk_prob=True,
-            num_hidden_layers=48,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            head_dim=128,  # pyright: ignore[reportCallIssue] - a field of its own class
-            max_position_embeddings=40960,
-            tie_word_embeddings=False,
-        ),
-        "smollm2-135m": LlamaConfig(
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            max_position_embeddings=8192,
-            tie_word_embeddings=True,
-        ),
-        "tiny": _qwen3(1024, 128, 512, layers=4, heads=4, kv=2, dim=32, length=2048),
+        "smollm2-135m": shape_of(LlamaConfig, 49152, 576, 1536, 30, 9, 3, 64, 8192),
+        "tiny": shape_of(Qwen3Config, 1024, 128, 512, 4, 4, 2, 32, 2048),
     }
-
-
-def _qwen3(
-    vocab: int,
-    hidden: int,
-    mlp: int,
-    *,
-    layers: int,
-    heads: int,
-    kv: int,
-    dim: int,
-    length: int,
-    tied: bool = True,
-) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        head_dim=dim,
-        max_position_embeddings=length,
-        tie_word_embeddings=tied,
-    )
 
 
 def shape_named(name: str) -> PreTrainedConfig:
@@ -119,7 +88,7 @@ def shape_named(name: str) -> PreTrainedConfig:
     per_layer = 14 * hidden**2  # attention 4, MLP 3 x 3 1/3
     layers = max(1, round((num_parameters - 2048 * hidden) / per_layer))
     heads, mlp = hidden // 64, hidden * 10 // 3
-    return _qwen3(2048, hidden, mlp, layers=layers, heads=heads, kv=heads, dim=64, length=1024)
+    return shape_of(Qwen3Config, 2048, hidden, mlp, layers, heads, heads, 64, 1024)
 
 
 def make_model(
@@ -135,6 +104,28 @@ def make_model(
             shape_named(name), dtype=dtype, attn_implementation=attention.name
         )
     return model.eval(), build_tokenizer()
+
+
+def completion_of(tokens: np.ndarray, logprobs: np.ndarray, **more: Any) -> Completion:
+    """Tokens that version 0 sampled."""
+    return Completion(
+        tokens=tokens.astype(np.int32),
+        logprobs=logprobs.astype(np.float32),
+        versions=np.zeros(len(tokens), np.int32),
+        finish="length",
+        text="",
+        **more,
+    )
+
+
+def group_of(number: int, rollouts: Iterable[Rollout], advantages: np.ndarray) -> Group:
+    return Group(
+        number=number,
+        task=Task(prompt=""),
+        episodes=tuple(Episode(turns=(), rollouts=(rollout,)) for rollout in rollouts),
+        scores=tuple(Score(total=float(value), parts={}) for value in advantages),
+        advantages=advantages.astype(np.float32),
+    )
 
 
 def best_s(work: Callable[[], Any], *, repeats: int, device: torch.device) -> float:
