@@ -11,7 +11,7 @@ its seed. It runs on an event loop of its own.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from types import SimpleNamespace
@@ -64,11 +64,7 @@ class _Simulation:
     """Stands in for the player, the engine pool, the scorers and the trainer of a Dispatcher."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        costs: Costs,
-        lengths: Lengths,
-        cores: SharedCores | None,
+        self, config: RunConfig, costs: Costs, lengths: Lengths, cores: SharedCores | None
     ) -> None:
         self.config, self.costs, self.lengths = config, costs, lengths
         self.host = SimulatedHost(cores)
@@ -99,9 +95,8 @@ class _Simulation:
             **dict.fromkeys(("player", "scorers", "engines"), self),
         )
 
-    @contextlib.asynccontextmanager
-    async def together(self) -> AsyncIterator[None]:
-        yield
+    def together(self) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
 
     async def run(self, steps: int) -> None:
         source: Any = self
@@ -188,11 +183,7 @@ class _Simulation:
         return min(self.engines, key=lambda engine: engine.load)
 
     async def _episode(
-        self,
-        attempt: Attempt,
-        lengths: np.ndarray,
-        engine: SimulatedEngine,
-        sequence: Any,
+        self, attempt: Attempt, lengths: np.ndarray, engine: SimulatedEngine, sequence: Any
     ) -> Rollout:
         prompt, parts = self.lengths.prompt_tokens, list[np.ndarray]()
         for turn, tokens in enumerate(lengths.tolist()):
@@ -213,9 +204,8 @@ class _Simulation:
             sampling=Sampling(),
         )
 
-    @contextlib.contextmanager
-    def open(self, *, number: int, task: Task) -> Iterator[None]:
-        yield
+    def open(self, *, number: int, task: Task) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     async def score(self, group: Group, scoring: object) -> Group:
         async with self._scorers:
