@@ -134,10 +134,15 @@ def _resume(args: argparse.Namespace, config: Any) -> bool | None:
 
 
 def _begin_run() -> int | None:
-    """Returns the exit code of a process that has nothing to do."""
-    if (rank := _leave_torchrun()) > 0:
-        print(f"Rank {rank} of torchrun has nothing to do: rank 0 starts the trainer's ranks.")
-        return DONE
+    """Forget that torchrun started this process; returns the exit code of one that has nothing to
+    do."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        rank = int(os.environ["RANK"])
+        for name in filter(TORCHRUN.fullmatch, list(os.environ)):
+            del os.environ[name]
+        if rank > 0:
+            print(f"Rank {rank} of torchrun has nothing to do: rank 0 starts the trainer's ranks.")
+            return DONE
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(PREEMPTED))  # until the run handles it
     return None
 
@@ -204,16 +209,6 @@ def plan(args: argparse.Namespace) -> None:
     from millrace.plan.command import plan as plan_run
 
     plan_run(args)
-
-
-def _leave_torchrun() -> int:
-    """Forget that torchrun started this process; returns its rank, 0 without torchrun."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return 0
-    rank = int(os.environ["RANK"])
-    for name in filter(TORCHRUN.fullmatch, list(os.environ)):
-        del os.environ[name]
-    return rank
 
 
 def serve(args: argparse.Namespace) -> None:

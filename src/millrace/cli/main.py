@@ -240,7 +240,14 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument("directory", type=Path, nargs="?", default=Path(), metavar="DIR")
     init.add_argument("--model", metavar="PATH", help="directory or hub name of the model to train")
 
-    _add_run_commands(add)
+    texts, usage = (options.TRAIN, options.TRAIN_MORE), f"millrace train {options.USAGE}"
+    options.add_train(add("train", *texts, help="train with a TOML file", usage=usage))
+    texts = (options.SFT, options.SFT_MORE)
+    usage = "millrace sft RUN.toml [--resume|--auto-resume] [--section.key value ...]"
+    options.add_run(add("sft", *texts, help="fine-tune on examples", usage=usage))
+    presets = add("presets", PRESETS, help="list the designs of other libraries, or show one")
+    presets.add_argument("show", nargs="?", choices=["show"], metavar="show")
+    presets.add_argument("name", nargs="?", metavar="NAME")
     options.add_eval(add("eval", options.EVAL, options.EVAL_MORE, help="measure a model"))
     text = "run several designs on the same work"
     options.add_compare(add("compare", options.COMPARE, options.COMPARE_MORE, help=text))
@@ -255,17 +262,6 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("bench", choices=BENCHES, metavar="NAME")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="[--json FILE] ...")
     return parser
-
-
-def _add_run_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
-    texts, usage = (options.TRAIN, options.TRAIN_MORE), f"millrace train {options.USAGE}"
-    options.add_train(add("train", *texts, help="train with a TOML file", usage=usage))
-    texts = (options.SFT, options.SFT_MORE)
-    usage = "millrace sft RUN.toml [--resume|--auto-resume] [--section.key value ...]"
-    options.add_run(add("sft", *texts, help="fine-tune on examples", usage=usage))
-    presets = add("presets", PRESETS, help="list the designs of other libraries, or show one")
-    presets.add_argument("show", nargs="?", choices=["show"], metavar="show")
-    presets.add_argument("name", nargs="?", metavar="NAME")
 
 
 def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> None:

@@ -65,7 +65,14 @@ def plan_launch(
     check_settings(config)
     if num_nodes < 1:
         raise ConfigError(f"--nodes {num_nodes} leaves no node for the controller; give 1 or more.")
-    _check_roles(config)
+    # Of workers on other nodes, jobs start engines only.
+    others = {"trainer": config.trainer.remote, "environment": config.environment.remote}
+    for role, count in others.items():
+        if count > 0:
+            raise ConfigError(
+                f"{role}.remote = {count} needs `millrace join --role {role}` on other nodes, which"
+                " `millrace launch` does not start; set it to 0, or use cluster.launcher = 'ray'."
+            )
     if joins:
         _check_engines(num_nodes=num_nodes, remote=config.engine.remote)
     elif config.engine.remote > 0:
@@ -73,19 +80,16 @@ def plan_launch(
             f"engine.remote = {config.engine.remote} is for hosts that join, and Ray places the"
             " engines of a RayJob; set engine.count instead."
         )
+    # The folder of the settings, as Kubernetes allows names.
+    name = re.sub(r"[^a-z0-9]+", "-", file.resolve().parent.name.lower())[:40].strip("-")
     return LaunchPlan(
-        name=job_name(file),
+        name=name or "run",
         file=file.resolve(),
         config=config,
         num_nodes=num_nodes,
         gpus=read_gpus(gpus),
         settings=settings,
     )
-
-
-def job_name(file: Path) -> str:
-    """The folder of the settings, as Kubernetes allows names."""
-    return re.sub(r"[^a-z0-9]+", "-", file.resolve().parent.name.lower())[:40].strip("-") or "run"
 
 
 def read_gpus(given: Sequence[str]) -> dict[str, int]:
@@ -100,17 +104,6 @@ def read_gpus(given: Sequence[str]) -> dict[str, int]:
             raise ConfigError(f"--gpus {word!r} names an unknown role; {hint}")
         gpus |= dict.fromkeys([role] if equals else ROLES, int(count))
     return gpus
-
-
-def _check_roles(config: RunConfig) -> None:
-    """Of workers on other nodes, jobs start engines only."""
-    remote = {"trainer": config.trainer.remote, "environment": config.environment.remote}
-    for role, count in remote.items():
-        if count > 0:
-            raise ConfigError(
-                f"{role}.remote = {count} needs `millrace join --role {role}` on other nodes, which"
-                " `millrace launch` does not start; set it to 0, or use cluster.launcher = 'ray'."
-            )
 
 
 def _check_engines(*, num_nodes: int, remote: int) -> None:
