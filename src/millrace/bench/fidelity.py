@@ -25,6 +25,8 @@ from millrace.environments.token_record import rollout_of
 from millrace.inference.backend import EmbeddedBackend
 from millrace.inference.embedded.build import engine_of
 from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.embedded.kv.cache import block_bytes
+from millrace.inference.embedded.kv.paged_attention import measure_cache
 from millrace.inference.embedded.self_test import engine_path
 from millrace.models.attention.self_test import PACKED
 from millrace.training.optimizer import TrainSettings
@@ -117,9 +119,7 @@ def _engine(
     model, tokenizer = make_model(name, dtype=dtype, device=device, attention=path)
     model.load_state_dict(policy.module.state_dict())
     context = 2 * new_tokens
-    text = model.config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token_bytes = 2 * text.num_key_value_heads * head * text.num_hidden_layers * dtype.itemsize
+    token_bytes = block_bytes(measure_cache(model).shapes, block_tokens=1, dtype=dtype)
     return engine_of(
         model,
         tokenizer,

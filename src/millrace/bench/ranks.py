@@ -47,6 +47,7 @@ VOCAB, LAST_ID, LAYERS, NUM_EXPERTS, TOP_K = 48, 8, 2, 8, 2
 SGD = {"type": "torch.optim:SGD", "learning_rate": 2e-3, "momentum": 0.9}
 SMOOTH = {"loss": {"type": "grpo", "low": 1.0, "high": math.inf}}  # rounding clips no other token
 BFLOAT16 = {"trainer": {"dtype": "bfloat16"}, **SMOOTH}
+CRITIC = {"scoring": {"advantages": {"type": "gae"}}, "critic": {"learning_rate": 1e-3}}
 MESHES = {
     "fsdp 1": MeshSizes(),  # the code of several ranks; on a GPU, over NCCL
     "fsdp 2": MeshSizes(dp_shard=2),
@@ -88,9 +89,7 @@ FEATURES = {
     **{name: Feature(settings={"loss": {"type": name}}) for name in (*RECIPES, PREFERENCE)},
     "reference": Feature(settings={"loss": {"type": "grpo", "kl": 0.1}}),
     "teacher's top k": Feature(settings={"loss": {"type": "distil", "distil": "forward_kl"}}),
-    "critic": Feature(
-        settings={"scoring": {"advantages": {"type": "gae"}}, "critic": {"learning_rate": 1e-3}}
-    ),
+    "critic": Feature(settings=CRITIC),
     # The second update starts from weights that differ by rounding, times the learning rate.
     "minibatches": Feature(
         settings={"loss": {"type": "decoupled_ppo"}, "optimizer": {**SGD, "learning_rate": 1e-4}},
@@ -102,13 +101,7 @@ FEATURES = {
     "checkpointing": Feature(settings={"trainer": {"gradient_checkpointing": True}}),
     # Layers are gathered in 16 bits; ranks round as one rank does, and sum in float32.
     "bfloat16": Feature(settings=BFLOAT16),
-    "bfloat16 critic": Feature(
-        settings={
-            "scoring": {"advantages": {"type": "gae"}},
-            "critic": {"learning_rate": 1e-3},
-            **BFLOAT16,
-        }
-    ),
+    "bfloat16 critic": Feature(settings={**CRITIC, **BFLOAT16}),
     "bfloat16 mixture": Feature(
         settings={"trainer": {"dtype": "bfloat16", "gradient_checkpointing": True}, **SMOOTH},
         is_mixture=True,
@@ -264,16 +257,13 @@ def train(feature: Feature, ranks: Ranks, folder: Path, *, num_shares: int, devi
             batches = [batch.of_rank(ranks.data_rank) for batch in batches]
         metrics = trainer.step(*batches)
         if step == 0:  # later ones start from weights that differ by rounding
-            numbers |= _comparable(metrics) | _gradients(trainer)
+            numbers |= {n: np.array(v) for n, v in metrics.items() if n not in _OF_THE_DIVISION}
+            numbers |= _gradients(trainer)
     return numbers | _parameters(trainer)
 
 
 # These say how a batch was divided, which depends on the number of ranks.
 _OF_THE_DIVISION = ("batch/microbatches", "batch/microbatch_splits", "batch/proximal_microbatches")
-
-
-def _comparable(metrics: Mapping[str, float]) -> Numbers:
-    return {n: np.array(v) for n, v in metrics.items() if n not in _OF_THE_DIVISION}
 
 
 def _parameters(trainer: Trainer) -> Numbers:
@@ -303,9 +293,8 @@ def _make_model(folder: Path, *, is_mixture: bool) -> None:
     sizes = (VOCAB, 64, 128, LAYERS, 8, 4, 8, 256)
     experts = {"moe_intermediate_size": 32, "num_experts": NUM_EXPERTS}
     mixture = {**experts, "num_experts_per_tok": TOP_K, "tie_word_embeddings": False}
-    config = (
-        shape_of(Qwen3MoeConfig, *sizes, **mixture) if is_mixture else shape_of(Qwen3Config, *sizes)
-    )
+    dense = shape_of(Qwen3Config, *sizes)
+    config = shape_of(Qwen3MoeConfig, *sizes, **mixture) if is_mixture else dense
     model = AutoModelForCausalLM.from_config(config)
     model.bfloat16().float()  # as models are stored, so that 16 bits hold them exactly
     model.save_pretrained(folder / _model_name(is_mixture=is_mixture))

@@ -40,7 +40,7 @@ from millrace.cluster.messages import (
     WorkerProgress,
 )
 from millrace.cluster.mps import below_normal, shared_gpu
-from millrace.config import RunConfig
+from millrace.config import RunConfig, load_config
 from millrace.core.microbatch import Batch
 from millrace.core.records import Request, Sampling, WeightUpdate
 from millrace.inference.pool import EnginePool
@@ -113,25 +113,21 @@ def cases(args: argparse.Namespace, *, on_gpu: bool) -> list[Case]:
 
 def settings(args: argparse.Namespace, case: Case, *, scratch: Path) -> RunConfig:
     apply = APPLIED.get(case.payload)
-    return RunConfig.model_validate(
-        {
-            "model": args.model,
-            "run_dir": str(scratch / "run"),
-            "engine": {
-                "count": case.engines,
-                "dtype": args.dtype,
-                "max_sequences": args.sequences,
-                "max_context": 2 * NEW_TOKENS,
-            },
-            "cluster": {"threads": args.threads},
-            "placement": {"trainer": args.device, "engines": args.device},
-            "lora": None if apply is None else {"rank": args.rank, "apply": apply},
-            "weights": {
-                "transport": case.transport,
-                "payload": case.payload if apply is None else "full",
-            },
-        }
-    )
+    lora = None if apply is None else {"rank": args.rank, "apply": apply}
+    overrides = {
+        "model": args.model,
+        "run_dir": str(scratch / "run"),
+        "engine.count": case.engines,
+        "engine.dtype": args.dtype,
+        "engine.max_sequences": args.sequences,
+        "engine.max_context": 2 * NEW_TOKENS,
+        "cluster.threads": args.threads,
+        "placement": {"trainer": args.device, "engines": args.device},
+        "lora": lora,
+        "weights.transport": case.transport,
+        "weights.payload": case.payload if lora is None else "full",
+    }
+    return load_config(overrides=overrides)
 
 
 async def measure(

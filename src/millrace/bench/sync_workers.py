@@ -96,7 +96,11 @@ def serve_trainer(
             continue
         match call.message:
             case TrainStep(version=version):
-                change(weights, sparsely=config.weights.payload == "delta")
+                for weight in weights.values():  # what an optimizer step would do
+                    if config.weights.payload == "delta":
+                        weight.view(-1)[::CHANGED_EVERY] *= 1.1
+                    else:
+                        weight *= 1.001
                 metrics = publish(publisher, version, weights)
                 call.reply(Stepped(version=version, metrics=metrics))
             case Release(version=version):
@@ -105,15 +109,6 @@ def serve_trainer(
             case _:
                 call.reply()
                 return
-
-
-def change(weights: Mapping[str, torch.Tensor], *, sparsely: bool) -> None:
-    """What an optimizer step would do to the weights."""
-    for weight in weights.values():
-        if sparsely:
-            weight.view(-1)[::CHANGED_EVERY] *= 1.1
-        else:
-            weight *= 1.001
 
 
 def publish(
