@@ -33,9 +33,13 @@ from millrace.cluster.hub import Hub
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.config import load_config
 from millrace.core.records import Completion, Request, Sampling, Task
-from millrace.environments.episode_runner import EpisodeHost, LoadedEnvironment, ThreadHost
-from millrace.environments.function_environment import FunctionEnvironment
-from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.function_environment import (
+    EpisodeHost,
+    FunctionEnvironment,
+    LoadedEnvironment,
+    ThreadHost,
+)
+from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.environments.rollouts.player import Player
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.threads import LoopThread

@@ -9,11 +9,13 @@ from families import FAMILIES, tokenizer_of
 
 from millrace.core.protocols import OnCompletion, OnTokens
 from millrace.core.records import Completion, Request, Sampling
-from millrace.environments.episode_runner import LoadedEnvironment, ThreadHost
-from millrace.environments.function_environment import FunctionEnvironment
-from millrace.environments.role_models import RoleModel
+from millrace.environments.function_environment import (
+    FunctionEnvironment,
+    LoadedEnvironment,
+    ThreadHost,
+)
 from millrace.environments.rollouts.player import Player
-from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.rollouts.renderer import Renderer, RoleModel
 from millrace.environments.threads import LoopThread
 
 TOKENIZERS = {name: tokenizer_of(family) for name, family in FAMILIES.items()}

@@ -21,11 +21,9 @@ from millrace.core.microbatch import Batch
 from millrace.core.records import Sampling
 from millrace.environments.agent import Agent
 from millrace.environments.episode_state import EpisodeState
-from millrace.environments.limits import EpisodeLimits
-from millrace.environments.replay.schema import EpisodeSettings
-from millrace.environments.role_models import role_model
+from millrace.environments.replay.schema import EpisodeLimits, EpisodeSettings
 from millrace.environments.rollouts.player import GroupPolicy
-from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.rollouts.renderer import Renderer, role_model
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
 from millrace.inference.embedded.parts import EngineSizes

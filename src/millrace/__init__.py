@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from millrace.environments.adapters.environment_factory import EnvironmentFactory
     from millrace.environments.adapters.gym import GymEnvironment
     from millrace.environments.agent import Agent, Reply
-    from millrace.environments.limits import EpisodeOver
+    from millrace.environments.replay.schema import EpisodeOver
     from millrace.environments.tools.functions import ToolError
     from millrace.environments.tools.mcp_server import McpServer
     from millrace.monitoring.callbacks import Callback, EarlyStopping, StopTraining
@@ -59,7 +59,7 @@ _HOMES = {
     "CommandEnvironment": "millrace.serving.programs.command_environment",
     "EarlyStopping": "millrace.monitoring.callbacks",
     "EnvironmentFactory": "millrace.environments.adapters.environment_factory",
-    "EpisodeOver": "millrace.environments.limits",
+    "EpisodeOver": "millrace.environments.replay.schema",
     "Gateway": "millrace.serving.programs.gateway",
     "GymEnvironment": "millrace.environments.adapters.gym",
     "McpServer": "millrace.environments.tools.mcp_server",

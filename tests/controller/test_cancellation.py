@@ -10,7 +10,7 @@ from fakes import FakeScorers, FakeTasks, make_completion, make_group
 from millrace.controller.admission import Admission
 from millrace.controller.group_tracker import MAX_TRIES
 from millrace.core.staleness import StalenessLimit, Stamps, Waiting
-from millrace.environments.rollouts.attempt import WINDOW, Attempt, Cancellations, Expired
+from millrace.environments.rollouts.partial_rollouts import WINDOW, Attempt, Cancellations, Expired
 
 EXACT = StalenessLimit(max_staleness=0)
 

@@ -9,9 +9,8 @@ from tiny_model import make_tiny_model
 
 import millrace as mr
 from millrace.core.errors import ConfigError
-from millrace.environments.replay.files import read_recordings
-from millrace.environments.replay.recorder import episode_of
-from millrace.environments.replay.rerun import rerun
+from millrace.environments.function_environment import rerun
+from millrace.environments.replay.recordings import episode_of, read_recordings
 from millrace.models.directory import load_tokenizer
 from millrace.monitoring.files.metrics import read_metrics, table
 

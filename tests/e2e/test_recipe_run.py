@@ -6,8 +6,7 @@ from tiny_classifier import make_tiny_classifier
 from tiny_model import make_tiny_model
 
 import millrace as mr
-from millrace.environments.replay.files import read_recordings
-from millrace.environments.replay.recorder import episode_of
+from millrace.environments.replay.recordings import episode_of, read_recordings
 from millrace.monitoring.files.metrics import read_metrics
 
 

@@ -10,8 +10,8 @@ from tiny_model import ALPHABET, make_tiny_model
 
 import millrace as mr
 from millrace.core.errors import ConfigError
-from millrace.environments.replay.files import read_recordings
-from millrace.environments.replay.rerun import rerun
+from millrace.environments.function_environment import rerun
+from millrace.environments.replay.recordings import read_recordings
 from millrace.models.directory import load_tokenizer
 
 JUDGE_ALPHABET = "klmnopqrstuvwxyz"  # disjoint from the policy's

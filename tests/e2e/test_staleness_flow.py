@@ -14,7 +14,7 @@ from millrace.controller.buffer import Buffer, ReplayBuffer
 from millrace.controller.orders import ORDERS, build_sampler, check_room
 from millrace.core.errors import ConfigError
 from millrace.core.staleness import StalenessLimit, Stamps
-from millrace.environments.rollouts.attempt import Expired
+from millrace.environments.rollouts.partial_rollouts import Expired
 
 STEPS, GROUPS, CAPACITY = 25, 3, 12
 LIMITS = [

@@ -11,8 +11,8 @@ from tool_user import caller, lookup, with_a_tool
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Task
 from millrace.environments.function_environment import check_function
-from millrace.environments.limits import EpisodeLimits, EpisodeOver
-from millrace.environments.rollouts.attempt import Attempt, Expired
+from millrace.environments.replay.schema import EpisodeLimits, EpisodeOver
+from millrace.environments.rollouts.partial_rollouts import Attempt, Expired
 
 TASK = Task(prompt="a", columns={"value": "12"})
 

@@ -13,8 +13,8 @@ from millrace.environments.adapters.environment_factory import (
     EnvironmentFactory,
     split_rewards,
 )
-from millrace.environments.limits import EpisodeLimits
-from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.replay.schema import EpisodeLimits
+from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.environments.threads import LoopThread
 from millrace.scoring.registry import function_scorer
 

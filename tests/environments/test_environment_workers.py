@@ -20,10 +20,10 @@ from millrace.cluster.supervision.pool import RestartPolicy, WorkerPool
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Group, Task
-from millrace.environments.branching.recipes import Pivot
+from millrace.environments.branching import Pivot
 from millrace.environments.function_environment import FunctionEnvironment
-from millrace.environments.limits import EpisodeLimits
-from millrace.environments.rollouts.attempt import Attempt, Expired
+from millrace.environments.replay.schema import EpisodeLimits
+from millrace.environments.rollouts.partial_rollouts import Attempt, Expired
 from millrace.environments.threads import LoopThread
 from millrace.environments.workers import EnvironmentWorkers
 from millrace.run.environment import build_workers

@@ -14,12 +14,11 @@ from talking_model import BLOCK, assert_says_the_same, make_engine, make_trainer
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Completion, Group, Sampling, Task, TokenLogprobs
-from millrace.environments.branching.recipes import Pivot, Tree, build_recipe
+from millrace.environments.branching import Pivot, Tree, build_recipe
 from millrace.environments.function_environment import FunctionEnvironment, answer
-from millrace.environments.role_models import role_model
-from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.environments.rollouts.player import Player
-from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.rollouts.renderer import Renderer, role_model
 from millrace.run.environment import resolve_recipe
 from millrace.scoring.advantages.estimators import with_advantages
 from millrace.scoring.advantages.tree import TreeAdvantages

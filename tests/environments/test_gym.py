@@ -10,8 +10,8 @@ from chat_engine import ChatEngine, player_of
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Task
 from millrace.environments.adapters.gym import GymEnvironment
-from millrace.environments.limits import EpisodeLimits
-from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.replay.schema import EpisodeLimits
+from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.environments.threads import LoopThread
 
 gymnasium = pytest.importorskip("gymnasium")

@@ -14,7 +14,7 @@ from chat_engine import ChatEngine, player_of
 from millrace.core.errors import ConfigError
 from millrace.core.records import Task
 from millrace.environments.function_environment import lifetime, use_tools
-from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.environments.threads import LoopThread
 from millrace.environments.tools.functions import ToolResult, run_tool
 from millrace.environments.tools.mcp_server import McpServer, WithServers

@@ -7,7 +7,7 @@ from fakes import CharacterTokenizer, FakeScoring, Listener, ScriptedEngine, mak
 from millrace.core.errors import TaskError
 from millrace.core.records import Sampling, Task
 from millrace.environments.function_environment import SingleTurn
-from millrace.environments.rollouts.attempt import Attempt, Expired
+from millrace.environments.rollouts.partial_rollouts import Attempt, Expired
 from millrace.environments.rollouts.player import Player, group_seed
 from millrace.environments.rollouts.renderer import Renderer
 

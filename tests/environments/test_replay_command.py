@@ -11,9 +11,9 @@ from transformers import Qwen3Config
 from millrace.cli.main import main
 from millrace.core.plugins import load_reference
 from millrace.core.records import Task
-from millrace.environments.replay.files import Line, read_recordings, write_recordings
+from millrace.environments.replay.recordings import Line, read_recordings, write_recordings
 from millrace.environments.replay.schema import Recording, decode
-from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.environments.threads import LoopThread
 
 ENVIRONMENT = """

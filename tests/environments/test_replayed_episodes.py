@@ -14,18 +14,23 @@ from tool_user import caller, lookup, with_a_tool
 
 from millrace.core.errors import ConfigError, ReplayError
 from millrace.core.records import Completion, Episode, Kept, Task
-from millrace.environments.limits import EpisodeLimits, EpisodeOver
-from millrace.environments.replay.files import (
+from millrace.environments.function_environment import rerun
+from millrace.environments.replay.recordings import (
     Line,
+    episode_of,
     read_recordings,
     with_reward,
     with_tool_results,
     write_recordings,
 )
-from millrace.environments.replay.recorder import episode_of
-from millrace.environments.replay.rerun import rerun
-from millrace.environments.replay.schema import Recording, decode, encode
-from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.replay.schema import (
+    EpisodeLimits,
+    EpisodeOver,
+    Recording,
+    decode,
+    encode,
+)
+from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.environments.tools.calls import ToolCall
 from millrace.environments.tools.functions import tool_of
 

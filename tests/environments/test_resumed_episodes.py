@@ -9,8 +9,7 @@ from chat_engine import ChatEngine, player_of
 from tool_user import caller, user, with_a_tool
 
 from millrace.core.records import Task
-from millrace.environments.rollouts.attempt import Attempt
-from millrace.environments.rollouts.partial_rollouts import PartialRollout
+from millrace.environments.rollouts.partial_rollouts import Attempt, PartialRollout
 from millrace.environments.threads import LoopThread
 
 TASK = Task(prompt="a", columns={"value": "12"})

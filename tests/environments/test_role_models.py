@@ -5,12 +5,11 @@ from chat_engine import TOKENIZERS, ChatEngine, player_of, user
 
 from millrace.core.errors import ReplayError, TaskError
 from millrace.core.records import Task
-from millrace.environments.replay.recorder import episode_of
-from millrace.environments.replay.rerun import rerun
+from millrace.environments.function_environment import rerun
+from millrace.environments.replay.recordings import episode_of
 from millrace.environments.replay.schema import Recording, decode
-from millrace.environments.role_models import role_model
-from millrace.environments.rollouts.attempt import Attempt
-from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.rollouts.partial_rollouts import Attempt
+from millrace.environments.rollouts.renderer import Renderer, role_model
 
 TASK = Task(prompt="a")
 POLICY, JUDGE = TOKENIZERS["chatml"], TOKENIZERS["llama3"]

@@ -14,7 +14,7 @@ from scripted_scorer import ScriptedScorer, group, settle
 from millrace.core.errors import ScoreError
 from millrace.core.records import Request, Sampling, ScorerResult, Task, TokenScores
 from millrace.environments.function_environment import SingleTurn
-from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.environments.rollouts.player import Player
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.inference.pool import EnginePool

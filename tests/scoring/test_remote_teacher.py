@@ -24,7 +24,7 @@ from millrace.scoring.services.endpoint import Endpoint
 from millrace.scoring.teachers import remote
 from millrace.scoring.teachers.remote import RemoteTeacher
 from millrace.serving.api.openapi import Health
-from millrace.serving.api.score import ScoreModelInfo, ScorePool
+from millrace.serving.api.score import ScorePool
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
 from millrace.serving.served_model import ServedModel
@@ -66,8 +66,8 @@ async def serving(reader: LocalReader, *, vocabulary: str = VOCABULARY) -> Async
         tool_format=FORMATS["hermes"],
         metrics=ServerMetrics(),
     )
-    model = ScoreModelInfo(vocabulary=vocabulary, num_tokens=VOCAB, max_context=64)
-    score_pool = ScorePool([reader], model=model, timeout_s=9)  # pyright: ignore
+    model = {"vocabulary": vocabulary, "num_tokens": VOCAB, "max_context": 64}
+    score_pool = ScorePool(processes=[reader], **model, timeout_s=9)  # pyright: ignore
     app = make_app(
         served, keys=[KEY], limits=ServerLimits(), health=lambda: HEALTH, score_pool=score_pool
     )

@@ -15,7 +15,7 @@ from chat_engine import ChatEngine, player_of
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Task
-from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.environments.threads import LoopThread
 from millrace.serving.programs.command_environment import CommandEnvironment
 

@@ -11,8 +11,8 @@ from families import FAMILIES
 
 from millrace.core.errors import WorkerError
 from millrace.core.records import Task
-from millrace.environments.limits import EpisodeLimits
-from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.replay.schema import EpisodeLimits
+from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.serving.programs.gateway import Gateway
 
 TASK = Task(prompt="How much is it?")

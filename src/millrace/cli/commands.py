@@ -333,12 +333,9 @@ def push(args: argparse.Namespace) -> None:
 
 def replay(args: argparse.Namespace) -> None:
     from millrace.cluster.event_loop import run_on_own_loop
-    from millrace.environments.replay.command import ReplayOptions
     from millrace.environments.replay.command import replay as replay_all
 
-    repeated = {"scores": tuple(args.scores), "tool_results": tuple(args.tool_results)}
-    options = ReplayOptions(**_own_options(args) | repeated)
-    run_on_own_loop(lambda: replay_all(options))
+    run_on_own_loop(lambda: replay_all(**_own_options(args)))
 
 
 def bench(args: argparse.Namespace) -> int:

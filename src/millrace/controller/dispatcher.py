@@ -20,8 +20,7 @@ from millrace.controller.group_tracker import REDUNDANT, GroupTracker
 from millrace.core.errors import Filtered, ScoreError, TaskError
 from millrace.core.records import Group
 from millrace.core.staleness import Stamps
-from millrace.environments.rollouts.attempt import Attempt, Expired
-from millrace.environments.rollouts.partial_rollouts import PartialRollouts
+from millrace.environments.rollouts.partial_rollouts import Attempt, Expired, PartialRollouts
 from millrace.environments.rollouts.player import Player
 from millrace.inference.pool import EnginePool
 from millrace.scoring.pool import ScorerPool

@@ -19,7 +19,7 @@ from millrace.core.errors import RunFailed, TaskError
 from millrace.core.records import Group
 from millrace.core.spans import GroupLife
 from millrace.core.staleness import Stamps, Waiting
-from millrace.environments.rollouts.attempt import Attempt, Cancellations
+from millrace.environments.rollouts.partial_rollouts import Attempt, Cancellations
 from millrace.journal import Journal, NoJournal
 from millrace.journal.ledger import Outcome
 from millrace.tasks.streams import TaskStream

@@ -4,16 +4,18 @@ Each message is one sentence: what happened, which value, what to do. It may quo
 service, so whoever prints it to a terminal or a log calls printable().
 """
 
+import asyncio
 import contextlib
 import difflib
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Coroutine, Generator, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories: controls, formats, separators
 MIN_SIMILARITY = 0.66  # one of three letters may differ
+T = TypeVar("T")
 
 
 class MillraceError(Exception):
@@ -132,6 +134,14 @@ def first_cause() -> Generator[None]:
         while isinstance(cause, BaseExceptionGroup):
             cause = cast(BaseExceptionGroup[BaseException], cause).exceptions[0]
         raise cause from None
+
+
+async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently and return their results; if one raises, cancel the others."""
+    with first_cause():
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in coroutines]
+    return [task.result() for task in tasks]
 
 
 @contextlib.contextmanager

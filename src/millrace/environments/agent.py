@@ -15,8 +15,7 @@ import numpy as np
 from millrace.core.errors import TaskError
 from millrace.core.records import Ending, Finish, Message, Prompt, Rollout, Sampling
 from millrace.environments.conversation import Beginning, Conversation
-from millrace.environments.limits import EpisodeOver
-from millrace.environments.replay.schema import AgentRow
+from millrace.environments.replay.schema import AgentRow, EpisodeOver
 from millrace.environments.token_record import Exchange, TokenRecord
 from millrace.environments.tools.calls import Parsed, ToolCall
 from millrace.environments.tools.functions import Tool, tools_of
@@ -49,9 +48,7 @@ class Reply:
     @property
     def num_recomputed(self) -> int:
         """Tokens before a fork whose KV was recomputed with other weights than the original's."""
-        if self.forked is None:
-            return 0
-        ours, theirs = self.exchange.completion.kv, self.forked.completion.kv
+        ours, theirs = self.exchange.completion.kv, self.forked and self.forked.completion.kv
         if ours is None or theirs is None:
             return 0
         return ours.num_other(theirs, num_tokens=self.exchange.start)
@@ -78,8 +75,9 @@ class Agent:
         self.tools: tuple[Tool, ...] = ()  # tools of the run's MCP servers
         model = state.models[row.model]
         self.tool_format = model.tool_format
-        history = state.settings.history
-        self._conversation = Conversation(model.renderer, history=history, counts=state.counts)
+        self._conversation = Conversation(
+            model.renderer, history=state.settings.history, counts=state.counts
+        )
         self.decode = model.renderer.decode
         self._state = state
         self._num_forks = 0  # unpinned forks, each in a session of its own

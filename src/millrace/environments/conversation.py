@@ -1,13 +1,10 @@
 """Turns the messages and texts of an agent into prompt tokens, incrementally.
 
 A prompt that begins with an earlier prompt and its reply continues from the tokens of that
-exchange: only the new part is rendered and tokenised. If the environment dropped or changed a turn,
-the prompt continues from the longest known prefix, or from nothing, and the record branches.
-
-The new part is the difference between two renderings of the chat template, with and without the new
-messages. This requires that the template renders the earlier messages as before, which is checked
-every time. Some templates drop the thinking of earlier turns, for example. Then the whole
-conversation is rendered again as a separate branch, and counted.
+exchange: only the new part, the difference between two renderings of the chat template, is
+tokenised. If the environment dropped or changed a turn, the prompt continues from the longest known
+prefix, or from nothing, and the record branches. If the template renders earlier turns differently
+(some drop their thinking), the whole conversation becomes a separate branch, and is counted.
 
 Promise: if the template renders earlier turns unchanged, and the model writes tokens as the
 tokenizer would, then the tokens of a branch equal the rendering of the whole conversation. The

@@ -1,17 +1,16 @@
 """The state of one running episode: its agents, the turns and time it used, and its event log.
 
 Promise: an episode that reached a limit is marked with that limit, and nothing more is sampled for
-it, however often its environment asks. Entries of the log are in the order in which they ended, and
-numbered in the order in which they began. An environment that gets the same answers in the same
-order therefore makes the same requests, even if several of its calls run concurrently. Runs on the
-event loop of the environments.
+it. Entries of the log are in the order in which they ended, and numbered in the order in which they
+began. An environment that gets the same answers in the same order therefore makes the same
+requests, even if its calls run concurrently. Runs on the event loop of the environments.
 """
 
 import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
@@ -24,17 +23,17 @@ from millrace.core.errors import TaskError
 from millrace.core.records import Completion, Ending, Prompt, Rollout, Sampling, Turn
 from millrace.environments.agent import Agent
 from millrace.environments.conversation import Beginning
-from millrace.environments.limits import EpisodeOver
 from millrace.environments.replay.schema import (
     AgentRow,
     CutRow,
     Entry,
+    EpisodeOver,
     EpisodeSettings,
     ToolRow,
     TurnRow,
 )
-from millrace.environments.role_models import RoleModel
-from millrace.environments.token_record import Exchange, first_routed
+from millrace.environments.rollouts.renderer import RoleModel
+from millrace.environments.token_record import Exchange, first_routed, places_of
 from millrace.environments.tools.calls import ToolCall
 from millrace.environments.tools.functions import Tool, ToolResult, run_tool
 
@@ -45,85 +44,6 @@ RunTool = Callable[..., Awaitable[ToolResult]]  # with the signature of run_tool
 TOOL_RESULT_CHARS = 16384
 # Numbers of the tool calls that the running code is part of.
 _ENCLOSING_TOOLS: ContextVar[tuple[int, ...]] = ContextVar("_ENCLOSING_TOOLS", default=())
-
-
-class EventLog:
-    def __init__(self) -> None:
-        self._ended: list[Entry] = []
-        self._numbers: dict[Exchange, int] = {}  # of turns, in the order in which they ended
-        self._open: dict[int, CutRow | ToolRow] = {}  # as they are logged if they never end
-        self._keys = itertools.count()
-        self._tool_numbers = itertools.count()
-        self._tools_with_turns: set[int] = set()
-
-    @property
-    def entries(self) -> list[Entry]:
-        """All entries; those that have not ended come last."""
-        return [*self._ended, *self._open.values()]
-
-    def places(self) -> dict[Exchange, int]:
-        """Return the number of tokens that the episode sampled before each exchange."""
-        sizes = [len(exchange.completion.tokens) for exchange in self._numbers]
-        return dict(zip(self._numbers, itertools.accumulate(sizes, initial=0), strict=False))
-
-    @contextlib.contextmanager
-    def turn(self, number: int, *, agent: str) -> Iterator[Callable[[Prompt, Exchange], None]]:
-        """Enclose a turn; the yielded function logs that it finished."""
-
-        def finish(prompt: Prompt, exchange: Exchange) -> None:
-            self._numbers[exchange] = number
-            log(
-                TurnRow(
-                    number=number,
-                    agent=agent,
-                    prompt=prompt,
-                    parent=None if exchange.parent is None else self._numbers[exchange.parent],
-                    start=exchange.start,
-                    given=exchange.given,
-                    completion=exchange.completion,
-                    sampling=exchange.sampling,
-                )
-            )
-
-        self._tools_with_turns.update(_ENCLOSING_TOOLS.get())
-        with self._begun(CutRow(number=number, agent=agent, ending=None)) as log:
-            try:
-                yield finish
-            except EpisodeOver as over:
-                log(CutRow(number=number, agent=agent, ending=over.ending))
-                raise
-
-    @contextlib.contextmanager
-    def tool(
-        self, name: str, arguments: Mapping[str, Any]
-    ) -> Iterator[Callable[[ToolResult], None]]:
-        """Enclose a tool call; the yielded function logs its result."""
-        number = next(self._tool_numbers)
-        call = ToolRow(number=number, name=name, arguments=dict(arguments), text=None)
-
-        def finish(result: ToolResult) -> None:
-            has_turns = number in self._tools_with_turns
-            changes = {"text": result.text, "fault": result.fault, "has_turns": has_turns}
-            log(msgspec.structs.replace(call, **changes))
-
-        outer = _ENCLOSING_TOOLS.set((*_ENCLOSING_TOOLS.get(), number))
-        try:
-            with self._begun(call) as log:
-                yield finish
-        finally:
-            _ENCLOSING_TOOLS.reset(outer)
-
-    @contextlib.contextmanager
-    def _begun(self, unfinished: CutRow | ToolRow) -> Iterator[Callable[[Entry], None]]:
-        """Log what the yielded function receives, or `unfinished` if it is never called."""
-        key = next(self._keys)
-        self._open[key] = unfinished
-        logged: list[Entry] = []
-        try:
-            yield logged.append
-        finally:
-            del self._open[key]
-            self._ended += logged or [unfinished]
 
 
 @dataclass(eq=False)
@@ -140,22 +60,18 @@ class EpisodeState:
         self.turns: list[Turn] = []
         self.counts: Counter[str] = Counter()
         self.ending: Ending = "done"
-        self.log = EventLog()
         self.agents: dict[str, Agent] = {}  # by role; the environment gets the unnamed one
-        self._calls = itertools.count()
+        self._ended: list[Entry] = []
+        self._open: dict[int, CutRow | ToolRow] = {}  # as they are logged if they never end; by id
+        self._turn_numbers: dict[Exchange, int] = {}  # in the order in which the turns ended
+        self._calls, self._tool_calls = itertools.count(), itertools.count()
+        self._tools_with_turns: set[int] = set()
         self._is_closed = False
-        self._time_limit: asyncio.Timeout | None = None
-
-    @contextlib.asynccontextmanager
-    async def timed(self) -> AsyncIterator[asyncio.Timeout]:
-        """Cancel the enclosed block when the episode's time is up."""
-        async with asyncio.timeout(self.limits.episode_timeout_s) as self._time_limit:
-            yield self._time_limit
+        self.time_limit = asyncio.timeout(self.limits.episode_timeout_s)  # encloses the environment
 
     def expire(self) -> None:
         """Make the episode time out now."""
-        assert self._time_limit is not None
-        self._time_limit.reschedule(asyncio.get_running_loop().time())
+        self.time_limit.reschedule(asyncio.get_running_loop().time())
 
     @cached_property
     def rng(self) -> np.random.Generator:
@@ -177,8 +93,28 @@ class EpisodeState:
             )
         return found
 
+    @property
+    def entries(self) -> list[Entry]:
+        """The event log; entries that have not ended come last."""
+        return [*self._ended, *self._open.values()]
+
+    @contextlib.contextmanager
+    def _entry(self, unfinished: CutRow | ToolRow) -> Iterator[Callable[[Entry], None]]:
+        """Log what the yielded function receives, or `unfinished` if it is never called."""
+        self._open[id(unfinished)] = unfinished
+        logged: list[Entry] = []
+        try:
+            yield logged.append
+        except EpisodeOver as over:
+            if isinstance(unfinished, CutRow):
+                logged.append(msgspec.structs.replace(unfinished, ending=over.ending))
+            raise
+        finally:
+            del self._open[id(unfinished)]
+            self._ended += logged or [unfinished]
+
     def rollouts(self, *, with_places: bool = False) -> tuple[Rollout, ...]:
-        places = self.log.places() if with_places else None
+        places = places_of(self._turn_numbers) if with_places else None
         return tuple(r for agent in self.agents.values() for r in agent.rollouts(places))
 
     async def turn(
@@ -200,7 +136,8 @@ class EpisodeState:
         tokens, row = beginning.tokens, agent.row
         if len(tokens) >= self.models[row.model].row.max_context:
             raise self._too_long(len(tokens), row)
-        with self.log.turn(number, agent=row.name) as finish:
+        self._tools_with_turns.update(_ENCLOSING_TOOLS.get())
+        with self._entry(CutRow(number=number, agent=row.name, ending=None)) as finish:
             completion = await self._sample_in_time(
                 tokens,
                 episode=self.settings.index,
@@ -220,7 +157,19 @@ class EpisodeState:
                 parent=beginning.parent,
                 at=beginning.at,
             )
-            finish(prompt, exchange)
+            self._turn_numbers[exchange] = number
+            finish(
+                TurnRow(
+                    number=number,
+                    agent=row.name,
+                    prompt=prompt,
+                    parent=exchange.parent and self._turn_numbers[exchange.parent],
+                    start=exchange.start,
+                    given=exchange.given,
+                    completion=completion,
+                    sampling=sampling,
+                )
+            )
         text, ending = completion.text, completion.finish
         self.turns.append(Turn(prompt=prompt, completion=text, finish=ending, agent=row.name))
         return exchange
@@ -241,14 +190,22 @@ class EpisodeState:
         if call.name not in tools:
             self.counts["tool_errors"] += 1
             return f"Error: there is no tool {call.name!r}; available tools: {', '.join(tools)}."
-        with self.log.tool(call.name, call.arguments) as finish:
-            result = await self.run_tool(
-                tools[call.name],
-                call.arguments,
-                timeout_s=self.limits.tool_timeout_s,
-                max_chars=TOOL_RESULT_CHARS,
-            )
-            finish(result)
+        number, timeout_s = next(self._tool_calls), self.limits.tool_timeout_s
+        row = ToolRow(number=number, name=call.name, arguments=dict(call.arguments), text=None)
+        enclosing = _ENCLOSING_TOOLS.set((*_ENCLOSING_TOOLS.get(), number))
+        try:
+            with self._entry(row) as finish:
+                result = await self.run_tool(
+                    tools[call.name],
+                    call.arguments,
+                    timeout_s=timeout_s,
+                    max_chars=TOOL_RESULT_CHARS,
+                )
+                has_turns = number in self._tools_with_turns
+                ended = {"text": result.text, "fault": result.fault, "has_turns": has_turns}
+                finish(msgspec.structs.replace(row, **ended))
+        finally:
+            _ENCLOSING_TOOLS.reset(enclosing)
         if result.fault is not None:
             self.counts[result.fault] += 1
         return result.text

@@ -4,37 +4,258 @@
         reply = await agent.chat([{"role": "user", "content": task.prompt}])
         return float(reply.text == task.columns["answer"])
 
-Promise: each group runs the coroutine n times concurrently, on the host of the environments. An
-episode that reaches a limit is marked and ends; an episode whose environment raises is left out. A
+Promise: each group runs the coroutine n times concurrently. An episode that reaches a limit is
+marked and ends, whatever its environment does; an episode whose environment raises is left out. A
 group needs n good episodes: `redundancy` extra episodes are started, and the slowest are cancelled.
-An environment with open() and close() coroutines gets these calls at the start and end of a run, in
-each process that runs it.
+A branch of an episode runs a deterministic environment again on the parent's replies and tool
+results, and then on new ones. Its shared tokens are trained with the parent. An environment that
+behaves differently the second time raises a ReplayError. open() and close() of an environment are
+called at the start and end of a run, in each process that runs it.
+
+FunctionEnvironment is called from the controller's event loop. An EpisodeHost runs the coroutines:
+a thread of this process, or worker processes (workers.py).
 """
 
 import asyncio
 import contextlib
 import inspect
-from collections.abc import AsyncGenerator
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+import math
+import traceback
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Protocol
 
-from millrace.core.errors import ConfigError, TaskError
+import numpy as np
+
+from millrace.core.errors import ConfigError, MillraceError, ReplayError, TaskError
 from millrace.core.protocols import Policy
-from millrace.core.records import Episode, Message, Prompt, Task
+from millrace.core.records import Branching, Completion, Episode, Message, Prompt, Task
 from millrace.environments.agent import Agent
-from millrace.environments.branching.scheduler import Recipe
 from millrace.environments.conversation import History
-from millrace.environments.episode_runner import (
-    EnvironmentFunction,
-    EpisodeHost,
-    EpisodeRunner,
-    name_of,
+from millrace.environments.episode_state import EpisodeState, Sample
+from millrace.environments.replay.answers import Branch, BranchAnswers, RecordedAnswers
+from millrace.environments.replay.recordings import recording_of
+from millrace.environments.replay.schema import (
+    EpisodeLimits,
+    EpisodeOver,
+    EpisodeSettings,
+    Recording,
+    encode,
 )
-from millrace.environments.limits import EpisodeLimits
-from millrace.environments.rollouts.renderer import Renderer
-from millrace.environments.threads import LoopThread
+from millrace.environments.rollouts.partial_rollouts import Expired
+from millrace.environments.rollouts.renderer import Renderer, RoleModel, role_model
+from millrace.environments.threads import LoopThread, on_loop
 from millrace.environments.tools.calls import ToolFormatName
-from millrace.environments.tools.functions import is_async
+from millrace.environments.tools.functions import is_async, run_tool
+
+if TYPE_CHECKING:
+    from millrace.environments.branching import Recipe
+
+EnvironmentFunction = Callable[[Task, Agent], Awaitable[Any]]
+PlayedEpisode = tuple[Episode, Recording | None]  # recorded if it is in a tree, or if all are
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EpisodePlan:
+    """What one episode depends on, besides the environment and the replies."""
+
+    settings: EpisodeSettings
+    task: Task
+    is_trained: bool
+    branching: Branching | None = None  # its position in a tree
+    branch: Branch | None = None  # its branching point, unless it is a root
+
+
+class EpisodeHost(Protocol):
+    """Runs the environment. Called from the controller's event loop."""
+
+    async def play(self, plan: EpisodePlan, sample: Sample) -> PlayedEpisode:
+        """Play an episode whose turns `sample` answers on this event loop."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LoadedEnvironment:
+    """An environment function and the models of its agents, in the process that runs them."""
+
+    function: EnvironmentFunction
+    renderer: Renderer  # of the policy
+    others: Mapping[str, RoleModel]  # models besides the policy, by name
+    records: bool = False  # record all episodes, so that they can be replayed
+
+    async def play(
+        self, plan: EpisodePlan, sample: Sample, answers: RecordedAnswers | None = None
+    ) -> PlayedEpisode:
+        """Play an episode on this event loop, which is that of the environments. `answers` replace
+        the engines and tools."""
+        settings, branch, branching = plan.settings, plan.branch, plan.branching
+        if branch is not None:
+            answers = BranchAnswers(branch, sample)
+        state = EpisodeState(
+            settings,
+            models={None: RoleModel(settings.policy, self.renderer), **self.others},
+            sample=sample if answers is None else answers.sample,
+            root=settings.index if branch is None else branch.root,
+            run_tool=run_tool if answers is None else answers.run_tool,
+        )
+        if answers is not None:
+            answers.state = state
+        try:
+            reward = await _reward_of(self.function, plan.task, state=state)
+        finally:
+            state.close()  # tasks that the environment left running sample nothing more
+        episode = Episode(
+            turns=tuple(state.turns),
+            rollouts=state.rollouts(with_places=branching is not None),
+            reward=reward,
+            ending=state.ending,
+            counts={name: count for name, count in state.counts.items() if count},
+            branching=branching,
+        )
+        if not episode.rollouts and plan.is_trained:
+            raise TaskError(
+                f"{settings.name}: episode {settings.index} of environment"
+                f" {name_of(self.function)!r} ended ({state.ending}) before the model sampled any"
+                " trained token; call agent.chat or agent.complete."
+            )
+        if branching is None and not self.records:
+            return episode, None
+        recording = recording_of(episode, plan.task, state=state)
+        if self.records:
+            episode = replace(episode, recording=encode(recording))
+        return episode, recording
+
+
+async def rerun(
+    recording: Recording,
+    function: EnvironmentFunction,
+    *,
+    tokenizer: Any,
+    tokenizers: Mapping[str, Any] | None = None,
+    task: Task | None = None,
+) -> Episode:
+    """Run an environment again on a recording, without an engine or tools, and return the episode
+    with a recording of its own. It is the same, bit for bit, or a ReplayError names the first
+    request that differs. `tokenizers` belong to the recording's other models, by name. `task`
+    replaces the recorded task, which may lack columns."""
+    if task is None and recording.left_out:
+        names = ", ".join(recording.left_out)
+        raise ReplayError(f"The columns {names} of the task could not be recorded; pass the task.")
+    tokenizers = tokenizers or {}
+    if missing := [name for name in recording.models if name not in tokenizers]:
+        raise ReplayError(
+            f"Roles of the recording use other models ({', '.join(missing)}), and their tokenizers"
+            " are missing; pass tokenizers={name: tokenizer}."
+        )
+    others = {
+        name: RoleModel(row, Renderer(tokenizers[name], template_settings=row.template))
+        for name, row in recording.models.items()
+    }
+    renderer = Renderer(tokenizer, template_settings=recording.policy.template)
+    loaded = LoadedEnvironment(function=function, renderer=renderer, others=others, records=True)
+    answers, task = RecordedAnswers(recording), recording.task if task is None else task
+    plan = EpisodePlan(
+        settings=recording, task=task, is_trained=False, branching=recording.branching
+    )
+    episode, _ = await loaded.play(plan, answers.sample, answers)
+    answers.check_complete()
+    return episode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ThreadHost:
+    """Runs the environment on a thread of the controller's process."""
+
+    loaded: LoadedEnvironment
+    thread: LoopThread
+
+    async def play(self, plan: EpisodePlan, sample: Sample) -> PlayedEpisode:
+        home = asyncio.get_running_loop()
+
+        def sample_at_home(prompt: np.ndarray, **settings: Any) -> Coroutine[Any, Any, Completion]:
+            return on_loop(home, sample(prompt, **settings))
+
+        return await self.thread.run(self.loaded.play(plan, sample_at_home))
+
+
+def name_of(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+async def _reward_of(
+    function: EnvironmentFunction, task: Task, *, state: EpisodeState
+) -> float | dict[str, float] | None:
+    settings = state.settings
+    try:
+        async with state.time_limit:
+            returned = await function(task, state.agent())
+    except EpisodeOver:
+        return settings.ended_reward
+    except (MillraceError, Expired):
+        raise
+    except Exception as error:
+        if state.time_limit.expired():
+            state.end("timeout")
+            return settings.ended_reward
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise TaskError(
+            f"{settings.name}: environment {name_of(function)!r} raised {type(error).__name__}:"
+            f" {error} (episode {settings.index}, {last.filename}:{last.lineno}); fix the"
+            " environment."
+        ) from error
+    trained = {rollout.agent for rollout in state.rollouts()}
+    if isinstance(returned, Mapping) and returned and trained <= set(returned):
+        return {
+            str(name): _checked(function, value, state) or 0.0 for name, value in returned.items()
+        }
+    return _checked(function, returned, state)
+
+
+def _checked(function: EnvironmentFunction, returned: Any, state: EpisodeState) -> float | None:
+    if returned is None or (isinstance(returned, Real) and math.isfinite(returned)):
+        return None if returned is None else float(returned)
+    raise TaskError(
+        f"{state.settings.name}: environment {name_of(function)!r} returned {returned!r:.60};"
+        " return a finite number as the reward, None to leave the reward to the scorers, or a dict"
+        " with a number for each trained role."
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EpisodeRunner:
+    environment: "FunctionEnvironment"
+    task: Task
+    policy: Policy
+
+    async def play(
+        self, index: int, *, branching: Branching | None = None, branch: Branch | None = None
+    ) -> PlayedEpisode:
+        """Play episode `index` of the group. `branching` is its position in a tree; `branch` is its
+        branching point unless it is a root."""
+        policy, env = self.policy, self.environment
+        model = role_model(
+            env.renderer, max_context=policy.max_context, tool_format=env.tool_format
+        )
+        settings = EpisodeSettings(
+            name=policy.name,
+            index=index,
+            seed=policy.seed,
+            random_index=index if branch is None else branch.recording.random_index,
+            limits=env.limits,
+            ended_reward=env.ended_reward,
+            history=env.history,
+            policy=model.row,
+            sampling=policy.sampling,
+        )
+        plan = EpisodePlan(
+            settings=settings,
+            task=self.task,
+            is_trained=policy.is_trained,
+            branching=branching,
+            branch=branch,
+        )
+        return await env.host.play(plan, policy.sample)
 
 
 class SingleTurn:
@@ -74,7 +295,7 @@ class FunctionEnvironment:
     ended_reward: float = 0.0  # reward of an episode that reached a limit
     tool_format: ToolFormatName = "auto"
     history: History = "template"
-    recipe: Recipe | None = None  # replaces n independent episodes per training group
+    recipe: "Recipe | None" = None  # replaces n independent episodes per training group
 
     async def play(self, task: Task, policy: Policy, n: int) -> list[Episode]:
         runner = EpisodeRunner(environment=self, task=task, policy=policy)

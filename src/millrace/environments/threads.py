@@ -3,9 +3,8 @@ for objects that hold the state of one episode.
 
 Promise: a coroutine that blocks delays other coroutines of its thread, never the caller's loop.
 Cancelling a call cancels the coroutine. A thread that does not end in time is abandoned as a
-daemon. All code of an object, including its constructor, runs in one thread: some objects, such as
-SQLite connections, work nowhere else, and none has to handle concurrent calls. An object is reused
-if its episode ended normally and it is idle; otherwise it is discarded.
+daemon. All code of an object, including its constructor, runs in one thread, as SQLite connections
+need it. An object is reused if its episode ended normally and it is idle.
 """
 
 import asyncio

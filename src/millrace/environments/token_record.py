@@ -3,15 +3,15 @@
 Each exchange with the engine extends an earlier one, at its end or, after a fork, anywhere in it. A
 path from a root to an exchange that no other extends is a branch, and becomes a Rollout.
 
-Promise: tokens are recorded as the engine received and returned them, never encoded again from
-text. Each sampled token is trained in exactly one rollout: that of the first branch that holds it.
-In later branches it is context, like prompt tokens; packing computes a shared prefix once.
+Promise: tokens are recorded as the engine received and returned them. Each sampled token is trained
+in exactly one rollout: that of the first branch that holds it. In later branches it is context.
 
 G = new prompt tokens of an exchange, N = its sampled tokens, L = tokens of a branch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -94,6 +94,13 @@ def rollout_of(prompt: np.ndarray, completion: Completion, sampling: Sampling) -
     exchange = TokenRecord().add(prompt, completion, sampling=sampling)
     mask = np.ones(len(completion.tokens), bool)
     return _rollout(exchange.path(), [mask], sampling=sampling)
+
+
+def places_of(exchanges: Iterable[Exchange]) -> dict[Exchange, int]:
+    """Return the number of tokens that an episode sampled before each exchange."""
+    exchanges = list(exchanges)
+    sizes = (len(exchange.completion.tokens) for exchange in exchanges)
+    return dict(zip(exchanges, accumulate(sizes, initial=0), strict=False))
 
 
 def first_routed(start: int) -> int:

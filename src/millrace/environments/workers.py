@@ -3,9 +3,9 @@
 A worker runs the coroutines, renders prompts and runs tools. The controller samples the turns that
 a worker asks for, so that admission, the journal and cancellation are as without workers.
 
-Promise: a worker that dies or hangs costs no episode: each of its episodes is played again on
-another worker, and turns that were sampled, or are being sampled, are not sampled again if the
-environment asks for the same. An episode that loses its worker MAX_LOST times fails its group.
+Promise: each episode of a worker that dies or hangs is played again on another worker, and turns
+that were sampled, or are being sampled, are not sampled again if the environment asks for the same.
+An episode that loses its worker MAX_LOST times fails its group.
 
 Runs on the controller's event loop. Admission bounds the number of episodes.
 """
@@ -32,10 +32,10 @@ from millrace.cluster.supervision.pool import WorkerPool
 from millrace.cluster.supervision.replica import ModuleReplica
 from millrace.cluster.wire import WireError, encode
 from millrace.cluster.worker import Worker
-from millrace.core.errors import RunFailed, TaskError, WorkerError, first_cause
+from millrace.core.errors import RunFailed, TaskError, WorkerError, first_cause, run_all
 from millrace.core.records import Completion
-from millrace.environments.episode_runner import EpisodePlan, PlayedEpisode
 from millrace.environments.episode_state import Sample
+from millrace.environments.function_environment import EpisodePlan, PlayedEpisode
 from millrace.environments.replay import schema
 
 OPEN_TO_HOSTS = (
@@ -87,11 +87,10 @@ class EnvironmentWorkers:
         # Environments may kill their process any number of times: MAX_LOST limits each episode.
         policy = replace(self._worker_pool.policy, limit_deaths=False)
         joining = replace(policy, remedy=OPEN_TO_HOSTS)
-        with first_cause():
-            async with asyncio.TaskGroup() as starting:
-                for each in self._replicas:
-                    chosen = joining if each.is_remote else policy
-                    starting.create_task(self._worker_pool.add(each, policy=chosen))
+        await run_all(
+            self._worker_pool.add(each, policy=joining if each.is_remote else policy)
+            for each in self._replicas
+        )
 
     async def close(self) -> None:
         await asyncio.gather(*(self._worker_pool.remove(each.name) for each in self._replicas))
@@ -200,20 +199,15 @@ async def _answer(worker: Worker, turn: asyncio.Future[Completion], *, key: int,
 
 
 def _message(plan: EpisodePlan, *, key: int) -> PlayEpisode:
-    branch = plan.branch
-    message = PlayEpisode(
+    point: dict[str, Any] = {}
+    if (branch := plan.branch) is not None:
+        point = {"turn": branch.turn.number, "at": branch.at, "root": branch.root}
+        point["parent"] = schema.encode(branch.recording)
+    return PlayEpisode(
         key=key,
         settings=msgspec.to_builtins(plan.settings),
         task=plan.task,
         is_trained=plan.is_trained,
         branching=plan.branching,
-    )
-    if branch is None:
-        return message
-    return msgspec.structs.replace(
-        message,
-        parent=schema.encode(branch.recording),
-        turn=branch.turn.number,
-        at=branch.at,
-        root=branch.root,
+        **point,
     )

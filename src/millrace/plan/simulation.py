@@ -24,7 +24,7 @@ from millrace.core.errors import Filtered
 from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, WeightUpdate
 from millrace.core.spans import Span
 from millrace.core.staleness import Stamps
-from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.journal import NoJournal
 from millrace.plan.lengths import Lengths
 from millrace.plan.model_costs import Costs

@@ -19,7 +19,7 @@ import numpy as np
 from millrace.config import RunConfig
 from millrace.core.errors import RunFailed
 from millrace.core.spans import Span
-from millrace.environments.rollouts.attempt import Expired
+from millrace.environments.rollouts.partial_rollouts import Expired
 from millrace.plan.model_costs import Costs
 
 _CHUNK_TOKENS = 256  # the step time of a batch is computed again at least this often

@@ -18,24 +18,20 @@ from millrace.config import RunConfig
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.protocols import Environment
 from millrace.core.records import Task
-from millrace.environments.branching.recipes import Pivot, build_recipe
-from millrace.environments.branching.scheduler import Recipe
-from millrace.environments.episode_runner import (
-    EnvironmentFunction,
-    LoadedEnvironment,
-    ThreadHost,
-)
+from millrace.environments.branching import Pivot, Recipe, build_recipe
 from millrace.environments.function_environment import (
+    EnvironmentFunction,
     FunctionEnvironment,
+    LoadedEnvironment,
     SingleTurn,
+    ThreadHost,
     answer,
     check_function,
     lifetime,
     use_tools,
 )
-from millrace.environments.limits import EpisodeLimits
-from millrace.environments.role_models import RoleModel, load_role_model
-from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.replay.schema import EpisodeLimits
+from millrace.environments.rollouts.renderer import Renderer, RoleModel, load_role_model
 from millrace.environments.threads import LoopThread
 from millrace.environments.tools.mcp_server import McpServer, WithServers
 from millrace.environments.workers import EnvironmentReplica, EnvironmentWorkers

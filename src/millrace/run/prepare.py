@@ -18,10 +18,9 @@ from millrace.core.errors import ConfigError
 from millrace.core.protocols import Advantages, Capability
 from millrace.core.records import Task
 from millrace.environments.adapters.environment_factory import EnvironmentFactory, split_rewards
-from millrace.environments.branching.scheduler import Recipe
-from millrace.environments.episode_runner import EnvironmentFunction
-from millrace.environments.role_models import RoleModel
-from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.branching import Recipe
+from millrace.environments.function_environment import EnvironmentFunction
+from millrace.environments.rollouts.renderer import Renderer, RoleModel
 from millrace.inference.backend import (
     check_capabilities,
     check_servers,

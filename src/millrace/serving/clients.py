@@ -1,6 +1,5 @@
-"""Who sends a request: API keys, Host headers, and the rate of each client.
-
-A client is a key. Without keys, it is the address that a request comes from.
+"""Who sends a request: API keys, Host headers, and the rate of each client, which is a key or,
+without keys, the address that a request comes from.
 
 Promise: a wrong key gets 401, and a client that sends requests too fast gets 429, without effect on
 other clients. Without keys, a request gets 421 unless its Host header is a loopback name or address

@@ -18,14 +18,14 @@ from millrace.cluster.messages import Message, StartEngine, StartTeacher, Worker
 from millrace.cluster.supervision.pool import RestartPolicy, WorkerPool
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
-from millrace.core.errors import first_cause, printable
+from millrace.core.errors import first_cause, printable, run_all
 from millrace.environments.tools.calls import format_of
 from millrace.inference.backend import load_backend, of_engine, server_secrets
 from millrace.inference.pool import EnginePool
 from millrace.inference.remote import EngineReplica
 from millrace.scoring.teachers.process import LogprobModelSettings, TeacherProcess
 from millrace.serving.api.openapi import Health
-from millrace.serving.api.score import ScoreModelInfo, ScorePool
+from millrace.serving.api.score import ScorePool
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.served_model import ServedModel
 from millrace.serving.server import http_listener, make_app
@@ -59,13 +59,13 @@ async def _serve(settings: ServeSettings) -> None:
     ):
         pool = EnginePool(replaces=True, max_wait_s=settings.limits.wait_s)
         training = await TrainingRuntime.start(settings)
-        with first_cause():
-            async with asyncio.TaskGroup() as starting:
-                for i in range(settings.engines):
-                    replica = _engine_replica(i, config, pool, hub, metrics, training)
-                    starting.create_task(worker_pool.add(replica))
-                reading = starting.create_task(asyncio.to_thread(_read_model, config))
-        tokenizer, max_context = reading.result()
+        replicas = [
+            _engine_replica(i, config, pool, hub, metrics, training)
+            for i in range(settings.engines)
+        ]
+        reading = asyncio.to_thread(_read_model, config)
+        ready: list[Any] = await run_all([reading, *map(worker_pool.add, replicas)])
+        tokenizer, max_context = ready[0]
         served = ServedModel(
             pool if settings.engines else None,
             tokenizer=tokenizer,
@@ -85,7 +85,7 @@ async def _serve(settings: ServeSettings) -> None:
                 keys=settings.keys,
                 hosts=settings.hosts,
                 limits=settings.limits,
-                health=lambda: _health(pool, count=settings.engines),
+                health=lambda: Health.of(serving=pool.num_engines, engines=settings.engines),
                 score_pool=score_pool,
             )
             if training is not None:
@@ -133,12 +133,6 @@ def _engine_replica(
     )
 
 
-def _health(pool: EnginePool, *, count: int) -> Health:
-    serving = pool.num_engines
-    status = "ok" if serving == count else "degraded" if serving else "down"
-    return Health(status=status, engines=count, serving=serving)
-
-
 @contextlib.asynccontextmanager
 async def _score_pool(
     worker_pool: WorkerPool, settings: ServeSettings, *, tokenizer: Any, max_context: int
@@ -167,15 +161,15 @@ async def _score_pool(
         )
         for i in range(settings.scorers)
     ]
-    model = ScoreModelInfo(
-        vocabulary=vocabulary_checksum(tokenizer), num_tokens=num_tokens, max_context=max_context
-    )
     try:
-        with first_cause():
-            async with asyncio.TaskGroup() as starting:
-                for process in processes:
-                    starting.create_task(process.start())
-        yield ScorePool(processes, model=model, timeout_s=SCORE_TIMEOUT_S)
+        await run_all(process.start() for process in processes)
+        yield ScorePool(
+            processes=processes,
+            vocabulary=vocabulary_checksum(tokenizer),
+            num_tokens=num_tokens,
+            max_context=max_context,
+            timeout_s=SCORE_TIMEOUT_S,
+        )
     finally:
         await asyncio.gather(*(process.close() for process in processes))
 

@@ -30,14 +30,13 @@ from pydantic import Field
 
 from millrace.core.errors import TaskError
 from millrace.core.protocols import Policy
-from millrace.core.records import Ending, Episode, Rollout, Sampling, Task, Turn
+from millrace.core.records import Ending, Episode, Rollout, Task, Turn
 from millrace.core.staleness import StalenessLimit, Stamps
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.serving.api.bodies import Body, Count, Text
 from millrace.serving.api.errors import ApiError, json_response
 from millrace.serving.server import read_bytes, read_request
 
-RETRY_AFTER_S = 1
 MAX_CLIENTS = 4096  # registered; the oldest are dropped
 MAX_TASKS = 1024  # per request
 # Rounding may put a sure token slightly above 0.
@@ -105,15 +104,10 @@ class ExternalEnvironment:
     _clients: dict[str, str] = field(default_factory=dict[str, str])  # names, by id
 
     async def play(self, task: Task, policy: Policy, n: int) -> list[Episode]:
+        id, prompt = secrets.token_hex(8), self.renderer.render(task.prompt)
         posted = asyncio.get_running_loop().create_future()
-        id = secrets.token_hex(8)
         self._open[id] = _OpenTask(
-            id=id,
-            task=task,
-            policy=policy,
-            num_episodes=n,
-            prompt=self.renderer.render(task.prompt),
-            posted=posted,
+            id=id, task=task, policy=policy, num_episodes=n, prompt=prompt, posted=posted
         )
         try:
             return await posted
@@ -140,7 +134,7 @@ class ExternalEnvironment:
                 " now; try again later.",
                 status=429,
                 code="no_task",
-                retry_after_s=RETRY_AFTER_S,
+                retry_after_s=1,
             )
         for task in taken:
             self.counts["leases_ended"] += task.leased_until_s > -math.inf
@@ -218,10 +212,10 @@ class ExternalEnvironment:
     def _episode(self, task: _OpenTask, index: int, posted: PostedEpisode) -> Episode:
         if posted.reward is not None and not math.isfinite(posted.reward):
             raise _refused(f"episodes[{index}]", "its reward is not a finite number")
-        rollouts: list[Rollout] = []
-        for number, row in enumerate(posted.rollouts):
-            where = f"episodes[{index}].rollouts[{number}]"
-            rollouts.append(self._rollout(row, task.policy, where=where))
+        rollouts = [
+            self._rollout(row, task.policy, where=f"episodes[{index}].rollouts[{number}]")
+            for number, row in enumerate(posted.rollouts)
+        ]
         if not any(rollout.num_sampled for rollout in rollouts):
             raise _refused(f"episodes[{index}]", "no token of it was sampled by the policy")
         return Episode(
@@ -288,8 +282,7 @@ def add_routes(
 
     async def tasks(request: web.Request) -> web.Response:
         body = await read_request(request, TasksBody)
-        taken = environment.fetch(body.client, body.count)
-        rows = [_described(task) for task in taken]
+        rows = [_described(task) for task in environment.fetch(body.client, body.count)]
         head = {"version": environment.newest(), "lease_s": environment.lease_s}
         data = msgspec.json.encode({**head, "tasks": rows}, enc_hook=_plain)
         return web.Response(body=data, content_type="application/json")
@@ -313,6 +306,7 @@ def add_routes(
 
 
 def _described(task: _OpenTask) -> dict[str, Any]:
+    sampling = task.policy.sampling
     return {
         "task": task.id,
         "name": task.policy.name,
@@ -322,16 +316,11 @@ def _described(task: _OpenTask) -> dict[str, Any]:
         "num_episodes": task.num_episodes,
         "seed": task.policy.seed,
         "is_trained": task.policy.is_trained,
-        "sampling": _sampling(task.policy.sampling),
-    }
-
-
-def _sampling(sampling: Sampling) -> dict[str, Any]:
-    """Parameters of /v1/completions."""
-    return {
-        "max_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "stop": list(sampling.stop),
+        "sampling": {  # parameters of /v1/completions
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "stop": list(sampling.stop),
+        },
     }
 
 

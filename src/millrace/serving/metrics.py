@@ -1,7 +1,4 @@
-"""Counters of a server in the text format of Prometheus.
-
-Runs on the server's event loop.
-"""
+"""Counters of a server in the text format of Prometheus. Used on the server's event loop."""
 
 import bisect
 from collections import Counter

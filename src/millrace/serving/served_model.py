@@ -6,19 +6,18 @@ prepared (templates, grammars, tokens) in one thread, because a long prompt woul
 """
 
 import asyncio
-import contextlib
 import copy
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import accumulate
-from typing import Any, Protocol, TypeVar
+from itertools import accumulate, chain
+from typing import Any, TypeVar
 
 import numpy as np
 
-from millrace.core.errors import MillraceError, first_cause
-from millrace.core.protocols import OnTokens, SupportsGenerate, SupportsScore
+from millrace.core.errors import run_all
+from millrace.core.protocols import Engine, OnTokens
 from millrace.core.records import (
     Completion,
     CompletionChunk,
@@ -42,14 +41,10 @@ _PIECE_CHARACTERS = 16384
 T = TypeVar("T")
 
 
-class ServedEngine(SupportsGenerate, SupportsScore, Protocol):
-    """What the endpoints need of an engine or of a pool of engines."""
-
-
 class ServedModel:
     def __init__(
         self,
-        engine: ServedEngine | None,
+        engine: Engine | None,
         *,
         tokenizer: Any,
         name: str,
@@ -160,15 +155,10 @@ class ServedModel:
 
     async def complete(self, requests: Sequence[Request], *, client: Client) -> list[Completion]:
         start_s, flow = time.monotonic(), Flow(client.name)
-        with first_cause():
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._generate(flow, part))
-                    for request in requests
-                    for part in self._queue.parts(request)
-                ]
+        parts = [part for request in requests for part in self._queue.parts(request)]
+        by_part = await run_all(self._generate(flow, part) for part in parts)
         self.metrics.request_s.observe(time.monotonic() - start_s)
-        completions = [completion for task in tasks for completion in task.result()]
+        completions = list(chain.from_iterable(by_part))
         for completion in completions:
             check_finish(completion.finish)
         self._count(requests, sum(len(completion.tokens) for completion in completions))
@@ -198,18 +188,10 @@ class ServedModel:
                 flow, part, lambda chunk: queue.put_nowait((first + chunk.member, chunk))
             )
 
-        async def run_all() -> None:
-            parts = [part for request in requests for part in self._queue.parts(request)]
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for first, part in zip(
-                        accumulate((part.n for part in parts), initial=0), parts, strict=False
-                    ):
-                        group.create_task(run(first, part))
-            finally:
-                queue.put_nowait(None)
-
-        running = asyncio.create_task(run_all())
+        parts = [part for request in requests for part in self._queue.parts(request)]
+        firsts = accumulate((part.n for part in parts), initial=0)
+        running = asyncio.create_task(run_all(map(run, firsts, parts)))
+        running.add_done_callback(lambda _: queue.put_nowait(None))
         num_sampled, start_s = 0, time.monotonic()
         try:
             while (item := await queue.get()) is not None:
@@ -218,14 +200,12 @@ class ServedModel:
                 num_sampled += len(item[1].tokens)
                 check_finish(item[1].finish)
                 yield item
-            with first_cause():
-                await running
+            await running
         finally:
             self._count(requests, num_sampled)
             self.metrics.request_s.observe(time.monotonic() - start_s)
             running.cancel()
-            with contextlib.suppress(asyncio.CancelledError, MillraceError, ExceptionGroup):
-                await running
+            await asyncio.gather(running, return_exceptions=True)
 
     async def score_prompts(
         self, requests: Sequence[Request], *, client: Client
@@ -253,10 +233,7 @@ class ServedModel:
                 (scored,) = await self._engine.score([wanted])
             return scored
 
-        with first_cause():
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(score(request)) for request in requests]
-        return [task.result() for task in tasks]
+        return await run_all(score(request) for request in requests)
 
     async def read_token_texts(self, completions: Sequence[Completion]) -> None:
         """Decode what token_text() will return, in the thread: reports of the likeliest tokens have

@@ -3,15 +3,9 @@
     mr.train(..., environment=mr.EnvironmentFactory(Wordle), scorers=[reward])
 
 Such a class has reset(**row), which may return text to append to the prompt; public methods, which
-are the model's tools; and optionally get_reward(). An object plays one episode at a time and is
-reset before each.
-
-A reward function that takes `environments` must see the object as the episode left it. It is called
-here, at the end of each episode, with lists of one: prompts, completions, columns and the object.
-Other reward functions run in the scorer processes.
-
-Runs on the loop of the environments; sync methods and reward functions run in the thread of their
-object.
+are the model's tools; and optionally get_reward(). An object plays one episode at a time, in a
+thread of its own. A reward function that takes `environments` must see the object as the episode
+left it, so it is called here, with lists of one. Other reward functions run in scorer processes.
 """
 
 import copy
@@ -24,9 +18,8 @@ from typing import Any
 from millrace.core.errors import ConfigError, ScoreError, TaskError
 from millrace.core.records import Message, Task
 from millrace.environments.agent import Agent
-from millrace.environments.episode_runner import EnvironmentFunction
-from millrace.environments.function_environment import messages_of
-from millrace.environments.limits import SCORED_ENDINGS, EpisodeOver
+from millrace.environments.function_environment import EnvironmentFunction, messages_of
+from millrace.environments.replay.schema import SCORED_ENDINGS, EpisodeOver
 from millrace.environments.threads import ObjectPool, ObjectThread
 from millrace.environments.tools.functions import Tool, tool_of
 from millrace.scoring.functions.function_scorer import Function
@@ -133,10 +126,7 @@ class EnvironmentFactory:
 
 
 def split_rewards(
-    specs: Sequence[ScorerSpec],
-    environment: EnvironmentFunction | None,
-    *,
-    tasks: Sequence[Task],
+    specs: Sequence[ScorerSpec], environment: EnvironmentFunction | None, *, tasks: Sequence[Task]
 ) -> tuple[tuple[ScorerSpec, ...], EnvironmentFunction | None]:
     """Move the reward functions that take `environments` from the scorers to the environment."""
     if not isinstance(environment, EnvironmentFactory):

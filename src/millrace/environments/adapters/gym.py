@@ -4,8 +4,7 @@
     mr.train(tasks=[{"prompt": "0 = stick, 1 = hit.", "seed": 7}, ...], environment=play)
 
 An episode resets the environment with the task's seed. Then each observation becomes a user message
-and each reply an action, until the environment ends the episode. Runs on the loop of the
-environments; the Gymnasium environment runs in a thread of its own.
+and each reply an action. The Gymnasium environment runs in a thread of its own.
 """
 
 import functools
@@ -17,7 +16,7 @@ from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Message, Task
 from millrace.environments.agent import Agent
 from millrace.environments.function_environment import messages_of
-from millrace.environments.limits import SCORED_ENDINGS, EpisodeOver
+from millrace.environments.replay.schema import SCORED_ENDINGS, EpisodeOver
 from millrace.environments.threads import ObjectPool, ObjectThread
 
 

@@ -1,10 +1,8 @@
 """Answers an environment from a recording of one of its episodes, whole or up to a branch.
 
 Promise: each request is compared with the recorded one. Where they differ, a ReplayError names the
-turn and the first difference. Answers arrive in the recorded order.
-
-A token log (core/completions.py) lets a resumed environment diverge. A recording does not: it
-answers whole turns and tool calls by their number, and a difference is an error.
+turn and the first difference. Answers arrive in the recorded order. (A token log, of
+core/completions.py, lets a resumed environment diverge instead.)
 """
 
 import asyncio

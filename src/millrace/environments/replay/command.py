@@ -1,36 +1,29 @@
-"""`millrace replay`: reads, reruns, edits and rescores recorded episodes, without an engine.
-
-Scorers run in processes of their own, as in a training run. The command prints one line per episode
-with its new score.
-"""
+"""`millrace replay`: reads, reruns, edits and rescores recorded episodes, without an engine."""
 
 import contextlib
-import functools
 import json
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from millrace.cluster.hub import Hub
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.config import ScorerConfig, load_config
 from millrace.core.errors import ConfigError, MillraceError, printable
 from millrace.core.records import Group, Score
-from millrace.environments.episode_runner import EnvironmentFunction
-from millrace.environments.function_environment import check_function
-from millrace.environments.replay.files import (
+from millrace.environments.function_environment import EnvironmentFunction, check_function, rerun
+from millrace.environments.replay.recordings import (
     Line,
+    episode_of,
     read_recordings,
     with_reward,
     with_tool_results,
     write_recordings,
 )
-from millrace.environments.replay.recorder import episode_of
-from millrace.environments.replay.rerun import rerun
 from millrace.environments.replay.schema import Recording, decode
 from millrace.models.directory import load_tokenizer
 from millrace.scoring.advantages.estimators import GroupAdvantages
@@ -39,42 +32,42 @@ from millrace.scoring.pool import build_scorer_pool
 from millrace.scoring.registry import ScorerSpec, function_scorer, resolve_scorer, resolve_scorers
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplayOptions:
-    path: Path
-    environment: str | None = None  # "module:name"; None = the environment is not run again
-    model: str | None = None  # model of the tokenizer; None = the recorded one
-    scores: tuple[str, ...] = ()  # "module:name" of reward functions, or names of verifiers
-    config: Path | None = None  # config with [[scorers]]
-    tool_results: tuple[str, ...] = ()  # "NUMBER=TEXT", for every episode
-    reward: float | None = None  # replaces the environment's
-    out: Path | None = None  # file for the resulting episodes
-
-
-async def replay(options: ReplayOptions) -> list[Line]:
-    """Return the lines of the file after all edits."""
-    if options.tool_results and options.environment is None:
+async def replay(
+    path: Path,
+    *,
+    environment: str | None,  # "module:name"; None = the environment is not run again
+    model: str | None,  # model of the tokenizer; None = the recorded one
+    scores: Sequence[str],  # "module:name" of reward functions, or names of verifiers
+    config: Path | None,  # config with [[scorers]]
+    tool_results: Sequence[str],  # "NUMBER=TEXT", for every episode
+    reward: float | None,  # replaces the environment's
+    out: Path | None,  # file for the resulting episodes
+) -> None:
+    if tool_results and environment is None:
         raise ConfigError(
             "--tool-result changes what the environment sees; name it with --environment."
         )
-    lines = list(read_recordings(options.path))
-    if options.environment is not None:
-        function = check_function(resolve_function(options.environment))
-        load = functools.cache(load_tokenizer)
-        lines = [await _rerun(line, function, options, load) for line in lines]
-    if options.reward is not None:
-        lines = [_with_episode(line, with_reward(line.episode, options.reward)) for line in lines]
-    if specs := _specs(options):
+    lines = list(read_recordings(path))
+    if environment is not None:
+        function, load = check_function(resolve_function(environment)), cache(load_tokenizer)
+        texts = dict(map(_tool_result, tool_results))
+        if None in {model or line.model for line in lines}:
+            raise ConfigError(f"{path} does not name the model; pass --model.")
+        lines = [await _rerun(line, function, load, model=model, texts=texts) for line in lines]
+    if reward is not None:
+        lines = [replace(line, episode=with_reward(line.episode, reward)) for line in lines]
+    specs = [
+        function_scorer(name)
+        if ":" in name
+        else resolve_scorer(ScorerConfig(type=name), section="score")
+        for name in scores
+    ]
+    if specs := specs + resolve_scorers(() if config is None else load_config(config).scorers):
         lines = await _scored(lines, specs)
     for line in lines:
         print(printable(_summary(line)))
-    if options.out is not None:
-        write_recordings(options.out, lines)
-    return lines
-
-
-def _with_episode(line: Line, recording: Recording) -> Line:
-    return msgspec.structs.replace(line, episode=recording)
+    if out is not None:
+        write_recordings(out, lines)
 
 
 def _tool_result(text: str) -> tuple[int, str | None]:
@@ -90,28 +83,17 @@ def _tool_result(text: str) -> tuple[int, str | None]:
 async def _rerun(
     line: Line,
     function: EnvironmentFunction,
-    options: ReplayOptions,
     load: Callable[[str], Any],
+    *,
+    model: str | None,
+    texts: Mapping[int, str | None],
 ) -> Line:
-    model = options.model or line.model
-    if model is None:
-        raise ConfigError(f"{options.path} does not name the model; pass --model.")
-    edited = with_tool_results(line.episode, dict(map(_tool_result, options.tool_results)))
+    edited = with_tool_results(line.episode, texts)
     tokenizers = {name: load(row.path) for name, row in edited.models.items()}
-    episode = await rerun(edited, function, tokenizer=load(model), tokenizers=tokenizers)
+    tokenizer = load(str(model or line.model))
+    episode = await rerun(edited, function, tokenizer=tokenizer, tokenizers=tokenizers)
     assert episode.recording is not None
-    return _with_episode(line, decode(episode.recording, Recording))
-
-
-def _specs(options: ReplayOptions) -> list[ScorerSpec]:
-    specs = [
-        function_scorer(name)
-        if ":" in name
-        else resolve_scorer(ScorerConfig(type=name), section="score")
-        for name in options.scores
-    ]
-    tables = () if options.config is None else load_config(options.config).scorers
-    return specs + resolve_scorers(tables)
+    return replace(line, episode=decode(episode.recording, Recording))
 
 
 async def _scored(lines: Sequence[Line], specs: Sequence[ScorerSpec]) -> list[Line]:
@@ -138,9 +120,7 @@ async def _scored(lines: Sequence[Line], specs: Sequence[ScorerSpec]) -> list[Li
             scored = await pool.score(_group(number, members))
             scores |= {id(m): score for m, score in zip(members, scored.scores, strict=True)}
     return [
-        msgspec.structs.replace(
-            line, score=scores[id(line)].total, parts=scores[id(line)].parts, advantage=None
-        )
+        replace(line, score=scores[id(line)].total, parts=scores[id(line)].parts, advantage=None)
         for line in lines
     ]
 

@@ -6,17 +6,34 @@ ConfigError sentence: unknown keys, wrong types and other schema versions are er
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
 from millrace.core.records import Branching, Completion, Ending, Message, Sampling, Task
-from millrace.environments.limits import EpisodeLimits
 from millrace.environments.tools.functions import Fault
 
 SCHEMA = 2
+SCORED_ENDINGS = ("turns", "length")  # limits at which adapters still score an episode
 T = TypeVar("T")
+
+
+class EpisodeOver(Exception):
+    """The episode reached a limit. An environment may catch this to return a reward."""
+
+    def __init__(self, ending: Ending) -> None:
+        super().__init__(f"the episode has ended: {ending}")
+        self.ending: Ending = ending
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeLimits:
+    max_turns: int = 32  # all agents together
+    episode_timeout_s: float | None = None
+    turn_timeout_s: float | None = None
+    tool_timeout_s: float = 30.0
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

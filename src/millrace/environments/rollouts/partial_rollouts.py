@@ -1,4 +1,8 @@
-"""Partial rollouts: the tokens of unfinished groups, saved to the journal every few seconds.
+"""Attempts at groups, and their partial rollouts: tokens that are saved every few seconds.
+
+A running group is cancelled as soon as the staleness limit certainly rules it out. While it
+generates, that is certain only if one token decides (StalenessLimit.one_token_decides): engines
+know the tokens of unfinished completions, an Attempt those of finished ones.
 
 Promise: tokens are durable about `every_s` after they were sampled, and each is saved once. After a
 crash, requests that are repeated resume from the saved tokens; since each draw depends on its
@@ -10,8 +14,11 @@ Runs on the controller's event loop; encoding and the disk belong to the journal
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass, replace
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -27,11 +34,81 @@ from millrace.core.completions import (
 )
 from millrace.core.protocols import OnCompletion, OnTokens, SupportsGenerate
 from millrace.core.records import Completion, CompletionChunk, Request
+from millrace.core.spans import GroupLife, TurnLife
 from millrace.core.staleness import Stamps
-from millrace.environments.rollouts.attempt import Attempt
 from millrace.journal import Journal, NoJournal
 
 IsTrainable = Callable[[np.ndarray], bool]  # whether tokens of these versions [N] may be trained
+WINDOW = 1024  # finished completions from whose lengths the saving is estimated
+Clock = Callable[[], float]
+
+
+class Expired(Exception):
+    """The tokens of a group have become too stale. Not an error: the group is tried again."""
+
+
+class Attempt:
+    """One attempt at a group, with the versions of its tokens so far."""
+
+    def __init__(self, number: int, *, tries: int = 0, now: Clock = time.monotonic) -> None:
+        self.number = number
+        self.tries = tries  # before this one
+        self.stamps = Stamps(counts={})  # of all completions that were returned
+        self.given_up = Stamps(counts={})  # of these, those of episodes that the group left out
+        self.finished: list[int] = []  # lengths of completions that the model ended
+        self.cut: list[int] = []  # lengths of other completions
+        self.partial: PartialRollout | None = None  # where partial rollouts are saved
+        self.now = now
+        self.life = GroupLife(number=number, tries=tries, started_s=now(), turns={})
+
+    @property
+    def known(self) -> Stamps:
+        """All tokens that are certainly part of the group; resumed ones may count twice."""
+        resumed = [] if self.partial is None else [self.partial.resumed]
+        return Stamps.joined([self.stamps, *resumed])
+
+    def add_turn(self, episode: int, start_s: float, versions: np.ndarray) -> None:
+        """`versions` of its tokens."""
+        first, last = (int(versions[0]), int(versions[-1])) if len(versions) else (-1, -1)
+        turn = TurnLife(start_s, self.now(), len(versions), first, last)
+        self.life.turns.setdefault(episode, []).append(turn)
+
+    def ended(self, outcome: Any, reason: str = "") -> GroupLife:
+        return replace(self.life, ended_s=self.now(), outcome=outcome, reason=reason)
+
+    def record(self, completions: Sequence[Completion], *, num_known: int = 0) -> None:
+        """Count the tokens; raises Expired if a completion was ended because it is too stale.
+        `num_known`: leading tokens that were recorded with another completion."""
+        for completion in completions:
+            lengths = self.finished if is_complete(completion) else self.cut
+            lengths.append(len(completion.tokens))
+            stamps = Stamps.of(completion.versions[num_known:])
+            self.stamps = Stamps.joined([self.stamps, stamps])
+        if any(completion.finish == "expire" for completion in completions):
+            raise Expired(f"group {self.number}")
+
+
+class Cancellations:
+    """Counts cancelled attempts, and estimates the tokens that need not be sampled any more."""
+
+    def __init__(self) -> None:
+        self.by_reason: Counter[str] = Counter()
+        self.tokens_saved = 0.0  # estimated
+        self._lengths: deque[int] = deque(maxlen=WINDOW)
+
+    def learn(self, lengths: Iterable[int]) -> None:
+        """Add the lengths of completions that the model ended."""
+        self._lengths.extend(lengths)
+
+    def count(self, reason: str, *, cut: Iterable[int] = ()) -> None:
+        """`cut`: lengths of completions that were cut short."""
+        self.by_reason[reason] += 1
+        self.tokens_saved += sum(self._expected_rest(length) for length in cut)
+
+    def _expected_rest(self, length: int) -> float:
+        """Return the mean number of further tokens of recent completions that were longer."""
+        longer = [other - length for other in self._lengths if other > length]
+        return float(np.mean(longer)) if longer else 0.0
 
 
 class PartialRollout:
@@ -40,10 +117,7 @@ class PartialRollout:
     the staleness rule, or that no request asks for, are counted."""
 
     def __init__(
-        self,
-        saved: Iterable[StreamedTokens] = (),
-        *,
-        is_trainable: IsTrainable = lambda _: True,
+        self, saved: Iterable[StreamedTokens] = (), *, is_trainable: IsTrainable = lambda _: True
     ) -> None:
         self.num_resumed = 0  # saved tokens that were used
         self.resumed = Stamps(counts={})  # of these, those that are trained
@@ -152,68 +226,51 @@ class ReplayingEngine:
         on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
         log = self._partial.log(request, model=self._model)
-        call = _ReplayedCall(self._engine, request, log, on_tokens, on_completion)
-        if all(known is None for known in log.known):
-            return await call.generate(request)
-        return await _all_unless_expired(call.resume(member) for member in range(request.n))
 
+        def finish(member: int, completion: Completion) -> None:
+            if is_complete(completion):
+                log.finish(member, completion)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _ReplayedCall:
-    engine: SupportsGenerate
-    request: Request
-    log: TokenLog
-    on_tokens: OnTokens | None
-    on_completion: OnCompletion | None
+        async def sample(wanted: Request, *, first: int = 0) -> list[Completion]:
+            """Sample the whole request, or the completion `first` of it."""
 
-    async def generate(self, request: Request, *, first: int = 0) -> list[Completion]:
-        """Sample the whole request, or the completion `first` of it."""
+            def receive(chunk: CompletionChunk) -> None:
+                chunk = replace(chunk, member=first + chunk.member)
+                log.append(chunk)
+                if on_tokens is not None:
+                    on_tokens(chunk)
 
-        def receive(chunk: CompletionChunk) -> None:
-            chunk = replace(chunk, member=first + chunk.member)
-            self.log.append(chunk)
-            if self.on_tokens is not None:
-                self.on_tokens(chunk)
+            def complete(member: int, completion: Completion) -> None:
+                finish(first + member, completion)
+                if on_completion is not None:
+                    on_completion(first + member, completion)
 
-        def complete(member: int, completion: Completion) -> None:
-            self._finish(first + member, completion)
-            assert self.on_completion is not None
-            self.on_completion(first + member, completion)
+            wanted = replace(wanted, coalesce=wanted.coalesce or on_tokens is None)
+            on_each = None if on_completion is None else complete
+            completions = await self._engine.generate(wanted, receive, on_each)
+            for member, completion in enumerate(completions, start=first):
+                finish(member, completion)
+            return completions
 
-        if self.on_tokens is None:
-            request = replace(request, coalesce=True)
-        completions = await self.engine.generate(
-            request, receive, None if self.on_completion is None else complete
-        )
-        for member, completion in enumerate(completions, start=first):
-            self._finish(member, completion)
-        return completions
-
-    async def resume(self, member: int) -> Completion:
-        """Send the saved tokens to the caller, and sample the rest."""
-        known = self.log.known[member]
-        if known is not None:
-            self._send_known(known, member=member)
-            if is_complete(known):
-                if self.on_completion is not None:
-                    self.on_completion(member, known)
+        async def resume(member: int) -> Completion:
+            """Send the saved tokens to the caller, and sample the rest."""
+            known = log.known[member]
+            if known is not None and on_tokens is not None:
+                # The caller has the tokens of the request's own partial.
+                rest = cut(known, 0 if request.partial is None else len(request.partial.tokens))
+                end = known.finish if is_complete(known) else None
+                on_tokens(chunk_of(rest, member=member, finish=end))
+            if known is not None and is_complete(known):
+                if on_completion is not None:
+                    on_completion(member, known)
                 return known
-        rest = resume_request(self.request, member=member, known=known)
-        (completion,) = await self.generate(rest, first=member)
-        return completion
+            remaining = resume_request(request, member=member, known=known)
+            (completion,) = await sample(remaining, first=member)
+            return completion
 
-    def _finish(self, member: int, completion: Completion) -> None:
-        if is_complete(completion):
-            self.log.finish(member, completion)
-
-    def _send_known(self, known: Completion, *, member: int) -> None:
-        """Stream the saved tokens, except those of the request's own partial."""
-        if self.on_tokens is None:
-            return
-        partial = self.request.partial
-        rest = cut(known, 0 if partial is None else len(partial.tokens))
-        finish = known.finish if is_complete(known) else None
-        self.on_tokens(chunk_of(rest, member=member, finish=finish))
+        if all(known is None for known in log.known):
+            return await sample(request)
+        return await _all_unless_expired(resume(member) for member in range(request.n))
 
 
 async def _all_unless_expired(each: Iterable[Awaitable[Completion]]) -> list[Completion]:

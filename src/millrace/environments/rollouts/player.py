@@ -6,6 +6,7 @@ Runs on the controller's event loop.
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -25,8 +26,7 @@ from millrace.core.records import (
     score_request_for,
 )
 from millrace.core.staleness import Stamps
-from millrace.environments.rollouts.attempt import Attempt
-from millrace.environments.rollouts.partial_rollouts import ReplayingEngine
+from millrace.environments.rollouts.partial_rollouts import Attempt, ReplayingEngine
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.token_record import rollout_of
 from millrace.scoring.scheduling.group_scoring import GroupScoring
@@ -211,19 +211,15 @@ class Player:
         return replace(self, engine=engine, sampling=sampling)
 
     async def try_group(
-        self,
-        task: Task,
-        *,
-        attempt: Attempt,
-        group_size: int,
-        scoring: GroupScoring | None = None,
+        self, task: Task, *, attempt: Attempt, group_size: int, scoring: GroupScoring | None = None
     ) -> Group:
         """Play a group for training; each attempt samples with its own seed. `scoring` receives
         tokens while they are sampled and episodes when they finish. Raises Expired when the group's
         tokens have become too stale."""
-        policy = self._policy(attempt.number, name="group", tries=attempt.tries)
-        policy = replace(
-            policy,
+        policy = self._policy(
+            attempt.number,
+            name="group",
+            tries=attempt.tries,
             attempt=attempt,
             scoring=scoring,
             priority=self.lengths.priority(task),
@@ -246,7 +242,7 @@ class Player:
         episodes = await self.environment.play(task, policy, group_size)
         return Group(number=number, task=task, episodes=tuple(episodes))
 
-    def _policy(self, number: int, *, name: str, tries: int = 0) -> GroupPolicy:
+    def _policy(self, number: int, *, name: str, tries: int = 0, **more: Any) -> GroupPolicy:
         return GroupPolicy(
             engine=self.engine,
             renderer=self.renderer,
@@ -256,6 +252,7 @@ class Player:
             seed=group_seed(self.seed, number, tries=tries),
             others=self.others,
             score_engine=self.engine,
+            **more,
         )
 
 

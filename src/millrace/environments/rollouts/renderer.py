@@ -1,16 +1,25 @@
-"""Renders prompts to tokens, and tokens to text, with the model's tokenizer and chat template.
+"""Renders prompts to tokens, and tokens to text, with a model's tokenizer and chat template.
 
-Used on the controller's loop and that of the environments; torch-free. P = prompt tokens.
+An episode has several models: the policy, and the frozen models of environment.models. Promise:
+each is rendered with its own tokenizer, chat template and tool-call format, and its settings are
+checked before any engine starts. Used on the controller's loop and that of the environments;
+torch-free. P = prompt tokens.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from millrace.config import RoleModelConfig
 from millrace.core.errors import ConfigError, TaskError
+from millrace.core.files import check_file_name
 from millrace.core.records import Message, Prompt, Task
+from millrace.environments.replay.schema import ModelRow
+from millrace.environments.tools.calls import FORMATS, ToolFormat, ToolFormatName, format_of
 from millrace.models.chat_template import ChatTemplate
+from millrace.models.directory import check_directory, context_length, load_tokenizer
 
 _NO_TEMPLATE = (
     "its prompt is a list of messages, but the model's tokenizer has no chat template; write the"
@@ -98,3 +107,42 @@ class Renderer:
                 f"The chat template refused the messages {list(messages)!r:.200}:"
                 f" {type(error).__name__}: {error}; check their roles and order."
             ) from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoleModel:
+    row: ModelRow
+    renderer: Renderer
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        return FORMATS[self.row.tool_format]
+
+
+def role_model(
+    renderer: Renderer, *, path: str = "", max_context: int, tool_format: ToolFormatName = "auto"
+) -> RoleModel:
+    row = ModelRow(
+        path=path,
+        max_context=max_context,
+        tool_format=format_of(tool_format, template=renderer.chat_template).name,
+        template=renderer.template_settings,
+    )
+    return RoleModel(row, renderer)
+
+
+def load_role_model(name: str, settings: RoleModelConfig) -> RoleModel:
+    """Load tokenizer and configuration, without weights; raise ConfigError if one is wrong."""
+    section, path = f"environment.models.{name}", settings.path
+    trust_remote_code = settings.trust_remote_code
+    check_file_name(name, of="One of environment.models")
+    check_directory(path, setting=f"{section}.path")
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    max_context = context_length(
+        path,
+        wanted=settings.engine.max_context,
+        setting=f"{section}.max_context",
+        trust_remote_code=trust_remote_code,
+    )
+    renderer = Renderer(tokenizer, template_settings=settings.template)
+    return role_model(renderer, path=path, max_context=max_context)

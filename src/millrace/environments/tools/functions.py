@@ -1,7 +1,5 @@
-"""Python functions as tools: their schemas for the model, and how its calls are run.
-
-A tool is a function, sync or async, with type hints and a docstring. They define its schema and the
-check of the arguments that a model passes.
+"""Python functions as tools: their schemas for the model, and how its calls are run. Type hints and
+the docstring of a function define its schema and the check of the arguments.
 
 Promise: the model always gets text, either the result or an error. A sync tool runs in a thread of
 its own, so a tool that hangs delays only its own call. An async tool runs on the loop of the

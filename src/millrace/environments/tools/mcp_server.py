@@ -24,7 +24,7 @@ from millrace.core.errors import ConfigError
 from millrace.core.records import Task
 from millrace.core.secrets import Secrets, check_headers
 from millrace.environments.agent import Agent
-from millrace.environments.episode_runner import EnvironmentFunction, name_of
+from millrace.environments.function_environment import EnvironmentFunction, name_of
 from millrace.environments.tools.functions import Tool, ToolError, tools_of
 
 CONNECT_TIMEOUT_S = 30.0
@@ -112,16 +112,17 @@ class McpServer:
                 raise ConfigError(
                     f"MCP server {self.name!r} has no tool {name!r}; it has {', '.join(names)}."
                 )
-        return [self._tool(t) for t in found if self._offered is None or t.name in self._offered]
-
-    def _tool(self, described: Any) -> Tool:
-        return Tool(
-            name=described.name,
-            description=described.description or "",
-            parameters=described.input_schema,
-            call=partial(self._call, described.name),
-            check=dict,  # the server checks the arguments
-        )
+        return [
+            Tool(
+                name=tool.name,
+                description=tool.description or "",
+                parameters=tool.input_schema,
+                call=partial(self._call, tool.name),
+                check=dict,  # the server checks the arguments
+            )
+            for tool in found
+            if self._offered is None or tool.name in self._offered
+        ]
 
     async def _call(self, tool: str, /, **arguments: Any) -> str:
         try:

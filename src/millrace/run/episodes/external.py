@@ -92,13 +92,13 @@ async def external_server(
         ),
         metrics=ServerMetrics(),
     )
-
-    def health() -> Health:
-        serving = engines.num_engines
-        status = "ok" if serving == count else "degraded" if serving else "down"
-        return Health(status=status, engines=count, serving=serving)
-
-    app = make_app(served, keys=keys, hosts=[host], limits=limits, health=health)
+    app = make_app(
+        served,
+        keys=keys,
+        hosts=[host],
+        limits=limits,
+        health=lambda: Health.of(serving=engines.num_engines, engines=count),
+    )
     add_routes(app, environment, info=_info(prepared, environment))
     with contextlib.closing(served):
         async with http_listener(app, host=host, port=port, limits=limits) as bound:

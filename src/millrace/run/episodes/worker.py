@@ -29,11 +29,10 @@ from millrace.core import errors
 from millrace.core.errors import MillraceError, TaskError
 from millrace.core.records import Completion
 from millrace.core.spans import Timeline
-from millrace.environments.episode_runner import EpisodePlan, LoadedEnvironment
-from millrace.environments.function_environment import lifetime
-from millrace.environments.limits import EpisodeOver
+from millrace.environments.function_environment import EpisodePlan, LoadedEnvironment, lifetime
 from millrace.environments.replay import schema
 from millrace.environments.replay.answers import Branch
+from millrace.environments.replay.schema import EpisodeOver
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.threads import LoopThread
 from millrace.models.directory import load_tokenizer

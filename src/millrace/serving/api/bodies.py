@@ -15,14 +15,7 @@ from itertools import islice
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from millrace.core.errors import TaskError
@@ -162,10 +155,6 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        schema = {} if self.json_schema is None else {"json_schema": self.json_schema}
-        return {"type": self.type, **schema}
-
 
 def check_function(tool: dict[str, Any]) -> dict[str, Any]:
     """Check the shape of a tool; its JSON schema is not checked."""
@@ -212,7 +201,7 @@ class ChatBody(OpenAIBody):
 
     def grammar(self, form: ToolFormat) -> str | None:
         """Return the grammar of the reply; None = unconstrained."""
-        wanted = self.response_format and self.response_format.as_dict()
+        wanted = self.response_format and self.response_format.model_dump(exclude_none=True)
         try:
             grammar = grammar_of(wanted)
         except TaskError as error:

@@ -1,9 +1,8 @@
 """/v1/chat/completions: messages in, a message out, at once or streamed.
 
-Messages of the API are converted to those of chat templates and agents, and back. Promise: a reply
-that a client sends back in a later request becomes the same message again. Empty fields are
-dropped, and tool calls are converted to the model's format, so an agent recognises the turn it
-recorded.
+Promise: a reply that a client sends back in a later request becomes the same message again. Empty
+fields are dropped, and tool calls are converted to the model's format, so an agent recognises the
+turn it recorded.
 """
 
 import json
@@ -88,12 +87,7 @@ class ChatAnswer(ApiAnswer[ChatBody]):
 
 
 def chat_choice(
-    index: int,
-    *,
-    content: str,
-    calls: Sequence[ToolCall],
-    finish: Finish,
-    logprobs: Json | None,
+    index: int, *, content: str, calls: Sequence[ToolCall], finish: Finish, logprobs: Json | None
 ) -> Json:
     message: Json = {"role": "assistant", "content": content, "refusal": None}
     if calls:
@@ -113,11 +107,7 @@ def logprob_rows(sampled: Completion | CompletionChunk, *, text: Callable[[int],
     """Return the logprobs of all sampled tokens, including the end token. `text` decodes one."""
 
     def row(token: int, logprob: float) -> Json:
-        return {
-            "token": text(token),
-            "logprob": logprob,
-            "bytes": list(text(token).encode()),
-        }
+        return {"token": text(token), "logprob": logprob, "bytes": list(text(token).encode())}
 
     pairs = zip(sampled.tokens.tolist(), sampled.logprobs.tolist(), strict=True)
     tops = top_pairs(sampled.top, num_tokens=len(sampled.tokens))

@@ -15,13 +15,7 @@ from uuid import uuid4
 import numpy as np
 
 from millrace.core.completions import cut, joined
-from millrace.core.records import (
-    Completion,
-    CompletionChunk,
-    Request,
-    TokenLogprobs,
-    TopTokens,
-)
+from millrace.core.records import Completion, CompletionChunk, Request, TokenLogprobs, TopTokens
 from millrace.serving.api.bodies import CompletionBody, OpenAIBody
 from millrace.serving.api.streaming import TextStream
 from millrace.serving.clients import Client
@@ -58,20 +52,15 @@ class ApiAnswer(Generic[B]):
         """Yield the choices of a chunk, each an event. `new` is the text that became certain."""
         raise NotImplementedError
 
-    async def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        return await self.served.complete(requests, client=self.client)
-
-    async def with_prompts(
-        self, requests: Sequence[Request], completions: list[Completion]
-    ) -> list[Completion]:
-        """Return what the choices show, which may include prompts."""
-        return completions
+    async def complete(self, requests: Sequence[Request]) -> tuple[list[Completion], int]:
+        """Return what the choices show, and the number of sampled tokens."""
+        completions = await self.served.complete(requests, client=self.client)
+        return completions, sum(len(each.tokens) for each in completions)
 
     async def whole(self) -> Json:
         requests = await self._prepared()
-        completions = await self.complete(requests)
-        usage = usage_of(_num_prompt(requests), sum(len(each.tokens) for each in completions))
-        completions = await self.with_prompts(requests, completions)
+        completions, num_sampled = await self.complete(requests)
+        usage = usage_of(_num_prompt(requests), num_sampled)
         if self.body.wants_logprobs:
             await self.served.read_token_texts(completions)
         choices: list[Json] = []
@@ -127,17 +116,13 @@ class TextAnswer(ApiAnswer[CompletionBody]):
                 index=number * body.num_choices,
             )
 
-    async def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        completions = await super().complete(requests)
+    async def complete(self, requests: Sequence[Request]) -> tuple[list[Completion], int]:
+        completions, num_sampled = await super().complete(requests)
         if self.body.max_tokens == 0:  # the engine has checked the prompt and sampled one token
-            return [replace(cut(each, 0, 0), finish="length") for each in completions]
-        return completions
-
-    async def with_prompts(
-        self, requests: Sequence[Request], completions: list[Completion]
-    ) -> list[Completion]:
+            completions = [replace(cut(each, 0, 0), finish="length") for each in completions]
+            num_sampled = 0
         if not self.body.echo:
-            return completions
+            return completions, num_sampled
         scored: Sequence[TokenLogprobs | None] = [None] * len(requests)
         if self.body.wants_logprobs:
             scored = await self.served.score_prompts(requests, client=self.client)
@@ -151,7 +136,7 @@ class TextAnswer(ApiAnswer[CompletionBody]):
             parts = [_prompt_part(requests[number], scored[number], like=own), own]
             text = texts[number] + own.text
             shown.append(replace(joined(parts, truncates=False), finish=own.finish, text=text))
-        return shown
+        return shown, num_sampled
 
     def choice(self, index: int, completion: Completion) -> Json:
         return self._choice(index, completion, completion.text)

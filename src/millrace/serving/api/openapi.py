@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, create_model
 from pydantic.json_schema import models_json_schema
 
 from millrace.serving.api.bodies import Body, ChatBody, CompletionBody
@@ -20,178 +20,130 @@ class Health(ApiReply):
     engines: int  # configured
     serving: int  # ready
 
-
-class ModelEntry(ApiReply):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
+    @classmethod
+    def of(cls, *, serving: int, engines: int) -> "Health":
+        status = "ok" if serving == engines else "degraded" if serving else "down"
+        return cls(status=status, engines=engines, serving=serving)
 
 
-class ModelList(ApiReply):
-    object: Literal["list"]
-    data: list[ModelEntry]
+def _reply(name: str, /, **fields: Any) -> Any:
+    """The body of a reply, as a pydantic model; (type, default) is an optional field."""
+    given: dict[str, Any] = {
+        key: kind if isinstance(kind, tuple) else (kind, ...) for key, kind in fields.items()
+    }
+    return create_model(name, __base__=ApiReply, **given)
 
 
-class UsageReply(ApiReply):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class CalledFunction(ApiReply):
-    name: str
-    arguments: str  # JSON
-
-
-class ToolCallEntry(ApiReply):
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-
-class AssistantMessage(ApiReply):
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    tool_calls: list[ToolCallEntry] = []
-
-
-class TopLogprob(ApiReply):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(ApiReply):
-    content: list[TokenLogprob]
-    refusal: None
-
-
-class ChatChoice(ApiReply):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
-
-
-class CompletionReply(ApiReply):
-    id: str
-    created: int
-    model: str
-    usage: UsageReply
-
-
-class ChatCompletion(CompletionReply):
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-
-
-class TextLogprobs(ApiReply):
-    tokens: list[str]
-    token_logprobs: list[float | None]  # null for the first token of an echoed prompt
-    text_offset: list[int]
-    top_logprobs: list[dict[str, float] | None] | None
-
-
-class TextChoice(ApiReply):
-    index: int
-    text: str
-    logprobs: TextLogprobs | None
-    token_ids: list[int] = []  # as the next, with return_token_ids
-    versions: list[int] = []  # that sampled each token
-    finish_reason: Literal["stop", "length"]
-
-
-class TextCompletion(CompletionReply):
-    object: Literal["text_completion"]
-    choices: list[TextChoice]
-
-
-class OutputText(ApiReply):
-    type: Literal["output_text"]
-    text: str
-    annotations: list[Any]
-    logprobs: list[TokenLogprob]
-
-
-class OutputMessage(ApiReply):
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    status: Literal["completed", "incomplete"]
-    content: list[OutputText]
-
-
-class OutputCall(ApiReply):
-    id: str
-    type: Literal["function_call"]
-    status: Literal["completed"]
-    call_id: str
-    name: str
-    arguments: str  # JSON
-
-
-class ResponsesUsage(ApiReply):
-    input_tokens: int
-    input_tokens_details: dict[str, int]
-    output_tokens: int
-    output_tokens_details: dict[str, int]
-    total_tokens: int
-
-
-class ResponsesReply(ApiReply):
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["completed", "incomplete"]
-    error: None
-    incomplete_details: dict[str, str] | None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, Any]
-    model: str
-    output: list[OutputMessage | OutputCall]
-    parallel_tool_calls: bool
-    previous_response_id: None
-    store: Literal[False]
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, str]
-    tools: list[dict[str, Any]]
-    top_p: float
-    truncation: Literal["disabled"]
-    usage: ResponsesUsage
-
-
-class SequenceScores(ApiReply):
-    logprobs: str  # base64 like the next two, see score.py
-    top_ids: str
-    top_logprobs: str
-    version: int | None
-
-
-class ScoreReply(ApiReply):
-    vocabulary: str
-    num_tokens: int
-    max_context: int
-    sequences: list[SequenceScores]
-
-
-class ErrorDetail(ApiReply):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorReply(ApiReply):
-    error: ErrorDetail
-
+ModelEntry = _reply("ModelEntry", id=str, object=Literal["model"], created=int, owned_by=str)
+ModelList = _reply("ModelList", object=Literal["list"], data=list[ModelEntry])
+UsageReply = _reply("UsageReply", prompt_tokens=int, completion_tokens=int, total_tokens=int)
+CalledFunction = _reply("CalledFunction", name=str, arguments=str)  # arguments as JSON
+ToolCallEntry = _reply("ToolCallEntry", id=str, type=Literal["function"], function=CalledFunction)
+AssistantMessage = _reply(
+    "AssistantMessage",
+    role=Literal["assistant"],
+    content=str | None,
+    refusal=None,
+    tool_calls=(list[ToolCallEntry], []),
+)
+_TOP = {"token": str, "logprob": float, "bytes": list[int]}
+TopLogprob = _reply("TopLogprob", **_TOP)
+TokenLogprob = _reply("TokenLogprob", **_TOP, top_logprobs=list[TopLogprob])
+ChatLogprobs = _reply("ChatLogprobs", content=list[TokenLogprob], refusal=None)
+ChatChoice = _reply(
+    "ChatChoice",
+    index=int,
+    message=AssistantMessage,
+    logprobs=ChatLogprobs | None,
+    finish_reason=Literal["stop", "length", "tool_calls"],
+)
+_HEAD = {"id": str, "created": int, "model": str, "usage": UsageReply}
+ChatCompletion = _reply(
+    "ChatCompletion", **_HEAD, object=Literal["chat.completion"], choices=list[ChatChoice]
+)
+TextLogprobs = _reply(
+    "TextLogprobs",
+    tokens=list[str],
+    token_logprobs=list[float | None],  # null for the first token of an echoed prompt
+    text_offset=list[int],
+    top_logprobs=list[dict[str, float] | None] | None,
+)
+TextChoice = _reply(
+    "TextChoice",
+    index=int,
+    text=str,
+    logprobs=TextLogprobs | None,
+    token_ids=(list[int], []),  # as the next, with return_token_ids
+    versions=(list[int], []),  # that sampled each token
+    finish_reason=Literal["stop", "length"],
+)
+TextCompletion = _reply(
+    "TextCompletion", **_HEAD, object=Literal["text_completion"], choices=list[TextChoice]
+)
+OutputText = _reply(
+    "OutputText",
+    type=Literal["output_text"],
+    text=str,
+    annotations=list[Any],
+    logprobs=list[TokenLogprob],
+)
+OutputMessage = _reply(
+    "OutputMessage",
+    id=str,
+    type=Literal["message"],
+    role=Literal["assistant"],
+    status=Literal["completed", "incomplete"],
+    content=list[OutputText],
+)
+OutputCall = _reply(
+    "OutputCall",
+    id=str,
+    type=Literal["function_call"],
+    status=Literal["completed"],
+    call_id=str,
+    name=str,
+    arguments=str,  # JSON
+)
+ResponsesUsage = _reply(
+    "ResponsesUsage",
+    input_tokens=int,
+    input_tokens_details=dict[str, int],
+    output_tokens=int,
+    output_tokens_details=dict[str, int],
+    total_tokens=int,
+)
+ResponsesReply = _reply(
+    "ResponsesReply",
+    id=str,
+    object=Literal["response"],
+    created_at=int,
+    status=Literal["completed", "incomplete"],
+    error=None,
+    incomplete_details=dict[str, str] | None,
+    instructions=str | None,
+    max_output_tokens=int | None,
+    metadata=dict[str, Any],
+    model=str,
+    output=list[OutputMessage | OutputCall],
+    parallel_tool_calls=bool,
+    previous_response_id=None,
+    store=Literal[False],
+    temperature=float,
+    text=dict[str, Any],
+    tool_choice=str | dict[str, str],
+    tools=list[dict[str, Any]],
+    top_p=float,
+    truncation=Literal["disabled"],
+    usage=ResponsesUsage,
+)
+SequenceScores = _reply(  # base64, see score.py
+    "SequenceScores", logprobs=str, top_ids=str, top_logprobs=str, version=int | None
+)
+ScoreReply = _reply(
+    "ScoreReply", vocabulary=str, num_tokens=int, max_context=int, sequences=list[SequenceScores]
+)
+ErrorDetail = _reply("ErrorDetail", message=str, type=str, param=str | None, code=str | None)
+ErrorReply = _reply("ErrorReply", error=ErrorDetail)
 
 JSON = "application/json"
 STREAM = "text/event-stream"

@@ -36,6 +36,7 @@ Json = dict[str, Any]
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 _LOGPROBS = "message.output_text.logprobs"
 _STATEFUL = ("store", "previous_response_id", "conversation", "prompt")
+_SAME_IN_CHAT = ("model", "stream", "temperature", "top_p", "top_logprobs", "prompt_cache_key")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -116,21 +117,17 @@ class ResponsesBody(Body):
             raise ApiError(f"top_logprobs need include = [{_LOGPROBS!r}].", param="top_logprobs")
         form = (self.text and self.text.format) or None
         choice = self.tool_choice
-        table = {
-            "model": self.model,
+        if isinstance(choice, FlatNamedTool):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        table = {name: getattr(self, name) for name in _SAME_IN_CHAT} | {
             "messages": list(self._messages()),
             "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
             "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
-            "tool_choice": _chat_choice(choice) if isinstance(choice, FlatNamedTool) else choice,
+            "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": form and _chat_format(form),
             "logprobs": wants_logprobs,
-            "top_logprobs": self.top_logprobs,
-            "stream": self.stream,
             "stream_options": {"include_usage": True} if self.stream else None,
-            "prompt_cache_key": self.prompt_cache_key,
         }
         self._chat = validate_body(ChatBody, table)
 
@@ -193,10 +190,6 @@ def _chat_tool(tool: Mapping[str, Any]) -> Json:
     names = ("name", "description", "parameters")
     function = {name: tool[name] for name in names if tool.get(name) is not None}
     return {"type": "function", "function": function}
-
-
-def _chat_choice(choice: FlatNamedTool) -> Json:
-    return {"type": "function", "function": {"name": choice.name}}
 
 
 def _chat_format(format: Mapping[str, Any]) -> Json:
@@ -354,14 +347,8 @@ def _message_item(text: str, rows: list[Json], *, status: str) -> Json:
 
 
 def _call_item(call: Json) -> Json:
-    function = call["function"]
     head = {"id": f"fc_{uuid4().hex}", "type": "function_call", "status": "completed"}
-    return {
-        **head,
-        "call_id": call["id"],
-        "name": function["name"],
-        "arguments": function["arguments"],
-    }
+    return {**head, "call_id": call["id"], **call["function"]}
 
 
 def _usage(chat: Json) -> Json:

@@ -1,16 +1,14 @@
 """/score: the logprobs of given tokens, computed by teacher processes; see docs/how-to/serve.md.
 
-`ranges` select the scored tokens. Arrays are base64 of little-endian float32 and int32 in row-major
-order: with a large top_k, JSON numbers would be slow to parse. A request without sequences returns
-the properties of the model, so that a client can check that token ids mean the same.
-
-Promise: each sequence is read in one forward pass, so by one version. Runs on the server's event
-loop.
+Arrays are base64 of little-endian float32 and int32 in row-major order: with a large top_k, JSON
+numbers would be slow to parse. A request without sequences returns the properties of the model, so
+that a client can check that token ids mean the same. Promise: each sequence is read in one forward
+pass, so by one version. Runs on the server's event loop.
 """
 
 import base64
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -61,61 +59,57 @@ class ScoreBody(Body):
     sequences: Annotated[list[SequenceBody], Field(fail_fast=True)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScoreModelInfo:
-    vocabulary: str  # checksum, see vocabulary_checksum()
-    num_tokens: int  # valid ids are below this
-    max_context: int
-
-
+@dataclass(kw_only=True, eq=False)
 class ScorePool:
     """Several processes with the same model. A request goes to the least loaded one."""
 
-    def __init__(
-        self, processes: Sequence[TeacherProcess], *, model: ScoreModelInfo, timeout_s: float
-    ) -> None:
-        self._processes = list(processes)
-        self._num_sequences = [0] * len(processes)  # in flight
-        self._model = model
-        self._timeout_s = timeout_s
+    processes: Sequence[TeacherProcess]
+    vocabulary: str  # checksum, see vocabulary_checksum()
+    num_tokens: int  # valid ids are below this
+    max_context: int
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        self._num_sequences = [0] * len(self.processes)  # in flight
 
     async def answer(self, body: ScoreBody) -> dict[str, Any]:
         self._check(body)
         requests = [each.request() for each in body.sequences]
         scored = await self._score(requests) if requests else []
-        return {**asdict(self._model), "sequences": [_answer(logprobs) for logprobs in scored]}
+        model = {name: getattr(self, name) for name in ("vocabulary", "num_tokens", "max_context")}
+        sequences = [
+            {
+                "logprobs": _encoded(each.logprobs, "<f4"),
+                "top_ids": _encoded(each.top_ids, "<i4"),
+                "top_logprobs": _encoded(each.top_logprobs, "<f4"),
+                "version": each.version,
+            }
+            for each in scored
+        ]
+        return {**model, "sequences": sequences}
 
     async def _score(self, requests: list[ScoreRequest]) -> list[TokenLogprobs]:
-        index = min(range(len(self._processes)), key=self._num_sequences.__getitem__)
+        index = min(range(len(self.processes)), key=self._num_sequences.__getitem__)
         self._num_sequences[index] += len(requests)
         try:
-            return await self._processes[index].score(requests, timeout_s=self._timeout_s)
+            return await self.processes[index].score(requests, timeout_s=self.timeout_s)
         finally:
             self._num_sequences[index] -= len(requests)
 
     def _check(self, body: ScoreBody) -> None:
         for number, sequence in enumerate(body.sequences):
             end, highest = sequence.ranges[-1][1], max(sequence.tokens)
-            if end > self._model.max_context:
+            if end > self.max_context:
                 raise ApiError(
                     f"Sequence {number} is scored up to token {end}, but the context is limited to"
-                    f" {self._model.max_context}; shorten it.",
+                    f" {self.max_context}; shorten it.",
                     code="context_length_exceeded",
                 )
-            if highest >= self._model.num_tokens:
+            if highest >= self.num_tokens:
                 raise ApiError(
                     f"Sequence {number} has token {highest}, but the model knows"
-                    f" {self._model.num_tokens}; use its own tokenizer."
+                    f" {self.num_tokens}; use its own tokenizer."
                 )
-
-
-def _answer(scored: TokenLogprobs) -> dict[str, Any]:
-    return {
-        "logprobs": _encoded(scored.logprobs, "<f4"),
-        "top_ids": _encoded(scored.top_ids, "<i4"),
-        "top_logprobs": _encoded(scored.top_logprobs, "<f4"),
-        "version": scored.version,
-    }
 
 
 def _encoded(array: np.ndarray, dtype: str) -> str:

@@ -104,7 +104,8 @@ class TextStream:
             # The end token ended it, not a stop string; that token is not part of the text.
             text = self.text + self._decoded_from_read(to=len(self._ids) - 1)
         if finish is not None or not text.endswith(_INCOMPLETE):
-            self.text = self._until_stop_string(text)
+            ends = [at for stop in self._stop if (at := text.find(stop, self._num_returned)) >= 0]
+            self.text = text[: min(ends)] if ends else text
             self._context, self._read = self._read, len(self._ids)
         end = self._num_certain(is_end=finish is not None)
         returned = self.text[self._num_returned : end]
@@ -114,10 +115,6 @@ class TextStream:
     def _decoded_from_read(self, *, to: int | None = None) -> str:
         known = self._decode(self._ids[self._context : self._read])
         return self._decode(self._ids[self._context : to])[len(known) :]
-
-    def _until_stop_string(self, text: str) -> str:
-        ends = [at for stop in self._stop if (at := text.find(stop, self._num_returned)) >= 0]
-        return text[: min(ends)] if ends else text
 
     def _num_certain(self, *, is_end: bool) -> int:
         """Return the number of leading characters that no later token can change."""

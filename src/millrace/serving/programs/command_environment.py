@@ -1,8 +1,7 @@
 """Programs as environments: any program that uses the OpenAI API, in any language.
 
 A program is started once per episode. It finds the model at OPENAI_BASE_URL with OPENAI_API_KEY,
-and reads its task as one line of JSON from standard input. Its calls of the model are recorded; its
-output and exit code are scored.
+and reads its task as one line of JSON from standard input. Its output and exit code are scored.
 
 Promise: a program that crashes marks its own episode only. A program that never calls the model
 fails its group with the reason. No program outlives its episode, nor the process that started it,

@@ -1,12 +1,9 @@
-"""The OpenAI API for programs that play episodes: each has its own address and key. An example is
-in docs/how-to/serve.md.
+"""The OpenAI API for programs that play episodes; docs/how-to/serve.md has an example.
 
-Each call through a session is a turn of that session's agent, recorded like a turn of a built-in
-environment. The run decides how tokens are sampled: temperature, top_p and seed of a program are
-ignored, and max_tokens can only lower the run's limit.
-
-Clients that use one address for all their episodes share one: shared() returns its address and key,
-and admit() maps the id in a header of each request to a session.
+Each call through a session is a turn of that session's agent. The run decides how tokens are
+sampled: temperature, top_p and seed of a program are ignored, and max_tokens can only lower the
+run's limit. Each session has its own address and key; clients that use one address for all their
+episodes take shared(), and admit() maps the id in a header of each request to a session.
 
 Promise: a call with a wrong key gets 401, a call after the episode's end 410, an invalid call 400.
 None of these affects another episode. The gateway listens on this machine only, from the first
@@ -25,7 +22,7 @@ from aiohttp import web
 
 from millrace.core.errors import ConfigError, TaskError
 from millrace.environments.agent import Agent, Reply
-from millrace.environments.limits import EpisodeOver
+from millrace.environments.replay.schema import EpisodeOver
 from millrace.environments.tools.functions import Tool
 from millrace.serving.api.bodies import ChatBody, CompletionBody, OpenAIBody
 from millrace.serving.api.chat import (

@@ -1,8 +1,7 @@
 """Environments of the verifiers package (0.4, its v1 API); see docs/how-to/from-verifiers.md.
 
 The package plays and scores the episodes. Its agents call the model through a gateway, which
-records their calls as turns of the episode. Runs on the event loop of the environments; open() and
-close() manage what the environment shares among its episodes.
+records their calls as turns of the episode. Runs on the event loop of the environments.
 """
 
 import asyncio
@@ -79,7 +78,10 @@ class VerifiersEnvironment:
             episode = await session.guard(playing)
         if not episode.ok:
             raise self._failed(episode, agent, session)
-        return self._rewards(episode)
+        if self._is_single:
+            return fmean(trace.reward for trace in episode.traces)
+        by_agent = episode.by_agent.items()
+        return {name: fmean(trace.reward for trace in traces) for name, traces in by_agent}
 
     async def _serve(self, ready: asyncio.Future[None]) -> None:
         """Open and close the environment in one asyncio task, as its context managers require."""
@@ -94,14 +96,6 @@ class VerifiersEnvironment:
         base_url, os.environ[KEY_VARIABLE] = await self._gateway.shared()
         client = vf.EvalClientConfig(base_url=base_url, api_key_var=KEY_VARIABLE)
         return vf.ModelContext(model="policy", client=client)
-
-    def _rewards(self, episode: Any) -> float | dict[str, float]:
-        if self._is_single:
-            return fmean(trace.reward for trace in episode.traces)
-        return {
-            name: fmean(trace.reward for trace in traces)
-            for name, traces in episode.by_agent.items()
-        }
 
     def _failed(self, episode: Any, agent: Agent, session: GatewaySession) -> Exception:
         """Return the error of a failed episode. Without a model call there is nothing to train."""

@@ -1,26 +1,106 @@
-"""The built-in recipes of [environment.recipe]: pivot resampling and tree rollouts."""
+"""Groups whose episodes are branches of each other: the recipes of [environment.recipe], which
+choose the branching points, and the scheduler that plays the episode trees of one group.
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+Promise: a group has the requested number of episodes, and each is passed to its policy when it has
+ended. If an environment does not reach the branching point a second time, a new root is played
+instead of the branch, and counted. Runs on the controller's event loop.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
-from millrace.core.errors import ConfigError, TaskError
+from millrace.core.errors import ConfigError, ReplayError, TaskError, run_all
 from millrace.core.plugins import build_plugin, load_reference
 from millrace.core.protocols import Policy
-from millrace.core.records import Episode, Rollout
-from millrace.environments.branching.scheduler import (
-    BranchLeaf,
-    BranchScheduler,
-    Recipe,
-    by_place,
-    run_all,
-)
-from millrace.environments.episode_runner import EpisodeRunner
+from millrace.core.records import Branching, Episode, Rollout
+from millrace.environments.function_environment import EpisodeRunner
+from millrace.environments.replay.answers import Branch
+from millrace.environments.replay.schema import Recording
 
 Measure = Literal["entropy", "surprisal", "value", "chance"]
 MEASURES: tuple[str, ...] = get_args(Measure)
+
+
+class Recipe(Protocol):
+    """A plug-in whose fields are the keys of [environment.recipe]."""
+
+    def check(self, n: int) -> None:
+        """Raise ConfigError if a group of n episodes is too small."""
+        ...
+
+    async def play(self, runner: EpisodeRunner, n: int) -> list[Episode]:
+        """Return n episodes for training. Called on the controller's event loop."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BranchLeaf:
+    """An episode of a tree. M = trained tokens of the episode itself."""
+
+    episode: Episode
+    recording: Recording
+    branching: Branching
+    root: int  # number of the root of its tree
+    places: np.ndarray  # [M] int, ascending; tokens at which it can be branched
+    surprisals: np.ndarray  # [M] float32; -logprob of each of these tokens
+
+
+class BranchScheduler:
+    def __init__(self, runner: EpisodeRunner) -> None:
+        self.policy = runner.policy
+        self.episodes: dict[int, Episode] = {}  # by number
+        self._runner = runner
+        self._numbers = itertools.count()
+
+    async def play_root(self) -> BranchLeaf:
+        return await self._play(Branching(number=next(self._numbers)))
+
+    async def play_branch(self, leaf: BranchLeaf, *, place: int) -> BranchLeaf:
+        """Play an episode that equals `leaf` before the token at `place`, and then differs."""
+        number = next(self._numbers)
+        branching = Branching(number=number, parent=leaf.branching.number, place=place)
+        turns, at = iter(leaf.recording.turns), place  # `at`: tokens of the turn that are shared
+        while at >= (num_sampled := len((turn := next(turns)).completion.tokens)):
+            at -= num_sampled
+        branch = Branch(recording=leaf.recording, turn=turn, at=at, root=leaf.root)
+        try:
+            return await self._play(branching, branch)
+        except ReplayError:
+            return await self._play(Branching(number=number), branches_diverged=1)
+
+    async def _play(
+        self, branching: Branching, branch: Branch | None = None, **counts: int
+    ) -> BranchLeaf:
+        number = branching.number
+        episode, recording = await self._runner.play(number, branching=branching, branch=branch)
+        assert recording is not None
+        episode = replace(episode, counts={**episode.counts, **counts})
+        self.episodes[number] = episode
+        self.policy.finished(number, episode)
+        return BranchLeaf(
+            episode=episode,
+            recording=recording,
+            branching=branching,
+            root=number if branch is None else branch.root,
+            places=by_place(episode, [r.places for r in episode.rollouts]),
+            surprisals=by_place(episode, [-r.engine_logprobs for r in episode.rollouts]),
+        )
+
+
+def by_place(episode: Episode, columns: Sequence[np.ndarray | None]) -> np.ndarray:
+    """Join an array [L] per rollout into one value [M] per trained token, ordered by place."""
+    places: list[np.ndarray] = []
+    values: list[np.ndarray] = []
+    for rollout, column in zip(episode.rollouts, columns, strict=True):
+        assert rollout.places is not None
+        assert column is not None
+        places.append(rollout.places[rollout.mask])
+        values.append(column[rollout.mask])
+    return np.concatenate(values)[np.argsort(np.concatenate(places))]
 
 
 class TreeRecipe:
@@ -39,9 +119,10 @@ class TreeRecipe:
 
     async def play(self, runner: EpisodeRunner, n: int) -> list[Episode]:
         scheduler = BranchScheduler(runner)
-        return await scheduler.play_group(
-            n, size=self.size, play_tree=lambda: self._play_tree(scheduler)
-        )
+        num_trees, num_single = divmod(n, self.size)
+        trees = [self._play_tree(scheduler) for _ in range(num_trees)]
+        await run_all([*trees, *(scheduler.play_root() for _ in range(num_single))])
+        return [scheduler.episodes[number] for number in sorted(scheduler.episodes)]
 
     async def _play_tree(self, scheduler: BranchScheduler) -> None:
         raise NotImplementedError
