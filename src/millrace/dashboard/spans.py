@@ -85,8 +85,7 @@ class _ActivityIndex:
 
 
 class SpanIndex:
-    def __init__(self, run_dir: RunDir, *, max_read_bytes: int = MAX_READ_BYTES) -> None:
-        self._max_read_bytes = max_read_bytes
+    def __init__(self, run_dir: RunDir) -> None:
         self._tails = [FileTail(run_dir.earlier_trace), FileTail(run_dir.trace)]
         self._decoder = msgspec.json.Decoder(list[_TraceEvent])
         self._clear()
@@ -110,7 +109,7 @@ class SpanIndex:
             for chunk in tail.chunks():
                 self._add(chunk, tail)
                 num_bytes += len(chunk)
-                if num_bytes >= self._max_read_bytes:
+                if num_bytes >= MAX_READ_BYTES:
                     self.is_complete = False
                     return
 
@@ -119,7 +118,7 @@ class SpanIndex:
         body = chunk.strip().removeprefix(b"[").removesuffix(b"]").strip().strip(b",")
         try:
             events = self._decoder.decode(b"[" + body + b"]")
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except msgspec.DecodeError as error:
             raise ConfigError(f"{tail.path} is not a trace of Millrace: {error}.") from None
         spans: dict[tuple[int, str, str], list[_TraceEvent]] = {}
         for event in events:
