@@ -42,6 +42,13 @@ export function integer(value) {
   return Math.round(value).toString().replace(/\B(?=(\d{3})+(?!\d))/g, "\u2009");
 }
 
+// A setting that limits groups, as a number of them: it may be "2 batches" or "unbounded".
+export function groupLimit(settings, key) {
+  const batches = /^(\d+) batch/.exec(settings[key]);
+  if (batches) return Number(batches[1]) * settings["trainer.groups_per_step"];
+  return settings[key] === "unbounded" ? Infinity : settings[key];
+}
+
 export function rate(value) {
   if (value === null || value === undefined) return NONE;
   const [size, unit] = value >= 1e6 ? [1e6, "M"] : value >= 1e3 ? [1e3, "k"] : [1, ""];

@@ -1,7 +1,7 @@
 // Flow: the pipeline from task to weights, where groups queue, and who waits for whom.
 
 import { get } from "../api.js";
-import { bar, h, integer, number, percent, rate, replace, table } from "../dom.js";
+import { bar, groupLimit, h, integer, number, percent, rate, replace, table } from "../dom.js";
 
 export async function open(root, { run }) {
   async function update() {
@@ -23,17 +23,10 @@ function under(row, prefix) {
 
 const total = (pairs) => pairs.reduce((sum, [, value]) => sum + (value ?? 0), 0);
 
-// A limit in groups: a number, "2 batches" or "unbounded".
-function groups(limit, perStep) {
-  const batches = /^(\d+) batch/.exec(limit);
-  if (batches) return Number(batches[1]) * perStep;
-  return limit === "unbounded" ? Infinity : limit;
-}
-
 function stages(row, settings) {
   const perStep = settings["trainer.groups_per_step"];
-  const running = row["groups/running"], most = groups(settings["rollout.max_running_groups"], perStep);
-  const depth = row["buffer/depth"], capacity = groups(settings["buffer.capacity"], perStep);
+  const running = row["groups/running"], most = groupLimit(settings, "rollout.max_running_groups");
+  const depth = row["buffer/depth"], capacity = groupLimit(settings, "buffer.capacity");
   const scorers = [...new Set(under(row, "scorer").map(([key]) => key.split("/")[0]))];
   const waiting = scorers.reduce((sum, name) => sum + (row[`scorer/${name}/waiting`] ?? 0), 0);
   return [

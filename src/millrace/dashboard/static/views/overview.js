@@ -2,7 +2,7 @@
 
 import { get } from "../api.js";
 import { axisPicker, Chart } from "../chart.js";
-import { duration, h, integer, number, percent, rate, replace } from "../dom.js";
+import { duration, groupLimit, h, integer, number, percent, rate, replace } from "../dom.js";
 
 const CHARTS = [
   { title: "Reward", keys: { mean: "reward/mean", deviation: "reward/std" } },
@@ -87,7 +87,7 @@ function figuresOf({ row, rates, state, step, steps, summary, settings, checkpoi
     ["Samples/s", rate(row["throughput/samples_per_s"]), rates.samples_per_s && ` mean ${rate(rates.samples_per_s)}`],
     ["Tokens/s", rate(row["throughput/tokens_per_s"]), rates.tokens_per_s && ` mean ${rate(rates.tokens_per_s)}`],
     ["Staleness", number(row["staleness/mean"], 2), ` max ${number(row["staleness/max"])}`],
-    ["Buffer", integer(row["buffer/depth"]), settings["buffer.capacity"] && ` / ${settings["buffer.capacity"]} groups`],
+    ["Buffer", integer(row["buffer/depth"]), settings["buffer.capacity"] && ` / ${integer(groupLimit(settings, "buffer.capacity"))} groups`],
     ["Dropped", integer(dropped.reduce((sum, [, n]) => sum + n, 0)), " groups"],
     ["Checkpoint", checkpoints.length ? integer(checkpoints.at(-1)) : "–", checkpoints.length ? ` of ${checkpoints.length}` : ""],
   ];
