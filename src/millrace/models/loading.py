@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -86,12 +87,10 @@ def _loading_shards(
     """A context in which from_pretrained(distributed_config=...) divides models as `shard` does.
     transformers' own division has no replicas, and sees neither a critic's root nor adapters."""
 
-    class Meshes:
-        def get_mesh(self, names: object) -> None:
-            """Its loader finds the mesh in the tensors."""
+    meshes = SimpleNamespace(get_mesh=lambda names: None)  # the loader finds it in the tensors
 
-    def prepare(cls: type, config: Any, **_: Any) -> tuple[Any, torch.device, Meshes]:
-        return config, device, Meshes()
+    def prepare(cls: type, config: Any, **_: Any) -> tuple[Any, torch.device, Any]:
+        return config, device, meshes
 
     def distribute(cls: type, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
         model.tie_weights()  # before they are sharded: a tied weight is one shard

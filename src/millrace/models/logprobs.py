@@ -16,7 +16,7 @@ N = positions, V = vocabulary, D = hidden size, K = given ids per position.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,11 +75,6 @@ def output_head(model: PreTrainedModel) -> nn.Module:
     return head
 
 
-def is_plain(head: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether the head is a plain linear layer, without an adapter for example."""
-    return type(head) is nn.Linear
-
-
 def compute_dtype(hidden: Tensor) -> torch.dtype:
     """The dtype in which the head multiplies: that of autocast if it is enabled."""
     device = hidden.device.type
@@ -105,7 +100,7 @@ def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """hidden [N, D] -> float32 logits [N, V]: the head and its logit transform."""
     head = output_head(model)
     is_fast = not torch.is_grad_enabled()
-    if is_fast and is_plain(head) and not isinstance(head.weight, DTensor):
+    if is_fast and type(head) is nn.Linear and not isinstance(head.weight, DTensor):
         dtype = compute_dtype(hidden)
         bias = None if head.bias is None else head.bias.to(dtype)
         products = project(hidden.to(dtype), head.weight.to(dtype), bias)
@@ -221,8 +216,10 @@ class FusedLogprobs(torch.autograd.Function):
             if bias_grad is not None:
                 bias_grad += grad.sum(0)
             grad = grad.to(ctx.dtype)
-            if weight_grad is not None:
-                _accumulate(weight_grad, grad.t(), part)
+            if weight_grad is not None and ctx.dtype == torch.float32:
+                weight_grad.addmm_(grad.t(), part)
+            elif weight_grad is not None:
+                weight_grad += multiply(grad.t(), part)
             if hidden_grad is not None:
                 hidden_grad[rows] = torch.mm(grad, factors[0])
         if hidden_grad is not None and ctx.group is not None:
@@ -306,14 +303,6 @@ def _add_topk_gradient(
     grad.scatter_add_(1, topk_ids, slopes[:, :-1])
 
 
-def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b; total is float32."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    else:
-        total += multiply(a, b)
-
-
 def _split_kept(kept: KeptRows | None, num_rows: int, chunk: int) -> list[KeptRows | None]:
     """One entry per chunk."""
     if kept is None or num_rows == 0:
@@ -342,7 +331,7 @@ def chunked_distributions(
     [N, K], for at most `chunk` positions at a time."""
     assert topk_ids is None or kept is None, "topk_ids may include ids that were not kept"
     head = output_head(model)
-    if is_plain(head):
+    if type(head) is nn.Linear:
         weight, bias, group = head.weight, head.bias, None
         if isinstance(weight, DTensor):  # of tensor parallelism
             group = weight.device_mesh.get_group()

@@ -1,8 +1,7 @@
 """Expert routes of mixture-of-experts models: recorded by engines and replayed by the trainer.
 
-Engine and trainer compute hidden states with small differences. Where two experts have almost equal
-scores, that can send a token to another expert and change its logprob. So the engine records the
-experts of each token, and the trainer uses the same ones.
+Small differences between engine and trainer can send a token to another expert, where two have
+almost equal scores, and change its logprob. So the trainer uses the experts that engines record.
 
 The choice is one topk over the scores of all experts in the forward function of a module, the
 router. While a router runs, a RoutingRule may replace its choice. Scores, weights and gradients

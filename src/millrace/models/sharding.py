@@ -3,15 +3,13 @@
 Promise: no rank ever holds the whole model, and gradients are sums over the ranks, never means:
 losses divide by the totals of the whole batch.
 
-A unit of FSDP is a decoder layer, its experts if they have ranks of their own, or everything
-outside of the layers: embeddings, final norm and head. The latter are used one by one, and the head
-once per chunk of tokens, so a caller does that inside() one forward pass of the root module, in
-which they are whole.
+A unit of FSDP is a decoder layer, its experts if they have ranks of their own, or all else:
+embeddings, final norm and head. The head is used once per chunk of tokens, so a caller does that
+inside() one forward pass of the root module, in which these are whole.
 
 With 16-bit compute, the matrices of a layer are gathered in 16 bits and used as they are: autocast
-would keep a 16-bit copy of every layer until the backward pass. What autocast computes in float32
-stays float32: embeddings and head, which the root gathers, and vectors such as the gains of norms,
-which are small and not sharded.
+would keep a 16-bit copy of every layer until the backward pass. Embeddings and head, which the root
+gathers, stay float32, and so do vectors such as the gains of norms, which are not sharded.
 """
 
 import functools

@@ -6,13 +6,11 @@ group is lost with it. A weight update belongs to the group that published it an
 
 All ranks get the same calls, and each gets its own share of every batch. Ranks reduce gradients,
 decisions and metrics among themselves, so their replies agree and the group returns that of rank 0.
-Rank 0 also publishes the weights, which it gathers from the others. Nothing outside this package
-depends on the number of ranks.
+Rank 0 also publishes the weights, which it gathers from the others.
 
 If the group dies, its replacement repeats the steps since a checkpoint, from memory or the journal.
-A rank that runs out of memory cannot go on, because the others wait for it in the middle of a pass:
-the group dies of it, and the next one splits large microbatches.
-Runs on the controller's event loop.
+A rank that runs out of memory leaves the others in the middle of a pass: the group dies of it, and
+the next one splits large microbatches. Runs on the controller's event loop.
 """
 
 import asyncio

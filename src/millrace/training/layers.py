@@ -8,8 +8,7 @@ weights are cast here. torch.compile cannot know how many tokens each expert get
 not compiled.
 
 Model code computes an RMS norm in seven operations, each a pass over memory, and as many in the
-backward pass; on CPUs and in small models that is a fifth of a step. fuse_norms replaces them.
-D = size of the normed dimension.
+backward pass: on CPUs a fifth of a step. fuse_norms replaces them. D = size of a normed row.
 """
 
 import functools

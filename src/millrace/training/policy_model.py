@@ -1,10 +1,9 @@
 """A model in training, between the trainer and transformers.
 
-TrainableModel owns everything that the ranks of a sharded model have to do together: forward and
-backward passes, the decisions whether a microbatch fits into memory and whether a gradient is
-finite, the loss scale, clipping, the optimizer and the weights by name. PolicyModel adds what only
-the policy has: logprobs, an adapter and replayed routes; Critic adds a value head. The Trainer
-decides what is learned and touches no module, so a sharded implementation replaces these classes.
+TrainableModel owns what the ranks of a sharded model do together: passes, decisions about memory
+and finite gradients, the loss scale, clipping, the optimizer and the weights by name. PolicyModel
+adds logprobs, an adapter and replayed routes; Critic adds a value head. The Trainer decides what is
+learned and touches no module.
 
 Promise: an out-of-memory error splits a microbatch and leaves the gradient of the batch unchanged.
 Trained weights and optimizer state are float32; bfloat16, or float16 with a scaled loss, is used

@@ -9,7 +9,6 @@ Used by one thread.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -93,12 +92,13 @@ class Trainer:
         self.skipped = tuple(i for i, update in enumerate(updates) if not update.is_finite)
         self.steps_done += 1
         counted = [update for update in updates if update.is_finite] or updates
-        sums, num_splits, num_proximal, replayed_share = self._over_ranks(
-            _merged([_merged(update.outputs) for update in counted]),
-            num_splits=sum(update.num_splits for update in updates),
-            num_proximal=num_proximal,
-            rows=replayed_rows(batches),
+        metrics = _merged([_merged(update.outputs) for update in counted]).on_host()
+        num_splits = sum(update.num_splits for update in updates)
+        found = self.policy.ranks.gather(
+            (metrics, num_splits, num_proximal, *replayed_rows(batches)),
+            tuple[HostSums, int, int, int, int],
         )
+        sums, splits, proximal, replayed, computed = zip(*found, strict=True)
         summary = summarize(sums)
         if num := int(summary.get("mismatch/differing_logprobs", 0)):
             raise RunFailed(
@@ -118,13 +118,13 @@ class Trainer:
         if scales_step(self._loss):
             summary["step_scale"] = sum(update.step_scale for update in counted) / len(counted)
         if self.policy.replays_routes:
-            summary["routing/replayed_share"] = replayed_share
+            summary["routing/replayed_share"] = sum(replayed) / sum(computed)
         return {
             **summary,
             "loss": summary["loss"] / len(counted),
-            "batch/microbatch_splits": float(num_splits),
+            "batch/microbatch_splits": float(sum(splits)),
             "loss_scale": self.policy.loss_scale,
-            "batch/proximal_microbatches": float(num_proximal),
+            "batch/proximal_microbatches": float(sum(proximal)),
             "grad_norm": sum(update.norm for update in counted) / len(counted),
             "learning_rate": learning_rate,
             "skipped/updates": float(len(self.skipped)),
@@ -188,17 +188,6 @@ class Trainer:
     def accumulate(self, batch: Batch) -> tuple[Tensor, StepMetrics]:
         gradient = self.policy.accumulate(batch, lambda part: self._microbatch_loss(part, batch))
         return gradient.loss, _merged(gradient.outputs)
-
-    def _over_ranks(
-        self, metrics: StepMetrics, *, num_splits: int, num_proximal: int, rows: tuple[int, int]
-    ) -> tuple[Sequence[HostSums], int, int, float]:
-        """The metrics of all ranks, the sums of their counts, and the share of replayed rows."""
-        found = self.policy.ranks.gather(
-            (metrics.on_host(), num_splits, num_proximal, *rows),
-            tuple[HostSums, int, int, int, int],
-        )
-        sums, splits, proximal, replayed, computed = zip(*found, strict=True)
-        return sums, sum(splits), sum(proximal), sum(replayed) / sum(computed)
 
     @property
     def _is_critic_warmup(self) -> bool:

@@ -153,7 +153,10 @@ class TrainerWorker:
                 case _:
                     raise TypeError(f"a running trainer does not take {type(message).__name__}")
         except Exception as error:  # noqa: BLE001 - the controller raises it again
-            call.fail(_lost_rank(error) if is_lost_connection(error) else error)
+            if is_lost_connection(error):
+                reason = str(error).split(". ")[0]
+                error = RankUnreachable(f"lost its connection to another rank ({reason})")
+            call.fail(error)
             return True
         if isinstance(message, TrainStep):
             self._timeline.enter("publish", busy=True)  # before the reply: the step is over
@@ -263,11 +266,6 @@ class TrainerWorker:
         self._num_forwards += 1
         if time.monotonic() - self._reported_at >= PROGRESS_S:
             self._report_progress()
-
-
-def _lost_rank(error: Exception) -> RankUnreachable:
-    reason = str(error).split(". ")[0]
-    return RankUnreachable(f"lost its connection to another rank ({reason})")
 
 
 def _join_ranks(

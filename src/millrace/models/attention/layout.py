@@ -86,8 +86,7 @@ class PackedLayout:
         self.num_rows = int(lengths.sum())
         self.num_parents = int(parents.max(initial=-1)) + 1
         is_child = parents >= 0
-        self.num_children = int(is_child.sum())
-        children = slice(self.num_parents, self.num_parents + self.num_children)
+        children = slice(self.num_parents, self.num_parents + int(is_child.sum()))
         assert is_child[children].all(), "children come right behind the parents"
         assert (np.diff(parents[children]) >= 0).all(), "children lie in the order of the parents"
         self._device = device

@@ -117,9 +117,9 @@ def store(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
     """Write rows [T, K, D + E] to their slots [T] of a cache; a slot of -1 drops its row."""
     with torch._C.DisableTorchFunction():
         if cache.is_cuda:
-            from millrace.models.exact import attention_kernels
+            from millrace.models.exact import exact_kernels
 
-            attention_kernels.store(cache, slots, rows)
+            exact_kernels.store(cache, slots, rows)
         else:
             cache[slots[slots >= 0]] = rows[slots >= 0]
 
@@ -134,9 +134,9 @@ def attend(
     """Attention of every row; differentiable on a CPU."""
     with torch._C.DisableTorchFunction():
         if query.is_cuda:
-            from millrace.models.exact import attention_kernels
+            from millrace.models.exact import exact_kernels
 
-            return attention_kernels.attend(query, key, value, tiles, rules)[0]
+            return exact_kernels.attend(query, key, value, tiles, rules)[0]
         return _attend_on_cpu(query, key, value, tiles, rules)
 
 
@@ -234,9 +234,9 @@ class _PackedAttention(torch.autograd.Function):
         tiles: Tiles,
         rules: ScoreRules,
     ) -> Tensor:
-        from millrace.models.exact import attention_kernels
+        from millrace.models.exact import exact_kernels
 
-        output, lse = attention_kernels.attend(query, key, value, tiles, rules)
+        output, lse = exact_kernels.attend(query, key, value, tiles, rules)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.layout, ctx.rules = layout, rules
         return output

@@ -12,8 +12,8 @@ The trainer's float32 weights are rounded to `dtype` wherever they are used, so 
 engines received; residual streams are float32 on both sides. Backward passes need not be exact.
 
 On a CPU, rows are multiplied in tiles of a constant number, so the library uses one kernel for each
-weight. On CUDA, one Triton kernel adds in the same order along the inner dimension for every number
-of rows. A module is an RMS norm if its output for random input shows that it computes this norm.
+weight. On CUDA, one Triton kernel adds in the same order for every number of rows. A module is an
+RMS norm if its output for random input shows that it computes this norm.
 
 T = rows, I and O = input and output size, E = experts.
 """
@@ -86,9 +86,9 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
         if x.is_cuda:
-            from millrace.models.exact import row_kernels
+            from millrace.models.exact import exact_kernels
 
-            return row_kernels.product(x, weight, dtype=dtype)
+            return exact_kernels.product(x, weight, dtype=dtype)
         return _in_tiles(x.float(), weight.float()).to(dtype)
 
     @staticmethod
@@ -120,10 +120,10 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        from millrace.models.exact import row_kernels
+        from millrace.models.exact import exact_kernels
 
         ctx.save_for_backward(x, weight, ends)
-        return row_kernels.grouped(x, weight.transpose(1, 2), ends)
+        return exact_kernels.grouped(x, weight.transpose(1, 2), ends)
 
     @staticmethod
     @once_differentiable
@@ -174,10 +174,6 @@ def check_exact(device: torch.device, dtype: torch.dtype) -> None:
         )
 
 
-def _embedding(ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return F.embedding(ids, weight, *args, **kwargs).float()
-
-
 def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """For functions that a CPU computes by other code behind the last whole vector, and at the
     borders of threads."""
@@ -200,9 +196,9 @@ def _over_rows(name: str) -> Callable[..., Tensor]:
         if dim not in (-1, [-1], (-1,), x.ndim - 1):
             refuse(name)
         if x.is_cuda:
-            from millrace.models.exact import row_kernels
+            from millrace.models.exact import exact_kernels
 
-            return row_kernels.reduce(name, x, keepdim=keepdim, **kwargs)
+            return exact_kernels.reduce(name, x, keepdim=keepdim, **kwargs)
         if x.numel() > x.shape[-1]:
             return getattr(torch, name)(x, -1, keepdim=keepdim, **kwargs)
         # Several threads would share a row that is alone.
@@ -219,7 +215,8 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def _table() -> dict[Any, Callable[..., Any]]:
     internal: Any = getattr(torch._C, "_nn")  # noqa: B009 - no type stub has it
-    table: dict[Any, Callable[..., Any]] = {F.linear: linear, F.embedding: _embedding}
+    table: dict[Any, Callable[..., Any]] = {F.linear: linear}
+    table[F.embedding] = lambda *args, **kwargs: F.embedding(*args, **kwargs).float()
     table |= dict.fromkeys((torch.mm, Tensor.mm), product)
     for home in (F, torch):
         for name in ("grouped_mm", "_grouped_mm"):
@@ -268,10 +265,10 @@ def use_exact_norms(model: nn.Module) -> None:
 
 
 def _exact_norm(norm: RmsNorm, x: Tensor) -> Tensor:
-    from millrace.models.exact import row_kernels
+    from millrace.models.exact import exact_kernels
 
     gain: Any = norm.module.weight
-    return row_kernels.Norm.apply(x, gain.to(torch.bfloat16), norm.epsilon, norm.offset)
+    return exact_kernels.Norm.apply(x, gain.to(torch.bfloat16), norm.epsilon, norm.offset)
 
 
 def _epsilon(module: nn.Module) -> float | None:

@@ -1,10 +1,9 @@
 """LoRA of experts: the factors of every expert of a layer, multiplied group by group.
 
 transformers keeps the experts of a layer as two 3-D parameters of one module, some transposed and
-with biases (GPT-OSS). An adapter of such a
-parameter has an A and a B for each expert, in one tensor each. forward_with_lora replaces the
-forward function of the module: it computes what transformers computes and adds (x Aᵀ) Bᵀ to each
-grouped product. The trainer and unmerged adapters of engines use the same function.
+with biases (GPT-OSS). An adapter of one has an A and a B for each expert, in one tensor
+each. forward_with_lora replaces the module's forward function: it adds (x Aᵀ) Bᵀ to each grouped
+product. The trainer and unmerged adapters of engines use the same function.
 
 E = experts, R = rank, I and O = input and output size, T = tokens of a pass, K = experts per token,
 S = T K rows of a grouped product, sorted by expert.

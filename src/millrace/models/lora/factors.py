@@ -86,9 +86,11 @@ class Adapter:
 def adapter_of(model: PreTrainedModel, lora: LoraConfig) -> Adapter:
     """The adapter that these settings describe, without tensors."""
     layers = adapted_layers(model, lora)
+    modules = [name for name, module in expert_modules(model).items() if is_transposed(module)]
+    transposed = (f"{name}.{weight}" for name in modules for weight in EXPERT_WEIGHTS)
     return Adapter(
         layers=layers,
-        transposed=transposed_layers(model).intersection(layers),
+        transposed=frozenset(name for name in transposed if name in layers),
         rank=lora.rank,
         scale=scale_of(lora.alpha, rank=lora.rank, rslora=lora.rslora),
         is_dora=lora.dora,
@@ -108,12 +110,6 @@ def adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
             if p.ndim == 3:
                 layers[f"{name}.{weight}"] = tuple((p.mT if is_transposed(module) else p).shape)
     return layers
-
-
-def transposed_layers(model: PreTrainedModel) -> frozenset[str]:
-    """The layers of experts whose weights are [E, I, O]."""
-    modules = [name for name, module in expert_modules(model).items() if is_transposed(module)]
-    return frozenset(f"{name}.{weight}" for name in modules for weight in EXPERT_WEIGHTS)
 
 
 def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, tuple[int, ...]]:

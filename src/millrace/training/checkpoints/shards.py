@@ -10,13 +10,12 @@ would send each other pickled plans, and its default storage has a pickled index
 agreed on here: of equal parts, the first rank writes its own, and the manifest of the checkpoint
 lists the files that belong to it.
 
-The state of an optimizer has the names of its parameters, so that it fits any number of ranks:
-torch numbers parameters in the order of their groups, and the groups depend on how a model is
-sharded. States of format 1 have these numbers; they were written by one rank, which had all
-matrices in its first group and all vectors in its second. In the state of several ranks, tensors
-without values (on the device "meta") stand for sharded ones, whose values are in files, named after
-the parameter and the kind of state. Moments that an 8-bit optimizer keeps in blocks of numbers are
-float32 there: other ranks have other blocks.
+The state of an optimizer has the names of its parameters: torch's numbers depend on how a model is
+sharded. States of format 1 have numbers; one rank wrote them, with all matrices in its first group
+and all vectors in its second. In the state of several ranks, tensors without values (on the device
+"meta") stand for sharded ones, whose values are in files, named after the parameter and the kind of
+state. Moments that an 8-bit optimizer keeps in blocks of numbers are float32 there: other ranks
+have other blocks.
 """
 
 import re

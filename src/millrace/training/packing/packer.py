@@ -105,13 +105,17 @@ def pack(
             for part in _split(family, budget=min(microbatch_tokens, max(limit, 2 * family.shared)))
         ]
     ranks = _fill_ranks(bundles, budget=microbatch_tokens, num_ranks=num_ranks)
+    costs = [sum(f.cost for bin_ in rank for bundle in bin_ for f in bundle) for rank in ranks]
+    numbers = reported or {}
+    filled = [_lay_out(b, pairs=pairs, reported=numbers) if b else None for b in chain(*ranks)]
+    idle = placeholder(next(filter(None, filled)))
     return Batch(
-        microbatches=_microbatches(ranks, pairs=pairs, reported=reported or {}),
+        microbatches=tuple(part or idle for part in filled),
         num_sequences=sum(len(of_group) for of_group in samples),
         num_trained_tokens=sum(len(one.advantages) for of_group in samples for one in of_group),
         num_groups=len(samples),
         num_ranks=num_ranks,
-        balance=_balance(ranks),
+        balance=fmean(costs) / max(costs),
     )
 
 
@@ -131,18 +135,6 @@ def _fill_ranks(bundles: Sequence[_Bundle], *, budget: int, num_ranks: int) -> _
         costs = [sum(family.cost for family in bundle) for bundle in bundles]
         ranks = fill_rank_bins(sizes, costs, budget=budget, num_ranks=num_ranks)
     return [[[bundles[i] for i in bin_] for bin_ in rank] for rank in ranks]
-
-
-def _microbatches(ranks: _Shares, *, pairs: bool, reported: _Numbers) -> tuple[Microbatch, ...]:
-    """The microbatches of all ranks, those of rank 0 first."""
-    filled = [_lay_out(b, pairs=pairs, reported=reported) if b else None for b in chain(*ranks)]
-    return tuple(placeholder(next(filter(None, filled))) if m is None else m for m in filled)
-
-
-def _balance(ranks: _Shares) -> float:
-    """Mean cost of a rank, divided by the largest; 1 = ranks never wait for each other."""
-    costs = [sum(f.cost for bin_ in rank for bundle in bin_ for f in bundle) for rank in ranks]
-    return fmean(costs) / max(costs)
 
 
 def _samples(group: Group, *, critic: bool) -> list[_Sample]:

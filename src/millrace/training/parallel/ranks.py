@@ -23,6 +23,7 @@ Used by one thread, the trainer's main thread; see for_thread().
 import fcntl
 import functools
 import logging
+import math
 import os
 import socket
 import struct
@@ -291,11 +292,10 @@ def squared_norm(gradients: Sequence[Tensor], *, num_ranks: int) -> Tensor:
 
 
 def _num_parts(tensor: Tensor) -> int:
-    parts = 1
-    if isinstance(tensor, DTensor):
-        for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
-            parts *= 1 if placement.is_replicate() else size
-    return parts
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if not placement.is_replicate())
 
 
 @torch.no_grad()

@@ -1,11 +1,14 @@
-"""Triton kernels of exact mode: reductions of rows and matrix products.
+"""Triton kernels of exact mode: reductions of rows, matrix products and attention, in one order.
 
 A reduction has one program per row. Every tile of a product walks the inner dimension from its
 begin to its end, 16 numbers per tensor core instruction, and no two programs share a sum. So
 neither the number of rows nor the tile's size changes a result.
 
-Imported on machines with CUDA only. T = rows, D = their length, I and O = input and output size,
-E = experts.
+An attention program computes some queries of a tile, for the query heads that share a KV head. It
+is one warp with 16 rows in decode steps, prefill and training alike: several warps would divide the
+keys of a block among them, and sum in another order. See exact/attention.py for its shapes.
+
+Imported on machines with CUDA only. T = rows, D = their length, I and O = input and output size.
 """
 
 from typing import Any
@@ -22,6 +25,8 @@ _MANY_OUTPUTS = 4096
 # Rows, outputs and inner numbers of a tile, warps and stages.
 _SMALL, _MEDIUM, _LARGE = (64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (128, 256, 64, 8, 3)
 _OF_EXPERTS = (64, 128, 64, 4, 3)
+_KEYS = 64  # of a block of attention
+_ROWS = 16  # of a program of attention
 
 
 @triton.jit
@@ -59,18 +64,11 @@ class Norm(torch.autograd.Function):
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
         scales = torch.empty(len(rows), dtype=torch.float32, device=x.device)
+        size = rows.shape[1]
+        shape = {"SIZE": size, "PAD": triton.next_power_of_2(size), "ROUNDS": offset == 0}
+        tensors, warps = (rows, gain, out, scales), 4 if size > 512 else 1
         _norm_kernel[(len(rows),)](
-            rows,
-            gain,
-            out,
-            scales,
-            rows.stride(0),
-            epsilon,
-            offset,
-            SIZE=rows.shape[1],
-            PAD=triton.next_power_of_2(rows.shape[1]),
-            ROUNDS=offset == 0,
-            num_warps=4 if rows.shape[1] > 512 else 1,
+            *tensors, rows.stride(0), epsilon, offset, **shape, num_warps=warps
         )
         ctx.save_for_backward(x, gain, scales)
         ctx.offset = offset
@@ -78,9 +76,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor
-    ) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, gain, scales = ctx.saved_tensors
         grads = _norm_gradient(grad, x, gain, scales.view(*x.shape[:-1], 1), ctx.offset)
         return *grads, None, None
@@ -138,9 +134,7 @@ class _RowReduction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         x, out = ctx.saved_tensors
         spread = grad.expand(x.shape)
         return (spread * (x - out).exp() if ctx.is_exponential else spread).to(x.dtype), None
@@ -242,24 +236,163 @@ def _launch(
     tile_t, tile_o, tile_i, warps, stages = tile
     out = torch.empty(len(x), num_out, dtype=dtype, device=x.device)
     num_tiles = triton.cdiv(len(x), tile_t) + (0 if ends is None else num_experts)
+    sizes = (len(x), num_out, x.stride(0), weight.stride(1), weight.stride(0), num_experts)
+    tiles = {"TILE_T": tile_t, "TILE_O": tile_o, "TILE_I": tile_i, "SWIZZLE": 8}
+    options = {"GROUPED": ends is not None, "num_warps": warps, "num_stages": stages}
     _product_kernel[(num_tiles * triton.cdiv(num_out, tile_o),)](
-        x,
-        weight,
-        out,
-        ends,
-        len(x),
-        num_out,
-        x.stride(0),
-        weight.stride(1),
-        weight.stride(0),
-        num_experts,
-        INNER=num_in,
-        GROUPED=ends is not None,
-        TILE_T=tile_t,
-        TILE_O=tile_o,
-        TILE_I=tile_i,
-        SWIZZLE=8,
-        num_warps=warps,
-        num_stages=stages,
+        x, weight, out, ends, *sizes, INNER=num_in, **tiles, **options
     )
     return out
+
+
+@triton.jit
+def _attend_kernel(
+    query,  # [T, H, D]
+    key,  # [slots, K, D]
+    value,  # [slots, K, E]
+    out,  # [T, H, E]
+    lse,  # [H, T] float32
+    sequences,
+    tile_rows,
+    counts,
+    positions,
+    entries,
+    offsets,
+    scale,
+    window,  # 0 = none
+    num_rows,
+    query_stride,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    HEADS: tl.constexpr,  # H
+    GROUP: tl.constexpr,  # G
+    GROUP_PAD: tl.constexpr,
+    QUERIES: tl.constexpr,  # of a program
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_PAD: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    skipped = part * QUERIES
+    count = tl.load(counts + tile).to(tl.int32) - skipped
+    if (count <= 0) & (part > 0):
+        return
+    row = tl.load(tile_rows + tile) + skipped
+    first = tl.load(positions + tile).to(tl.int32) + skipped
+    sequence = tl.load(sequences + tile)
+    table = entries + tl.load(offsets + sequence)
+    lines = tl.arange(0, QUERIES * GROUP_PAD)
+    number, member = lines // GROUP_PAD, lines % GROUP_PAD
+    own = (number < tl.maximum(count, 1)) & (member < GROUP)  # an idle tile gets zeros
+    heads = head * GROUP + member
+    key_dim, value_dim = tl.arange(0, KEY_PAD), tl.arange(0, VALUE_PAD)
+    q = tl.load(
+        query
+        + (row + number)[:, None] * query_stride
+        + heads[:, None] * KEY_DIM
+        + key_dim[None, :],
+        mask=own[:, None] & (key_dim < KEY_DIM)[None, :],
+        other=0.0,
+    )
+    at_query = first + number
+    stop = first + tl.minimum(count, QUERIES)  # of the keys; an idle tile has none
+    start = 0
+    if window > 0:
+        start = tl.maximum(first - window + 1, 0) // KEYS * KEYS
+    best = tl.full([QUERIES * GROUP_PAD], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES * GROUP_PAD], tl.float32)
+    acc = tl.zeros([QUERIES * GROUP_PAD, VALUE_PAD], tl.float32)
+    for begin in tl.range(start, stop, KEYS):
+        at = begin + tl.arange(0, KEYS)
+        live = at < stop
+        block = tl.load(table + at // BLOCK_TOKENS, mask=live, other=0).to(tl.int64)
+        slot = block * BLOCK_TOKENS + at % BLOCK_TOKENS
+        k = tl.load(
+            key + slot[None, :] * key_stride + head * key_head_stride + key_dim[:, None],
+            mask=live[None, :] & (key_dim < KEY_DIM)[:, None],
+            other=0.0,
+        )
+        v = tl.load(
+            value + slot[:, None] * value_stride + head * value_head_stride + value_dim[None, :],
+            mask=live[:, None] & (value_dim < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        seen = at[None, :] <= at_query[:, None]
+        if window > 0:
+            seen = seen & (at[None, :] > at_query[:, None] - window)
+        scores = tl.where(seen, scores, -float("inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        shift = tl.where(new_best == -float("inf"), 0.0, new_best)  # a row that saw no key yet
+        shrink = tl.exp2(best - shift)
+        weights = tl.exp2(scores - shift[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        best = new_best
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    place = out + ((row + number)[:, None] * HEADS + heads[:, None]) * VALUE_DIM
+    tl.store(
+        place + value_dim[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=own[:, None] & (value_dim < VALUE_DIM)[None, :],
+    )
+    natural = (best + tl.log2(total)) * 0.6931471805599453  # scores are base-2 logarithms
+    tl.store(lse + heads * num_rows + row + number, natural, mask=own)
+
+
+@triton.jit
+def _store_kernel(cache, slots, rows, SIZE: tl.constexpr, PAD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    at = tl.arange(0, PAD)
+    own = (at < SIZE) & (slot >= 0)
+    tl.store(cache + slot * SIZE + at, tl.load(rows + row * SIZE + at, mask=own), mask=own)
+
+
+def store(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    size = rows[0].numel()
+    shape = {"SIZE": size, "PAD": triton.next_power_of_2(size)}
+    _store_kernel[(len(rows),)](cache, slots, rows.contiguous(), **shape)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, tiles: Any, rules: Any
+) -> tuple[Tensor, Tensor]:
+    """Output [T, H, E] and the log-sum-exp of scores [H, T] float32."""
+    assert rules.softcap is None, "checked when the model is loaded"
+    num_rows, num_heads, key_dim = query.shape
+    num_kv_heads, value_dim = value.shape[1:]
+    query = query.contiguous()
+    key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
+    group = num_heads // num_kv_heads
+    padded = triton.next_power_of_2(group)
+    assert group <= _ROWS, "checked when the model is loaded"
+    queries = _ROWS // padded
+    out = query.new_empty(num_rows, num_heads, value_dim)
+    lse = torch.empty(num_heads, num_rows, dtype=torch.float32, device=query.device)
+    grid = (len(tiles.rows), num_kv_heads, triton.cdiv(tiles.size, queries))
+    tensors = (query, key, value, out, lse, *tiles[:4], *tiles.tables[:2])
+    limits = (rules.scale * 1.4426950408889634, rules.window or 0, num_rows)
+    heads = {"HEADS": num_heads, "GROUP": group, "GROUP_PAD": padded, "QUERIES": queries}
+    _attend_kernel[grid](
+        *tensors,
+        *limits,
+        query.stride(0),
+        *key.stride()[:2],
+        *value.stride()[:2],
+        **heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        KEY_PAD=max(16, triton.next_power_of_2(key_dim)),
+        VALUE_PAD=max(16, triton.next_power_of_2(value_dim)),
+        BLOCK_TOKENS=tiles.tables.block_tokens,
+        KEYS=_KEYS,
+        num_warps=1,
+        num_stages=2,
+    )
+    return out, lse
