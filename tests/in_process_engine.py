@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from millrace.config import Interrupt
-from millrace.core.protocols import Capability, OnCompletion, OnTokens, WeightReceiver
+from millrace.core.protocols import Capability, OnCompletion, OnTokens
 from millrace.core.records import Completion, Request, ScoreRequest, TokenLogprobs, WeightUpdate
 from millrace.inference.backend import (
     EmbeddedBackend,
@@ -18,6 +18,7 @@ from millrace.inference.backend import (
     check_request,
 )
 from millrace.inference.interrupt import WeightInterrupt
+from millrace.weights.recv_backend import StagingReceiver
 from millrace.weights.transport import make_receiver
 
 
@@ -28,7 +29,7 @@ class InProcessEngine:
         self,
         engine: EngineCore,
         *,
-        receiver: WeightReceiver,
+        receiver: StagingReceiver,
         interrupt: Interrupt = "swap",
         capabilities: frozenset[Capability] = EmbeddedBackend.capabilities,
     ) -> None:

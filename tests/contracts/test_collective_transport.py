@@ -13,8 +13,9 @@ from transport_contract import DeltaContract, TransportContract, assert_arrived,
 from transport_faults import Damage, FaultContract
 
 from millrace.core.errors import WeightError
-from millrace.core.protocols import WeightReceiver, WeightSender
 from millrace.core.records import WeightUpdate
+from millrace.weights.gathering import WeightSender
+from millrace.weights.recv_backend import StagingReceiver
 from millrace.weights.send_backend import PackingSender
 from millrace.weights.transport import make_receiver as receiver_by_name
 from millrace.weights.transport import make_sender as sender_by_name
@@ -26,7 +27,7 @@ def new_sender(dtype: torch.dtype, **arguments: Any) -> PackingSender:
     return sender_by_name("collective", dtype=dtype, **arguments)
 
 
-def new_receiver(**arguments: Any) -> WeightReceiver:
+def new_receiver(**arguments: Any) -> StagingReceiver:
     return receiver_by_name("collective", timeout_s=10.0, **arguments)
 
 
@@ -42,7 +43,7 @@ class TestCollective(DeltaContract, FaultContract, TransportContract):
         return lambda dtype, **arguments: new_sender(dtype, num_engines=2, **arguments)
 
     @pytest.fixture
-    def make_receiver(self) -> Callable[..., WeightReceiver]:
+    def make_receiver(self) -> Callable[..., StagingReceiver]:
         return new_receiver
 
     def corrupt(self, sender: WeightSender, update: WeightUpdate) -> None:
@@ -72,7 +73,7 @@ def pair() -> Iterator[WeightSender]:
     sender.close()
 
 
-def together(update: WeightUpdate, *receivers: WeightReceiver) -> list[Any]:
+def together(update: WeightUpdate, *receivers: StagingReceiver) -> list[Any]:
     """What each receiver staged, or its error; all at the same time."""
     outcomes: list[Any] = [None] * len(receivers)
 

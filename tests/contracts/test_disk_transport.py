@@ -14,8 +14,8 @@ from transport_contract import DeltaContract, TransportContract, assert_arrived,
 from transport_faults import Damage, FaultContract, location_of
 
 from millrace.core.errors import WeightError
-from millrace.core.protocols import WeightSender
 from millrace.core.records import WeightUpdate
+from millrace.weights.gathering import WeightSender
 from millrace.weights.recv_backend import StagingReceiver
 from millrace.weights.send_backend import NoSpace, PackingSender
 from millrace.weights.transports.disk import (

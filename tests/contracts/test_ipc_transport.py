@@ -11,8 +11,8 @@ from transport_contract import DeltaContract, TransportContract
 from transport_faults import Damage, FaultContract, with_location
 
 from millrace.core.errors import WeightError
-from millrace.core.protocols import WeightSender
 from millrace.core.records import WeightUpdate
+from millrace.weights.gathering import WeightSender
 from millrace.weights.send_backend import PackingSender
 from millrace.weights.transport import make_sender as sender_by_name
 from millrace.weights.transports.ipc import SharedMemory

@@ -8,8 +8,9 @@ import pytest
 from transport_contract import DeltaContract, TransportContract
 from transport_faults import Damage, FaultContract, location_of, with_location
 
-from millrace.core.protocols import WeightReceiver, WeightSender
 from millrace.core.records import WeightUpdate
+from millrace.weights.gathering import WeightSender
+from millrace.weights.recv_backend import StagingReceiver
 from millrace.weights.send_backend import PackingSender
 from millrace.weights.transport import make_receiver as receiver_by_name
 from millrace.weights.transports.shm import Segment, ShmSendBackend
@@ -19,7 +20,7 @@ class ShmContract(TransportContract):
     transport = "shm"
 
     @pytest.fixture
-    def make_receiver(self) -> Callable[..., WeightReceiver]:
+    def make_receiver(self) -> Callable[..., StagingReceiver]:
         return lambda **arguments: receiver_by_name("shm", **arguments)
 
     def corrupt(self, sender: WeightSender, update: WeightUpdate) -> None:

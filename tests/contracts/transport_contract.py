@@ -16,8 +16,9 @@ import torch
 from remote_receiver import RemoteReceiver
 
 from millrace.core.errors import WeightError
-from millrace.core.protocols import WeightReceiver, WeightSender
 from millrace.core.records import WeightUpdate
+from millrace.weights.gathering import WeightSender
+from millrace.weights.recv_backend import StagingReceiver
 
 Tensors = dict[str, torch.Tensor]
 
@@ -87,11 +88,11 @@ class TransportContract:
         sender.close()
 
     @pytest.fixture
-    def make_receiver(self) -> Callable[..., WeightReceiver]:
+    def make_receiver(self) -> Callable[..., StagingReceiver]:
         raise NotImplementedError
 
     @pytest.fixture
-    def receiver(self, make_receiver: Callable[..., WeightReceiver]) -> Iterator[WeightReceiver]:
+    def receiver(self, make_receiver: Callable[..., StagingReceiver]) -> Iterator[StagingReceiver]:
         receiver = make_receiver()
         yield receiver
         receiver.close()
@@ -105,7 +106,7 @@ class TransportContract:
     def test_every_bit_arrives(
         self,
         make_sender: Callable[..., WeightSender],
-        receiver: WeightReceiver,
+        receiver: StagingReceiver,
         dtype: torch.dtype,
     ):
         sender, sent = make_sender(dtype), some_tensors()
@@ -114,13 +115,13 @@ class TransportContract:
         assert_arrived(receiver.stage(update), sent, dtype)
         sender.close()
 
-    def test_nan_keeps_its_payload(self, sender: WeightSender, receiver: WeightReceiver):
+    def test_nan_keeps_its_payload(self, sender: WeightSender, receiver: StagingReceiver):
         nan = torch.tensor([0x7FC01234, -1], dtype=torch.int32).view(torch.float32)
         received = receiver.stage(sender.publish(1, {"nan": nan}))
         assert same_bits(received["nan"], nan)
 
     def test_parameters_that_require_grad_are_sent(
-        self, sender: WeightSender, receiver: WeightReceiver
+        self, sender: WeightSender, receiver: StagingReceiver
     ):
         weight = torch.nn.Parameter(torch.ones(3))
         received = receiver.stage(sender.publish(1, {"weight": weight}))
@@ -128,7 +129,7 @@ class TransportContract:
         assert same_bits(received["weight"], weight)
 
     def test_later_versions_do_not_disturb_a_held_one(
-        self, sender: WeightSender, receiver: WeightReceiver
+        self, sender: WeightSender, receiver: StagingReceiver
     ):
         first, second = some_tensors(seed=1), some_tensors(seed=2)
         held = receiver.stage(sender.publish(1, first))
@@ -136,19 +137,19 @@ class TransportContract:
         assert_arrived(held, first, torch.float32)
         assert_arrived(newer, second, torch.float32)
 
-    def test_a_version_can_be_staged_again(self, sender: WeightSender, receiver: WeightReceiver):
+    def test_a_version_can_be_staged_again(self, sender: WeightSender, receiver: StagingReceiver):
         sent = some_tensors()
         update = sender.publish(1, sent)
         receiver.stage(update)
         assert_arrived(receiver.stage(update), sent, torch.float32)
 
-    def test_a_wrong_checksum_is_refused(self, sender: WeightSender, receiver: WeightReceiver):
+    def test_a_wrong_checksum_is_refused(self, sender: WeightSender, receiver: StagingReceiver):
         update = sender.publish(1, some_tensors())
         with pytest.raises(WeightError, match="version 1 do not match their checksum"):
             receiver.stage(dataclasses.replace(update, checksum=update.checksum ^ 1))
 
     def test_a_refused_update_does_not_spoil_the_next(
-        self, sender: WeightSender, receiver: WeightReceiver
+        self, sender: WeightSender, receiver: StagingReceiver
     ):
         sent = some_tensors()
         update = sender.publish(1, sent)
@@ -158,14 +159,14 @@ class TransportContract:
 
     @pytest.mark.parametrize("difference", [-64, -1, 1, 4096, 2**40])
     def test_a_payload_of_another_size_is_refused(
-        self, sender: WeightSender, receiver: WeightReceiver, difference: int
+        self, sender: WeightSender, receiver: StagingReceiver, difference: int
     ):
         update = sender.publish(1, some_tensors())
         with pytest.raises(WeightError):
             receiver.stage(dataclasses.replace(update, num_bytes=update.num_bytes + difference))
 
     def test_bytes_overwritten_by_a_later_version_are_refused(
-        self, sender: WeightSender, receiver: WeightReceiver
+        self, sender: WeightSender, receiver: StagingReceiver
     ):
         old = sender.publish(1, {"weight": torch.zeros(100)})
         sender.release(1)
@@ -176,7 +177,7 @@ class TransportContract:
             receiver.stage(old)
 
     def test_update_of_a_dead_sender_is_refused(
-        self, make_sender: Callable[..., WeightSender], receiver: WeightReceiver
+        self, make_sender: Callable[..., WeightSender], receiver: StagingReceiver
     ):
         sender = make_sender(torch.float32)
         update = sender.publish(1, some_tensors())
@@ -185,14 +186,14 @@ class TransportContract:
             receiver.stage(update)
 
     def test_an_update_of_another_transport_is_refused(
-        self, sender: WeightSender, receiver: WeightReceiver
+        self, sender: WeightSender, receiver: StagingReceiver
     ):
         update = dataclasses.replace(sender.publish(1, some_tensors()), transport="pigeon")
         with pytest.raises(WeightError, match=r"uses the (unknown )?transport 'pigeon'"):
             receiver.stage(update)
 
     def test_only_the_expected_tensors_are_taken(
-        self, sender: WeightSender, make_receiver: Callable[..., WeightReceiver]
+        self, sender: WeightSender, make_receiver: Callable[..., StagingReceiver]
     ):
         receiver = make_receiver(expected={"weight": (2, 3), "bias": (3,)})
         weight, bias = torch.ones(2, 3), torch.ones(3)
@@ -214,7 +215,7 @@ class TransportContract:
     def test_another_dtype_than_the_engines_is_refused(
         self,
         make_sender: Callable[..., WeightSender],
-        make_receiver: Callable[..., WeightReceiver],
+        make_receiver: Callable[..., StagingReceiver],
     ):
         sender, weights = make_sender(torch.bfloat16), {"weight": torch.ones(3)}
         receiver = make_receiver(expected={"weight": (3,)}, dtype=torch.float32)
@@ -224,7 +225,7 @@ class TransportContract:
         sender.close()
 
     def test_changed_byte_is_detected_and_the_next_version_arrives(
-        self, sender: WeightSender, receiver: WeightReceiver
+        self, sender: WeightSender, receiver: StagingReceiver
     ):
         first, second = some_tensors(seed=1), some_tensors(seed=2)
         held = receiver.stage(sender.publish(1, first))
@@ -239,7 +240,7 @@ class TransportContract:
         assert_arrived(receiver.stage(sender.publish(3, third)), third, torch.float32)
 
     def test_two_versions_race_to_two_receivers(
-        self, sender: WeightSender, make_receiver: Callable[..., WeightReceiver]
+        self, sender: WeightSender, make_receiver: Callable[..., StagingReceiver]
     ):
         sent = {version: some_tensors(seed=version) for version in (1, 2)}
         updates = {version: sender.publish(version, sent[version]) for version in sent}
@@ -279,7 +280,7 @@ class TransportContract:
             sender.release(1)
 
     def test_shapes_may_change_between_versions(
-        self, sender: WeightSender, receiver: WeightReceiver
+        self, sender: WeightSender, receiver: StagingReceiver
     ):
         for version, size in enumerate([10, 1000, 10, 0, 5]):
             sent = {"weight": torch.full((size,), float(version))}
@@ -329,14 +330,14 @@ class DeltaContract:
 
     @pytest.fixture
     def delta_receiver(
-        self, make_receiver: Callable[..., WeightReceiver]
-    ) -> Iterator[WeightReceiver]:
+        self, make_receiver: Callable[..., StagingReceiver]
+    ) -> Iterator[StagingReceiver]:
         receiver = make_receiver(payload="delta")
         yield receiver
         receiver.close()
 
     def test_a_delta_arrives_bit_for_bit_and_is_small(
-        self, delta_sender: WeightSender, delta_receiver: WeightReceiver
+        self, delta_sender: WeightSender, delta_receiver: StagingReceiver
     ):
         weights = {"weight": torch.randn(5000), "count": torch.arange(7), "bias": torch.randn(3)}
         first = delta_sender.publish(1, weights)
@@ -356,7 +357,7 @@ class DeltaContract:
             delta_sender.release(version - 1)
 
     def test_a_receiver_that_holds_another_base_gets_the_full_payload(
-        self, delta_sender: WeightSender, delta_receiver: WeightReceiver
+        self, delta_sender: WeightSender, delta_receiver: StagingReceiver
     ):
         weights = {"weight": torch.zeros(1000)}
         delta_receiver.stage(delta_sender.publish(1, weights))
@@ -370,7 +371,7 @@ class DeltaContract:
         assert_arrived(delta_receiver.stage(update), weights, torch.bfloat16)
 
     def test_no_delta_is_made_if_it_is_not_smaller(
-        self, delta_sender: WeightSender, delta_receiver: WeightReceiver
+        self, delta_sender: WeightSender, delta_receiver: StagingReceiver
     ):
         delta_receiver.stage(delta_sender.publish(1, {"weight": torch.zeros(1000)}))
         weights = {"weight": torch.ones(1000)}
@@ -379,7 +380,7 @@ class DeltaContract:
         assert_arrived(delta_receiver.stage(update), weights, torch.bfloat16)
 
     def test_wrong_delta_is_refused_and_affects_no_other_version(
-        self, delta_sender: WeightSender, delta_receiver: WeightReceiver
+        self, delta_sender: WeightSender, delta_receiver: StagingReceiver
     ):
         weights = {"weight": torch.zeros(1000)}
         delta_receiver.stage(delta_sender.publish(1, weights))
@@ -390,7 +391,7 @@ class DeltaContract:
         assert_arrived(delta_receiver.stage(update), weights, torch.bfloat16)
 
     def test_a_changed_model_begins_with_a_full_payload(
-        self, delta_sender: WeightSender, delta_receiver: WeightReceiver
+        self, delta_sender: WeightSender, delta_receiver: StagingReceiver
     ):
         for version, size in enumerate((1000, 2000, 1000)):
             weights = {"weight": torch.zeros(size)}

@@ -18,8 +18,8 @@ from fault_weights import Kind, published_hash, shapes_of, weights_of
 from forked_program import start_program
 from remote_receiver import RemoteReceiver
 
-from millrace.core.protocols import WeightSender
 from millrace.core.records import WeightUpdate
+from millrace.weights.gathering import WeightSender
 
 Damage = Literal["corrupted", "truncated"]
 # Each kill costs a new process.

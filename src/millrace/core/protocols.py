@@ -1,6 +1,6 @@
 """Protocols between the parts of a run. The controller wires implementations together."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,12 +9,8 @@ import numpy as np
 from millrace.core.records import (
     Completion,
     CompletionChunk,
-    Episode,
     Group,
-    Prompt,
     Request,
-    Rollout,
-    Sampling,
     ScoreRequest,
     ScorerResult,
     Task,
@@ -140,16 +136,10 @@ class RestartingScorer(Protocol):
     def num_lost(self) -> int: ...
 
 
-@runtime_checkable
-class TokenLevelScorer(Protocol):
-    """A scorer that returns token scores, and episode scores only if its flag is False."""
-
-    token_scores_only: bool
-
-
 def gives_scores(scorer: Scorer) -> bool:
-    """True if the scorer returns episode scores. Evaluations skip all others."""
-    return not (isinstance(scorer, TokenLevelScorer) and scorer.token_scores_only)
+    """True if the scorer returns episode scores: not if it has a `token_scores_only` that is True.
+    Evaluations skip those."""
+    return not getattr(scorer, "token_scores_only", False)
 
 
 @runtime_checkable
@@ -213,100 +203,3 @@ class NeedsColumns(Protocol):
 
     @property
     def needed_columns(self) -> tuple[str, ...]: ...
-
-
-class Environment(Protocol):
-    """Plays n episodes of a task with the given policy."""
-
-    async def play(self, task: Task, policy: "Policy", n: int) -> list[Episode]: ...
-
-
-class Policy(Protocol):
-    """The model as the environment of one group sees it; used on the controller's event loop."""
-
-    @property
-    def name(self) -> str:
-        """Name of the group, for messages."""
-        ...
-
-    @property
-    def sampling(self) -> Sampling: ...
-
-    @property
-    def max_context(self) -> int: ...
-
-    @property
-    def seed(self) -> int:
-        """Seed of all draws of the group."""
-        ...
-
-    @property
-    def is_trained(self) -> bool:
-        """True if the sampled tokens are for training."""
-        ...
-
-    async def complete(self, prompt: Prompt, n: int) -> list[Episode]:
-        """Sample n episodes of one turn, which share the prompt's prefill, and report each as
-        finished: as soon as it has ended if a scorer takes it then."""
-        ...
-
-    async def sample(
-        self,
-        prompt: np.ndarray,  # [P] int32
-        *,
-        episode: int,  # index in the group; draws depend on it and on the number of the call
-        call: int,
-        sampling: Sampling,
-        session: str,  # unique within the group, see Request
-        adapter: str | None = None,
-        model: str | None = None,
-        is_trained: bool = True,
-        pinned: bool = False,
-        partial: Completion | None = None,
-        routes_from: int = 0,
-    ) -> Completion:
-        """Sample one turn of one episode, after the tokens of `partial` if given. `model`: another
-        model that samples it; its tokens are never trained. If routes are replayed, the completion
-        has those from position `routes_from` on."""
-        ...
-
-    async def entropies(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:  # [L] each
-        """Entropies of the current policy at each sampled token, in nats; 0.0 elsewhere."""
-        ...
-
-    async def token_rewards(self, index: int) -> list[np.ndarray]:  # [L] for each rollout
-        """Token rewards of a finished episode; 0.0 where scorers give none. Raises TaskError if no
-        scorer gives token rewards, and ScoreError if one fails."""
-        ...
-
-    def finished(self, index: int, episode: Episode) -> None:
-        """Report a finished episode; others of the group may still run."""
-
-    def gave_up(self, index: int) -> None:
-        """Report an episode that will not be part of the group; its tokens are wasted."""
-
-
-class WeightSender(Protocol):
-    """Trainer side of a transport; holds a bounded number of versions."""
-
-    dtype: Any  # torch.dtype of floating-point weights during the transfer
-
-    @property
-    def has_room(self) -> bool: ...
-
-    def publish(self, version: int, tensors: Mapping[str, Any]) -> WeightUpdate: ...
-
-    def release(self, version: int) -> None:
-        """Allow the bytes of this version to be reused: no engine reads them any more."""
-
-    def close(self) -> None: ...
-
-
-class WeightReceiver(Protocol):
-    """Engine side of a transport."""
-
-    def stage(self, update: WeightUpdate) -> Mapping[str, Any]:
-        """Return the complete, verified tensors by name; raises WeightError otherwise."""
-        ...
-
-    def close(self) -> None: ...

@@ -15,11 +15,11 @@ import numpy as np
 
 from millrace.core.errors import ConfigError, ReplayError, TaskError, run_all
 from millrace.core.plugins import build_plugin, load_reference
-from millrace.core.protocols import Policy
 from millrace.core.records import Branching, Episode, Rollout
 from millrace.environments.function_environment import EpisodeRunner
 from millrace.environments.replay.answers import Branch
 from millrace.environments.replay.schema import Recording
+from millrace.environments.rollouts.player import GroupPolicy
 
 Measure = Literal["entropy", "surprisal", "value", "chance"]
 MEASURES: tuple[str, ...] = get_args(Measure)
@@ -171,7 +171,7 @@ class Pivot(TreeRecipe):
             for _ in range(self.branches)
         )
 
-    async def _weights(self, leaf: BranchLeaf, policy: Policy) -> np.ndarray:  # [M]
+    async def _weights(self, leaf: BranchLeaf, policy: GroupPolicy) -> np.ndarray:  # [M]
         episode, number = leaf.episode, leaf.branching.number
         match self.by:
             case "surprisal":

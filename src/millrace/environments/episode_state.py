@@ -37,7 +37,7 @@ from millrace.environments.token_record import Exchange, first_routed, places_of
 from millrace.environments.tools.calls import ToolCall
 from millrace.environments.tools.functions import Tool, ToolResult, run_tool
 
-Sample = Callable[..., Coroutine[Any, Any, Completion]]  # with the signature of Policy.sample
+Sample = Callable[..., Coroutine[Any, Any, Completion]]  # with the signature of GroupPolicy.sample
 RunTool = Callable[..., Awaitable[ToolResult]]  # with the signature of run_tool
 
 # About 4,000 tokens. A tool that returns a whole file must not fill the context.

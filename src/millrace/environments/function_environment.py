@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from millrace.core.errors import ConfigError, MillraceError, ReplayError, TaskError
-from millrace.core.protocols import Policy
 from millrace.core.records import Branching, Completion, Episode, Message, Prompt, Task
 from millrace.environments.agent import Agent
 from millrace.environments.conversation import History
@@ -44,6 +43,7 @@ from millrace.environments.replay.schema import (
     encode,
 )
 from millrace.environments.rollouts.partial_rollouts import Expired
+from millrace.environments.rollouts.player import GroupPolicy
 from millrace.environments.rollouts.renderer import Renderer, RoleModel, role_model
 from millrace.environments.threads import LoopThread, on_loop
 from millrace.environments.tools.calls import ToolFormatName
@@ -226,7 +226,7 @@ def _checked(function: EnvironmentFunction, returned: Any, state: EpisodeState) 
 class EpisodeRunner:
     environment: "FunctionEnvironment"
     task: Task
-    policy: Policy
+    policy: GroupPolicy
 
     async def play(
         self, index: int, *, branching: Branching | None = None, branch: Branch | None = None
@@ -261,7 +261,7 @@ class EpisodeRunner:
 class SingleTurn:
     """The default environment: one prompt, one completion, scored by the scorers."""
 
-    async def play(self, task: Task, policy: Policy, n: int) -> list[Episode]:
+    async def play(self, task: Task, policy: GroupPolicy, n: int) -> list[Episode]:
         return await policy.complete(task.prompt, n)
 
 
@@ -297,7 +297,7 @@ class FunctionEnvironment:
     history: History = "template"
     recipe: "Recipe | None" = None  # replaces n independent episodes per training group
 
-    async def play(self, task: Task, policy: Policy, n: int) -> list[Episode]:
+    async def play(self, task: Task, policy: GroupPolicy, n: int) -> list[Episode]:
         runner = EpisodeRunner(environment=self, task=task, policy=policy)
         if self.recipe is not None and policy.is_trained:
             return await self.recipe.play(runner, n)

@@ -23,7 +23,7 @@ from millrace.cluster import messages
 from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
 from millrace.config import Interrupt, RunConfig, load_config
 from millrace.core.errors import MillraceError, TaskError, WeightError
-from millrace.core.protocols import Capability, WeightReceiver
+from millrace.core.protocols import Capability
 from millrace.core.records import CompletionChunk, WeightUpdate
 from millrace.core.spans import Timeline
 from millrace.inference.backend import (
@@ -38,6 +38,7 @@ from millrace.inference.interrupt import WeightInterrupt
 from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWorker
 from millrace.models.loading import resolve_device, resolve_dtype
 from millrace.weights.probe import check_probe, probe_request
+from millrace.weights.recv_backend import StagingReceiver
 from millrace.weights.transport import make_receiver
 
 # Interval of the coalesced token reports. If an engine dies, its sequences resume elsewhere from
@@ -120,7 +121,7 @@ class EngineWorker(ModelWorker):
         link: Link,
         *,
         engine: EngineCore,
-        receiver: WeightReceiver,
+        receiver: StagingReceiver,
         timeline: Timeline,
         interrupt: Interrupt = "swap",
         capabilities: frozenset[Capability] = frozenset(Capability),

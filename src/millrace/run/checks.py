@@ -12,10 +12,9 @@ from millrace.core.records import Sampling
 from millrace.monitoring.trackers import build_tracker
 from millrace.run.cluster import check_cluster
 from millrace.run.mesh_checks import check_mesh
-from millrace.scoring.advantages.estimators import CRITIC, PAIRS
+from millrace.scoring.advantages import CRITIC, PAIRS
 from millrace.scoring.registry import ScorerSpec
-from millrace.scoring.reward_models.process import RewardModelSettings
-from millrace.scoring.reward_models.reward_model import ProcessRewardModel
+from millrace.scoring.reward_models.reward_model import ProcessRewardModel, RewardModelSettings
 from millrace.scoring.teachers.process import LogprobModelSettings
 from millrace.scoring.teachers.teacher import Reference, SelfTeacher, Teacher
 from millrace.training.losses.loss import Loss

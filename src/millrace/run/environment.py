@@ -16,7 +16,6 @@ from millrace.cluster.supervision.pool import WorkerPool
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
 from millrace.core.errors import ConfigError, TaskError
-from millrace.core.protocols import Environment
 from millrace.core.records import Task
 from millrace.environments.branching import Pivot, Recipe, build_recipe
 from millrace.environments.function_environment import (
@@ -31,6 +30,7 @@ from millrace.environments.function_environment import (
     use_tools,
 )
 from millrace.environments.replay.schema import EpisodeLimits
+from millrace.environments.rollouts.player import Environment
 from millrace.environments.rollouts.renderer import Renderer, RoleModel, load_role_model
 from millrace.environments.threads import LoopThread
 from millrace.environments.tools.mcp_server import McpServer, WithServers

@@ -58,11 +58,10 @@ from millrace.run.placement import (
     placed_processes,
 )
 from millrace.run.resume import Cursor, find_resume_point
-from millrace.scoring.advantages.estimators import CRITIC, TREE, build_advantages
+from millrace.scoring.advantages import CRITIC, TREE, build_advantages
 from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer, resolve_scorers
 from millrace.scoring.scorer_type import RunInfo
-from millrace.scoring.shaping.selection import ROC
-from millrace.scoring.shaping.shaping import Shaping, build_shaping
+from millrace.scoring.shaping import ROC, Shaping, build_shaping
 from millrace.scoring.teachers.teacher import Reference, SelfTeacher, Teacher
 from millrace.tasks.sources import load_section, load_sources, make_stream
 from millrace.tasks.streams import TaskStream

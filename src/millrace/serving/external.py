@@ -29,9 +29,9 @@ from aiohttp import web
 from pydantic import Field
 
 from millrace.core.errors import TaskError
-from millrace.core.protocols import Policy
 from millrace.core.records import Ending, Episode, Rollout, Task, Turn
 from millrace.core.staleness import StalenessLimit, Stamps
+from millrace.environments.rollouts.player import GroupPolicy
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.serving.api.bodies import Body, Count, Text
 from millrace.serving.api.errors import ApiError, json_response
@@ -82,7 +82,7 @@ class GroupBody(_Posted, frozen=True, kw_only=True):
 class _OpenTask:
     id: str
     task: Task
-    policy: Policy
+    policy: GroupPolicy
     num_episodes: int
     prompt: np.ndarray  # [P] int32
     posted: asyncio.Future[list[Episode]]
@@ -103,7 +103,7 @@ class ExternalEnvironment:
     _open: dict[str, _OpenTask] = field(default_factory=dict[str, _OpenTask])  # by id
     _clients: dict[str, str] = field(default_factory=dict[str, str])  # names, by id
 
-    async def play(self, task: Task, policy: Policy, n: int) -> list[Episode]:
+    async def play(self, task: Task, policy: GroupPolicy, n: int) -> list[Episode]:
         id, prompt = secrets.token_hex(8), self.renderer.render(task.prompt)
         posted = asyncio.get_running_loop().create_future()
         self._open[id] = _OpenTask(
@@ -225,7 +225,7 @@ class ExternalEnvironment:
             ending=posted.ending,
         )
 
-    def _rollout(self, row: PostedRollout, policy: Policy, *, where: str) -> Rollout:
+    def _rollout(self, row: PostedRollout, policy: GroupPolicy, *, where: str) -> Rollout:
         tokens, versions = np.array(row.tokens, np.int32), np.array(row.versions, np.int32)
         with np.errstate(over="ignore"):  # to infinity, which is refused
             logprobs, mask = np.array(row.logprobs, np.float32), versions >= 0

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from millrace.config import CriticConfig, RunConfig
 from millrace.config.training import ADAMW, ADAMW_8BIT, MUON
-from millrace.core.protocols import WeightSender
 from millrace.models.attention.self_test import EXACT_PACKED, PACKED
 from millrace.models.exact.mode import check_exact
 from millrace.models.loading import load_model, resolve_device, resolve_dtype
@@ -30,7 +29,7 @@ from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.parallel.ranks import Ranks
 from millrace.training.policy_model import PolicyModel
 from millrace.training.trainer import Trainer
-from millrace.weights.gathering import GatheringSender
+from millrace.weights.gathering import GatheringSender, WeightSender
 from millrace.weights.probe import ProbeReference
 from millrace.weights.send_backend import PackingSender
 from millrace.weights.transport import listening_address, make_sender, resolve_transport

@@ -318,6 +318,9 @@ class GatheringSender:
             raise
 
 
+WeightSender = PackingSender | GatheringSender
+
+
 def _boxes(numbers: Iterable[int], dims: Iterable[int]) -> list[Box]:
     """Boxes from the offset and shape of each, which has so many dimensions."""
     left = iter(numbers)

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from millrace.core.protocols import WeightSender
 from millrace.core.records import WeightUpdate
 from millrace.models.sharding import local_part
+from millrace.weights.gathering import WeightSender
 from millrace.weights.packing import copy_all, transfer_dtype
 from millrace.weights.send_backend import NoSpace, Superseded
 

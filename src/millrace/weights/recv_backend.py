@@ -75,6 +75,8 @@ class RecvBackend:
 
 
 class StagingReceiver:
+    """Engine side of a transport."""
+
     def __init__(
         self,
         backends: Mapping[str, Callable[[], RecvBackend]],
@@ -99,6 +101,7 @@ class StagingReceiver:
         self._stream = torch.cuda.Stream(device) if on_gpu else None
 
     def stage(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
+        """Return the complete, verified tensors by name; raises WeightError otherwise."""
         self._check(update)
         with torch.cuda.stream(self._stream):  # does nothing without one
             tensors = self._stage(update)

@@ -89,6 +89,8 @@ class PayloadSlot:
 
 
 class PackingSender:
+    """Trainer side of a transport; holds a bounded number of versions."""
+
     def __init__(
         self,
         backend: SendBackend,

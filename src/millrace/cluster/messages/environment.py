@@ -32,8 +32,8 @@ class PlayEpisode(Message, frozen=True):
 
 
 class TurnWanted(Part, frozen=True):
-    """The environment wants a reply of a model: the arguments of Policy.sample. TurnSampled follows
-    as an event."""
+    """The environment wants a reply of a model: the arguments of GroupPolicy.sample. TurnSampled
+    follows as an event."""
 
     prompt: np.ndarray  # [P] int32
     call: int

@@ -44,7 +44,7 @@ class RecordedAnswers:
         self._advanced = asyncio.Condition()
 
     async def sample(self, prompt: np.ndarray, *, call: int, **_settings: Any) -> Completion:
-        """Answer as Policy.sample does."""
+        """Answer as GroupPolicy.sample does."""
         entry = self._turns.get(call)
         if entry is None:
             raise self._differs(f"turn {call}", "which is not in the recording")

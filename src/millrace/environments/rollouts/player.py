@@ -6,13 +6,13 @@ Runs on the controller's event loop.
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from millrace.core.completions import is_complete
 from millrace.core.errors import TaskError
-from millrace.core.protocols import Engine, Environment, OnTokens, SupportsGenerate, SupportsScore
+from millrace.core.protocols import Engine, OnTokens, SupportsGenerate, SupportsScore
 from millrace.core.records import (
     Completion,
     Episode,
@@ -41,14 +41,14 @@ EnginesByModel = Mapping[str, SupportsGenerate]
 
 @dataclass(kw_only=True, eq=False)
 class GroupPolicy:
-    """The policy within one group; implements core.protocols.Policy."""
+    """The model as the environment of one group sees it; used on the controller's event loop."""
 
     engine: SupportsGenerate
     renderer: Renderer
     sampling: Sampling
     max_context: int
-    name: str
-    seed: int
+    name: str  # of the group, for messages
+    seed: int  # of all draws of the group
     attempt: Attempt | None = None  # set if tokens are sampled for training
     scoring: GroupScoring | None = None  # receives streamed tokens and finished episodes
     priority: int = 0
@@ -63,9 +63,12 @@ class GroupPolicy:
 
     @property
     def is_trained(self) -> bool:
+        """True if the sampled tokens are for training."""
         return self.attempt is not None
 
     async def complete(self, prompt: Prompt, n: int) -> list[Episode]:
+        """Sample n episodes of one turn, which share the prompt's prefill, and report each as
+        finished: as soon as it has ended if a scorer takes it then."""
         tokens = self.renderer.render(prompt)
         if len(tokens) >= self.max_context:
             raise TaskError(
@@ -109,12 +112,12 @@ class GroupPolicy:
 
     async def sample(
         self,
-        prompt: np.ndarray,
+        prompt: np.ndarray,  # [P] int32
         *,
-        episode: int,
+        episode: int,  # index in the group; draws depend on it and on the number of the call
         call: int,
         sampling: Sampling,
-        session: str,
+        session: str,  # unique within the group, see Request
         adapter: str | None = None,
         model: str | None = None,
         is_trained: bool = True,
@@ -122,6 +125,9 @@ class GroupPolicy:
         partial: Completion | None = None,
         routes_from: int = 0,
     ) -> Completion:
+        """Sample one turn of one episode, after the tokens of `partial` if given. `model`: another
+        model that samples it; its tokens are never trained. If routes are replayed, the completion
+        has those from position `routes_from` on."""
         assert model is None or not is_trained, "only the policy is trained"
         request = Request(
             id=f"{self.name}/{episode}.{call}",
@@ -150,7 +156,8 @@ class GroupPolicy:
             self.attempt.record([completion], num_known=num_known)
         return completion
 
-    async def entropies(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+    async def entropies(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:  # [L] each
+        """Entropies of the current policy at each sampled token, in nats; 0.0 elsewhere."""
         assert self.score_engine is not None, "a policy in training has one"
         entropies = [np.zeros(len(rollout.tokens), np.float32) for rollout in rollouts]
         # Greedy sampling has no entropy.
@@ -166,7 +173,9 @@ class GroupPolicy:
             entropies[i][rollouts[i].mask] = logprobs.entropies
         return entropies
 
-    async def token_rewards(self, index: int) -> list[np.ndarray]:
+    async def token_rewards(self, index: int) -> list[np.ndarray]:  # [L] for each rollout
+        """Token rewards of a finished episode; 0.0 where scorers give none. Raises TaskError if no
+        scorer gives token rewards, and ScoreError if one fails."""
         if self.scoring is None or not self._takes_episodes:
             raise TaskError(
                 f"{self.name}: no scorer rewards single tokens while a group is generated; add a"
@@ -175,12 +184,14 @@ class GroupPolicy:
         return await self.scoring.token_rewards(index)
 
     def gave_up(self, index: int) -> None:
+        """Report an episode that will not be part of the group; its tokens are wasted."""
         if self.attempt is not None:
             stamps = [Stamps.of(versions) for versions in self._versions.get(index, ())]
             self.attempt.given_up = Stamps.joined([self.attempt.given_up, *stamps])
             self.attempt.life.turns.pop(index, None)
 
     def finished(self, index: int, episode: Episode) -> None:
+        """Report a finished episode; others of the group may still run."""
         if self.scoring is not None and self._takes_episodes:
             self.scoring.add(index, episode)
 
@@ -190,6 +201,12 @@ class GroupPolicy:
         if on_tokens is None:
             return request, None
         return replace(request, min_chunk_tokens=CHUNK_TOKENS), on_tokens
+
+
+class Environment(Protocol):
+    """Plays n episodes of a task with the given policy."""
+
+    async def play(self, task: Task, policy: GroupPolicy, n: int) -> list[Episode]: ...
 
 
 @dataclass(kw_only=True, eq=False)

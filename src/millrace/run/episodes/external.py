@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.config import RunConfig
 from millrace.core.errors import ConfigError
-from millrace.core.protocols import Environment
+from millrace.environments.rollouts.player import Environment
 from millrace.environments.tools.calls import format_of
 from millrace.inference.pool import EnginePool
 from millrace.models.directory import num_experts, text_config

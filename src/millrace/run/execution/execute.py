@@ -30,9 +30,8 @@ from millrace.controller.preemption import SIGTERM, Preemption
 from millrace.core import files as storage
 from millrace.core.errors import Preempted, RunFailed, first_cause
 from millrace.core.files import private_files, private_folder
-from millrace.core.protocols import Environment
 from millrace.core.records import Sampling
-from millrace.environments.rollouts.player import Player
+from millrace.environments.rollouts.player import Environment, Player
 from millrace.journal import Journal, NoJournal
 from millrace.monitoring.callbacks import CallbackList
 from millrace.monitoring.files.metrics import read_metrics
@@ -51,7 +50,7 @@ from millrace.run.scaling import scaling_server
 from millrace.run.workers import RunWorkers
 from millrace.scoring.functions.workers import MODULE as SCORER_MODULE
 from millrace.scoring.pool import ScorerPool, build_scorer_pool
-from millrace.tasks.lengths import LengthPredictor
+from millrace.tasks.streams import LengthPredictor
 from millrace.weights.broadcaster import VersionBroadcaster
 
 
