@@ -35,7 +35,7 @@ from millrace.inference.backend import EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.models.directory import load_tokenizer
-from millrace.scoring.advantages.estimators import GroupAdvantages
+from millrace.scoring.advantages import GroupAdvantages
 from millrace.training.build import build_trainer
 from millrace.training.packing.packer import pack
 

@@ -26,8 +26,8 @@ from millrace.controller.orders import Oldest
 from millrace.core.microbatch import Batch
 from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Turn
 from millrace.core.staleness import StalenessLimit
-from millrace.scoring.advantages.estimators import GroupAdvantages
-from millrace.scoring.shaping.filters import build_filters
+from millrace.scoring.advantages import GroupAdvantages
+from millrace.scoring.shaping import build_filters
 from millrace.training.packing.packer import pack
 
 TRAINED_TOKENS_PER_S = 42_546

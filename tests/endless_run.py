@@ -31,14 +31,13 @@ from millrace.monitoring.monitor import RunMonitor
 from millrace.monitoring.run_dir import RunDir
 from millrace.run.build import RunParts, build_controller
 from millrace.run.resume import Cursor
-from millrace.scoring.advantages.estimators import build_advantages
+from millrace.scoring.advantages import build_advantages
 from millrace.scoring.functions.workers import ScorerWorkers
 from millrace.scoring.pool import ScorerPool
 from millrace.scoring.scheduling.scorer_queue import ScorerQueue
 from millrace.scoring.scorer_type import CallSettings
-from millrace.scoring.shaping.shaping import build_shaping
-from millrace.tasks.curriculum import Curriculum
-from millrace.tasks.lengths import LengthPredictor
+from millrace.scoring.shaping import build_shaping
+from millrace.tasks.streams import Curriculum, LengthPredictor
 from millrace.training.group import StepsInMemory, TrainerGroup
 from millrace.weights.broadcaster import VersionBroadcaster
 

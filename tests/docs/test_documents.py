@@ -15,7 +15,7 @@ from millrace.monitoring.callbacks import check_callback
 from millrace.scoring.functions.function_scorer import Function
 from millrace.scoring.registry import check_scorers, resolve_scorer
 from millrace.scoring.scorer_type import CallSettings, ScorerType
-from millrace.scoring.services.http_scorer import Http
+from millrace.scoring.services.endpoint import Http
 from millrace.scoring.services.judge import Judge
 from millrace.scoring.verifiers import VERIFIERS
 from millrace.training.losses.recipes import ADVANTAGES, RECIPES

@@ -35,7 +35,7 @@ from millrace.core.records import Completion, Group, Request, Sampling, Task
 from millrace.environments.rollouts.partial_rollouts import PartialRollouts, ReplayingEngine
 from millrace.journal import Journal, read_journal
 from millrace.run.resume import Cursor, resume_history
-from millrace.tasks.curriculum import Curriculum
+from millrace.tasks.streams import Curriculum
 
 GROUPS = 2  # of a step
 MAX_STALENESS = 2

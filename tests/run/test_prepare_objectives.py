@@ -9,7 +9,7 @@ from tiny_model import make_tiny_model
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.run.prepare import PreparedRun, prepare
-from millrace.scoring.advantages.estimators import (
+from millrace.scoring.advantages import (
     BatchAdvantages,
     BestWorstAdvantages,
     GaeAdvantages,

@@ -12,8 +12,8 @@ from millrace.config import load_config
 from millrace.core.errors import CheckpointError, ConfigError
 from millrace.environments.tools.mcp_server import WithServers
 from millrace.run.prepare import PreparedRun, prepare
-from millrace.scoring.shaping.selection import FirstSelection, RocSelection
-from millrace.tasks.curriculum import Curriculum
+from millrace.scoring.shaping import FirstSelection, RocSelection
+from millrace.tasks.streams import Curriculum
 
 
 def length(completions, **columns):

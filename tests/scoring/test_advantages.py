@@ -4,7 +4,7 @@ from fakes import make_rollout
 
 from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task
-from millrace.scoring.advantages.estimators import (
+from millrace.scoring.advantages import (
     BatchAdvantages,
     BestWorstAdvantages,
     GroupAdvantages,

@@ -6,15 +6,15 @@ from fakes import make_rollout
 
 from millrace.core.errors import ScoreError
 from millrace.core.records import Episode, Group, Score, Task, Turn
-from millrace.scoring.advantages.estimators import (
+from millrace.scoring.advantages import (
     BatchAdvantages,
     GroupAdvantages,
     ReturnAdvantages,
     estimate_by_agent,
     with_advantages,
 )
-from millrace.scoring.shaping.combine import combine
-from millrace.scoring.shaping.filters import ZeroVariance
+from millrace.scoring.pool import combine
+from millrace.scoring.shaping import ZeroVariance
 
 PLAIN = GroupAdvantages(normalize_std=False)
 

@@ -7,7 +7,7 @@ import pytest
 
 from millrace.core.errors import ScoreError
 from millrace.core.records import Episode, Group, Rollout, Sampling, ScorerResult, Task, TokenScores
-from millrace.scoring.shaping.combine import combine
+from millrace.scoring.pool import combine
 
 
 @dataclass

@@ -7,8 +7,8 @@ from scored_groups import scored, totals_of
 
 from millrace.core.errors import ConfigError, Filtered, ScoreError
 from millrace.core.staleness import Stamps
-from millrace.scoring.advantages.estimators import GroupAdvantages, with_advantages
-from millrace.scoring.shaping.filters import Overlong, ZeroVariance, build_filters
+from millrace.scoring.advantages import GroupAdvantages, with_advantages
+from millrace.scoring.shaping import Overlong, ZeroVariance, build_filters
 from millrace.training.packing.packer import pack
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from millrace.core.errors import ConfigError
 from millrace.core.records import ScorerResult
-from millrace.scoring.scheduling.gates import ScoreGate, check_gates, parse_gate
+from millrace.scoring.scheduling.scorer_queue import ScoreGate, check_gates, parse_gate
 
 
 def gate(text):

@@ -18,9 +18,8 @@ from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.environments.rollouts.player import Player
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.inference.pool import EnginePool
-from millrace.scoring.scheduling.gates import parse_gate
 from millrace.scoring.scheduling.group_scoring import GroupScoring
-from millrace.scoring.scheduling.scorer_queue import GroupRef, ScorerQueue
+from millrace.scoring.scheduling.scorer_queue import GroupRef, ScorerQueue, parse_gate
 from millrace.scoring.scorer_type import CallSettings
 
 

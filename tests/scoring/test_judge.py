@@ -13,9 +13,10 @@ from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.records import Group, Task
 from millrace.scoring.registry import check_scorers, resolve_scorer
 from millrace.scoring.services import judge as judge_module
-from millrace.scoring.services.judge import ScoreCache, cache_key
-from millrace.scoring.services.judge_text import (
+from millrace.scoring.services.judge import (
     PatternReader,
+    ScoreCache,
+    cache_key,
     check_template,
     fill_template,
     read_key,

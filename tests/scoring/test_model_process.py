@@ -14,7 +14,7 @@ from millrace.cluster.hub import Hub
 from millrace.cluster.messages import StepReading
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.core.errors import ConfigError, ScoreError
-from millrace.scoring.reward_models.process import RewardModelProcess, RewardModelSettings
+from millrace.scoring.reward_models.reward_model import RewardModelProcess, RewardModelSettings
 
 
 def processes() -> list[psutil.Process]:

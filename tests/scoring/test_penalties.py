@@ -2,7 +2,7 @@ import pytest
 from scored_groups import scored, totals_of
 
 from millrace.core.errors import ConfigError, ScoreError
-from millrace.scoring.shaping.shaping import (
+from millrace.scoring.shaping import (
     CosineLength,
     LinearLength,
     Shaping,
@@ -46,7 +46,7 @@ def test_penalties_compose_with_rewards_and_with_each_other():
         ]
     )
     group = scored(1.0, 1.0, lengths=[4, 9], exact=[1.0, 1.0])
-    short, long = Shaping(penalties=penalties).penalize(group, group.scores)
+    short, long = Shaping(penalties=penalties).penalize(group).scores
     assert short.parts == {"exact": 1.0, "linear": -0.4, "late": 0.0, "as_many_as_sqrt": -2.0}
     assert short.total == pytest.approx(1 - 0.2 - 0.2)
     assert long.parts["late"] == -1.0
@@ -56,7 +56,7 @@ def test_penalties_compose_with_rewards_and_with_each_other():
 def test_correct_answer_that_was_too_long_is_still_solved():
     penalties = build_penalties([{"type": "linear", "max_tokens": 10}])
     group = scored(1.0, 0.0, lengths=[9, 1])
-    long, wrong = Shaping(penalties=penalties).penalize(group, group.scores)
+    long, wrong = Shaping(penalties=penalties).penalize(group).scores
     assert long.total < 1
     assert long.is_solved(1.0)
     assert not wrong.is_solved(1.0)

@@ -8,8 +8,7 @@ from fakes import CharacterTokenizer
 
 from millrace.core.errors import ScoreError
 from millrace.core.records import CompletionChunk, Request, Sampling
-from millrace.scoring.reward_models.read_ahead import ReadAhead, StepReader
-from millrace.scoring.reward_models.steps import build_steps
+from millrace.scoring.reward_models.steps import ReadAhead, StepReader, build_steps
 
 STEPS = build_steps({"by": "delimiter", "delimiter": ";"}, section="scorer.steps")
 

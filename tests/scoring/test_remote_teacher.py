@@ -22,7 +22,7 @@ from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.directory import vocabulary_checksum
 from millrace.scoring.services.endpoint import Endpoint
 from millrace.scoring.teachers import remote
-from millrace.scoring.teachers.remote import RemoteTeacher
+from millrace.scoring.teachers.process import RemoteTeacher
 from millrace.serving.api.openapi import Health
 from millrace.serving.api.score import ScorePool
 from millrace.serving.metrics import ServerMetrics

@@ -12,18 +12,18 @@ from millrace.cluster.messages import StepReading
 from millrace.config import ScorerConfig
 from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task, Turn
-from millrace.scoring.advantages.estimators import ReturnAdvantages
+from millrace.scoring.advantages import ReturnAdvantages
+from millrace.scoring.pool import combine
 from millrace.scoring.registry import resolve_scorer
-from millrace.scoring.reward_models.process import RewardModelSettings
-from millrace.scoring.reward_models.read_ahead import StepReader
 from millrace.scoring.reward_models.reward_model import (
     ProcessRewardModel,
     ProcessRewardScorer,
     RewardModel,
     RewardModelScorer,
+    RewardModelSettings,
 )
+from millrace.scoring.reward_models.steps import StepReader
 from millrace.scoring.reward_models.worker import ReadingEncoder
-from millrace.scoring.shaping.combine import combine
 
 BY_EQUALS = {"by": "delimiter", "delimiter": "="}
 

@@ -15,11 +15,11 @@ from millrace.cluster.messages import WorkerProgress
 from millrace.cluster.supervision.pool import RestartPolicy, WorkerPool
 from millrace.core.errors import ConfigError, Filtered, RunFailed, ScoreError
 from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Turn
-from millrace.scoring.advantages.estimators import BatchAdvantages, GroupAdvantages
+from millrace.scoring.advantages import BatchAdvantages, GroupAdvantages
 from millrace.scoring.functions import workers as scorer_workers
 from millrace.scoring.pool import build_scorer_pool
 from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer
-from millrace.scoring.shaping.shaping import build_shaping
+from millrace.scoring.shaping import build_shaping
 from millrace.scoring.verifiers import Numeric, PythonTests, ReasoningGym
 from millrace.tasks.loading import load_tasks
 from millrace.tasks.sources import Puzzles

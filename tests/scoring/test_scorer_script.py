@@ -13,7 +13,7 @@ from beside import SCALE, imported
 from millrace.cluster.hub import Hub
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task, Turn
-from millrace.scoring.advantages.estimators import GroupAdvantages
+from millrace.scoring.advantages import GroupAdvantages
 from millrace.scoring.pool import build_scorer_pool
 from millrace.scoring.registry import function_scorer
 

@@ -8,8 +8,13 @@ from hypothesis import strategies as st
 from scored_groups import scored, totals_of
 
 from millrace.core.errors import ConfigError, ScoreError
-from millrace.scoring.shaping.selection import FirstSelection, RocSelection, build_selection, select
-from millrace.scoring.shaping.shaping import Shaping
+from millrace.scoring.shaping import (
+    FirstSelection,
+    RocSelection,
+    Shaping,
+    build_selection,
+    select,
+)
 
 
 def test_cleanest_then_shortest_successes_are_kept():

@@ -29,7 +29,6 @@ from millrace.core.errors import ConfigError, MillraceError, WeightError
 from millrace.core.records import ScoreRequest, TokenLogprobs
 from millrace.scoring.teachers import worker as teacher_worker
 from millrace.scoring.teachers.process import LogprobModelSettings
-from millrace.scoring.teachers.self_teacher_weights import HistorySettings
 from millrace.weights.transport import make_sender
 
 NUM_PROMPT, NUM_SAMPLED = 8, 24
@@ -41,16 +40,14 @@ async def hub(tmp_path: Path) -> AsyncIterator[Hub]:
         yield hub
 
 
-def start_message(
-    path: Path, *, history: HistorySettings | None = None, **settings
-) -> StartTeacher:
+def start_message(path: Path, *, history: dict | None = None, **settings) -> StartTeacher:
     config = load_config({"model": str(path)})
     return StartTeacher(
         config=config.model_dump(mode="json"),
         settings=asdict(LogprobModelSettings(threads=1, **settings)),
         device="cpu",
         model_path=str(path),
-        history=None if history is None else asdict(history),
+        history=history,
         saved_path=str(path.parent / "scorers" / "teacher.safetensors"),
     )
 
@@ -119,7 +116,7 @@ def test_teacher_answers_many_calls_and_refuses_unknown_messages(link, tmp_path)
 
 def test_self_teacher_averages_versions_and_survives_invalid_weights(link, tmp_path):
     save_model(tmp_path / "model")
-    link.call(start_message(tmp_path / "model", history=HistorySettings(ema=0.5, every=2))).result()
+    link.call(start_message(tmp_path / "model", history={"ema": 0.5, "every": 2})).result()
     sender = make_sender("shm", dtype=torch.float32)
     first, second = (sender.publish(v, weights(seed=v)) for v in (1, 2))
     assert link.call(SwapWeights(update=first)).result().version == 0  # not due yet, only averaged
@@ -141,9 +138,7 @@ def test_self_teacher_averages_versions_and_survives_invalid_weights(link, tmp_p
 @pytest.mark.slow
 async def test_swap_during_scoring_never_mixes_versions_in_a_sequence(hub, tmp_path):
     save_model(tmp_path / "model")
-    teacher = await start_teacher(
-        hub, tmp_path / "model", history=HistorySettings(lag=0), pass_tokens=64
-    )
+    teacher = await start_teacher(hub, tmp_path / "model", history={"lag": 0}, pass_tokens=64)
     sender = make_sender("shm", dtype=torch.float32)
     versions = range(1, 5)
 
@@ -176,9 +171,7 @@ async def test_swap_during_scoring_never_mixes_versions_in_a_sequence(hub, tmp_p
     assert scored[-1][0].version == versions[-1]
 
 
-@pytest.mark.parametrize(
-    "history", [HistorySettings(ema=0.5), HistorySettings(lag=0)], ids=["ema", "lag"]
-)
+@pytest.mark.parametrize("history", [{"ema": 0.5}, {"lag": 0}], ids=["ema", "lag"])
 def test_restarted_self_teacher_resumes_from_its_saved_weights(tmp_path, history):
     save_model(tmp_path / "model")
     start = start_message(tmp_path / "model", history=history)
@@ -203,7 +196,7 @@ def test_restarted_self_teacher_resumes_from_its_saved_weights(tmp_path, history
 def test_teacher_that_cannot_save_its_weights_continues(link, tmp_path, capfd):
     save_model(tmp_path / "model")
     (tmp_path / "scorers").write_text("a file where a folder is wanted")
-    link.call(start_message(tmp_path / "model", history=HistorySettings(lag=0))).result()
+    link.call(start_message(tmp_path / "model", history={"lag": 0})).result()
     sender = make_sender("shm", dtype=torch.float32)
     for version in (1, 2):
         update = sender.publish(version, weights(seed=version))

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from millrace.core.records import Branching, Episode, Group, Rollout, Sampling, Score, Task
-from millrace.scoring.advantages.estimators import estimate_by_agent, with_advantages
-from millrace.scoring.advantages.tree import TreeAdvantages
+from millrace.scoring.advantages import (
+    TreeAdvantages,
+    estimate_by_agent,
+    with_advantages,
+)
 
 LOCAL = TreeAdvantages(normalize_std=False, weigh_shared=False)
 WEIGHED = TreeAdvantages(normalize_std=False)

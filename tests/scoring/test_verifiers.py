@@ -15,7 +15,7 @@ from millrace.core.records import Task
 from millrace.scoring.functions.signature import inspect_reward
 from millrace.scoring.registry import check_scorers, resolve_scorers
 from millrace.scoring.verifiers import VERIFIERS
-from millrace.scoring.verifiers.math_answers import last_number
+from millrace.scoring.verifiers.answers import last_number
 
 v = mr.verifiers
 

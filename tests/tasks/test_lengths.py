@@ -1,7 +1,7 @@
 import numpy as np
 
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task
-from millrace.tasks.lengths import LengthPredictor
+from millrace.tasks.streams import LengthPredictor
 
 
 def group_of(prompt: str, *lengths: int) -> Group:

@@ -19,7 +19,7 @@ from millrace.core.records import Group
 from millrace.journal import Journal, NoJournal
 from millrace.journal.ledger import LedgerStep
 from millrace.monitoring.files.samples import reported_rollouts
-from millrace.scoring.advantages.estimators import PAIRS
+from millrace.scoring.advantages import PAIRS
 from millrace.training.packing.packer import minibatches_of, pack
 
 

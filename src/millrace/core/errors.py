@@ -166,6 +166,10 @@ def printable(text: str) -> str:
     )
 
 
+def shortened(text: str, max_length: int) -> str:
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that was probably meant; None if none is similar."""
     best = max(known, key=lambda other: _similarity(name, other), default=None)

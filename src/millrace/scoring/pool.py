@@ -7,15 +7,18 @@ or returns no valid score fails only the group at hand, with a ScoreError that i
 """
 
 import asyncio
-import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
+import numpy as np
+
 from millrace.cluster.supervision.pool import WorkerPool
-from millrace.core.errors import user_code
+from millrace.core.errors import ScoreError, user_code
 from millrace.core.protocols import (
     Advantages,
     AdvantagesOverBatch,
@@ -24,17 +27,18 @@ from millrace.core.protocols import (
     VersionSubscriber,
     gives_scores,
 )
-from millrace.core.records import Group, Task
+from millrace.core.records import Episode, Group, Rollout, Score, ScorerResult, Task, TokenScores
 from millrace.core.spans import ScorerLoad
-from millrace.scoring.advantages.estimators import estimate_by_agent, with_advantages
+from millrace.scoring.advantages import estimate_by_agent, with_advantages
 from millrace.scoring.functions.shipping import ship_functions
 from millrace.scoring.functions.workers import ScorerWorkers
 from millrace.scoring.registry import ScorerSpec, check_scorers
 from millrace.scoring.scheduling.group_scoring import GroupScoring
 from millrace.scoring.scheduling.scorer_queue import GroupRef, ScorerQueue
 from millrace.scoring.scorer_type import RunInfo, ScorerContext
-from millrace.scoring.shaping.combine import combine
-from millrace.scoring.shaping.shaping import Shaping
+from millrace.scoring.shaping import Shaping
+
+ENVIRONMENT = "environment"  # name of the score part that an environment gives
 
 
 class ScorerPool:
@@ -84,9 +88,13 @@ class ScorerPool:
     async def __aexit__(self, *_exc: object) -> None:
         await self.close()
 
-    def open(self, *, number: int, task: Task) -> GroupScoring:
-        """Open the scoring of a group whose episodes finish one by one, for a `with` block."""
-        return self._open(self._queues, number=number, task=task)
+    def open(
+        self, *, number: int, task: Task, queues: Mapping[str, ScorerQueue] | None = None
+    ) -> GroupScoring:
+        """Open the scoring of a group whose episodes finish one by one, for a `with` block.
+        `queues`: some of the scorers'; None = all."""
+        group = GroupRef(order=next(self._orders), number=number, task=task)
+        return GroupScoring(self._queues if queues is None else queues, group=group)
 
     async def score(self, group: Group, scoring: GroupScoring | None = None) -> Group:
         """Return the group with scores; raises ScoreError if a scorer fails on it. `scoring` is the
@@ -97,13 +105,12 @@ class ScorerPool:
         group = combine(group, await scoring.results(group), scorers=scoring.scorers)
         if not self._shaping.penalties:
             return group
-        scores = await asyncio.to_thread(self._shaping.penalize, group, group.scores)
-        return dataclasses.replace(group, scores=scores)
+        return await asyncio.to_thread(self._shaping.penalize, group)
 
     async def evaluate(self, group: Group) -> Group:
         """As score(), without the scorers that return token scores only."""
         queues = {name: q for name, q in self._queues.items() if gives_scores(q.scorer)}
-        with self._open(queues, number=group.number, task=group.task) as scoring:
+        with self.open(number=group.number, task=group.task, queues=queues) as scoring:
             return await self.score(group, scoring)
 
     async def shape(self, group: Group) -> Group:
@@ -129,10 +136,6 @@ class ScorerPool:
 
     def loads(self) -> dict[str, ScorerLoad]:
         return {name: queue.load() for name, queue in self._queues.items()}
-
-    def _open(self, queues: Mapping[str, ScorerQueue], *, number: int, task: Task) -> GroupScoring:
-        group = GroupRef(order=next(self._orders), number=number, task=task)
-        return GroupScoring(queues, group=group)
 
     def _shape(self, group: Group, wasted: Counter[str]) -> Group:
         selected = self._shaping.select(group, wasted=wasted)
@@ -171,8 +174,7 @@ def build_scorer_pool(
     )
     queues: list[ScorerQueue] = []
     for spec in specs:
-        calls = spec.type.call_settings(num_workers=num_workers)
-        calls = dataclasses.replace(calls, **spec.overrides)
+        calls = replace(spec.type.call_settings(num_workers=num_workers), **spec.overrides)
         scorer = spec.type.build(name=spec.name, weight=spec.weight, calls=calls, context=context)
         queues.append(ScorerQueue(scorer, calls=calls, gate=spec.gate, warn=warn))
     return ScorerPool(
@@ -182,3 +184,70 @@ def build_scorer_pool(
         functions=ship_functions(context.functions, folder=private),
         shaping=shaping or Shaping(),
     )
+
+
+def combine(
+    group: Group, results: Sequence[Sequence[ScorerResult]], *, scorers: Sequence[Scorer]
+) -> Group:
+    """Return the group with scores, given one list of results per scorer. A score of None adds
+    nothing. The reward of an environment is a part like any other."""
+    scores: list[Score] = []
+    episodes: list[Episode] = []
+    for index, (episode, *own_results) in enumerate(zip(group.episodes, *results, strict=True)):
+        pairs = list(zip(scorers, own_results, strict=True))
+        weighted = [
+            scorer.weight * result.score for scorer, result in pairs if result.score is not None
+        ]
+        rewards = _environment_rewards(episode)
+        if not weighted and not rewards and not any(result.token_scores for _, result in pairs):
+            names = ", ".join([*(scorer.name for scorer in scorers), "its environment"])
+            raise ScoreError(
+                f"No scorer applied to episode {index} of group {group.number}: all of {names}"
+                " returned None; at least one must return a number."
+            )
+        shared = math.fsum(weighted)
+        by_agent = {agent: reward + shared for agent, reward in rewards.items()}
+        parts: dict[str, float | None] = {
+            f"{ENVIRONMENT}.{agent}" if agent else ENVIRONMENT: reward
+            for agent, reward in rewards.items()
+        }
+        parts |= {scorer.name: result.score for scorer, result in pairs if gives_scores(scorer)}
+        scores.append(
+            Score(
+                total=float(np.mean([*by_agent.values()])) if rewards else shared,
+                parts=parts,
+                by_agent=by_agent if isinstance(episode.reward, dict) else {},
+            )
+        )
+        for scorer, result in pairs:
+            if result.token_scores:
+                rollouts = zip(episode.rollouts, result.token_scores, strict=True)
+                annotated = tuple(_annotated(r, scores, scorer) for r, scores in rollouts)
+                episode = replace(episode, rollouts=annotated)
+        episodes.append(episode)
+    return replace(group, episodes=tuple(episodes), scores=tuple(scores))
+
+
+def _environment_rewards(episode: Episode) -> dict[str, float]:
+    """Return the rewards by agent; the key "" stands for all agents."""
+    if episode.reward is None:
+        return {}
+    return episode.reward if isinstance(episode.reward, dict) else {"": episode.reward}
+
+
+def _annotated(rollout: Rollout, scores: TokenScores, scorer: Scorer) -> Rollout:
+    """Rewards of several scorers add up. Reference and teacher logprobs come from one scorer."""
+    changes: dict[str, object] = {}
+    if scores.rewards is not None:
+        weighted = (scorer.weight * scores.rewards).astype(np.float32)
+        changes["rewards"] = weighted if rollout.rewards is None else rollout.rewards + weighted
+    for name in ("reference_logprobs", "teacher"):
+        if (value := getattr(scores, name)) is None:
+            continue
+        if getattr(rollout, name) is not None:
+            raise ScoreError(
+                f"Scorer {scorer.name!r} returns {name}, but an earlier scorer returned it, too;"
+                " keep one of the two."
+            )
+        changes[name] = value
+    return replace(rollout, **changes)

@@ -16,9 +16,9 @@ from millrace.core.plugins import build_plugin
 from millrace.core.records import Task
 from millrace.scoring.functions.function_scorer import Function
 from millrace.scoring.reward_models.reward_model import ProcessRewardModel, RewardModel
-from millrace.scoring.scheduling.gates import ScoreGate, check_gates, parse_gate
+from millrace.scoring.scheduling.scorer_queue import ScoreGate, check_gates, parse_gate
 from millrace.scoring.scorer_type import ScorerType
-from millrace.scoring.services.http_scorer import Http
+from millrace.scoring.services.endpoint import Http
 from millrace.scoring.services.judge import Judge
 from millrace.scoring.teachers.teacher import Reference, SelfTeacher, Teacher
 from millrace.scoring.verifiers import VERIFIERS

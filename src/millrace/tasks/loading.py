@@ -2,26 +2,29 @@
 
 Promise: every task that load_tasks() returns has a usable prompt and columns that reach reward
 functions unchanged. Anything else raises a ConfigError that names the file and line, or the task,
-before any worker starts.
+before any worker starts. Only requested columns are read; rows hold plain Python values where the
+format has them.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from millrace.config import HUB
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, shortened
 from millrace.core.plugins import load_reference
 from millrace.core.records import Prompt, Task
-from millrace.tasks.tables import Rows, folder_rows, hub_rows, parquet_rows
+from millrace.scoring.functions.signature import RESERVED
 
 Row = Mapping[str, Any] | Task
+Rows = Iterator[tuple[str, dict[str, Any]]]  # (location for error messages, row)
 TaskSource = str | Path | Iterable[Row] | Callable[[], Iterable[Row]]
 
 MESSAGES = "messages"  # column of a conversation, where there is no "prompt"
-RESERVED = ("prompts", "completions", "completion_ids")  # arguments of reward functions
 INT_RANGE = range(-(2**63), 2**64)  # integers that msgpack can carry
+SAVED = ("dataset_info.json", "dataset_dict.json")  # files that save_to_disk writes
+_EXTRA = "which is not installed; install millrace[datasets]"
 
 
 def load_tasks(source: TaskSource) -> list[Task]:
@@ -192,5 +195,93 @@ def _problem(value: Any) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shortened(repr(value), 80)
+
+
+def folder_rows(folder: Path, *, columns: Sequence[str] | None) -> Rows:
+    """Read a folder written by `save_to_disk`, or all Parquet files in it in name order."""
+    if any((folder / name).is_file() for name in SAVED):
+        return _saved_rows(folder, columns=columns)
+    files = sorted(folder.glob("*.parquet"))
+    if not files:
+        raise ConfigError(
+            f"Task folder {str(folder)!r} holds neither Parquet files nor a dataset that"
+            " save_to_disk wrote; check the path."
+        )
+    return (row for file in files for row in parquet_rows(file, columns=columns))
+
+
+def parquet_rows(path: Path, *, columns: Sequence[str] | None) -> Rows:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise ConfigError(f"Task file {str(path)!r} needs pyarrow, {_EXTRA}.") from None
+    try:
+        with pq.ParquetFile(path) as file:
+            _check_found(columns, file.schema_arrow.names, where=str(path))
+            batches = file.iter_batches(columns=columns)
+            for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+                yield f"{path}, row {number}", row
+    except FileNotFoundError:
+        raise ConfigError(f"No task file {str(path)!r}; check the path.") from None
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"Task file {str(path)!r} cannot be read: {error}.") from None
+
+
+def hub_rows(
+    name: str, *, columns: Sequence[str] | None, subset: str | None, split: str | None
+) -> Rows:
+    """Read a dataset of the hub, or its cached copy."""
+    datasets = _datasets(f"Dataset {name!r}")
+    try:
+        loaded = datasets.load_dataset(name, subset, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        words = " ".join(str(error).split())
+        raise ConfigError(
+            f"Dataset {name!r} cannot be loaded from the hub ({type(error).__name__}: {words});"
+            " check its name, subset and split, and the network, or save it to disk where there is"
+            " one."
+        ) from error
+    example = f"hub:{name}:{subset or 'default'}:SPLIT"
+    return _dataset_rows(loaded, columns=columns, where=name, example=example)
+
+
+def _saved_rows(folder: Path, *, columns: Sequence[str] | None) -> Rows:
+    datasets = _datasets(f"Task folder {str(folder)!r}")
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"Task folder {str(folder)!r} cannot be read: {error}.") from error
+    return _dataset_rows(loaded, columns=columns, where=str(folder), example=f"{folder}/SPLIT")
+
+
+def _dataset_rows(loaded: Any, *, columns: Sequence[str] | None, where: str, example: str) -> Rows:
+    """Read a dataset without splits, or with one."""
+    if isinstance(loaded, dict):
+        if len(loaded) > 1:
+            raise ConfigError(
+                f"{where!r} has the splits {', '.join(loaded)}; add one to the path: {example!r}."
+            )
+        (loaded,) = loaded.values()
+    _check_found(columns, loaded.column_names, where=where)
+    dataset = loaded if columns is None else loaded.select_columns(list(columns))
+    for number, row in enumerate(dataset):
+        yield f"{where}, row {number}", row
+
+
+def _check_found(wanted: Sequence[str] | None, found: Sequence[str], *, where: str) -> None:
+    for name in wanted or ():
+        if name not in found:
+            raise ConfigError(
+                f"{where} has no column {name!r}, only {', '.join(found)}; set columns to some of"
+                " these."
+            )
+
+
+def _datasets(what: str) -> Any:
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ConfigError(f"{what} needs datasets, {_EXTRA}.") from None
+    return datasets

@@ -14,9 +14,8 @@ from millrace.core.errors import ConfigError
 from millrace.core.plugins import build_plugin, plugin
 from millrace.core.records import Prompt, Task
 from millrace.scoring.verifiers.reasoning_gym import COLUMN, make_dataset, puzzle_of, reasoning_gym
-from millrace.tasks.curriculum import Curriculum
 from millrace.tasks.loading import load_path, load_tasks
-from millrace.tasks.streams import Epochs, Mixture, TaskStream
+from millrace.tasks.streams import Curriculum, Epochs, Mixture, TaskStream
 
 
 @plugin

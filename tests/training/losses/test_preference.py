@@ -11,7 +11,7 @@ from loss_tokens import as_function, gradient, loss_of, segments_of, tokens_of
 
 from millrace.core.errors import ConfigError
 from millrace.core.records import Episode, Group, Score, Task
-from millrace.scoring.advantages.estimators import BestWorstAdvantages, with_advantages
+from millrace.scoring.advantages import BestWorstAdvantages, with_advantages
 from millrace.training.packing.packer import pack
 from millrace.training.packing.splitting import halves
 from millrace.training.token_batches import PolicyOutput, token_batch

@@ -351,7 +351,7 @@ class StartTeacher(Message, frozen=True):
     model_path: str
     num_known: int | None = None  # token ids it may report; None = those of the config's model
     # Of a self-teacher:
-    history: dict[str, Any] | None = None  # HistorySettings as plain data; None = fixed weights
+    history: dict[str, Any] | None = None  # lag, ema and every; None = fixed weights
     version: int = 0  # of the weights in model_path
     adapter_path: str | None = None  # in a LoRA run: the checkpoint whose adapter is applied
     saved_path: str = ""  # file in which it saves its weights, for a restart

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from millrace.core.errors import ConfigError, ScoreError
+from millrace.core.errors import ConfigError, ScoreError, shortened
 from millrace.core.protocols import NeedsColumns
 from millrace.core.records import Task
 
@@ -125,6 +125,4 @@ def _to_plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    text = text if len(text) <= 60 else f"{text[:57]}..."
-    return f"{text} ({type(value).__name__})"
+    return f"{shortened(repr(value), 60)} ({type(value).__name__})"

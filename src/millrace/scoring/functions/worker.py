@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
 from millrace.cluster.messages import GroupScored, ScoreGroup, StartScorer, Stop, WorkerProgress
-from millrace.core.errors import ScoreError
+from millrace.core.errors import ScoreError, shortened
 from millrace.core.spans import Timeline
 from millrace.scoring.functions.shipping import load_function
 from millrace.scoring.functions.signature import check_rewards, inspect_reward
@@ -139,8 +139,7 @@ def _explain(error: BaseException, *, name: str) -> ScoreError:
     """The error as one sentence, with the traceback of the user's code as its cause."""
     if isinstance(error, ScoreError):
         return error.with_traceback(None)  # its frames are Millrace's own
-    text = " ".join(str(error).split()) or "no message"
-    text = text if len(text) <= 300 else f"{text[:297]}..."
+    text = shortened(" ".join(str(error).split()) or "no message", 300)
     failure = ScoreError(f"Reward {name!r} raised {type(error).__name__}: {text}")
     failure.__cause__ = error
     return failure

@@ -26,7 +26,7 @@ from millrace.models.chat_template import ChatTemplate
 from millrace.models.classifier import ClassifierInput, SequenceKvCache, load_classifier
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import resolve_device, resolve_dtype
-from millrace.scoring.reward_models.process import RewardModelSettings, Template
+from millrace.scoring.reward_models.reward_model import RewardModelSettings, Template
 
 GATHER_TOKENS = 512  # of partial sequences; a larger pass is not more efficient
 GATHER_S = 0.05  # longest wait of a partial sequence

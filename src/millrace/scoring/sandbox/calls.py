@@ -58,11 +58,9 @@ def run_programs(
     return runs + [SandboxRun(output="", ok=False)] * (len(inputs) - len(runs))
 
 
-def run_tests(
-    code: str, tests: Sequence[str], *, limits: SandboxLimits, can_read: bool = True
-) -> list[bool]:
+def run_tests(code: str, tests: Sequence[str], *, limits: SandboxLimits) -> list[bool]:
     """Return for each test whether it passes. The code is loaded once for all tests."""
-    job = {"kind": "tests", "can_read": can_read, "can_thread": True}
+    job = {"kind": "tests", "can_read": True, "can_thread": True}
     results = _run(job, [list(tests)], code=code, limits=limits)
     passed = [result["ok"] is True for result in results]
     return passed + [False] * (len(tests) - len(passed))

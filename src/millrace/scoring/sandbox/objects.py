@@ -171,6 +171,9 @@ class Remote:
     def _ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
         return self._candidate.ask(operation, self, *args, **kwargs)
 
+    def _compare(self, operation: str, other: Any) -> Any:
+        return self._ask(operation, other) is True if isinstance(other, Remote) else NotImplemented
+
     def _combine(self, operation: str, other: Any) -> Any:
         """The result of an operator, here with another proxy only."""
         return self._ask(operation, other) if isinstance(other, Remote) else NotImplemented
@@ -241,23 +244,13 @@ def _refer(value: Any) -> Packed:
     raise TypeError(f"tests can pass data and the code's own objects, not a {type(value).__name__}")
 
 
-def _define_order(operation: str) -> None:
-    def method(self: Remote, other: Any) -> Any:
-        if not isinstance(other, Remote):
-            return NotImplemented
-        return self._candidate.ask(operation, self, other) is True
-
-    setattr(Remote, f"__{operation}__", method)
-
-
 def _define_operator(operation: str) -> None:
     def method(self: Remote, other: Any) -> Any:
-        return self._combine(operation, other)
+        ask = self._compare if operation in ORDER else self._combine
+        return ask(operation, other)
 
     setattr(Remote, f"__{operation}__", method)
 
 
-for _name in ORDER:
-    _define_order(_name)
-for _name in ARITHMETIC:
+for _name in (*ORDER, *ARITHMETIC):
     _define_operator(_name)

@@ -15,13 +15,7 @@ from typing import Any, NoReturn
 
 from millrace.scoring.sandbox.candidate import MODULE, run_program, serve
 from millrace.scoring.sandbox.frames import receive, send
-from millrace.scoring.sandbox.lockdown import (
-    die_with,
-    has_landlock,
-    hide_memory,
-    isolate,
-    lock,
-)
+from millrace.scoring.sandbox.lockdown import die_with, has_landlock, hide_memory, isolate, lock
 from millrace.scoring.sandbox.objects import Candidate
 
 MAX_INPUT_BYTES = 2**30
@@ -82,10 +76,7 @@ def _run_tests(job: dict[str, Any]) -> None:
         os.dup2(null, fd)
     _lock(job)
     candidate = Candidate(
-        requests=to_candidate,
-        replies=from_candidate,
-        max_bytes=job["output_bytes"],
-        on_exit=_exit,
+        requests=to_candidate, replies=from_candidate, max_bytes=job["output_bytes"], on_exit=_exit
     )
     try:
         names = candidate.names()

@@ -19,8 +19,7 @@ import numpy as np
 
 from millrace.core.protocols import OnTokens, Scorer, StreamingScorer
 from millrace.core.records import CompletionChunk, Episode, Group, Request, ScorerResult
-from millrace.scoring.scheduling.gates import ScoreGate
-from millrace.scoring.scheduling.scorer_queue import GroupRef, ScorerQueue
+from millrace.scoring.scheduling.scorer_queue import GroupRef, ScoreGate, ScorerQueue
 
 
 class GroupScoring:

@@ -3,27 +3,82 @@
 Promise: each episode gets a result, or its caller gets one error. While the scorer is unreachable,
 calls wait and none is given up: only failures while other calls could succeed use up retries.
 
+A gate, as in `when = "format >= 1"`, lets a scorer run only on episodes that another one rated well
+enough. Unknown scorer names and cycles are refused before the run starts.
+
 Runs on the controller's event loop. The queue is bounded by its callers, that is by admission.
 """
 
 import asyncio
 import bisect
+import contextlib
+import operator
 import random
+import re
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from millrace.core.errors import RunFailed, ScoreError, TransientScoreError
+from millrace.core.errors import ConfigError, RunFailed, ScoreError, TransientScoreError
 from millrace.core.protocols import RestartingScorer, Scorer
 from millrace.core.records import Episode, Group, ScorerResult, Task
 from millrace.core.spans import ScorerLoad
-from millrace.scoring.scheduling.gates import ScoreGate
 from millrace.scoring.scorer_type import CallSettings
 
 MAX_BACKOFF_S = 30.0
 CLOSED = "The scorers are closed; nothing can be scored any more."
+COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+CONDITION = re.compile(r"\s*([^\s<>=!][^<>=!]*?)\s*(>=|<=|==|!=|>|<)\s*(\S+)\s*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreGate:
+    scorer: str
+    comparison: str
+    limit: float
+
+    def passes(self, result: ScorerResult) -> bool:
+        """An episode without a score does not pass."""
+        return result.score is not None and COMPARISONS[self.comparison](result.score, self.limit)
+
+
+def parse_gate(text: str, *, section: str) -> ScoreGate:
+    if (found := CONDITION.fullmatch(text)) is not None:
+        with contextlib.suppress(ValueError):  # not a number
+            return ScoreGate(scorer=found[1], comparison=found[2], limit=float(found[3]))
+    raise ConfigError(
+        f"Setting '{section}.when' = {text!r} is not a condition; write the name of a scorer, one"
+        f" of {' '.join(COMPARISONS)} and a number, as in 'format >= 1'."
+    )
+
+
+def check_gates(gates: Mapping[str, ScoreGate | None]) -> None:
+    """Raise ConfigError for unknown names and cycles. `gates` has every scorer's gate by name."""
+    for name, gate in gates.items():
+        if gate is not None and gate.scorer not in gates:
+            raise ConfigError(
+                f"Scorer {name!r} waits for {gate.scorer!r}, which is not a scorer; the scorers"
+                f" are: {', '.join(gates)}."
+            )
+    for name in gates:
+        path = [name]
+        while (gate := gates[path[-1]]) is not None:
+            if gate.scorer in path:
+                cycle = [*path[path.index(gate.scorer) :], gate.scorer]
+                raise ConfigError(
+                    f"Scorers wait for each other: {' -> '.join(cycle)}; remove the `when` of one"
+                    " of them."
+                )
+            path.append(gate.scorer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -1,4 +1,7 @@
-"""An HTTP endpoint that takes and returns JSON: one session, and its errors as ScoreErrors.
+"""An HTTP endpoint that takes and returns JSON, and the scorer type "http", the user's own service:
+
+    POST  {"scorer": "style", "prompt": ..., "completions": [...], "columns": {...}}
+    200   {"scores": [0.5, null]}
 
 Promise: post() returns parsed JSON or raises. Temporary failures (no connection, timeout, 429, 5xx,
 an answer that is not JSON) are TransientScoreErrors; others are not retried. No secret appears in a
@@ -11,14 +14,21 @@ cancelled group ends its request at once.
 import email.utils
 import json
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from millrace.core.errors import ConfigError, ScoreError, TransientScoreError
+from millrace.config.section import NonEmptyStr
+from millrace.core.errors import ConfigError, ScoreError, TransientScoreError, shortened
+from millrace.core.plugins import plugin
+from millrace.core.records import Group, ScorerResult, Task
 from millrace.core.secrets import Secrets, check_headers
+from millrace.scoring.functions.function_scorer import completion_of
+from millrace.scoring.functions.signature import check_rewards
+from millrace.scoring.scorer_type import CallSettings, ScorerContext
 
 MAX_ANSWER_BYTES = 8 * 2**20
 MAX_RETRY_AFTER_S = 600.0
@@ -76,7 +86,7 @@ class Endpoint:
             message = f"cannot be reached ({type(error).__name__}: {error})"
             raise TransientScoreError(self._message(message), is_down=True) from None
         if not 200 <= response.status < 300:
-            message = self._message(f"answered with status {response.status}: {_shortened(text)}")
+            message = self._message(f"answered with status {response.status}: {_shown(text)}")
             if response.status == 429 or response.status >= 500:
                 wait_s = retry_after_s(response.headers.get("Retry-After"))
                 raise TransientScoreError(message, is_down=True, retry_after_s=wait_s)
@@ -84,7 +94,7 @@ class Endpoint:
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            raise self.unusable(f"did not answer with JSON: {_shortened(text)}") from None
+            raise self.unusable(f"did not answer with JSON: {_shown(text)}") from None
 
     def unusable(self, reason: str) -> TransientScoreError:
         """The error for an answer that cannot be used."""
@@ -125,9 +135,8 @@ def check_endpoint(url: str, headers: Mapping[str, str], *, scorer: str) -> None
         )
 
 
-def _shortened(text: str) -> str:
-    text = " ".join(text.split()) or "nothing"
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+def _shown(text: str) -> str:
+    return shortened(" ".join(text.split()) or "nothing", MAX_SHOWN)
 
 
 def retry_after_s(value: str | None) -> float | None:
@@ -142,3 +151,72 @@ def retry_after_s(value: str | None) -> float | None:
         except ValueError:
             return None
     return min(max(seconds, 0.0), MAX_RETRY_AFTER_S) if seconds == seconds else None
+
+
+@plugin
+class Http:
+    url: NonEmptyStr
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+
+    default_name = "http"
+
+    def call_settings(self, *, num_workers: int) -> CallSettings:
+        return CallSettings()
+
+    def check(self, tasks: Sequence[Task], *, name: str) -> None:
+        check_endpoint(self.url, self.headers, scorer=name)
+        check_json_columns(tasks, name=name)
+
+    def build(
+        self, *, name: str, weight: float, calls: CallSettings, context: ScorerContext
+    ) -> "HttpScorer":
+        endpoint = Endpoint(self.url, headers=self.headers, timeout_s=calls.timeout_s, scorer=name)
+        return HttpScorer(name=name, weight=weight, endpoint=endpoint)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class HttpScorer:
+    """One finite score or null per completion; any other answer is retried."""
+
+    name: str
+    weight: float
+    endpoint: Endpoint
+
+    async def start(self) -> None:
+        await self.endpoint.start()
+
+    async def close(self) -> None:
+        await self.endpoint.close()
+
+    async def score(self, group: Group) -> list[ScorerResult]:
+        prompt = group.task.prompt
+        answer = await self.endpoint.post(
+            {
+                "scorer": self.name,
+                "prompt": prompt,
+                "completions": [completion_of(episode, prompt) for episode in group.episodes],
+                "columns": group.task.columns,
+            }
+        )
+        return [ScorerResult(score=score) for score in self._scores(answer, len(group.episodes))]
+
+    def _scores(self, answer: Any, num_episodes: int) -> list[float | None]:
+        if not isinstance(answer, dict) or "scores" not in answer:
+            raise self.endpoint.unusable('answered without "scores"')
+        scores = cast(dict[str, Any], answer)["scores"]
+        try:
+            return check_rewards(scores, name=self.name, num_completions=num_episodes)
+        except ScoreError as error:
+            raise self.endpoint.unusable(f'answered with invalid "scores": {error}') from None
+
+
+def check_json_columns(tasks: Sequence[Task], *, name: str) -> None:
+    """Raise ConfigError for a task that cannot be sent as JSON."""
+    for index, task in enumerate(tasks):
+        try:
+            json.dumps([task.prompt, task.columns], allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"Scorer {name!r} sends tasks as JSON, but task {index} cannot be written as JSON"
+                f" ({error}); remove the column, or make it a number, a string or a list."
+            ) from None

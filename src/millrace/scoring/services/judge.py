@@ -4,7 +4,9 @@
     200  {"choices": [{"message": {"content": "... {\"score\": 7}"}}]}
 
 Promise: one request per episode. A request with the same content as an earlier one is answered from
-the cache. A reply without a score is retried.
+the cache. A reply without a score is retried. Placeholders of the prompt, such as {completion}, are
+replaced once, so a completion cannot insert other columns; {{answer}} stands for the text {answer}.
+The user's pattern may take forever to backtrack, so the scorer processes match it.
 """
 
 import hashlib
@@ -14,27 +16,24 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from millrace.cluster.messages import ScoreGroup
 from millrace.config.section import NonEmptyStr, NonNegativeInt
 from millrace.core.errors import ConfigError, ScoreError, WorkerError
 from millrace.core.plugins import plugin
-from millrace.core.records import Episode, Group, ScorerResult, Task
+from millrace.core.records import Episode, Group, Prompt, ScorerResult, Task
 from millrace.scoring.functions.signature import check_rewards
 from millrace.scoring.functions.workers import ScorerWorkers
 from millrace.scoring.scorer_type import CallSettings, ScorerContext
-from millrace.scoring.services.endpoint import Endpoint, check_endpoint
-from millrace.scoring.services.http_scorer import check_json_columns
-from millrace.scoring.services.judge_text import (
-    PatternReader,
-    check_template,
-    fill_template,
-    read_key,
-)
+from millrace.scoring.services.endpoint import Endpoint, check_endpoint, check_json_columns
 
 ROUTE = "/chat/completions"
 MATCH_TIMEOUT_S = 5.0
+PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
+BUILTIN_NAMES = ("prompt", "completion")
+MAX_CHARACTERS = 20_000  # read from the end of a reply, where the score is
+MAX_OBJECTS = 100  # JSON objects that are searched for a key; a reply may be nothing but braces
 
 
 @plugin
@@ -225,3 +224,77 @@ class ScoreCache:
 
 def cache_key(request: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+
+
+def check_template(template: str, tasks: Sequence[Task], *, scorer: str) -> None:
+    names = {name for _, name in PLACEHOLDER.findall(template) if name}
+    if "completion" not in names:
+        raise ConfigError(
+            f"Scorer {scorer!r} has a prompt without {{completion}}, so the judge would not see"
+            " what it scores; add it."
+        )
+    for index, task in enumerate(tasks):
+        for name in sorted(names.difference(BUILTIN_NAMES, task.columns)):
+            raise ConfigError(
+                f"Scorer {scorer!r} has {{{name}}} in its prompt, but task {index} has no such"
+                f" column; add it to the task, or write {{{{{name}}}}} to mean the text."
+            )
+
+
+def fill_template(template: str, *, task: Task, episode: Episode) -> str:
+    values = {
+        **task.columns,
+        "prompt": _chat_as_text(task.prompt),
+        "completion": episode.turns[-1].completion,
+    }
+
+    def value(found: re.Match[str]) -> str:
+        escaped, name = found.groups()
+        return f"{{{escaped}}}" if escaped else _as_text(values[name])
+
+    return PLACEHOLDER.sub(value, template)
+
+
+def _chat_as_text(prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{m['role']}: {_as_text(m.get('content', ''))}" for m in prompt)
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def read_key(reply: str, key: str) -> Any:
+    """Return the value of `key` in the last JSON object of the reply that has it, or None."""
+    reply = reply[-MAX_CHARACTERS:]
+    decoder = json.JSONDecoder()
+    start = len(reply)
+    for _ in range(MAX_OBJECTS):
+        start = reply.rfind("{", 0, start)
+        if start < 0:
+            break
+        try:
+            found, _ = decoder.raw_decode(reply, start)
+        except (ValueError, RecursionError):
+            continue
+        if key in found:
+            return cast(dict[str, Any], found)[key]
+    return None
+
+
+@dataclass(frozen=True)
+class PatternReader:
+    """A reward function over replies: the number in the first group of the last match."""
+
+    pattern: str
+
+    def __call__(self, completions: Sequence[str]) -> list[float | None]:
+        return [self._read(reply) for reply in completions]
+
+    def _read(self, reply: str) -> float | None:
+        matches = list(re.finditer(self.pattern, reply[-MAX_CHARACTERS:]))
+        try:
+            return float(matches[-1][1]) if matches else None
+        except (TypeError, ValueError):  # the group did not match, or is not a number
+            return None

@@ -43,14 +43,15 @@ from millrace.models.directory import vocabulary_checksum
 from millrace.scoring.scorer_type import CallSettings, RunInfo, ScorerContext
 from millrace.scoring.services.endpoint import Endpoint, check_endpoint
 from millrace.scoring.teachers.process import (
+    MAX_ANSWER_BYTES,
     LogprobModel,
     LogprobModelSettings,
     LogprobScorer,
+    RemoteTeacher,
     TeacherProcess,
     check_same_vocabulary,
     scatter,
 )
-from millrace.scoring.teachers.remote import MAX_ANSWER_BYTES, RemoteTeacher
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 TOP_K = 32  # default for losses that compare distributions
@@ -262,7 +263,7 @@ class TeacherScorer(LogprobScorer):
             )
             for rollout in group.rollouts
         ]
-        return await self._score(group, requests, to_scores=self._to_scores)
+        return await self._score(group, requests)
 
     def _to_scores(self, found: TokenLogprobs, rollout: Rollout) -> TokenScores:
         has_top = self.settings.num_top > 0
@@ -325,7 +326,7 @@ class ReferenceScorer(LogprobScorer):
             score_request_for(r, temperature=r.sampling.temperature, kept=r.kept)
             for r in group.rollouts
         ]
-        return await self._score(group, requests, to_scores=self._to_scores)
+        return await self._score(group, requests)
 
     def _to_scores(self, found: TokenLogprobs, rollout: Rollout) -> TokenScores:
         return TokenScores(reference_logprobs=scatter(found.logprobs, rollout))

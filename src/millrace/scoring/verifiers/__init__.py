@@ -8,9 +8,7 @@ Promise: whatever a completion contains affects only its own score. A mistake in
 that says so. Torch-free. A missing optional package is an error when the verifier is created.
 """
 
-from millrace.scoring.verifiers.answers import Exact, Regex
-from millrace.scoring.verifiers.json_schema import JsonSchema
-from millrace.scoring.verifiers.math_answers import Math, Numeric
+from millrace.scoring.verifiers.answers import Exact, JsonSchema, Math, Numeric, Regex
 from millrace.scoring.verifiers.python_tests import PythonTests
 from millrace.scoring.verifiers.reasoning_gym import ReasoningGym
 

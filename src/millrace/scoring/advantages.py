@@ -1,16 +1,13 @@
 """Advantage estimators: how much better each episode, or token, was than expected.
 
 An estimator is a plug-in: a frozen dataclass whose fields are the keys of [scoring.advantages], or
-a user's function. It is called with a scored group and returns a number per episode, or an array
-[L] per rollout. If it has `over_batch`, that is called with all groups of a step before they are
-trained.
-
-If the agents of an episode are rewarded separately, each agent is compared with itself in the other
-episodes of its group.
+a user's function (see the protocols Advantages and AdvantagesOverBatch). If the agents of an
+episode are rewarded separately, each is compared with itself in the other episodes of its group.
 
 Promise: whatever an estimator returns, a group gets finite advantages or one ScoreError.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -22,11 +19,11 @@ from millrace.config.section import NonNegativeFloat
 from millrace.core.errors import ScoreError
 from millrace.core.plugins import build_callable, plugin
 from millrace.core.protocols import Advantages, AdvantagesByAgent, AdvantagesOverBatch
-from millrace.core.records import Group, Score
+from millrace.core.records import Branching, Group, Rollout, Score
 from millrace.core.returns import discounted_returns, sampled_rewards
-from millrace.scoring.advantages.tree import TreeAdvantages
 
 SECTION = "scoring.advantages"
+Segment = tuple[int, int]  # number of the episode that sampled it, index within that episode
 
 
 @plugin
@@ -52,8 +49,7 @@ class LeaveOneOutAdvantages:
         totals = _totals(group)
         if len(totals) == 1:
             return np.zeros(1)
-        centred = _normalized(totals)
-        return centred * (len(totals) / (len(totals) - 1))
+        return _normalized(totals) * (len(totals) / (len(totals) - 1))
 
 
 @plugin
@@ -128,6 +124,112 @@ class GaeAdvantages:
 
     def __call__(self, group: Group) -> np.ndarray:  # [episodes]
         return _totals(group)
+
+
+@plugin
+class TreeAdvantages:
+    """Advantages by segment. Without branches: each total minus the group's mean."""
+
+    normalize_std: bool = True
+    """Divide by the standard deviation of the group's scores."""
+    epsilon: NonNegativeFloat = 1e-4
+    weigh_shared: bool = True
+    """Multiply by the number of episodes that share the token."""
+
+    handles_agents = True  # see AdvantagesByAgent
+
+    def __call__(self, group: Group) -> list[np.ndarray]:  # [L] for each rollout
+        forest = _Forest(group)
+        agents = dict.fromkeys(rollout.agent for rollout in group.rollouts)
+        by_agent = {name: self._of_agent(forest, group, name) for name in agents}
+        return [
+            forest.by_token(index, rollout, by_agent[rollout.agent])
+            for index, episode in enumerate(group.episodes)
+            for rollout in episode.rollouts
+        ]
+
+    def _of_agent(self, forest: "_Forest", group: Group, name: str) -> dict[Segment, float]:
+        scores = np.array([score.of_agent(name) for score in group.scores], np.float64)
+        if scores.max() == scores.min():  # exactly 0, free of rounding errors
+            return defaultdict(float)
+        scale = scores.std(ddof=1) + self.epsilon if self.normalize_std else 1.0
+        return {
+            segment: (value * sharers if self.weigh_shared else value) / scale
+            for segment, (value, sharers) in forest.advantages(scores.tolist()).items()
+        }
+
+
+class _Forest:
+    """The trees of a group, whose episodes branch off one another; some may be missing.
+
+    The tokens of a tree form segments, from one branching point to the next. The value of a segment
+    is the mean of what follows it: the segments that start at its end, and the score of an episode
+    that ends there. Its advantage is its value minus that of the segment before it, or of a first
+    segment, minus the mean over the trees. So tokens after a branching point are compared with
+    their siblings alone, and along each episode the advantages add up to its score minus the mean.
+
+    A segment that several episodes share is trained once on behalf of all of them, so its weight is
+    their number. The expected gradient is then that of as many episodes that share nothing.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._branchings = [
+            episode.branching or Branching(number=-1 - index)  # a tree of its own
+            for index, episode in enumerate(group.episodes)
+        ]
+        self._known = {branching.number: branching for branching in self._branchings}
+        points: defaultdict[int, set[int]] = defaultdict(set)
+        for branching in self._branchings:
+            if branching.parent is not None:
+                points[branching.parent].add(branching.place)
+        self._points = {number: sorted(places) for number, places in points.items()}
+
+    def advantages(self, scores: list[float]) -> dict[Segment, tuple[float, int]]:
+        """Return the advantage of each segment, and how many episodes share it."""
+        ends = {b.number: score for b, score in zip(self._branchings, scores, strict=True)}
+        children: defaultdict[Segment | None, list[Segment]] = defaultdict(list)
+        for number in dict.fromkeys([*self._known, *self._points]):
+            count = len(self._points.get(number, ()))
+            last = count if number in ends else count - 1
+            children[self._before(number)].append((number, 0))
+            for index in range(last):
+                children[number, index].append((number, index + 1))
+        values_of: dict[Segment, float] = {}
+        sharers: dict[Segment, int] = {}
+
+        def value(segment: Segment) -> float:
+            number, index = segment
+            values = [value(child) for child in children[segment]]
+            sharers[segment] = sum(sharers[child] for child in children[segment])
+            if number in ends and index == len(self._points.get(number, ())):
+                values.append(ends[number])
+                sharers[segment] += 1
+            values_of[segment] = float(np.mean(values))
+            return values_of[segment]
+
+        overall = float(np.mean([value(root) for root in children[None]]))
+        before: dict[Segment | None, float] = {**values_of, None: overall}
+        return {
+            child: (values_of[child] - before[segment], sharers[child])
+            for segment, segments in children.items()
+            for child in segments
+        }
+
+    def by_token(self, index: int, rollout: Rollout, found: dict[Segment, float]) -> np.ndarray:
+        """Return [L] for a rollout of this episode; 0 where the mask is False."""
+        number = self._branchings[index].number
+        if rollout.places is None:
+            return np.full(len(rollout.tokens), found[number, 0], np.float32)
+        segments = np.searchsorted(self._points.get(number, []), rollout.places, side="right")
+        values = np.array([found[number, i] for i in range(segments.max() + 1)], np.float32)
+        return np.where(rollout.mask, values[segments], 0).astype(np.float32)
+
+    def _before(self, number: int) -> Segment | None:
+        """Return the segment at whose end an episode branches off."""
+        branching = self._known.get(number)
+        if branching is None or branching.parent is None:
+            return None
+        return branching.parent, self._points[branching.parent].index(branching.place)
 
 
 PAIRS = "best_worst"
