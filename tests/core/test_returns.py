@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.records import Rollout, Sampling
-from millrace.core.returns import discounted_returns, gae, sampled_rewards
+from millrace.scoring.advantages import discounted_returns, gae, sampled_rewards
 
 NUMBERS = st.lists(st.floats(-5, 5), min_size=1, max_size=12).map(np.array)
 

@@ -13,7 +13,7 @@ from transformers import (
 
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
-from millrace.core.mesh import MeshSizes
+from millrace.core.microbatch import MeshSizes
 from millrace.run.mesh_checks import check_mesh, check_model_mesh, rank_warnings
 
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from millrace.bench.rank_processes import run_ranks
 from millrace.config.training import ADAMW, ADAMW_8BIT
-from millrace.core.mesh import MeshSizes
+from millrace.core.microbatch import MeshSizes
 from millrace.models.sharding import local_part, shard_like, whole
 from millrace.training.checkpoints.shards import (
     load_named_state,

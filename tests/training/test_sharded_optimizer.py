@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from millrace.bench.rank_processes import run_ranks
 from millrace.config.training import ADAMW, MUON
 from millrace.core.errors import CheckpointError
-from millrace.core.mesh import MeshSizes
+from millrace.core.microbatch import MeshSizes
 from millrace.training.checkpoints.directory import write_checkpoint
 from millrace.training.checkpoints.shards import (
     load_named_state,

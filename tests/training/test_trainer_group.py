@@ -17,7 +17,7 @@ from millrace.cluster.messages import (
     TrainStep,
 )
 from millrace.core.errors import CheckpointError, OutOfMemory, RankUnreachable, WorkerError
-from millrace.core.mesh import MeshSizes
+from millrace.core.microbatch import MeshSizes
 from millrace.core.records import WeightUpdate
 from millrace.training.group import StepsInMemory, TrainerGroup
 

@@ -12,7 +12,7 @@ import torch
 
 from millrace.cluster.address import free_port
 from millrace.core.errors import RunFailed
-from millrace.core.mesh import MeshSizes
+from millrace.core.microbatch import MeshSizes
 from millrace.training.parallel.ranks import Ranks
 
 

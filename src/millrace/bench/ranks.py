@@ -24,8 +24,7 @@ from millrace.bench import bench_parser, write_result
 from millrace.bench.rank_processes import compare_in_float64, run_ranks
 from millrace.bench.workloads import completion_of, group_of, shape_of
 from millrace.config import RunConfig
-from millrace.core.mesh import MeshSizes
-from millrace.core.microbatch import Batch
+from millrace.core.microbatch import Batch, MeshSizes
 from millrace.core.records import Group, Kept, Rollout, Sampling, TeacherLogprobs
 from millrace.environments.token_record import rollout_of
 from millrace.models.routing import policy_tensors

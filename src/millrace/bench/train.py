@@ -31,8 +31,7 @@ from millrace.bench.workloads import (
 )
 from millrace.config import LoraConfig
 from millrace.config.training import ADAMW, ADAMW_8BIT, MUON
-from millrace.core.mesh import MeshSizes
-from millrace.core.microbatch import Batch
+from millrace.core.microbatch import Batch, MeshSizes
 from millrace.core.records import Sampling
 from millrace.environments.token_record import rollout_of
 from millrace.models.attention.self_test import PACKED

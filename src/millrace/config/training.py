@@ -32,7 +32,7 @@ from millrace.config.section import (
     forbid,
 )
 from millrace.core.errors import suggestion
-from millrace.core.mesh import MeshSizes
+from millrace.core.microbatch import MeshSizes
 from millrace.core.staleness import Measure, StalenessLimit
 
 ALL_LINEAR = "all-linear"

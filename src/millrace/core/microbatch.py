@@ -112,3 +112,29 @@ class Batch:
         count = len(self.microbatches) // self.num_ranks
         share = self.microbatches[rank * count : (rank + 1) * count]
         return replace(self, microbatches=share, num_ranks=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshSizes:
+    """How the ranks of a trainer share its work. Ranks count through the mesh with tp fastest, then
+    cp, dp_shard and dp_replicate. Ranks that differ in tp or cp alone compute the same microbatches
+    together; all others have microbatches of their own."""
+
+    dp_replicate: int = 1  # copies of the sharded model
+    dp_shard: int = 1  # ranks that FSDP shards weights, gradients and optimizer state over
+    cp: int = 1  # ranks that share the rows of a microbatch; FSDP shards over them, too
+    tp: int = 1  # ranks that share each matrix product
+    ep: int = 1  # ranks that share the experts; divides dp_shard * cp
+
+    @property
+    def num_ranks(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of different shares of a batch."""
+        return self.dp_replicate * self.dp_shard
+
+    def data_rank(self, rank: int) -> int:
+        """The share of a batch that a rank computes."""
+        return rank // (self.cp * self.tp)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from millrace.config import RunConfig
 from millrace.core.errors import ConfigError
-from millrace.core.mesh import MeshSizes
+from millrace.core.microbatch import MeshSizes
 from millrace.models.directory import num_experts, rope_tables
 
 if TYPE_CHECKING:

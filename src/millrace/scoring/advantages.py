@@ -5,11 +5,14 @@ a user's function (see the protocols Advantages and AdvantagesOverBatch). If the
 episode are rewarded separately, each is compared with itself in the other episodes of its group.
 
 Promise: whatever an estimator returns, a group gets finite advantages or one ScoreError.
+
+N = sampled tokens of a rollout, in order.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -20,7 +23,6 @@ from millrace.core.errors import ScoreError
 from millrace.core.plugins import build_callable, plugin
 from millrace.core.protocols import Advantages, AdvantagesByAgent, AdvantagesOverBatch
 from millrace.core.records import Branching, Group, Rollout, Score
-from millrace.core.returns import discounted_returns, sampled_rewards
 
 SECTION = "scoring.advantages"
 Segment = tuple[int, int]  # number of the episode that sampled it, index within that episode
@@ -191,7 +193,12 @@ class _Forest:
         for number in dict.fromkeys([*self._known, *self._points]):
             count = len(self._points.get(number, ()))
             last = count if number in ends else count - 1
-            children[self._before(number)].append((number, 0))
+            branching = self._known.get(number)
+            before = None  # the segment at whose end the episode branches off
+            if branching is not None and branching.parent is not None:
+                points = self._points[branching.parent]
+                before = (branching.parent, points.index(branching.place))
+            children[before].append((number, 0))
             for index in range(last):
                 children[number, index].append((number, index + 1))
         values_of: dict[Segment, float] = {}
@@ -208,9 +215,9 @@ class _Forest:
             return values_of[segment]
 
         overall = float(np.mean([value(root) for root in children[None]]))
-        before: dict[Segment | None, float] = {**values_of, None: overall}
+        baselines: dict[Segment | None, float] = {**values_of, None: overall}
         return {
-            child: (values_of[child] - before[segment], sharers[child])
+            child: (values_of[child] - baselines[segment], sharers[child])
             for segment, segments in children.items()
             for child in segments
         }
@@ -223,13 +230,6 @@ class _Forest:
         segments = np.searchsorted(self._points.get(number, []), rollout.places, side="right")
         values = np.array([found[number, i] for i in range(segments.max() + 1)], np.float32)
         return np.where(rollout.mask, values[segments], 0).astype(np.float32)
-
-    def _before(self, number: int) -> Segment | None:
-        """Return the segment at whose end an episode branches off."""
-        branching = self._known.get(number)
-        if branching is None or branching.parent is None:
-            return None
-        return branching.parent, self._points[branching.parent].index(branching.place)
 
 
 PAIRS = "best_worst"
@@ -335,3 +335,51 @@ def _normalized(
         return np.zeros(len(values))
     deviation = values.std(ddof=1) + epsilon if by_std else 1.0
     return (values - values.mean() if centre else values) / deviation
+
+
+def sampled_rewards(rollout: Rollout, *, score: float) -> np.ndarray:  # [N] float64
+    """The rewards of a rollout at its sampled tokens, with `score` added to the last one.
+
+    A reward at a token that was not sampled is credited to the last sampled token before it. One
+    before the first sampled token is dropped.
+    """
+    rewards = np.zeros(rollout.num_sampled)
+    if rollout.rewards is not None:
+        owners = np.cumsum(rollout.mask) - 1  # [L]
+        has_owner = owners >= 0
+        np.add.at(rewards, owners[has_owner], rollout.rewards[has_owner])
+    rewards[-1:] += score
+    return rewards
+
+
+def discounted_returns(rewards: np.ndarray, *, discount: float) -> np.ndarray:  # [N] float64
+    """For each token its reward plus the discounted rewards after it."""
+    if discount == 1.0:
+        return rewards[::-1].cumsum()[::-1]
+
+    def add_reward(later: float, reward: float) -> float:
+        return reward + discount * later
+
+    backwards: list[float] = rewards[::-1].tolist()
+    later = accumulate(backwards, add_reward)
+    return np.fromiter(later, np.float64, len(rewards))[::-1]
+
+
+def gae(
+    rewards: np.ndarray,
+    values: np.ndarray,
+    *,
+    discount: float,
+    decay: float,
+    last_value: float = 0.0,
+) -> np.ndarray:  # [N] float64
+    """Generalized advantage estimation (arXiv 1506.02438): the sums, discounted by
+    gamma * lambda, of the TD errors reward + gamma * next value - value.
+
+    `discount` is gamma and `decay` is lambda; with lambda = 1 these are returns minus values.
+    `values` [N] belong to the states before each token, `last_value` to the state after the last
+    one: 0 if the episode ended there. The critic's targets are advantages + values.
+    """
+    following = np.append(values[1:], last_value)
+    td_errors = rewards + discount * following - values
+    return discounted_returns(td_errors, discount=discount * decay)

@@ -198,7 +198,10 @@ def combine(
         weighted = [
             scorer.weight * result.score for scorer, result in pairs if result.score is not None
         ]
-        rewards = _environment_rewards(episode)
+        rewards: dict[str, float] = {}  # of the environment, by agent; "" stands for all agents
+        if episode.reward is not None:
+            given = episode.reward
+            rewards = given if isinstance(given, dict) else {"": given}
         if not weighted and not rewards and not any(result.token_scores for _, result in pairs):
             names = ", ".join([*(scorer.name for scorer in scorers), "its environment"])
             raise ScoreError(
@@ -226,13 +229,6 @@ def combine(
                 episode = replace(episode, rollouts=annotated)
         episodes.append(episode)
     return replace(group, episodes=tuple(episodes), scores=tuple(scores))
-
-
-def _environment_rewards(episode: Episode) -> dict[str, float]:
-    """Return the rewards by agent; the key "" stands for all agents."""
-    if episode.reward is None:
-        return {}
-    return episode.reward if isinstance(episode.reward, dict) else {"": episode.reward}
 
 
 def _annotated(rollout: Rollout, scores: TokenScores, scorer: Scorer) -> Rollout:

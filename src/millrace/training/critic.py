@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.plugins import plugin
-from millrace.core.returns import gae
-from millrace.scoring.advantages import GaeAdvantages
+from millrace.scoring.advantages import GaeAdvantages, gae
 from millrace.training.checkpoints.shards import ShardReader
 from millrace.training.checkpoints.snapshot import OPTIMIZER
 from millrace.training.optimizer import TrainSettings

@@ -42,8 +42,7 @@ from millrace.core.errors import (
     RunFailed,
     WorkerError,
 )
-from millrace.core.mesh import MeshSizes
-from millrace.core.microbatch import Batch
+from millrace.core.microbatch import Batch, MeshSizes
 from millrace.core.records import WeightUpdate
 
 MAX_BYTES = 2**31

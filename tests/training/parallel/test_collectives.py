@@ -13,7 +13,7 @@ from millrace.bench import ranks as bench
 from millrace.bench.rank_processes import run_ranks
 from millrace.config import LoraConfig, load_config
 from millrace.core.errors import RunFailed
-from millrace.core.mesh import MeshSizes
+from millrace.core.microbatch import MeshSizes
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.sharding import shard, whole

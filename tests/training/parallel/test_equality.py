@@ -9,7 +9,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from millrace.bench import ranks as bench
 from millrace.bench.rank_processes import run_ranks
 from millrace.bench.ranks import FEATURES, MESHES, are_rounding, compare, exceeded
-from millrace.core.mesh import MeshSizes
+from millrace.core.microbatch import MeshSizes
 from millrace.training.losses.recipes import RECIPES
 
 FAST = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from millrace.core.errors import RunFailed
-from millrace.core.mesh import MeshSizes
+from millrace.core.microbatch import MeshSizes
 from millrace.training.parallel.ranks import Ranks, is_lost_connection
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from millrace.bench import ranks as bench
 from millrace.bench.rank_processes import run_ranks
 from millrace.config import RunConfig
-from millrace.core.mesh import MeshSizes
+from millrace.core.microbatch import MeshSizes
 from millrace.models.sharding import _host_mesh, local_part, whole
 from millrace.training.build import build_trainer, seed_everything
 from millrace.training.checkpoints.directory import CRITIC, damage_to, write_checkpoint

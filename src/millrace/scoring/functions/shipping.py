@@ -88,18 +88,14 @@ def _reference_to(function: Callable[..., Any]) -> str | None:
         or getattr(module, name, None) is not function
     ):
         return None
-    if _is_importable(module.__name__):
+    # sys.modules alone does not prove that a fresh process would find the module.
+    parent = module.__name__.rpartition(".")[0]
+    path = sys.modules[parent].__path__ if parent else None
+    if any(finder.find_spec(module.__name__, path) is not None for finder in sys.meta_path):
         return f"{module.__name__}:{name}"
     # The module was loaded from a file that is not on the path, by a "file.py:name" reference.
     file = inspect.getsourcefile(module)
     return f"{Path(file).resolve()}:{name}" if file and file.endswith(".py") else None
-
-
-def _is_importable(module: str) -> bool:
-    """True if a fresh process would find the module. sys.modules alone does not prove that."""
-    parent = module.rpartition(".")[0]
-    path = sys.modules[parent].__path__ if parent else None
-    return any(finder.find_spec(module, path) is not None for finder in sys.meta_path)
 
 
 def _pickle(function: Any, *, name: str, path: Path) -> None:

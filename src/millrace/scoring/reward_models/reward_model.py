@@ -164,17 +164,15 @@ class RewardModelScorer(ModelScorer[RewardModelProcess]):
     takes_ids: bool  # the policy's tokens, instead of text
 
     async def score(self, group: Group) -> list[ScorerResult]:
-        readings = [self._reading(episode) for episode in group.episodes]
-        values = await self.model.read(readings, timeout_s=self.timeout_s)
-        _check_finite([value for (value,) in values], scorer=self.name, group=group)
-        return [ScorerResult(score=value) for (value,) in values]
-
-    def _reading(self, episode: Episode) -> StepReading:
         if self.takes_ids:
-            tokens = episode.rollouts[-1].tokens
-            return StepReading(tokens=tokens, ends=[len(tokens) - 1])
-        turn = episode.turns[-1]
-        return StepReading(prompt=turn.prompt, pieces=[turn.completion])
+            tokens = [episode.rollouts[-1].tokens for episode in group.episodes]
+            readings = [StepReading(tokens=ids, ends=[len(ids) - 1]) for ids in tokens]
+        else:
+            turns = [episode.turns[-1] for episode in group.episodes]
+            readings = [StepReading(prompt=t.prompt, pieces=[t.completion]) for t in turns]
+        values = [value for (value,) in await self.model.read(readings, timeout_s=self.timeout_s)]
+        _check_finite(values, scorer=self.name, group=group)
+        return [ScorerResult(score=value) for value in values]
 
 
 @plugin

@@ -72,7 +72,9 @@ class ReadingEncoder:
         if self._template == "auto":
             is_chat = not isinstance(prompt, str) and bool(self._tokenizer.chat_template)
         if not is_chat:
-            return self._encode(_as_text(prompt) + (completion or ""), add_special_tokens=True)
+            if not isinstance(prompt, str):
+                prompt = "".join(f"{message.get('content') or ''}\n" for message in prompt)
+            return self._encode(prompt + (completion or ""), add_special_tokens=True)
         messages: list[Message] = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, str):
             messages = list(prompt)
@@ -96,12 +98,6 @@ class ReadingEncoder:
             raise ScoreError(
                 f"The reward model's tokenizer refused {text[:80]!r}: {error}."
             ) from error
-
-
-def _as_text(prompt: Prompt) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "".join(f"{message.get('content') or ''}\n" for message in prompt)
 
 
 @dataclass(slots=True, eq=False)

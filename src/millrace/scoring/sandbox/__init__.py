@@ -7,9 +7,8 @@ results, and can answer only with data.
 
 Confined: the code cannot start a process, open a socket, write or delete a file, send a signal,
 trace a process, use a capability of root, or exceed its limits on CPU time, memory, threads, output
-and open files. It can read only
-Python's library and a few system files (lockdown.py lists them), or no file at all on kernels
-without Landlock. All its processes end with the call.
+and open files. It can read only Python's library and a few system files (lockdown.py lists them),
+or no file at all on kernels without Landlock. All its processes end with the call.
 
 Not confined: the code can use CPU and memory up to its limits, read the clock and random numbers,
 and see the kernel version, the user id and the load of the machine. The sandbox relies on seccomp

@@ -1,7 +1,7 @@
 """The scorer types "teacher", "self_teacher" and "reference": models that score sampled tokens.
 
 The policy distils the logprobs of teachers. A teacher is a fixed model in a process of its own, or
-on a server (remote.py). A self-teacher is made of earlier versions of the policy, which it receives
+on a server. A self-teacher is made of earlier versions of the policy, which it receives
 during the run. The KL penalty of the loss compares with the reference, which runs in a process too.
 In a LoRA run without `model` it needs none: the trainer holds the starting weights beneath its
 adapter and computes the reference logprobs itself (see Trainer).

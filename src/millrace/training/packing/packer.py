@@ -18,7 +18,7 @@ import numpy as np
 from millrace.core.completions import unknown_routes
 from millrace.core.microbatch import MIN_SHARED_TOKENS, Batch, Microbatch, Segments, common_prefix
 from millrace.core.records import Group, Kept, Rollout
-from millrace.core.returns import sampled_rewards
+from millrace.scoring.advantages import sampled_rewards
 from millrace.training.packing.splitting import placeholder
 
 # Cost of one query-key pair, in rows. Per layer a row takes about 24 D^2 FLOPs in matrix products

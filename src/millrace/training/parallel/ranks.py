@@ -42,7 +42,7 @@ from millrace.cluster.address import own_address
 from millrace.cluster.wire import Decoder, encode
 from millrace.core import files as storage
 from millrace.core.errors import RunFailed
-from millrace.core.mesh import MeshSizes
+from millrace.core.microbatch import MeshSizes
 from millrace.models.attention.context import ContextGroup
 from millrace.models.sharding import ShardingMeshes, local_part
 
