@@ -7,7 +7,6 @@ while it runs. Output of the functions goes to the log of this process.
 """
 
 import asyncio
-import contextlib
 import inspect
 import sys
 import threading
@@ -46,10 +45,10 @@ class ScorerWorker:
         self._num_calls = 0
         self._waits: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
-        self._reporting = self._loop.create_task(self._report())
+        self._loop.call_later(PROGRESS_S, self._report)
 
     def serve(self) -> None:
-        thread = threading.Thread(target=self._run_loop, name="event loop", daemon=True)
+        thread = threading.Thread(target=self._loop.run_forever, name="event loop", daemon=True)
         thread.start()
         while True:
             call = self._link.receive()
@@ -58,7 +57,7 @@ class ScorerWorker:
                 case ScoreGroup() as message:
                     self._score(call, message)
                 case Stop():  # async calls that still run get no reply
-                    self._loop.call_soon_threadsafe(self._reporting.cancel)
+                    self._loop.call_soon_threadsafe(self._stop)
                     thread.join(CLOSE_S)  # a function may block the loop; it ends with the process
                     call.reply()
                     return
@@ -86,22 +85,14 @@ class ScorerWorker:
             call.reply(scored)
         on_loop(self._end, message.function)
 
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        with contextlib.suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._reporting)
-
-    async def _report(self) -> None:
-        try:
-            while True:
-                await asyncio.sleep(PROGRESS_S)
-                self._emit()
-        finally:
-            self._emit()
-
-    def _emit(self) -> None:
+    def _report(self) -> None:
+        self._loop.call_later(PROGRESS_S, self._report)
         counters = {"calls": float(self._num_calls)}
         self._link.emit(WorkerProgress(spans=self._timeline.drain(), counters=counters))
+
+    def _stop(self) -> None:
+        self._report()
+        self._loop.stop()
 
     def _start_wait(self, result: Awaitable[Any], call: WorkerCall, message: ScoreGroup) -> None:
         task = self._loop.create_task(self._wait(result, call, message))
