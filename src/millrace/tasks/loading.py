@@ -201,7 +201,12 @@ def _shown(value: Any) -> str:
 def folder_rows(folder: Path, *, columns: Sequence[str] | None) -> Rows:
     """Read a folder written by `save_to_disk`, or all Parquet files in it in name order."""
     if any((folder / name).is_file() for name in SAVED):
-        return _saved_rows(folder, columns=columns)
+        datasets = _datasets(f"Task folder {str(folder)!r}")
+        try:
+            loaded = datasets.load_from_disk(str(folder))
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"Task folder {str(folder)!r} cannot be read: {error}.") from error
+        return _dataset_rows(loaded, columns=columns, where=str(folder), example=f"{folder}/SPLIT")
     files = sorted(folder.glob("*.parquet"))
     if not files:
         raise ConfigError(
@@ -245,15 +250,6 @@ def hub_rows(
         ) from error
     example = f"hub:{name}:{subset or 'default'}:SPLIT"
     return _dataset_rows(loaded, columns=columns, where=name, example=example)
-
-
-def _saved_rows(folder: Path, *, columns: Sequence[str] | None) -> Rows:
-    datasets = _datasets(f"Task folder {str(folder)!r}")
-    try:
-        loaded = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"Task folder {str(folder)!r} cannot be read: {error}.") from error
-    return _dataset_rows(loaded, columns=columns, where=str(folder), example=f"{folder}/SPLIT")
 
 
 def _dataset_rows(loaded: Any, *, columns: Sequence[str] | None, where: str, example: str) -> Rows:

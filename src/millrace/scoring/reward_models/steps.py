@@ -119,7 +119,10 @@ def step_ends(rollout: Rollout, *, steps: Steps, tokenizer: Any) -> list[int]:
 class _DelimiterCutter:
     def __init__(self, delimiter: str, *, tokenizer: Any) -> None:
         self._delimiter = delimiter
-        self._decode = _plain_decode(tokenizer)
+        # Called for every token; the wrapper of transformers takes ten times as long.
+        fast = getattr(tokenizer, "backend_tokenizer", None)
+        slow = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        self._decode: Callable[..., str] = slow if fast is None else fast.decode
         # A token decodes to at least one byte, so a delimiter spans at most this many tokens.
         self._reach = len(delimiter.encode()) + _TAIL_MARGIN
         self._tokens: list[int] = []
@@ -155,14 +158,6 @@ class _DelimiterCutter:
     def _has_text(self) -> bool:
         text = self._decode(self._tokens[self._begin :], skip_special_tokens=True)
         return bool(text.replace(self._delimiter, "").strip())
-
-
-def _plain_decode(tokenizer: Any) -> Callable[..., str]:
-    # Called for every token; the wrapper of transformers takes ten times as long.
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    if fast is not None:
-        return fast.decode
-    return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -339,20 +334,17 @@ class ReadAhead:
         if not stream.held or not (stream.is_finished or num_new >= self._min_tokens):
             return
         for end in stream.held:
-            self._request_value(stream, end)
+            value: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+            stream.ends.append(end)
+            stream.values.append(value)
+            self._stored[_digest(np.array(stream.tokens[: end + 1], np.int32))] = value
+            if len(self._stored) > MAX_STORED:
+                self._stored.popitem(last=False)
         stream.held.clear()
         if stream.reading is None and len(stream.ends) > stream.num_read:
             stream.reading = asyncio.create_task(self._read(stream))
             self._tasks.add(stream.reading)
             stream.reading.add_done_callback(self._tasks.discard)
-
-    def _request_value(self, stream: _StepStream, end: int) -> None:
-        value: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        stream.ends.append(end)
-        stream.values.append(value)
-        self._stored[_digest(np.array(stream.tokens[: end + 1], np.int32))] = value
-        if len(self._stored) > MAX_STORED:
-            self._stored.popitem(last=False)
 
     async def _read(self, stream: _StepStream) -> None:
         """Read all requested steps, including those that are requested meanwhile."""

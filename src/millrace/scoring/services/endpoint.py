@@ -198,16 +198,14 @@ class HttpScorer:
                 "columns": group.task.columns,
             }
         )
-        return [ScorerResult(score=score) for score in self._scores(answer, len(group.episodes))]
-
-    def _scores(self, answer: Any, num_episodes: int) -> list[float | None]:
         if not isinstance(answer, dict) or "scores" not in answer:
             raise self.endpoint.unusable('answered without "scores"')
-        scores = cast(dict[str, Any], answer)["scores"]
+        num_episodes, given = len(group.episodes), cast(dict[str, Any], answer)["scores"]
         try:
-            return check_rewards(scores, name=self.name, num_completions=num_episodes)
+            scores = check_rewards(given, name=self.name, num_completions=num_episodes)
         except ScoreError as error:
             raise self.endpoint.unusable(f'answered with invalid "scores": {error}') from None
+        return [ScorerResult(score=score) for score in scores]
 
 
 def check_json_columns(tasks: Sequence[Task], *, name: str) -> None:

@@ -22,7 +22,7 @@ from millrace.cluster.messages import ScoreGroup
 from millrace.config.section import NonEmptyStr, NonNegativeInt
 from millrace.core.errors import ConfigError, ScoreError, WorkerError
 from millrace.core.plugins import plugin
-from millrace.core.records import Episode, Group, Prompt, ScorerResult, Task
+from millrace.core.records import Episode, Group, ScorerResult, Task
 from millrace.scoring.functions.signature import check_rewards
 from millrace.scoring.functions.workers import ScorerWorkers
 from millrace.scoring.scorer_type import CallSettings, ScorerContext
@@ -112,7 +112,15 @@ class JudgeScorer:
         return [ScorerResult(score=await self._score(group.task, e)) for e in group.episodes]
 
     async def _score(self, task: Task, episode: Episode) -> float:
-        body = self._request(fill_template(self.settings.prompt, task=task, episode=episode))
+        settings = self.settings
+        content = fill_template(settings.prompt, task=task, episode=episode)
+        system = [{"role": "system", "content": settings.system}] if settings.system else []
+        body: dict[str, Any] = {
+            "model": settings.model,
+            "messages": [*system, {"role": "user", "content": content}],
+            "temperature": settings.temperature,
+            **settings.body,
+        }
         key = cache_key(body)
         score = self.cache.get(key)
         if score is None:
@@ -120,16 +128,6 @@ class JudgeScorer:
             score = await self._parse(reply)
             self.cache.put(key, score)
         return score
-
-    def _request(self, content: str) -> dict[str, Any]:
-        settings = self.settings
-        system = [{"role": "system", "content": settings.system}] if settings.system else []
-        return {
-            "model": settings.model,
-            "messages": [*system, {"role": "user", "content": content}],
-            "temperature": settings.temperature,
-            **settings.body,
-        }
 
     def _reply(self, answer: Any) -> str:
         try:
@@ -242,23 +240,16 @@ def check_template(template: str, tasks: Sequence[Task], *, scorer: str) -> None
 
 
 def fill_template(template: str, *, task: Task, episode: Episode) -> str:
-    values = {
-        **task.columns,
-        "prompt": _chat_as_text(task.prompt),
-        "completion": episode.turns[-1].completion,
-    }
+    prompt = task.prompt
+    if not isinstance(prompt, str):
+        prompt = "\n\n".join(f"{m['role']}: {_as_text(m.get('content', ''))}" for m in prompt)
+    values = {**task.columns, "prompt": prompt, "completion": episode.turns[-1].completion}
 
     def value(found: re.Match[str]) -> str:
         escaped, name = found.groups()
         return f"{{{escaped}}}" if escaped else _as_text(values[name])
 
     return PLACEHOLDER.sub(value, template)
-
-
-def _chat_as_text(prompt: Prompt) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "\n\n".join(f"{m['role']}: {_as_text(m.get('content', ''))}" for m in prompt)
 
 
 def _as_text(value: Any) -> str:
