@@ -21,7 +21,7 @@ from millrace.inference.embedded.scoring import ScoringEngine
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.directory import vocabulary_checksum
 from millrace.scoring.services.endpoint import Endpoint
-from millrace.scoring.teachers import remote
+from millrace.scoring.teachers import process
 from millrace.scoring.teachers.process import RemoteTeacher
 from millrace.serving.api.openapi import Health
 from millrace.serving.api.score import ScorePool
@@ -118,7 +118,7 @@ async def test_remote_teacher_equals_a_local_teacher(monkeypatch):
 
 
 async def test_large_score_calls_are_split_into_several_requests(monkeypatch):
-    monkeypatch.setattr(remote, "MAX_TOKENS", 40)
+    monkeypatch.setattr(process, "MAX_TOKENS", 40)
     reader = LocalReader()
     async with serving(reader) as url, asking(url, monkeypatch) as teacher:
         await teacher.start()
