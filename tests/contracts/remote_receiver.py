@@ -14,7 +14,7 @@ from millrace.weights.packing import DTYPES
 
 
 class RemoteReceiver:
-    """tests/contracts/transport_receiver.py; stage() as WeightReceiver has it."""
+    """tests/contracts/transport_receiver.py; stage() as StagingReceiver has it."""
 
     def __init__(self, transport: str, **arguments: Any) -> None:
         self.process = start_program(Path(__file__).with_name("transport_receiver.py"))
