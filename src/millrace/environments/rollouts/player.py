@@ -30,7 +30,7 @@ from millrace.environments.rollouts.partial_rollouts import Attempt, ReplayingEn
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.token_record import rollout_of
 from millrace.scoring.scheduling.group_scoring import GroupScoring
-from millrace.tasks.lengths import LengthPredictor
+from millrace.tasks.streams import LengthPredictor
 
 CHUNK_TOKENS = 32  # per streamed chunk; one message per token would cost as much as sampling it
 # Later turns go before all requests that start an episode, or the tokens of the first turn would
