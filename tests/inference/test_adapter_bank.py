@@ -179,7 +179,7 @@ def test_swap_leaves_model_weights_and_adapter_addresses_unchanged(folders, deco
     base = make_engine(decode_steps=decode_steps)._weights._parameters
     assert engine._weights._parameters.keys() == base.keys()
     assert all(torch.equal(p, base[name]) for name, p in engine._weights._parameters.items())
-    bank = engine._bank
+    bank = engine.bank
     assert bank is not None
     tensors = [tensor for product in bank._products for tensor in product.tensors()]
     places = [tensor.data_ptr() for tensor in tensors]
@@ -190,8 +190,8 @@ def test_swap_leaves_model_weights_and_adapter_addresses_unchanged(folders, deco
 
 def test_fused_projections_share_two_adapter_products():
     engine = make_engine(lora=POLICY, decode_steps=4)
-    assert engine._bank is not None
-    products = engine._bank._products
+    assert engine.bank is not None
+    products = engine.bank._products
     # In each of two layers: query, key and value; output; gate and up; down.
     assert sorted(len(product.layers) for product in products) == [1, 1, 1, 1, 2, 2, 3, 3]
     assert all(product.gains is None for product in products)
@@ -272,7 +272,7 @@ def test_single_adapter_is_merged_by_default(lora, merges, tmp_path):
             lora=lora,
         )
     )
-    assert (engine._bank is None) == merges
+    assert (engine.bank is None) == merges
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)

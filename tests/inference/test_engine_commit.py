@@ -50,8 +50,8 @@ def update_for(engine: EmbeddedEngine, *, seed: int, device: str = "cpu") -> dic
 def live_tensors(engine: EmbeddedEngine) -> list[torch.Tensor]:
     """Copies of everything that decodes."""
     tensors = list(engine._weights._parameters.values())
-    if engine._bank is not None:
-        tensors += [tensor for one in engine._bank._products for tensor in one.tensors()]
+    if engine.bank is not None:
+        tensors += [tensor for one in engine.bank._products for tensor in one.tensors()]
     return [tensor.clone() for tensor in tensors]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from millrace.cluster.messages import LoadAdapter
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
-from millrace.core.errors import WorkerError
+from millrace.core.errors import CheckpointError, ConfigError, WorkerError
 from millrace.core.records import Request, Sampling
 from millrace.serving.fair_queue import FairQueue, Flow
 
@@ -84,9 +84,10 @@ class AdapterSlots:
     async def attach(self, engine: str, worker: Worker) -> None:
         """An engine has started."""
         self._workers[engine] = worker
-        for name, folder in self._folders.items():
+        for name, folder in list(self._folders.items()):
             if folder is not None:
-                await worker.call(LoadAdapter(name=name, folder=str(folder)))
+                with contextlib.suppress(CheckpointError, ConfigError):  # it was removed
+                    await self._load(name, folder, [worker])
 
     @contextlib.asynccontextmanager
     async def holding(self, folder: Path) -> AsyncIterator[str]:
@@ -97,7 +98,7 @@ class AdapterSlots:
             held = self._folders.pop(name)
             self._folders[name] = folder  # an engine that starts now loads it, too
             if held != folder:
-                await self._load(name, folder)
+                await self._load(name, folder, list(self._workers.values()))
             self._users[name] += 1
         try:
             yield name
@@ -111,12 +112,12 @@ class AdapterSlots:
         free = [name for name in self._folders if not self._users[name]]
         return next(iter(held + free), None)
 
-    async def _load(self, name: str, folder: Path) -> None:
+    async def _load(self, name: str, folder: Path, workers: Sequence[Worker]) -> None:
         message = LoadAdapter(name=name, folder=str(folder))
         try:
-            for worker in list(self._workers.values()):
+            for worker in workers:
                 with contextlib.suppress(WorkerError):  # a dead engine is restarted and attached
                     await worker.call(message, timeout_s=LOAD_TIMEOUT_S, kill_on_timeout=True)
-        except BaseException:
+        except BaseException:  # cancelled, or refused: the folder was removed
             self._folders[name] = None
             raise

@@ -28,6 +28,7 @@ from millrace.serving.tinker.tenants import Result, Tenant, TenantModel, TenantS
 from millrace.training.adapters.requests import AdapterShape
 
 MAX_MODELS = 16  # of a tenant at a time
+MAX_UNSAVED = 32  # samplers of unsaved weights of a tenant; older ones are removed
 SILENT_S = 3600.0  # after the last heartbeat of a session, its models are freed
 _STEP_TOKENS = 256  # that a request without data counts as, when tenants take turns
 _UNSAVED = "unsaved"  # folder of weights that only samplers of this process use
@@ -126,11 +127,17 @@ class TrainingService:
 
     async def compute(self, tenant: Tenant, body: wire.PassBody) -> Reply:
         async def compute() -> Result:
-            id, how = body.model_id, {"loss": body.loss, "settings": body.settings}
+            num_tokens = sum(len(datum.tokens) for datum in body.data)
             logprobs, loss = await self._thread.run(
                 tenant.name,
-                sum(len(datum.tokens) for datum in body.data),
-                lambda adapters: adapters.compute(id, body.data, **how, backward=body.backward),
+                num_tokens,
+                lambda adapters: adapters.compute(
+                    body.model_id,
+                    body.data,
+                    loss=body.loss,
+                    settings=body.settings,
+                    backward=body.backward,
+                ),
             )
             return await asyncio.to_thread(wire.pass_result, logprobs, loss)
 
@@ -151,9 +158,13 @@ class TrainingService:
 
     async def _save(self, tenant: Tenant, body: wire.SaveBody, *, kind: str) -> Result:
         if body.path is None:
-            folder, id = self._folder / _UNSAVED / uuid.uuid4().hex, uuid.uuid4().hex
+            id = uuid.uuid4().hex
+            folder, reply = self._folder / _UNSAVED / id, {"sampling_session_id": id}
             tenant.samplers[id] = folder
-            reply = {"sampling_session_id": id}
+            unsaved = [(id, own) for id, own in tenant.samplers.items() if own and own.name == id]
+            for old, removed in unsaved[:-MAX_UNSAVED]:
+                del tenant.samplers[old]
+                await asyncio.to_thread(shutil.rmtree, removed, True)
         else:
             reply = {"path": f"tinker://{body.model_id}/{kind}/{body.path}"}
             folder = tenant.path_of(reply["path"])

@@ -14,7 +14,16 @@ import numpy as np
 from pydantic import Field
 
 from millrace.core.records import Completion
-from millrace.serving.api.bodies import Body, Count, Number, NumTop, Temperature, TokenIds, TopP
+from millrace.serving.api.bodies import (
+    MAX_CHOICES,
+    Body,
+    Count,
+    Number,
+    NumTop,
+    Temperature,
+    TokenIds,
+    TopP,
+)
 from millrace.serving.api.errors import ApiError
 from millrace.serving.tinker import protobuf
 from millrace.serving.tinker.protobuf import integers, mapping, message, messages, write
@@ -138,7 +147,7 @@ class SampleBody(TinkerBody):
     seq_id: SeqId
     prompt: PromptBody
     sampling_params: SamplingBody
-    num_samples: Count = 1
+    num_samples: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: Count | None = None
     topk_sample_logprobs: NumTop = 0
