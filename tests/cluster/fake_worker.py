@@ -8,6 +8,8 @@ from millrace.core.errors import WorkerError
 
 
 class FakeWorker:
+    is_stopped = False
+
     def __init__(self, name: str = "engine-0") -> None:
         self.name = name
         self.dead = asyncio.get_running_loop().create_future()

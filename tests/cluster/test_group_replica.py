@@ -10,8 +10,8 @@ from fake_worker import FakeWorker
 
 from millrace.cluster.fork_server import PRELOAD
 from millrace.cluster.hub import Hub
-from millrace.cluster.supervision.group import GroupReplica
 from millrace.cluster.supervision.pool import RestartPolicy, WorkerPool
+from millrace.cluster.supervision.replica import GroupReplica
 from millrace.cluster.worker import Worker
 from millrace.core.errors import ConfigError, MillraceError, RunFailed, WorkerError
 

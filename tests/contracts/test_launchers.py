@@ -7,9 +7,9 @@ from launcher_contract import HostLauncherContract, LauncherContract
 from launchers import SmallCluster
 
 from millrace.cluster.launchers.launcher import Resources
-from millrace.cluster.launchers.loading import load_launcher
 from millrace.config.run_config import ClusterConfig
 from millrace.core.errors import ConfigError
+from millrace.run.cluster import load_launcher
 
 
 class TestLocalLauncher(LauncherContract):

@@ -5,7 +5,7 @@ from unittest.mock import AsyncMock
 import pytest
 from fakes import make_update
 
-from millrace.controller.eval_schedule import PinnedEvalScheduler, SharedEvalScheduler
+from millrace.controller.evaluation import PinnedEvalScheduler, SharedEvalScheduler
 from millrace.core.errors import WeightError
 from millrace.weights.broadcaster import VersionBroadcaster
 

@@ -13,7 +13,7 @@ from in_process_engine import InProcessEngine
 from millrace.core.staleness import Stamps
 from millrace.environments.rollouts.partial_rollouts import PartialRollout, ReplayingEngine
 from millrace.inference.pool import EnginePool
-from millrace.journal.encoding import decode_completion, encode_completion
+from millrace.journal.database import decode_completion, encode_completion
 
 LONG = {"max_new_tokens": 40}
 

@@ -13,8 +13,7 @@ from mutations import FEW, MANY, costs_little, mutations
 from millrace.core.completions import StreamedTokens
 from millrace.core.errors import JournalError
 from millrace.core.records import Completion, Task
-from millrace.journal.database import NAME
-from millrace.journal.encoding import decode_group, encode_group
+from millrace.journal.database import NAME, decode_group, encode_group
 from millrace.journal.reading import read_groups, read_journal, read_tokens
 
 

@@ -15,8 +15,7 @@ from journals import open_journal, read_history
 from millrace.core.errors import JournalError
 from millrace.core.records import Task
 from millrace.journal import Journal, read_journal
-from millrace.journal.database import NAME
-from millrace.journal.encoding import encode_group
+from millrace.journal.database import NAME, encode_group
 
 
 async def admit(journal: Journal, *numbers: int) -> None:

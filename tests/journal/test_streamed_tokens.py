@@ -11,7 +11,7 @@ from journals import open_journal
 from millrace.core.completions import StreamedTokens, join_streamed
 from millrace.core.errors import JournalError
 from millrace.journal import Journal
-from millrace.journal.encoding import decode_completion, encode_completion
+from millrace.journal.database import decode_completion, encode_completion
 
 
 def streamed(text: str, *, start: int = 0, member: int = 0) -> StreamedTokens:

@@ -5,8 +5,7 @@ import socket
 import pytest
 
 from millrace.core.errors import ConfigError
-from millrace.run.autoscaling import change, follow_load
-from millrace.run.scaling import CONTROL, ask, scaling_server
+from millrace.run.scaling import CONTROL, ask, change, follow_load, scaling_server
 
 
 class FakeWorkers:

@@ -10,7 +10,7 @@ from millrace.config import load_config
 from millrace.core.errors import ConfigError, TaskError
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.run.sft.examples import ExampleEncoder, check_examples
-from millrace.run.sft.prepare import prepare_sft
+from millrace.run.sft.execute import prepare_sft
 from millrace.tasks.loading import load_tasks
 
 # As Qwen3: the thinking of earlier turns is left out.

@@ -9,8 +9,8 @@ gives the orphan to the nearest subreaper, which the parent is for that moment.
 
 The server creates no thread and does not load the CUDA driver, so forking is safe; if an import
 loads the driver, the server ends and workers are started directly. The parent's side runs on its
-event loop; this module, run as a program, is the server. Hubs share a server. Enter
-`shared_fork_server()` early, so that its imports overlap with other work.
+event loop; this module, run as a program, is the server. Hubs share a server, whose imports overlap
+with other work if it starts early.
 """
 
 import asyncio
@@ -49,13 +49,7 @@ PRELOAD = (
 LOG_NAME = "fork_server.log"  # beside the logs of workers, if the server cannot fork them
 TITLE_BYTES = 2048  # room for the command line of a worker
 # Variables that no import reads: workers may differ in them. (pytest sets its own for each phase.)
-LATE_VARIABLES = (
-    "CUDA_MPS_",
-    "CUDA_VISIBLE_DEVICES",
-    "MILLRACE_HUB_",
-    "PYTEST_CURRENT_TEST",
-    "PYTHONPATH",
-)
+LATE_VARIABLES = ("CUDA_MPS_", "CUDA_VISIBLE_DEVICES", "MILLRACE_HUB_", "PYTEST_", "PYTHONPATH")
 # torch.cuda.is_available() asks NVML then: an initialised CUDA driver does not survive a fork.
 SERVER_ENV = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 CUDA_DRIVER = b"/libcuda.so"
@@ -64,8 +58,7 @@ READY = b"ready\n"
 
 
 def is_supported() -> bool:
-    """True on Linux without an NVIDIA GPU. Importing a CUDA build of torch loads the driver, so the
-    server would end after its imports and only delay the workers."""
+    """With a GPU, importing torch loads the driver: the server would only delay the workers."""
     has_gpu = Path("/dev/nvidiactl").exists()
     return sys.platform == "linux" and hasattr(os, "pidfd_open") and not has_gpu
 
@@ -128,7 +121,9 @@ class ForkServer:
         self, arguments: Sequence[str], *, env: Mapping[str, str], log: Path
     ) -> ForkedChild | None:
         """Fork a worker `python -m ARGUMENTS`; None if it must be started directly."""
-        if not self._has_same_imports(env):
+        # Whether modules that were imported in the server's environment fit this one.
+        different = {name for name in {*self._env, *env} if self._env.get(name) != env.get(name)}
+        if not all(name.startswith(LATE_VARIABLES) or is_secret(name) for name in different):
             return None
         request = {
             "arguments": list(arguments),
@@ -175,43 +170,32 @@ class ForkServer:
             self._stdin.write(json.dumps(message).encode() + b"\n")
             self._stdin.flush()
 
-    def _has_same_imports(self, env: Mapping[str, str]) -> bool:
-        """Whether modules that were imported in the server's environment fit this one."""
-        different = {name for name in {*self._env, *env} if self._env.get(name) != env.get(name)}
-        return all(name.startswith(LATE_VARIABLES) or is_secret(name) for name in different)
+
+_SERVERS: dict[tuple[str, ...], ForkServer] = {}  # of this process, the workers' parent, by imports
+_SERVERS_LOCK = threading.Lock()
 
 
-class _SharedServers:
-    """The fork servers of this process, by their imports."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._servers: dict[tuple[str, ...], ForkServer] = {}
-
-    @contextlib.contextmanager
-    def __call__(
-        self, preload: Sequence[str] = PRELOAD, *, start: Any = subprocess.Popen
-    ) -> Iterator[ForkServer | None]:
-        """The server with these imports; it ends with its last user. None where it cannot run."""
-        if not preload or not is_supported():
-            yield None
-            return
-        key = tuple(preload)
-        with self._lock:
-            server = self._servers.get(key)
-            if server is None or not server.is_alive:
-                server = self._servers[key] = ForkServer(key, start=start)
-            server.num_users += 1
-        try:
-            yield server
-        finally:
-            with self._lock:
-                server.num_users -= 1
-                if server.num_users == 0:
-                    server.close()
-
-
-shared_fork_server = _SharedServers()  # a worker's parent is the process, so they are its own
+@contextlib.contextmanager
+def shared_fork_server(
+    preload: Sequence[str] = PRELOAD, *, start: Any = subprocess.Popen
+) -> Iterator[ForkServer | None]:
+    """The server with these imports; it ends with its last user. None where it cannot run."""
+    if not preload or not is_supported():
+        yield None
+        return
+    key = tuple(preload)
+    with _SERVERS_LOCK:
+        server = _SERVERS.get(key)
+        if server is None or not server.is_alive:
+            server = _SERVERS[key] = ForkServer(key, start=start)
+        server.num_users += 1
+    try:
+        yield server
+    finally:
+        with _SERVERS_LOCK:
+            server.num_users -= 1
+            if server.num_users == 0:
+                server.close()
 
 
 def _kill_result(asking: asyncio.Task[int]) -> None:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,9 +29,9 @@ from millrace.cluster.fork_server import shared_fork_server
 from millrace.cluster.join.registry import JoinRegistry
 from millrace.cluster.join.ticket import JoinTicket, own_versions
 from millrace.cluster.launchers.launcher import Launcher, WorkerSpec
-from millrace.cluster.launchers.local import LocalLauncher
 from millrace.cluster.link import EVENT_ID, identity_of, read_frames
 from millrace.cluster.messages import Heartbeat, Message
+from millrace.cluster.process import LocalLauncher
 from millrace.cluster.wire import MAX_FRAME_BYTES, WireError, encode, message_decoder
 from millrace.cluster.worker import Worker
 from millrace.core.errors import ConfigError
@@ -67,8 +67,7 @@ class Hub:
         if self._keys is not None:
             self.address = addresses.to_bind(self.address)
         self._authenticator: TokenAuthenticator | None = None  # over TCP
-        timeout_s = self.heartbeat_timeout_s
-        self.registry = JoinRegistry(send=self._send, heartbeat_timeout_s=timeout_s)
+        self.registry = JoinRegistry(self._send, heartbeat_timeout_s=self.heartbeat_timeout_s)
         # By routing id. Dead workers stay until the next one is added.
         self._workers: dict[bytes, Worker] = {}
         self._exit = contextlib.AsyncExitStack()
@@ -77,7 +76,12 @@ class Hub:
         async with contextlib.AsyncExitStack() as stack:
             folder = stack.enter_context(private_folder(self.runtime_dir))
             if self.address == "auto":
-                self.address = _local(folder)
+                if len(os.fsencode(folder / "hub")) > MAX_SOCKET_PATH:
+                    raise ConfigError(
+                        f"The path of the local socket, {str(folder / 'hub')!r}, is too long;"
+                        " set TMPDIR to a shorter folder."
+                    )
+                self.address = f"ipc://{folder / 'hub'}"
             fork_server = stack.enter_context(shared_fork_server(self.preload))
             context = zmq.asyncio.Context()
             stack.callback(context.destroy, linger=0)
@@ -123,12 +127,23 @@ class Hub:
         """Start `python -m module`, named as no living worker is, and wait for its Hello; by
         default on this host. The user's keys are in its environment only if it `has_secrets`."""
         check_file_name(name, of="A worker")
-        async with self._registered(name) as (worker, token):
-            spec = WorkerSpec(
-                name=name, module=module, token=token, env=env or {}, has_secrets=has_secrets
-            )
+        token = secrets.token_hex(16)
+        identity = identity_of(name, token=token)
+        send = partial(self._send, identity)
+        worker = Worker(name, send=send, stop_timeout_s=self.stop_timeout_s)
+        self._workers = {id: other for id, other in self._workers.items() if not other.is_gone}
+        self._workers[identity] = worker
+        spec = WorkerSpec(
+            name=name, module=module, token=token, env=env or {}, has_secrets=has_secrets
+        )
+        try:
             process = await (launcher or self.local).start(spec)
             await worker.start(process, timeout_s=self.start_timeout_s)
+        except BaseException:  # a worker that does not come up leaves nothing behind
+            worker.kill()
+            await worker.is_gone_within(None)
+            del self._workers[identity]
+            raise
         return worker
 
     def ticket(self) -> JoinTicket:
@@ -145,23 +160,6 @@ class Hub:
             token=self.registry.token,
             versions=own_versions(),
         )
-
-    @contextlib.asynccontextmanager
-    async def _registered(self, name: str) -> AsyncIterator[tuple[Worker, str]]:
-        """Accept a new worker with this token; one that does not come up leaves nothing behind."""
-        token = secrets.token_hex(16)
-        identity = identity_of(name, token=token)
-        send = partial(self._send, identity)
-        worker = Worker(name, send=send, stop_timeout_s=self.stop_timeout_s)
-        self._workers = {id: other for id, other in self._workers.items() if not other.is_gone}
-        self._workers[identity] = worker
-        try:
-            yield worker, token
-        except BaseException:
-            worker.kill()
-            await worker.is_gone_within(None)
-            del self._workers[identity]
-            raise
 
     def _bind(self) -> None:
         if self._keys is not None:
@@ -228,13 +226,3 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-
-
-def _local(folder: Path) -> str:
-    path = folder / "hub"
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
-        raise ConfigError(
-            f"The path of the local socket, {str(path)!r}, is too long;"
-            " set TMPDIR to a shorter folder."
-        )
-    return f"ipc://{path}"

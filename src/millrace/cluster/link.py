@@ -27,18 +27,8 @@ from typing import NoReturn, Protocol, TypeVar
 
 import zmq
 
+from millrace.cluster import messages
 from millrace.cluster.address import Credentials, connect, free_port, own_address
-from millrace.cluster.messages import (
-    Done,
-    Error,
-    Failed,
-    Heartbeat,
-    Hello,
-    Message,
-    Part,
-    Stop,
-    WorkerProgress,
-)
 from millrace.cluster.parent_death import exit_with_parent
 from millrace.cluster.wire import Decoder, Frame, WireError, encode, message_decoder
 from millrace.core.errors import MillraceError, printable
@@ -51,6 +41,7 @@ OUTBOX_MESSAGES = 64
 FLUSH_TIMEOUT_S = 10.0
 EVENT_ID = bytes(8)  # call id of a message that is no reply
 _CLOSE = b""
+StartMessage = TypeVar("StartMessage", bound=messages.Message)
 
 
 def identity_of(name: str, *, token: str) -> bytes:
@@ -67,23 +58,23 @@ def read_frames(frames: list[zmq.Frame]) -> list[Frame]:
 class WorkerCall:
     """One message from the controller. It needs exactly one reply, from any thread."""
 
-    def __init__(self, message: Message, *, link: "Link", id: bytes) -> None:
+    def __init__(self, message: messages.Message, *, link: "Link", id: bytes) -> None:
         self.message = message
         self._link = link
         self._id = id
         self._is_open = threading.Lock()  # taken by the first reply
 
-    def reply(self, message: Message | None = None) -> None:
+    def reply(self, message: messages.Message | None = None) -> None:
         """Send the reply; by default Done."""
         if not self._is_open.acquire(blocking=False):
             raise AssertionError(f"{type(self.message).__name__} was replied to twice")
         try:
-            self._link._send(self._id, message if message is not None else Done())
+            self._link._send(self._id, message if message is not None else messages.Done())
         except WireError:
             self._is_open.release()  # fail() can still report it
             raise
 
-    def send_part(self, part: Part) -> None:
+    def send_part(self, part: messages.Part) -> None:
         """Send a part before the reply, from the thread that will reply."""
         assert not self._is_open.locked(), "parts precede the reply"
         self._link._send(self._id, part)
@@ -131,7 +122,9 @@ class Link:
         self.address = own_address(address)
         """Of this host, on its route to the controller."""
         port = free_port(self.address)
-        self.emit(Hello(worker=name, pid=os.getpid(), address=self.address, free_port=port))
+        self.emit(
+            messages.Hello(worker=name, pid=os.getpid(), address=self.address, free_port=port)
+        )
 
     def receive(self, timeout_s: float | None = None) -> WorkerCall | None:
         """The next call; None if none arrives in time. 0 polls, None waits without limit."""
@@ -147,7 +140,7 @@ class Link:
             raise item
         return item
 
-    def emit(self, message: Message) -> None:
+    def emit(self, message: messages.Message) -> None:
         """Send a message that is no reply."""
         self._send(EVENT_ID, message)
 
@@ -166,7 +159,7 @@ class Link:
             self._outbox.close(linger=0)
             self._context.term()  # waits for the dealer to send everything, up to its linger
 
-    def _send(self, id: bytes, message: Message) -> None:
+    def _send(self, id: bytes, message: messages.Message) -> None:
         frames = encode(message)
         with self._lock:
             if self._closed:
@@ -196,7 +189,7 @@ class Link:
             dealer.close(linger=int(FLUSH_TIMEOUT_S * 1000))
 
     def _deliver(
-        self, frames: list[zmq.Frame], decoder: Decoder[Message], dealer: zmq.Socket
+        self, frames: list[zmq.Frame], decoder: Decoder[messages.Message], dealer: zmq.Socket
     ) -> None:
         id, *rest = read_frames(frames)
         try:
@@ -204,26 +197,21 @@ class Link:
         except WireError as error:
             dealer.send_multipart([id, *encode(_as_message(error))], copy=False)
             return
-        if isinstance(message, Heartbeat):  # answered here: the main thread may be busy
+        if isinstance(message, messages.Heartbeat):  # answered here: the main thread may be busy
             dealer.send_multipart([EVENT_ID, *encode(message)])
             return
         self._inbox.put(WorkerCall(message, link=self, id=bytes(id)))
 
 
-def _as_message(error: BaseException) -> Error:
-    return Error(
+def _as_message(error: BaseException) -> messages.Error:
+    return messages.Error(
         kind=type(error).__name__,
         reason=str(error) or type(error).__name__,
         traceback="".join(traceback.format_exception(error)),
     )
 
 
-StartMessage = TypeVar("StartMessage", bound=Message)
-
-
 class WorkerLoop(Protocol):
-    """What a worker does between its start and its end."""
-
     def serve(self) -> None:
         """Answer calls until Stop."""
 
@@ -241,14 +229,14 @@ def serve(
         timeline.enter("no work", busy=False)
         call = link.receive(None)
         assert call is not None
-        if isinstance(call.message, Stop):
+        if isinstance(call.message, messages.Stop):
             call.reply()
             return
         if not isinstance(call.message, message):
             call.fail(unexpected(call, reason=f"it expects {message.__name__} first"))
             continue
         timeline.enter("load", busy=True)
-        link.emit(WorkerProgress(spans=timeline.drain(), counters={}))
+        link.emit(messages.WorkerProgress(spans=timeline.drain(), counters={}))
         try:
             loop = start(call.message, link, timeline)
         except Exception as error:  # noqa: BLE001 - raised again in the controller
@@ -306,7 +294,7 @@ def run_worker(main: Callable[[Link, str], None]) -> NoReturn:
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         # If the link itself broke, the controller has the log and the exit code.
         with contextlib.suppress(WireError):
-            link.emit(Failed(reason=reason, traceback=traceback.format_exc()))
+            link.emit(messages.Failed(reason=reason, traceback=traceback.format_exc()))
         sys.exit(1)
     finally:
         link.close()

@@ -2,9 +2,8 @@
 
 Without MPS a GPU gives processes time slices, one process at a time. Promise: a daemon that this
 module started never outlives the run, however the run ends; an existing daemon is used and not
-touched.
-
-Torch-free. Runs on the controller's event loop; a guard process owns the daemon, see mps_daemon.py.
+touched. Torch-free. Runs on the controller's event loop; a guard process owns the daemon, see
+mps_daemon.py.
 """
 
 import asyncio

@@ -36,14 +36,14 @@ def set_parent_death_signal(parent: int) -> None:
 
 def exit_with_parent(parent: int) -> None:
     """Where the kernel does not do it, exit when `parent`, which started this process, ends."""
+
+    def poll() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_S)
+        os._exit(1)
+
     if sys.platform != "linux":
-        threading.Thread(target=_poll, args=(parent,), name="parent-poll", daemon=True).start()
-
-
-def _poll(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(PARENT_POLL_S)
-    os._exit(1)
+        threading.Thread(target=poll, name="parent-poll", daemon=True).start()
 
 
 def main() -> None:

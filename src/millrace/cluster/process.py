@@ -1,4 +1,5 @@
-"""One child process: started in its own session, logged to a file, reaped with its children.
+"""Workers as child processes: each in a session of its own, logged to a file, reaped with its
+children, and forked from the fork server where it can run.
 
 start_worker() starts a worker on the controller's host and on hosts that join alike.
 """
@@ -9,12 +10,13 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.cluster.address import Credentials
+from millrace.cluster.address import ClientKeys, Credentials
 from millrace.cluster.fork_server import ForkedChild, ForkServer
+from millrace.cluster.launchers.launcher import Launcher, ProcessExit, WorkerProcess, WorkerSpec
 from millrace.cluster.link import END_SIGNAL
-from millrace.cluster.messages import ProcessExit
 from millrace.cluster.parent_death import with_parent_death_signal
 from millrace.core.secrets import without_secrets
 
@@ -22,21 +24,18 @@ LOG_TAIL_BYTES = 4000
 DUMP_S = 1.0  # to write the stacks of all threads
 
 
-class Process:
-    """Created by start_worker(); the WorkerProcess of this host. Used on the event loop."""
-
-    host = None  # this one
+class Process(WorkerProcess):
+    """A worker of this host. Used on the event loop."""
 
     def __init__(self, child: asyncio.subprocess.Process | ForkedChild, *, log: Path) -> None:
-        self.pid = child.pid
-        self.log = log.absolute()
-        self._child = child
+        self.pid, self.log = child.pid, log.absolute()
+        self._child, self._log = child, self.log
         self._stacks = ""  # the outcome of dump_stacks()
 
     async def exited(self) -> ProcessExit:
         code = await self._child.wait()
         self._signal_session(signal.SIGKILL)
-        reason = self._stacks or f"{describe_exit(code)}; its log is {self.log}"
+        reason = self._stacks or f"{describe_exit(code)}; its log is {self._log}"
         return ProcessExit(reason=reason, log_tail=self.log_tail(), code=code)
 
     def terminate(self) -> None:
@@ -45,47 +44,39 @@ class Process:
                 self._child.send_signal(END_SIGNAL)
 
     def kill(self) -> None:
-        """Kill it and the processes it started."""
         if self._child.returncode is None:
             self._signal_session(signal.SIGKILL)
 
     async def dump_stacks(self) -> tuple[str, str]:
-        """Have the process write the stacks of its threads to its log; returns the outcome, with
-        the path of the log, and the end of the log."""
         if self.is_stopped:
             outcome = "it is stopped (SIGSTOP), so its stacks are not in its log"
         else:
-            size = self.log.stat().st_size
+            size = self._log.stat().st_size
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGUSR1)
+                os.kill(self._child.pid, signal.SIGUSR1)
             await asyncio.sleep(DUMP_S)
-            has_written = self.log.stat().st_size > size
+            has_written = self._log.stat().st_size > size
             outcome = "its stacks are in its log" if has_written else "it did not write its stacks"
-        self._stacks = f"{outcome}, {self.log}"
+        self._stacks = f"{outcome}, {self._log}"
         return self._stacks, self.log_tail()
-
-    def on_message(self) -> None:
-        """Nothing to note: the system reports its end."""
 
     @property
     def is_stopped(self) -> bool:
-        """True after SIGSTOP."""
         try:
-            status = Path(f"/proc/{self.pid}/stat").read_text()
+            status = Path(f"/proc/{self._child.pid}/stat").read_text()
         except OSError:  # it has ended, or this is not Linux
             return False
         return status.rpartition(")")[2].split()[0] in ("T", "t")
 
     def log_tail(self) -> str:
-        """The end of its output."""
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
+        with self._log.open("rb") as file:
+            file.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
             return file.read().decode(errors="replace").strip()
 
     def _signal_session(self, number: signal.Signals) -> None:
         # macOS raises PermissionError for a group that consists of a zombie.
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+            os.killpg(self._child.pid, number)
 
 
 def available_cores() -> int:
@@ -143,3 +134,25 @@ async def start_worker(
             start_new_session=True,
         )
     return Process(child, log=log)
+
+
+@dataclass(kw_only=True, eq=False)
+class LocalLauncher(Launcher):
+    """The launcher of a hub for its own host, which is not shared out. The hub ends each worker."""
+
+    address: str  # of the hub
+    keys: ClientKeys | None
+    log_dir: Path
+    fork_server: ForkServer | None
+
+    async def start(self, spec: WorkerSpec) -> Process:
+        return await start_worker(
+            spec.name,
+            spec.module,
+            address=self.address,
+            credentials=Credentials(token=spec.token, keys=self.keys),
+            log=self.log_dir / f"{spec.name}.log",
+            env=spec.env,
+            has_secrets=spec.has_secrets,
+            fork_server=self.fork_server,
+        )

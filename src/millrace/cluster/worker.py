@@ -38,7 +38,7 @@ class Worker:
         self.watchdog = ProgressWatchdog()
         self._send = send
         self._stop_timeout_s = stop_timeout_s
-        self._process: WorkerProcess | None = None  # None before its start
+        self._process = WorkerProcess()  # a placeholder before its start
         self._gone: asyncio.Task[None] | None = None  # done = the process has ended
         self._connected: asyncio.Future[Hello] = loop.create_future()
         self._ids = itertools.count(1)  # 0 is the id of events
@@ -48,18 +48,15 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """None before the start, and for a worker on another host."""
-        return None if self._process is None else self._process.pid
+        return self._process.pid
 
     @property
     def log(self) -> Path | None:
-        """File with its output; None as for the pid."""
-        return None if self._process is None else self._process.log
+        return self._process.log
 
     @property
     def host(self) -> str | None:
-        """Name of its host; None on this host."""
-        return None if self._process is None else self._process.host
+        return self._process.host
 
     @property
     def free_address(self) -> tuple[str, int]:
@@ -71,7 +68,7 @@ class Worker:
     @property
     def is_stopped(self) -> bool:
         """True while its process on this host is stopped by SIGSTOP."""
-        return self._process is not None and self._process.is_stopped
+        return self._process.is_stopped
 
     @property
     def is_gone(self) -> bool:
@@ -149,8 +146,7 @@ class Worker:
                         await self.call(Stop())
                     await self.is_gone_within(None)
                     return
-        if self._process is not None:
-            self._process.terminate()
+        self._process.terminate()
         if not await self.is_gone_within(half_s):
             self.kill()
             await self.is_gone_within(None)
@@ -160,16 +156,13 @@ class Worker:
         if self.dead.done():
             return
         self._is_hung = True
-        outcome, log_tail = "it had not started", ""
-        if self._process is not None:
-            outcome, log_tail = await self._process.dump_stacks()
+        outcome, log_tail = await self._process.dump_stacks()
         self._end(self._error(f"{reason}; {outcome}", traceback=log_tail))
         self.kill()
 
     def kill(self) -> None:
         """Send SIGKILL. Calls that wait fail as soon as the system reports the death."""
-        if self._process is not None:
-            self._process.kill()
+        self._process.kill()
 
     async def is_gone_within(self, timeout_s: float | None) -> bool:
         if self._gone is None:
@@ -193,7 +186,7 @@ class Worker:
 
     def on_reply(self, call_id: bytes, message: Message) -> bool:
         """Pass a reply or a part to its call; False if that call has ended."""
-        self._on_sign_of_life()
+        self._process.on_message()
         reply, on_part = self._waiting.get(call_id, (None, None))
         is_part = isinstance(message, Part)
         if reply is None or reply.done() or (is_part and on_part is None):
@@ -209,7 +202,7 @@ class Worker:
 
     def on_event(self, message: Message) -> None:
         """Handle a message that is no reply."""
-        self._on_sign_of_life()
+        self._process.on_message()
         if isinstance(message, Hello) and not self._connected.done():
             self._connected.set_result(message)
         elif isinstance(message, WorkerProgress):
@@ -223,10 +216,6 @@ class Worker:
         """Kill the worker because of an error in the controller."""
         self._end(self._error(reason, traceback="".join(traceback.format_exception(error))))
         self.kill()
-
-    def _on_sign_of_life(self) -> None:
-        if self._process is not None:
-            self._process.on_message()
 
     async def _wait_for_exit(self, process: WorkerProcess) -> None:
         exited = await process.exited()

@@ -10,9 +10,7 @@ that is enforced only at take() leaves max_running as the only gate.
 Promise of the barrier: all groups of a round start at once, in the order in which they were issued,
 while nothing else is being generated or scored. Which sequences an engine batches together decides
 how its sums are rounded; with the barrier that does not depend on when requests arrive. Failed
-groups are replaced in a later round.
-
-Called from the controller's event loop only.
+groups are replaced in a later round. Called from the controller's event loop only.
 """
 
 import asyncio
@@ -141,15 +139,10 @@ class SyncBarrier:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            if self._is_complete:
+            # A round is complete if every group that may run now waits here.
+            all_wait = len(self._waiting) == self._admission.running and self._admission.is_full
+            if self._is_open and self._waiting and all_wait:
                 async with self._together():
                     turns, self._waiting = self._waiting, []
                     for turn in turns:
                         turn.set_result(None)
-
-    @property
-    def _is_complete(self) -> bool:
-        """True if every group that may run now waits here."""
-        num_waiting = len(self._waiting)
-        all_wait = num_waiting == self._admission.running and self._admission.is_full
-        return self._is_open and num_waiting > 0 and all_wait

@@ -2,9 +2,7 @@
 
 Promise: a batch is `groups_per_step` groups, each within its staleness limit at the version it is
 taken for. The journal holds the choice before the batch is used, so a repeated step gets the same
-groups in the same order.
-
-Runs on the controller's event loop; packing runs in a thread.
+groups in the same order. Runs on the controller's event loop; packing runs in a thread.
 """
 
 import asyncio
@@ -59,8 +57,10 @@ class Batches:
     async def next(self, version: int) -> TakenBatch:
         """The batch for the step after `version`, once there are enough groups."""
         step = self.journal.ledger.steps.get(version + 1)
-        if step is not None:
-            return await self._take_again(step)
+        if step is not None:  # the batch was taken before a crash
+            self._replay.forget(step.replayed)
+            self.tracker.admission.replay(len(step.replayed))
+            return await self._read(step)
         replayed = self._replay.draw(version)
         self.tracker.admission.replay(len(replayed))
         num_fresh = self.config.trainer.groups_per_step - len(replayed)
@@ -104,12 +104,6 @@ class Batches:
                     left = [number for number in step.fresh if number not in gone]
                     self._replay.keep(await self.journal.read_groups(left))
         return await self.journal.read_groups(list(self.journal.ledger.waiting))
-
-    async def _take_again(self, step: LedgerStep) -> TakenBatch:
-        """A batch that was taken before a crash."""
-        self._replay.forget(step.replayed)
-        self.tracker.admission.replay(len(step.replayed))
-        return await self._read(step)
 
     async def _read(self, step: LedgerStep) -> TakenBatch:
         fresh = await self.journal.read_groups(step.fresh)

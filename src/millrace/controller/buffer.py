@@ -14,7 +14,6 @@ running ones are waited for, each at most as long as it has run: trying it again
 
 Promise of an in-order buffer: a batch holds no group while one with a lower number is still on its
 way. A group that precedes a waiting one enters even a full buffer, or both would wait forever.
-
 Called from the controller's event loop only. Bounds: `capacity` groups each. admit() waits while
 the buffer is full; in the replay buffer the oldest group makes room.
 """
@@ -24,7 +23,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -169,11 +168,14 @@ class Buffer:
                 self._changed.notify_all()
 
 
+@dataclass(kw_only=True, eq=False)
 class ReplayBuffer:
-    def __init__(self, *, per_batch: int, capacity: int, limit: StalenessLimit, seed: int) -> None:
-        self._per_batch = per_batch
-        self._limit = limit
-        self._seed = seed
+    per_batch: int
+    capacity: InitVar[int]
+    limit: StalenessLimit
+    seed: int
+
+    def __post_init__(self, capacity: int) -> None:
         self._trained: deque[Waiting] = deque(maxlen=capacity)
 
     def keep(self, groups: Iterable[Group]) -> None:
@@ -192,9 +194,9 @@ class ReplayBuffer:
 
     def draw(self, version: int) -> list[Group]:
         """Remove and return up to `per_batch` groups; also removes those that became too stale."""
-        fit = [one for one in self._trained if self._limit.allows(one.stamps, version=version)]
-        rng = np.random.default_rng([self._seed & 0xFFFFFFFF, version])
-        drawn = set(rng.permutation(len(fit))[: self._per_batch].tolist())
+        fit = [one for one in self._trained if self.limit.allows(one.stamps, version=version)]
+        rng = np.random.default_rng([self.seed & 0xFFFFFFFF, version])
+        drawn = set(rng.permutation(len(fit))[: self.per_batch].tolist())
         self._trained.clear()
         self._trained.extend(one for index, one in enumerate(fit) if index not in drawn)
         return [fit[index].group for index in sorted(drawn)]

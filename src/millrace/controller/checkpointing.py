@@ -2,20 +2,20 @@
 forget then.
 
 Promise: no checkpoint is ahead of the journal. The journal reaches back to the checkpoint before
-the newest one, in case the newest is damaged, unless only one is kept or space runs out.
-
-Runs on the controller's event loop.
+the newest one, in case the newest is damaged, unless only one is kept or space runs out. Runs on
+the controller's event loop.
 """
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from millrace.config import RunConfig
+from millrace.config.training import CheckpointConfig
 from millrace.controller.batches import Batches
 from millrace.core.errors import CheckpointError, WorkerError
 from millrace.training.checkpoints.store import CheckpointStore
@@ -24,6 +24,7 @@ from millrace.training.group import TrainerGroup
 RETRY_DELAYS_S = (1.0, 4.0, 16.0, 60.0)
 
 
+@dataclass(eq=False)
 class CheckpointUploads:
     """Copies finished checkpoints to a store in the background.
 
@@ -32,23 +33,16 @@ class CheckpointUploads:
     are finished meanwhile, the newest is next.
     """
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        *,
-        keep: int,
-        warn: Callable[[str], None],
-        retry_delays_s: Sequence[float] = RETRY_DELAYS_S,
-    ) -> None:
-        self._retry_delays_s = retry_delays_s
-        self.num_failed = 0  # attempts
-        self.stored: Path | None = None  # the newest that was stored
-        self._store = store
-        self._keep = keep
-        self._warn = warn
-        self._next: Path | None = None
-        self._uploading: asyncio.Task[None] | None = None
-        self._error: CheckpointError | None = None  # of the newest checkpoint
+    store: CheckpointStore
+    _: KW_ONLY
+    keep: int
+    warn: Callable[[str], None]
+    retry_delays_s: Sequence[float] = RETRY_DELAYS_S
+    num_failed: int = 0  # attempts
+    stored: Path | None = None  # the newest that was stored
+    _next: Path | None = None
+    _uploading: asyncio.Task[None] | None = None
+    _error: CheckpointError | None = None  # of the newest checkpoint
 
     def add(self, directory: Path) -> None:
         self._next = directory
@@ -64,14 +58,14 @@ class CheckpointUploads:
 
     def close(self) -> None:
         """Give up what is not stored yet."""
-        self._store.close()
+        self.store.close()
         if self._uploading is not None:
             self._uploading.cancel()
 
     async def _upload_all(self) -> None:
         while (directory := self._next) is not None:
             self._next, self._error = None, None
-            for delay_s in (*self._retry_delays_s, None):
+            for delay_s in (*self.retry_delays_s, None):
                 self._error = await self._upload(directory)
                 if self._error is None or self._next is not None:
                     break
@@ -80,39 +74,38 @@ class CheckpointUploads:
 
     async def _upload(self, directory: Path) -> CheckpointError | None:
         try:
-            await asyncio.to_thread(self._store.upload, directory, keep=self._keep)
+            await asyncio.to_thread(self.store.upload, directory, keep=self.keep)
         except CheckpointError as error:
             self.num_failed += 1
             if self._error is None:  # not again for each retry
-                self._warn(f"{error} The run continues and tries again.")
+                self.warn(f"{error} The run continues and tries again.")
             return error
         self.stored = directory
         return None
 
 
+@dataclass(eq=False)
 class Checkpointing:
     """Promise: a step waits for the copy of the trainer's state and never for the disk. One
     checkpoint is written at a time; another one that is due meanwhile is skipped and counted,
     except the last, which waits. `on_saved` is called when a checkpoint is on the disk."""
 
-    def __init__(
-        self,
-        trainer: TrainerGroup,
-        *,
-        folder: Path,
-        warn: Callable[[str], None],
-        version: int = 0,
-        uploads: CheckpointUploads | None = None,
-    ) -> None:
-        """`version` of the checkpoint that the run resumes from; 0 = none."""
-        self.newest = folder / f"step_{version}" if version else None  # on the disk
-        self.uploads = uploads
-        self.num_skipped = 0
-        self._trainer = trainer
-        self._folder = folder
-        self._warn = warn
-        self._writing: asyncio.Task[None] | None = None
-        self._version = 0  # of the checkpoint being written
+    trainer: TrainerGroup
+    _: KW_ONLY
+    folder: Path
+    warn: Callable[[str], None]
+    version: InitVar[int] = 0  # of the checkpoint that the run resumes from; 0 = none
+    settings: InitVar[CheckpointConfig | None] = None
+    uploads: CheckpointUploads | None = None
+    num_skipped: int = 0
+    _writing: asyncio.Task[None] | None = None
+    _version: int = 0  # of the checkpoint being written
+
+    def __post_init__(self, version: int, settings: CheckpointConfig | None) -> None:
+        self.newest = self.folder / f"step_{version}" if version else None  # on the disk
+        if settings is not None and settings.path is not None:
+            store = CheckpointStore(settings.path)
+            self.uploads = CheckpointUploads(store, keep=settings.keep, warn=self.warn)
 
     @property
     def is_writing(self) -> bool:
@@ -136,7 +129,7 @@ class Checkpointing:
             return
         if self.is_writing:
             self.num_skipped += 1
-            self._warn(
+            self.warn(
                 f"The checkpoint of step {version} was skipped because that of step"
                 f" {self._version} is still being written ({self.num_skipped} skipped so far);"
                 " raise checkpoint.every_steps, or set run_dir to a faster disk."
@@ -149,7 +142,7 @@ class Checkpointing:
                 await self._write(version, run_state, on_saved, on_copied=copied.set)
             # The supervisor reports and replaces a dead trainer.
             except (CheckpointError, WorkerError) as error:
-                self._warn(f"{error} The run continues without the checkpoint of step {version}.")
+                self.warn(f"{error} The run continues without the checkpoint of step {version}.")
             finally:
                 copied.set()
 
@@ -188,12 +181,12 @@ class Checkpointing:
         is_last: bool = False,
         on_copied: Callable[[], None] = lambda: None,
     ) -> None:
-        directory = self._folder / f"step_{version}"
-        saved = await self._trainer.save(
+        directory = self.folder / f"step_{version}"
+        saved = await self.trainer.save(
             directory, run_state=run_state, is_last=is_last, on_copied=on_copied
         )
         if saved.complaint is not None:
-            self._warn(saved.complaint)
+            self.warn(saved.complaint)
         self.newest = directory
         if self.uploads is not None:
             self.uploads.add(directory)
@@ -247,11 +240,10 @@ class RunCheckpoints:
             **self.batches.tracker.cursor(),
         }
         await journal.flush()
-        on_saved = partial(self._saved, at, activities)
         await self.writer.save(
             version,
             run_state=run_state,
-            on_saved=on_saved,
+            on_saved=partial(self._saved, at, activities),
             is_last=is_last,
             activities=activities,
         )

@@ -24,7 +24,7 @@ from millrace.config import RunConfig
 from millrace.controller.batches import Batches, TakenBatch
 from millrace.controller.checkpointing import RunCheckpoints
 from millrace.controller.dispatcher import Dispatcher
-from millrace.controller.eval_schedule import EvalScheduler
+from millrace.controller.evaluation import EvalScheduler
 from millrace.controller.preemption import Preemption
 from millrace.controller.reporting import RunReporter, TrainingState
 from millrace.core.errors import Preempted

@@ -2,7 +2,6 @@
 
 Promise: a failing task or scorer costs its own group only. A group that can no longer be trained
 within the staleness limit is cancelled at once. The journal holds a group before the buffer does.
-
 Runs on the controller's event loop, one asyncio task per running group; admission bounds their
 number.
 """

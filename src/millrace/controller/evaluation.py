@@ -1,6 +1,9 @@
 """Evaluation on held-out tasks: accuracy, mean@k, pass@k and the policy versions that sampled.
 
-Engines and scorers are of the same kind as in training. Runs on the controller's event loop.
+A run evaluates before the first step, every few steps, and after the last.
+
+Promise: training waits for no evaluation, except with the synchronous barrier. Engines and scorers
+are of the same kind as in training. Runs on the controller's event loop.
 """
 
 import asyncio
@@ -8,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,11 +19,12 @@ import numpy as np
 from millrace.cluster.supervision.watchdog import StallWatchdog
 from millrace.config import RunConfig
 from millrace.core.errors import ScoreError, TaskError
-from millrace.core.records import Group, Task
+from millrace.core.records import Group, Task, WeightUpdate
 from millrace.environments.rollouts.player import Player
 from millrace.inference.pool import EnginePool
 from millrace.monitoring.monitor import RunMonitor
 from millrace.scoring.pool import ScorerPool
+from millrace.weights.broadcaster import Receive
 
 SCORE_TIMEOUT_S = 600.0  # without any score; tasks that still wait then count as unscored
 
@@ -141,18 +145,12 @@ async def evaluate(
 def pass_at(k: int, *, samples: int, solved: int) -> float:
     """The probability that k of `samples` episodes, of which `solved` are solved, include a solved
     one: 1 - C(samples - solved, k) / C(samples, k). This estimate of pass@k is unbiased."""
-    assert 1 <= k <= samples
-    unsolved = samples - solved
-    if k > unsolved:
-        return 1.0
-    drawn = np.arange(k)
-    return 1.0 - float(np.prod((unsolved - drawn) / (samples - drawn)))
+    return 1.0 - math.comb(samples - solved, k) / math.comb(samples, k)
 
 
 def _versions(groups: Sequence[Group]) -> dict[int, int]:
-    counts: Counter[int] = Counter()
-    for rollout in (rollout for group in groups for rollout in group.rollouts):
-        counts.update(rollout.versions[rollout.mask].tolist())
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    counts = Counter(v for rollout in rollouts for v in rollout.versions[rollout.mask].tolist())
     return dict(sorted(counts.items()))
 
 
@@ -233,3 +231,103 @@ class EvalSet:
         async with self.engines.together():  # requests that are sent together start together
             task = asyncio.create_task(playing)
         return await task
+
+
+# Called after a step; returns None without held-out tasks.
+Evaluate = Callable[[int], Coroutine[Any, Any, Evaluation | None]]
+
+
+@dataclass(kw_only=True, eq=False)
+class EvalScheduler:
+    evaluate: Evaluate
+    every_steps: int
+    steps: int
+    version: int  # that the engines hold at first
+    before: Evaluation | None = None  # of the version that the run started with
+    after: Evaluation | None = None  # of the last version
+
+    async def begin(self, activities: asyncio.TaskGroup) -> None:
+        """Called before anything is generated for training."""
+        raise NotImplementedError
+
+    async def after_step(self, version: int) -> None:
+        """Called after each step but the last."""
+
+    async def finish(self) -> None:
+        """Returns when the last version, which all engines hold, is evaluated."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True, eq=False)
+class SharedEvalScheduler(EvalScheduler):
+    """Evaluates on the rollout engines, beside their other work, with the versions they hold."""
+
+    # Waits until the engines hold a version. With it, after_step() waits for that and evaluates.
+    reached: Callable[[int], Awaitable[None]] | None = None
+    _activities: asyncio.TaskGroup | None = None
+
+    async def begin(self, activities: asyncio.TaskGroup) -> None:
+        self._activities = activities
+        self.before = await self.evaluate(self.version)
+
+    async def after_step(self, version: int) -> None:
+        if not self.every_steps or version % self.every_steps:
+            return
+        if self.reached is None:
+            assert self._activities is not None, "begin() comes first"
+            self._activities.create_task(self.evaluate(version))
+        else:
+            await self.reached(version)
+            await self.evaluate(version)
+
+    async def finish(self) -> None:
+        self.after = await self.evaluate(self.steps)
+
+
+@dataclass(kw_only=True, eq=False)
+class PinnedEvalScheduler(EvalScheduler):
+    """Evaluates on engines that do nothing else; a subscriber of the version broadcast.
+
+    The engines receive a version only when an evaluation is due and the previous one is over, and
+    they keep it until theirs is over. If evaluations fall due meanwhile, the next version published
+    afterwards is evaluated instead. So the bytes of a version are not kept for the length of an
+    evaluation, except those of the last version, which is always evaluated.
+    """
+
+    swap: Receive  # loads a version into the evaluation engines
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)  # set if there is nothing to do
+    _loaded: asyncio.Queue[int] = field(default_factory=lambda: asyncio.Queue(maxsize=1))
+    _running: asyncio.Task[None] | None = None
+
+    async def begin(self, activities: asyncio.TaskGroup) -> None:
+        self._running = activities.create_task(self._run(self.version))
+
+    def wants(self, version: int) -> bool:
+        """True for the last version, and if an evaluation is due and none is running."""
+        every = self.every_steps
+        is_due = every > 0 and version // every > self.version // every
+        return version == self.steps or (is_due and self._idle.is_set())
+
+    async def receive(self, update: WeightUpdate) -> int:
+        """Returns when the engines hold this version or, if one of them was lost, a newer one."""
+        await self._idle.wait()
+        self._idle.clear()
+        self.version = update.version  # wants() finds out what is due after it
+        try:
+            version = await self.swap(update)
+        except BaseException:
+            self._idle.set()
+            raise
+        self._loaded.put_nowait(version)
+        return version
+
+    async def finish(self) -> None:
+        assert self._running is not None, "begin() comes first"
+        await self._running
+
+    async def _run(self, version: int) -> None:
+        self.before = self.after = await self.evaluate(version)
+        while version < self.steps:
+            self._idle.set()
+            version = await self._loaded.get()
+            self.after = await self.evaluate(version)

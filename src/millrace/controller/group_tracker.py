@@ -4,9 +4,7 @@ Promise: every issued number ends once, as trained, dropped or failed, and the j
 group that became too stale is issued again before anything new, up to MAX_TRIES times. An open
 number that a checkpoint names is issued again by a resumed run. Every loss is counted with its
 reason. Too many failures end the run; too many filtered groups are a warning, as the run still
-makes progress at the price of most of its tokens.
-
-Called from the controller's event loop only.
+makes progress at the price of most of its tokens. Called from the controller's event loop only.
 """
 
 import time
@@ -58,23 +56,36 @@ class WastedTokens:
 
 
 @dataclass(kw_only=True, eq=False)
-class Failures:
-    """Counts failed groups by reason and ends the run if there are too many."""
+class _Losses:
+    """Counts lost groups by reason, and their share among the recent ones."""
 
     max_share: float
     by_reason: Counter[str] = field(default_factory=Counter[str])
-    last_error: str = ""
-    _recent: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    # Why each recent group was lost; None if it passed.
+    _recent: deque[str | None] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
-    def succeeded(self) -> None:
-        self._recent.append(False)
+    def passed(self) -> None:
+        self._recent.append(None)
+
+    def _count(self, reason: str) -> None:
+        self._recent.append(reason)
+        self.by_reason[reason] += 1
+
+    def _share(self) -> float:
+        return sum(reason is not None for reason in self._recent) / len(self._recent)
+
+
+@dataclass(kw_only=True, eq=False)
+class Failures(_Losses):
+    """Counts failed groups and ends the run if there are too many."""
+
+    last_error: str = ""
 
     def failed(self, error: Exception, *, reason: str) -> None:
         """Count a failure; raises RunFailed once too many of the recent groups have failed."""
-        self._recent.append(True)
-        self.by_reason[reason] += 1
+        self._count(reason)
         self.last_error = str(error)
-        share = sum(self._recent) / len(self._recent)
+        share = self._share()
         if len(self._recent) >= FEWEST and share > self.max_share:
             raise RunFailed(
                 f"{share:.0%} of the last {len(self._recent)} groups failed, and a run stops above"
@@ -83,24 +94,18 @@ class Failures:
 
 
 @dataclass(kw_only=True, eq=False)
-class Filtering:
-    """Counts filtered groups by reason and warns if there are too many."""
+class Filtering(_Losses):
+    """Counts filtered groups and warns if there are too many."""
 
-    max_share: float
     warn: Callable[[str], None]
-    by_reason: Counter[str] = field(default_factory=Counter[str])
     _has_warned: bool = False
-    # The filter of each recent group; None if it passed.
-    _recent: deque[str | None] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def passed(self) -> None:
-        self._recent.append(None)
-        if self._share() <= self.max_share:
-            self._has_warned = False
+        super().passed()
+        self._has_warned = self._has_warned and self._share() > self.max_share
 
     def dropped(self, reason: str) -> None:
-        self._recent.append(reason)
-        self.by_reason[reason] += 1
+        self._count(reason)
         share = self._share()
         if len(self._recent) < WINDOW or share <= self.max_share or self._has_warned:
             return
@@ -111,9 +116,6 @@ class Filtering:
             f"{share:.0%} of the last {WINDOW} groups were filtered, most of them by {most!r};"
             f" {remedy}, or remove the filter."
         )
-
-    def _share(self) -> float:
-        return sum(reason is not None for reason in self._recent) / len(self._recent)
 
 
 REMEDIES = {  # by filter
@@ -193,7 +195,7 @@ class GroupTracker:
 
     async def admitted(self, group: Group) -> None:
         """A group has passed all filters; returns when a crash cannot lose it."""
-        self.failures.succeeded()
+        self.failures.passed()
         self.filtering.passed()
         await self.journal.admit_group(group)
 
@@ -210,7 +212,7 @@ class GroupTracker:
         self.lost.append(attempt.ended("dropped", reason))
         self._drop(attempt.number, outcome="dropped", reason=reason)
         self.admission.give_back()
-        self.failures.succeeded()
+        self.failures.passed()
         self.filtering.dropped(reason)
 
     def expired(self, attempt: Attempt, *, stage: str) -> None:

@@ -4,9 +4,8 @@ requests of the same kind by the user: Run.stop(), and StopTraining of a callbac
 Promise: a run that trains finishes its step, writes a checkpoint and raises Preempted. A run that
 cannot do so within `grace_s` of SIGTERM, or that has nothing to save, is cancelled and raises
 Preempted, too: the journal holds what came after its newest checkpoint. Ctrl-C still cancels at
-once.
-
-Entered on the controller's event loop; where that is not in the main thread, no signal arrives.
+once. Entered on the controller's event loop; where that is not in the main thread, no signal
+arrives.
 """
 
 import asyncio

@@ -19,15 +19,15 @@ from typing import Any
 
 import msgspec
 
-from millrace.cluster.messages.environment import (
+from millrace.cluster.messages import (
     CancelEpisode,
     EpisodePlayed,
+    Part,
     PlayEpisode,
     TurnDropped,
     TurnSampled,
     TurnWanted,
 )
-from millrace.cluster.messages.message import Part
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.cluster.supervision.replica import ModuleReplica
 from millrace.cluster.wire import WireError, encode

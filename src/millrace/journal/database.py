@@ -1,15 +1,29 @@
-"""The SQLite database of a journal: RUN_DIR/journal/journal.db, documented in docs/journal.md.
+"""The SQLite database of a journal, RUN_DIR/journal/journal.db, and the payloads in its tables.
 
 Promise: a transaction that was committed is there after any crash of a process and after a loss of
 power; one that was not is absent as a whole. Readers never block the writer or change anything.
+
+A payload is a group, or streamed tokens: uint32 length | frame, for each frame of
+millrace.cluster.wire, little-endian. Decoding returns a valid record or raises JournalError,
+whatever bytes it is given, and allocates no more than they are long. Nothing is unpickled.
+docs/journal.md documents both. Torch-free.
 """
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote
 
+import xxhash
+
+from millrace.cluster.wire import Decoder, Frame, WireError, encode
 from millrace.core.errors import JournalError
+from millrace.core.records import Completion, Group, Task
+
+T = TypeVar("T")
+Connect = Callable[[str], sqlite3.Connection]
 
 FORMAT_VERSION = 2  # 1 was a folder of *.log files
 NAME = "journal.db"
@@ -17,6 +31,7 @@ PAGE_BYTES = 32768  # payloads span many pages, and each page costs time
 CHECKPOINT_PAGES = 512  # the write-ahead log is copied into the database beyond this, 16 MiB
 CACHE_KIB = 16384  # holds a large commit; beyond it, SQLite writes pages early
 BUSY_TIMEOUT_S = 5.0
+LENGTH_BYTES = 4
 
 SCHEMA = """
 CREATE TABLE meta (
@@ -69,8 +84,6 @@ CREATE TABLE observations (
 );
 """
 TABLES = ("tasks", "groups", "steps", "step_groups", "partials", "observations")
-
-Connect = Callable[[str], sqlite3.Connection]
 
 
 def connect_file(path: str) -> sqlite3.Connection:
@@ -142,3 +155,54 @@ def damaged(folder: Path, damage: object) -> JournalError:
         f"The journal in {str(folder)!r} is damaged: {text}. Restore it from a copy, or remove"
         " the folder to resume from the newest checkpoint without the work done since."
     )
+
+
+def checksum(payload: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(payload)
+
+
+def encode_group(group: Group) -> bytes:
+    """The group without its task, which may hold any object and is known by its number."""
+    try:
+        return _pack(encode(replace(group, task=Task(prompt=""))))
+    except WireError as error:
+        raise JournalError(
+            f"Group {group.number} cannot be written to the journal: {error} Or set"
+            " journal.max_bytes to 0, which turns the journal off."
+        ) from None
+
+
+def decode_group(payload: bytes, *, task: Task) -> Group:
+    return replace(_decode(Group, payload), task=task)
+
+
+def encode_completion(completion: Completion) -> bytes:
+    return _pack(encode(completion))
+
+
+def decode_completion(payload: bytes) -> Completion:
+    return _decode(Completion, payload)
+
+
+def _decode(kind: type[T], payload: bytes) -> T:
+    try:
+        return Decoder(kind).decode(_unpack(payload))
+    except WireError as error:
+        raise JournalError(f"A payload of the journal is not a {kind.__name__}: {error}") from None
+
+
+def _pack(frames: Sequence[Frame]) -> bytes:
+    lengths = (memoryview(frame).nbytes.to_bytes(LENGTH_BYTES, "little") for frame in frames)
+    return b"".join(part for pair in zip(lengths, frames, strict=True) for part in pair)
+
+
+def _unpack(payload: bytes) -> list[Frame]:
+    frames: list[Frame] = []
+    rest = memoryview(payload)
+    while rest:
+        end = LENGTH_BYTES + int.from_bytes(rest[:LENGTH_BYTES], "little")
+        if end > len(rest):
+            raise JournalError("A payload of the journal ends in the middle of a frame.")
+        frames.append(rest[LENGTH_BYTES:end])
+        rest = rest[end:]
+    return frames

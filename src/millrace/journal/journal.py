@@ -3,7 +3,6 @@
 Promise: admit_group(), append_tokens() and begin_step() return when their change is durable; all
 others are committed in order with them. A task is trained at most once. The database is bounded by
 the groups that wait and by the steps since the last checkpoints, plus one small row per task.
-
 Called from the controller's event loop. Encoding and SQL run in the writer's thread; reading runs
 in threads with connections of their own.
 """
@@ -18,17 +17,10 @@ from millrace.config import JournalConfig
 from millrace.core.completions import StreamedTokens
 from millrace.core.errors import JournalError
 from millrace.core.records import Group, Task
-from millrace.journal.database import FORMAT_VERSION, TABLES, Connect, connect_file, open_writer
-from millrace.journal.encoding import checksum, encode_completion, encode_group
+from millrace.journal import database, writer
+from millrace.journal.database import Connect, checksum, connect_file, encode_completion
 from millrace.journal.ledger import TRAINED, UNKNOWN, Ledger, LedgerStep, Observation, Outcome
 from millrace.journal.reading import JournalHistory, read_groups, read_tokens
-from millrace.journal.writer import (
-    COMMIT_INTERVAL_S,
-    Change,
-    JournalWriter,
-    set_meta,
-    write_failure,
-)
 
 TaskOf = Callable[[int, int | None], Task]  # of a number and its draw
 
@@ -41,7 +33,7 @@ class Journal:
         history: JournalHistory,
         task_of: TaskOf,
         settings: JournalConfig,
-        commit_interval_s: float = COMMIT_INTERVAL_S,
+        commit_interval_s: float = writer.COMMIT_INTERVAL_S,
         connect: Connect = connect_file,
     ) -> None:
         """Continues after `history`, or replaces the database if that is new."""
@@ -52,7 +44,7 @@ class Journal:
         self._has_partials = set(history.has_partials)
         self.position = history.position  # the number of changes so far
         try:
-            db = open_writer(folder, connect=connect)
+            db = database.open_writer(folder, connect=connect)
             position = db.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
             if not history.is_new and position != (history.position,):
                 db.close()
@@ -60,9 +52,11 @@ class Journal:
                     f"Another process has written to the journal in {str(folder)!r} since it was"
                     " read; start again."
                 )
-            self._writer = JournalWriter(db, folder=folder, commit_interval_s=commit_interval_s)
+            self._writer = writer.JournalWriter(
+                db, folder=folder, commit_interval_s=commit_interval_s
+            )
         except (sqlite3.Error, OSError) as error:
-            raise write_failure(error, folder) from None
+            raise writer.write_failure(error, folder) from None
         self._last = self._append(_begin(history))
 
     @property
@@ -125,7 +119,7 @@ class Journal:
         admitted = self.position + 1
 
         def insert(cursor: sqlite3.Cursor) -> None:
-            payload = encode_group(group)
+            payload = database.encode_group(group)
             cursor.execute(
                 "INSERT OR REPLACE INTO groups VALUES (?, ?, ?)",
                 (number, payload, checksum(payload)),
@@ -198,7 +192,7 @@ class Journal:
         covered_version = self.ledger.covered_version
 
         def delete(cursor: sqlite3.Cursor) -> None:
-            set_meta(cursor, "covered_version", covered_version)
+            writer.set_meta(cursor, "covered_version", covered_version)
             cursor.execute("DELETE FROM observations WHERE position <= ?", (position,))
             cursor.execute("DELETE FROM steps WHERE version <= ?", (version,))
             cursor.execute("DELETE FROM step_groups WHERE version <= ?", (version,))
@@ -228,7 +222,7 @@ class Journal:
 
         self._append(change)
 
-    def _append(self, change: Change) -> "Future[None]":
+    def _append(self, change: writer.Change) -> "Future[None]":
         self.position += 1
         self._last = self._writer.append(change, position=self.position)
         return self._last
@@ -259,7 +253,7 @@ class NoJournal:
         return []
 
 
-def _begin(history: JournalHistory) -> Change:
+def _begin(history: JournalHistory) -> writer.Change:
     """What a checkpoint knows and the database does not."""
     ledger, version = history.ledger, history.ledger.covered_version
     # Collected now, because the ledger moves on before the writer's thread executes the change.
@@ -271,10 +265,10 @@ def _begin(history: JournalHistory) -> Change:
 
     def write(cursor: sqlite3.Cursor) -> None:
         if history.is_new:
-            for table in TABLES:
+            for table in database.TABLES:
                 cursor.execute(f"DELETE FROM {table}")
-            set_meta(cursor, "format_version", FORMAT_VERSION)
-            set_meta(cursor, "covered_version", version)
+            writer.set_meta(cursor, "format_version", database.FORMAT_VERSION)
+            writer.set_meta(cursor, "covered_version", version)
             cursor.executemany("INSERT INTO tasks (number, status) VALUES (?, ?)", tasks)
         for step in proven:
             _finish_step(cursor, step)

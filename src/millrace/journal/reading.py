@@ -14,15 +14,8 @@ from pathlib import Path
 from millrace.core.completions import StreamedTokens
 from millrace.core.errors import JournalError
 from millrace.core.records import Group, Task
-from millrace.journal.database import (
-    FORMAT_VERSION,
-    NAME,
-    damaged,
-    has_ledger,
-    open_reader,
-    refuse_old_format,
-)
-from millrace.journal.encoding import checksum, decode_completion, decode_group
+from millrace.journal import database
+from millrace.journal.database import checksum, decode_completion, decode_group
 from millrace.journal.ledger import TRAINED, UNKNOWN, Ledger, LedgerStep, Observation
 
 # SQLite stores any type in any column, so damage also shows as a value that does not fit.
@@ -53,12 +46,13 @@ def read_journal(
         if verify:
             (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
             if found != "ok":
-                raise damaged(folder, found)
+                raise database.damaged(folder, found)
         meta = dict(db.execute("SELECT key, value FROM meta"))
-        if meta.get("format_version") != FORMAT_VERSION:
+        if meta.get("format_version") != database.FORMAT_VERSION:
             raise JournalError(
                 f"The journal in {str(folder)!r} has format {meta.get('format_version')}, and this"
-                f" version of Millrace reads format {FORMAT_VERSION}; resume with its version."
+                f" version of Millrace reads format {database.FORMAT_VERSION}; resume with its"
+                " version."
             )
         partials = db.execute("SELECT DISTINCT number FROM partials")
         history = JournalHistory(
@@ -70,7 +64,7 @@ def read_journal(
         )
         missing = history.ledger.retained - {n for (n,) in db.execute("SELECT number FROM groups")}
         if missing:
-            raise damaged(folder, f"the group of task {min(missing)} is missing")
+            raise database.damaged(folder, f"the group of task {min(missing)} is missing")
         return history
 
 
@@ -82,7 +76,7 @@ def read_groups(folder: Path, numbers: Sequence[int], *, tasks: Sequence[Task]) 
             what = f"the group of task {number}"
             row = None if db is None else db.execute(sql, (number,)).fetchone()
             if row is None:
-                raise damaged(folder, f"{what} is missing")
+                raise database.damaged(folder, f"{what} is missing")
             payload, check = row
             groups.append(decode_group(_checked(payload, check, folder, what), task=task))
     return groups
@@ -111,15 +105,15 @@ def read_tokens(folder: Path, number: int) -> list[StreamedTokens]:
 @contextmanager
 def reading(folder: Path) -> Iterator[sqlite3.Connection | None]:
     """A snapshot of the database; None where there is none."""
-    refuse_old_format(folder)
-    if not (folder / NAME).is_file() or not (folder / NAME).stat().st_size:
+    database.refuse_old_format(folder)
+    if not (folder / database.NAME).is_file() or not (folder / database.NAME).stat().st_size:
         yield None
         return
     try:
-        with closing(open_reader(folder)) as db:
-            yield db if has_ledger(db) else None
+        with closing(database.open_reader(folder)) as db:
+            yield db if database.has_ledger(db) else None
     except (sqlite3.Error, *DAMAGED_VALUES) as error:
-        raise damaged(folder, error) from None
+        raise database.damaged(folder, error) from None
 
 
 def _read_ledger(db: sqlite3.Connection, *, covered_version: int) -> Ledger:
@@ -171,5 +165,5 @@ def _total_key(status: str, reason: str | None) -> str:
 
 def _checked(payload: bytes, check: bytes, folder: Path, what: str) -> bytes:
     if checksum(payload) != check:
-        raise damaged(folder, f"the checksum of {what} does not match")
+        raise database.damaged(folder, f"the checksum of {what} does not match")
     return payload

@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from millrace.core.errors import JournalError
 
@@ -27,8 +27,7 @@ VACUUM_PAGES = 128  # freed per commit at most, so that no commit takes long
 MIN_FREE_PAGES = 4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Pending:
+class _Pending(NamedTuple):
     position: int
     change: Change
     done: "Future[None]"

@@ -5,23 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.config import RunConfig
+from millrace.controller import evaluation
 from millrace.controller.admission import Admission, SyncBarrier
 from millrace.controller.batches import Batches
 from millrace.controller.buffer import Buffer
-from millrace.controller.checkpointing import (
-    Checkpointing,
-    CheckpointUploads,
-    Covered,
-    RunCheckpoints,
-)
+from millrace.controller.checkpointing import Checkpointing, Covered, RunCheckpoints
 from millrace.controller.controller import Controller
 from millrace.controller.dispatcher import Dispatcher
-from millrace.controller.eval_schedule import (
-    EvalScheduler,
-    PinnedEvalScheduler,
-    SharedEvalScheduler,
-)
-from millrace.controller.evaluation import EvalSet
 from millrace.controller.group_tracker import GroupTracker
 from millrace.controller.orders import InOrder, build_sampler
 from millrace.controller.preemption import Preemption
@@ -37,7 +27,6 @@ from millrace.monitoring.run_dir import RunDir
 from millrace.run.resume import Cursor
 from millrace.scoring.pool import ScorerPool
 from millrace.tasks.streams import TaskStream
-from millrace.training.checkpoints.store import CheckpointStore
 from millrace.training.group import StepsOnRecord, TrainerGroup
 from millrace.weights.broadcaster import Subscription, VersionBroadcaster
 from millrace.weights.http_notifier import HttpNotifier
@@ -89,9 +78,9 @@ def build_controller(run: RunParts) -> Controller:
         notifier = HttpNotifier(urls, timeout_s=run.config.weights.timeout_s, warn=warn)
         notified_versions = run.broadcaster.subscribe(notifier.receive)
     eval_set, eval_scheduler = _build_evaluation(run, engine_versions)
-    uploads = None
-    if (saving := run.config.checkpoint).path is not None:
-        uploads = CheckpointUploads(CheckpointStore(saving.path), keep=saving.keep, warn=warn)
+    writer = Checkpointing(
+        run.trainer, folder=folder, version=version, warn=warn, settings=run.config.checkpoint
+    )
     pools = [run.engines] if run.evaluators is None else [run.engines, run.evaluators]
     return Controller(
         config=run.config,
@@ -105,9 +94,7 @@ def build_controller(run: RunParts) -> Controller:
         eval_scheduler=eval_scheduler,
         checkpoints=RunCheckpoints(
             config=run.config,
-            writer=Checkpointing(
-                run.trainer, folder=folder, version=version, warn=warn, uploads=uploads
-            ),
+            writer=writer,
             batches=batches,
             policy=run.cursor.policy,
             covered=Covered(version=version, position=run.cursor.journal),
@@ -121,7 +108,7 @@ def build_controller(run: RunParts) -> Controller:
             dispatcher=dispatcher,
             eval_set=eval_set,
             notifier=notifier,
-            uploads=uploads,
+            uploads=writer.uploads,
         ),
         paused=pools if run.config.cluster.share_gpu in ("take_turns", "sleep") else (),
         paused_engines_sleep=run.config.cluster.share_gpu == "sleep",
@@ -186,8 +173,8 @@ def build_dispatcher(run: RunParts) -> Dispatcher:
 
 def _build_evaluation(
     run: RunParts, engine_versions: Subscription
-) -> tuple[EvalSet, EvalScheduler]:
-    eval_set = EvalSet(
+) -> tuple[evaluation.EvalSet, evaluation.EvalScheduler]:
+    eval_set = evaluation.EvalSet(
         tasks=run.held_out,
         config=run.config,
         player=run.player,
@@ -203,7 +190,7 @@ def _build_evaluation(
     }
     if run.evaluators is None:
         reached = engine_versions.reached if run.is_synchronous else None
-        return eval_set, SharedEvalScheduler(reached=reached, **schedule)
-    pinned = PinnedEvalScheduler(swap=run.evaluators.swap, **schedule)
+        return eval_set, evaluation.SharedEvalScheduler(reached=reached, **schedule)
+    pinned = evaluation.PinnedEvalScheduler(swap=run.evaluators.swap, **schedule)
     run.broadcaster.subscribe(pinned.receive, wants=pinned.wants)
     return eval_set, pinned

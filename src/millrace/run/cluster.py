@@ -11,11 +11,14 @@ from pathlib import Path
 from millrace.cluster.fork_server import PRELOAD
 from millrace.cluster.hub import Hub
 from millrace.cluster.join.ticket import ticket_file
+from millrace.cluster.launchers.hosts import HostLauncher
 from millrace.cluster.launchers.launcher import Launcher
-from millrace.cluster.launchers.loading import load_launcher
+from millrace.cluster.launchers.ray_cluster import RayLauncher
 from millrace.cluster.messages import Message
 from millrace.config import RunConfig
+from millrace.config.run_config import ClusterConfig
 from millrace.core.errors import ConfigError
+from millrace.core.plugins import build_plugin
 
 HEARTBEAT_TIMEOUT_S = 30.0  # of silence; then a worker on another host counts as dead
 
@@ -91,6 +94,47 @@ def _check_transport(config: RunConfig, setting: str) -> None:
             f"{setting}, but weights.transport = {config.weights.transport!r} reaches engines on"
             " this host only; use 'collective', or 'disk' with a directory that all hosts share."
         )
+
+
+def load_launcher(settings: ClusterConfig) -> HostLauncher | None:
+    """The launcher that cluster.launcher names; None for processes of this host."""
+    if settings.is_local:
+        if more := [key for key in settings.launcher if key != "type"]:
+            raise ConfigError(f"cluster.launcher 'local' has no key {more[0]!r}; remove it.")
+        return None
+    builtins = {"local": HostLauncher, "ray": RayLauncher}
+    found = build_plugin(
+        settings.launcher, builtins=builtins, default="local", section="cluster.launcher"
+    )
+    if not isinstance(found, HostLauncher):
+        raise ConfigError(
+            f"cluster.launcher = {settings.launcher['type']!r} is not a HostLauncher; derive the"
+            " class from millrace.cluster.launchers.hosts.HostLauncher."
+        )
+    return found
+
+
+def portable(config: RunConfig) -> RunConfig:
+    """The settings with paths that hold in any working directory of a host."""
+    settings = config.environment
+    functions = {
+        key: str(Path(value).absolute())
+        for key, value in {"function": settings.function, "score": settings.score}.items()
+        if value is not None and ".py:" in value
+    }
+    adapters = {name: absolute(path) for name, path in config.engine.adapters.items()}
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": absolute(config.model.path)}),
+            "engine": config.engine.model_copy(update={"adapters": adapters}),
+            "environment": settings.model_copy(update=functions),
+        }
+    )
+
+
+def absolute(model: str) -> str:
+    """A path that holds in any working directory; a name on the hub stays as it is."""
+    return str(Path(model).absolute()) if Path(model).exists() else model
 
 
 @contextlib.asynccontextmanager

@@ -11,30 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.cluster.hub import Hub
 from millrace.cluster.launchers.hosts import JoinLauncher
-from millrace.cluster.messages.environment import StartEnvironment
+from millrace.cluster.messages import StartEnvironment
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Task
+from millrace.environments import function_environment
 from millrace.environments.branching import Pivot, Recipe, build_recipe
-from millrace.environments.function_environment import (
-    EnvironmentFunction,
-    FunctionEnvironment,
-    LoadedEnvironment,
-    SingleTurn,
-    ThreadHost,
-    answer,
-    check_function,
-    lifetime,
-    use_tools,
-)
 from millrace.environments.replay.schema import EpisodeLimits
 from millrace.environments.rollouts.player import Environment
 from millrace.environments.rollouts.renderer import Renderer, RoleModel, load_role_model
 from millrace.environments.threads import LoopThread
 from millrace.environments.tools.mcp_server import McpServer, WithServers
 from millrace.environments.workers import EnvironmentReplica, EnvironmentWorkers
+from millrace.run.cluster import portable
 from millrace.run.episodes.external import build_external, check_external
 from millrace.scoring.functions.shipping import SUFFIX, resolve_function, ship_functions
 from millrace.scoring.registry import ScorerSpec
@@ -49,7 +40,7 @@ PROMPTS_CHECKED = 64  # rendered at start; a run whose first prompts are all too
 
 def build_environment(
     config: RunConfig, given: Callable[..., Any] | None
-) -> EnvironmentFunction | None:
+) -> function_environment.EnvironmentFunction | None:
     """The function that plays an episode; None if an episode is one prompt and one completion."""
     settings, logs = config.environment, Path(config.run_dir) / "logs"
     if settings.external is not None:
@@ -73,12 +64,12 @@ def build_environment(
     if function is None and settings.function is not None:
         function = resolve_function(settings.function)
     if function is not None:
-        check_function(function)
+        function_environment.check_function(function)
         return WithServers(function, servers) if servers else function
     if servers:
-        return WithServers(use_tools, servers)
+        return WithServers(function_environment.use_tools, servers)
     if settings.recipe is not None:
-        return answer
+        return function_environment.answer
     _check_single_turn(config)
     return None
 
@@ -148,7 +139,8 @@ async def open_environment(
     config, function, renderer = prepared.config, prepared.environment, prepared.renderer
     if function is None:
         is_external = config.environment.external is not None
-        environment = build_external(prepared, newest) if is_external else SingleTurn()
+        single = function_environment.SingleTurn()
+        environment = build_external(prepared, newest) if is_external else single
         yield environment, EnvironmentWorkers(worker_pool, [])
         return
     workers = build_workers(
@@ -158,18 +150,18 @@ async def open_environment(
         stack.push_async_callback(workers.close)
         host = workers
         if config.environment.num_workers == 0:
-            loaded = LoadedEnvironment(
+            loaded = function_environment.LoadedEnvironment(
                 function=function,
                 renderer=renderer,
                 others=prepared.models,
                 records=config.monitoring.record_episodes > 0,
             )
             thread = stack.enter_context(LoopThread("environments"))
-            await stack.enter_async_context(lifetime(function, thread=thread))
-            host = ThreadHost(loaded=loaded, thread=thread)
+            await stack.enter_async_context(function_environment.lifetime(function, thread=thread))
+            host = function_environment.ThreadHost(loaded=loaded, thread=thread)
         settings = config.environment
         limits = settings.model_dump(include=set(EpisodeLimits.__dataclass_fields__))
-        environment = FunctionEnvironment(
+        environment = function_environment.FunctionEnvironment(
             host,
             renderer=renderer,
             limits=EpisodeLimits(**limits),
@@ -184,7 +176,7 @@ async def open_environment(
 
 def build_workers(
     config: RunConfig,
-    given: EnvironmentFunction | None,
+    given: function_environment.EnvironmentFunction | None,
     *,
     worker_pool: WorkerPool,
     hub: Hub,
@@ -202,7 +194,7 @@ def build_workers(
                 " import the environment; define it at the top of a module, and set"
                 " environment.function to 'module:name'."
             )
-    start = StartEnvironment(config=_portable(config).model_dump(mode="json"), function=location)
+    start = StartEnvironment(config=portable(config).model_dump(mode="json"), function=location)
 
     async def join(name: str, _module: str) -> Worker:
         timeout_s = None if name in has_joined else config.cluster.join_timeout_s
@@ -224,23 +216,6 @@ def build_workers(
         for i in range(settings.num_workers)
     ]
     return EnvironmentWorkers(worker_pool, replicas)
-
-
-def _portable(config: RunConfig) -> RunConfig:
-    """The settings with paths that hold in any working directory."""
-    path, settings = Path(config.model.path), config.environment
-    model = {"path": str(path.absolute())} if path.exists() else {}
-    functions = {
-        key: str(Path(value).absolute())
-        for key, value in {"function": settings.function, "score": settings.score}.items()
-        if value is not None and ".py:" in value
-    }
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update=model),
-            "environment": settings.model_copy(update=functions),
-        }
-    )
 
 
 def check_prompts(

@@ -22,11 +22,8 @@ TRIED = {"torch": "2.13", "transformers": "5.22"}  # versions that several ranks
 
 def check_mesh(config: RunConfig) -> None:
     """Check what needs nothing but the settings."""
-    ranks, sizes, devices = (
-        config.trainer.ranks,
-        config.trainer.mesh_sizes,
-        config.placement.trainer,
-    )
+    trainer, devices = config.trainer, config.placement.trainer
+    ranks, sizes = trainer.ranks, trainer.mesh_sizes
     if ranks == "auto":  # checked when the GPUs are known
         return
     if sizes.num_ranks != ranks:
@@ -50,9 +47,10 @@ def check_mesh(config: RunConfig) -> None:
             f"lora.dora = true is not supported with trainer.mesh.tp = {sizes.tp}; set lora.dora to"
             " false, or tp to 1."
         )
+    num_devices = f"{len(devices)} device{'s' * (len(devices) > 1)}"
     if len(devices) != ranks and (len(devices) > 1 or any(":" in device for device in devices)):
         raise ConfigError(
-            f"placement.trainer names {_count(len(devices), 'device')} for trainer.ranks = {ranks};"
+            f"placement.trainer names {num_devices} for trainer.ranks = {ranks};"
             " name one for each rank, or 'auto' alone."
         )
     if "cpu" in devices and any(device != "cpu" for device in devices):
@@ -141,7 +139,3 @@ def rank_warnings(config: RunConfig, *, tried: Mapping[str, str] = TRIED) -> lis
 def _product(sizes: MeshSizes) -> str:
     names = ("dp_replicate", "dp_shard", "cp", "tp")
     return " * ".join(f"{name} {getattr(sizes, name)}" for name in names)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

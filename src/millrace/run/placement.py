@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from safetensors import SafetensorError
 
+from millrace.cluster.process import available_cores
 from millrace.config import RunConfig
 from millrace.config.training import ADAMW_8BIT, MeshConfig
 from millrace.core.errors import ConfigError
@@ -63,8 +64,8 @@ def host_devices() -> tuple[LocalDevice, ...]:
         for i, gpu in enumerate(gpus)
     ]
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cores = len(os.sched_getaffinity(0))
-    return (*found, LocalDevice(name="cpu", kind=f"{cores} cores", total_bytes=host_bytes))
+    kind = f"{available_cores()} cores"
+    return (*found, LocalDevice(name="cpu", kind=kind, total_bytes=host_bytes))
 
 
 def other_models(config: RunConfig, specs: Sequence[ScorerSpec]) -> list[OtherModel]:

@@ -15,48 +15,18 @@ from millrace.config import ModelConfig, RunConfig
 from millrace.config.training import ADAMW_8BIT
 from millrace.controller.orders import check_room
 from millrace.core.errors import ConfigError
-from millrace.core.protocols import Advantages, Capability
+from millrace.core.protocols import Advantages
 from millrace.core.records import Task
 from millrace.environments.adapters.environment_factory import EnvironmentFactory, split_rewards
 from millrace.environments.branching import Recipe
 from millrace.environments.function_environment import EnvironmentFunction
 from millrace.environments.rollouts.renderer import Renderer, RoleModel
-from millrace.inference.backend import (
-    check_capabilities,
-    check_servers,
-    load_backend,
-    seed_warnings,
-)
+from millrace.inference import backend
 from millrace.journal import JournalHistory
-from millrace.models.directory import (
-    context_length,
-    load_tokenizer,
-    max_positions,
-    num_experts,
-    text_config,
-)
-from millrace.run.checks import (
-    check_devices,
-    check_estimator,
-    check_filters,
-    check_loss,
-    check_roles,
-    check_settings,
-    check_teaching,
-    check_trackers,
-    teachers_in,
-)
+from millrace.models import directory
+from millrace.run import checks, placement
 from millrace.run.environment import build_environment, check_prompts, load_models, resolve_recipe
 from millrace.run.mesh_checks import check_mesh, check_model_mesh, rank_warnings
-from millrace.run.placement import (
-    LocalDevice,
-    PlacedProcess,
-    check_memory,
-    host_devices,
-    other_models,
-    placed,
-    placed_processes,
-)
 from millrace.run.resume import Cursor, find_resume_point
 from millrace.scoring.advantages import CRITIC, TREE, build_advantages
 from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer, resolve_scorers
@@ -72,8 +42,8 @@ from millrace.training.losses.recipes import ADVANTAGES, DEFAULT, RECIPES, build
 class PreparedRun:
     config: RunConfig  # with every "auto" resolved that the controller decides
     given: RunConfig  # before its processes were placed
-    processes: Sequence[PlacedProcess]
-    devices: tuple[LocalDevice, ...]  # of this host
+    processes: Sequence[placement.PlacedProcess]
+    devices: tuple[placement.LocalDevice, ...]  # of this host
     tasks: TaskStream
     held_out: tuple[Task, ...]
     tokenizer: Any
@@ -90,11 +60,6 @@ class PreparedRun:
     given_environment: EnvironmentFunction | None = None  # what of it is no setting, but an object
     recipe: Recipe | None = None
     models: Mapping[str, RoleModel] = field(default_factory=dict[str, RoleModel])  # by name
-
-    @property
-    def remote_threads(self) -> int | None:
-        """cluster.threads as the user set it; hosts differ in cores."""
-        return self.given.cluster.threads
 
     @property
     def portable_config(self) -> RunConfig:
@@ -121,7 +86,7 @@ class PreparedRun:
     @property
     def run_info(self) -> RunInfo:
         model = self.config.model
-        found = text_config(model.path, trust_remote_code=model.trust_remote_code)
+        found = directory.text_config(model.path, trust_remote_code=model.trust_remote_code)
         return RunInfo(
             config=self.config,
             tokenizer=self.tokenizer,
@@ -144,7 +109,7 @@ def prepare(
     resume: bool = False,
     trains: bool = True,  # False: there is no trainer, which would need memory
 ) -> PreparedRun:
-    check_settings(config)
+    checks.check_settings(config)
     sources = load_sources(config.tasks, tasks)
     train_tasks = [task for source in sources for task in source.tasks]
     held_out = load_section(config.evaluate, eval_tasks, section="evaluate")
@@ -153,18 +118,17 @@ def prepare(
     specs, function = split_rewards(specs, build_environment(config, environment), tasks=all_tasks)
     may_be_empty = environment is not None or config.environment.may_reward
     check_scorers(specs, all_tasks, may_be_empty=may_be_empty)
-    check_roles(config, specs, num_held_out=len(held_out))
+    checks.check_roles(config, specs, num_held_out=len(held_out))
     config = _resolve_objective(config, specs)
     advantages = build_advantages(config.scoring.advantages)
     shaping = _shaping(config, scorers=[spec.name for spec in specs])
-    check_trackers(config)
+    checks.check_trackers(config)
     recipe = resolve_recipe(config, specs)
-    capabilities = load_backend(config.engine).capabilities
+    backend.load_backend(config.engine)  # raises ConfigError for one that does not exist
     # Files of the model are read from here on, which imports torch.
     tokenizer, max_context = read_model(config.model, wanted=config.engine.max_context)
     given, (config, processes, devices) = config, place(config, specs, trains=trains)
-    warnings = [*seed_warnings(config.engine, capabilities), *rank_warnings(config)]
-    check_files(config, capabilities)
+    warnings = [*check_files(config), *rank_warnings(config)]
     _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
     renderer.check(all_tasks)
@@ -188,16 +152,9 @@ def prepare(
         recipe=recipe,
         models=load_models(config, has_roles=function is not None),
         max_context=max_context,
-        checkpoint=point.checkpoint,
-        cursor=point.cursor,
-        history=point.history,
-        warnings=(*point.warnings, *warnings),
+        **point._replace(warnings=(*point.warnings, *warnings))._asdict(),
     )
-    return _with_checked_teachers(prepared)
-
-
-def _with_checked_teachers(prepared: PreparedRun) -> PreparedRun:
-    for spec in prepared.scorers:
+    for spec in specs:
         if isinstance(spec.type, Teacher | SelfTeacher | Reference):
             spec.type.check_model(prepared.run_info, name=spec.name)
     return prepared
@@ -223,39 +180,42 @@ def _resolve_objective(config: RunConfig, specs: Sequence[ScorerSpec]) -> RunCon
         limit=config.buffer.limit,
     )
     loss = build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens)
-    check_loss(config, loss)
-    check_teaching(config, specs, loss=loss)
-    check_filters(config)
+    checks.check_loss(config, loss)
+    checks.check_teaching(config, specs, loss=loss)
+    checks.check_filters(config)
     return config
 
 
 def read_model(model: ModelConfig, *, wanted: int | None) -> tuple[Any, int]:
     """The tokenizer, and the length of the longest sequence in tokens; `wanted` is that setting."""
-    path, trust, setting = model.path, model.trust_remote_code, "engine.max_context"
-    tokenizer = load_tokenizer(path, trust_remote_code=trust)
-    return tokenizer, context_length(path, wanted=wanted, setting=setting, trust_remote_code=trust)
+    trust = {"trust_remote_code": model.trust_remote_code}
+    tokenizer = directory.load_tokenizer(model.path, **trust)
+    setting = "engine.max_context"
+    return tokenizer, directory.context_length(model.path, wanted=wanted, setting=setting, **trust)
 
 
 def place(
     config: RunConfig, specs: Sequence[ScorerSpec], *, trains: bool = True
-) -> tuple[RunConfig, list[PlacedProcess], tuple[LocalDevice, ...]]:
+) -> tuple[RunConfig, list[placement.PlacedProcess], tuple[placement.LocalDevice, ...]]:
     """The settings with every "auto" resolved, and what runs where."""
     from millrace.models.loading import resolve_device
 
-    models, devices, is_local = other_models(config, specs), host_devices(), config.cluster.is_local
+    models, devices = placement.other_models(config, specs), placement.host_devices()
+    is_local = config.cluster.is_local
     # Another launcher chooses the GPUs, so the number of processes is that of the settings.
-    config = placed(config, devices=devices if is_local else devices[-1:], models=models)
+    config = placement.placed(config, devices=devices if is_local else devices[-1:], models=models)
     check_mesh(config)
-    check_devices(config, resolve_device)
+    checks.check_devices(config, resolve_device)
     config = _resolve_auto(config)
-    processes = placed_processes(config, devices=devices, models=models, trains=trains)
+    processes = placement.placed_processes(config, devices=devices, models=models, trains=trains)
     if is_local:
-        check_memory(processes, devices)
+        placement.check_memory(processes, devices)
     return config, processes, devices
 
 
-def check_files(config: RunConfig, capabilities: frozenset[Capability]) -> None:
-    """Check adapters, and what mesh and engine backend must offer for this model."""
+def check_files(config: RunConfig) -> tuple[str, ...]:
+    """Check adapters, and what mesh and engine backend must offer for this model; returns warnings
+    about the backend."""
     from millrace.models.lora.factors import require_peft
     from millrace.models.lora.folders import check_resident
     from millrace.training.optimizer import require_torchao
@@ -268,10 +228,12 @@ def check_files(config: RunConfig, capabilities: frozenset[Capability]) -> None:
         for name, folder in config.engine.adapters.items():
             check_resident(name, Path(folder))
     model = config.model
-    found = text_config(model.path, trust_remote_code=model.trust_remote_code)
+    found = directory.text_config(model.path, trust_remote_code=model.trust_remote_code)
     check_model_mesh(config.trainer.mesh_sizes, found, path=model.path)
-    check_servers(config)
-    check_capabilities(config, capabilities, has_experts=num_experts(found) > 0)
+    backend.check_servers(config)
+    capabilities = backend.load_backend(config.engine).capabilities
+    backend.check_capabilities(config, capabilities, has_experts=directory.num_experts(found) > 0)
+    return backend.seed_warnings(config.engine, capabilities)
 
 
 def _shaping(config: RunConfig, *, scorers: Sequence[str]) -> Shaping:
@@ -293,14 +255,14 @@ def _check_critic(config: RunConfig, *, num_tokens: int, max_context: int) -> No
     if config.critic is None or (path := config.critic.path) is None:
         return
     trust = config.model.trust_remote_code
-    found = text_config(path, trust_remote_code=trust, setting="critic.path")
+    found = directory.text_config(path, trust_remote_code=trust, setting="critic.path")
     if found.vocab_size < num_tokens:
         raise ConfigError(
             f"critic.path = {path!r} knows {found.vocab_size} tokens, but the policy has"
             f" {num_tokens}; choose a model with the tokenizer of model.path."
         )
     check_model_mesh(config.trainer.mesh_sizes, found, path=path)
-    context = max_positions(found)
+    context = directory.max_positions(found)
     if context is not None and context < max_context:
         raise ConfigError(
             f"critic.path = {path!r} reads {context} tokens, but sequences may have {max_context};"
@@ -312,7 +274,7 @@ def _estimator(config: RunConfig) -> dict[str, Any]:
     """The table of scoring.advantages; "auto" is the estimator that belongs to the loss."""
     table = {"type": "group", **config.scoring.advantages}
     if table["type"] != "auto":
-        check_estimator(str(table["type"]), has_critic=config.critic is not None)
+        checks.check_estimator(str(table["type"]), has_critic=config.critic is not None)
         return table
     if len(table) > 1:
         raise ConfigError(
@@ -355,7 +317,7 @@ def _resolve_auto(config: RunConfig) -> RunConfig:
 
 def _distillation(config: RunConfig, specs: Sequence[ScorerSpec]) -> dict[str, Any]:
     """Keys of the loss that follow from the teachers. All teachers of a run must share them."""
-    teachers = teachers_in(specs)
+    teachers = checks.teachers_in(specs)
     if not teachers or config.loss.get("type", DEFAULT) not in RECIPES:
         return {}
     first, kind = teachers[0]

@@ -2,14 +2,13 @@
 
 The checkpoint holds the state of the trainer; the journal what came after it. Where they do not
 belong together, the checkpoint alone counts: its open tasks are issued again, with a warning.
-
 Called by prepare(), before any worker starts. Of the run directory it changes nothing, except that
 a newer checkpoint at checkpoint.path is downloaded into it.
 """
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from millrace.config import ModelConfig, RunConfig
 from millrace.core.errors import CheckpointError, ConfigError
@@ -18,12 +17,7 @@ from millrace.journal import JournalHistory, Ledger, read_journal
 from millrace.models.directory import text_config
 from millrace.monitoring.run_dir import RunDir
 from millrace.tasks.streams import TaskStream
-from millrace.training.checkpoints.directory import (
-    FoundCheckpoint,
-    check_same_critic,
-    newest_checkpoint,
-    read_run_state,
-)
+from millrace.training.checkpoints import directory
 from millrace.training.checkpoints.store import CheckpointStore, newest_with_store
 
 
@@ -39,9 +33,9 @@ class Cursor:
     journal: int | None = None  # position of the journal; None = the run had no journal
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResumePoint:
-    """Where a run begins: at its start, or where an interrupted run left off."""
+class ResumePoint(NamedTuple):
+    """Where a run begins, at its start or where an interrupted run left off: fields of
+    PreparedRun."""
 
     checkpoint: Path | None
     cursor: Cursor
@@ -69,7 +63,7 @@ def find_resume_point(config: RunConfig, stream: TaskStream, *, resume: bool) ->
     if resume:
         found, cursor = _newest_checkpoint(config, store)
     else:
-        found, cursor = FoundCheckpoint(refused=_check_unused(store)), Cursor()
+        found, cursor = directory.FoundCheckpoint(refused=_check_unused(store)), Cursor()
     stream.restore(cursor.tasks)
     history, warnings = None, []
     if config.journal.is_on and resume:
@@ -102,10 +96,12 @@ def _check_unused(store: CheckpointStore | None) -> tuple[str, ...]:
 
 def _newest_checkpoint(
     config: RunConfig, store: CheckpointStore | None
-) -> tuple[FoundCheckpoint, Cursor]:
+) -> tuple[directory.FoundCheckpoint, Cursor]:
     """The newest good checkpoint; a run that has none yet starts from the beginning."""
     folder = Path(config.run_dir)
-    found = newest_checkpoint(folder) if store is None else newest_with_store(folder, store)
+    found = (
+        directory.newest_checkpoint(folder) if store is None else newest_with_store(folder, store)
+    )
     checkpoint = found.directory
     if checkpoint is None:
         if found.refused:
@@ -114,12 +110,12 @@ def _newest_checkpoint(
                 " Restore one from a copy, or start a new run in another run_dir."
             )
         return found, Cursor()
-    state = read_run_state(checkpoint)
+    state = directory.read_run_state(checkpoint)
     from millrace.models.lora.folders import check_same_kind  # only here: it imports torch
 
     check_same_kind(checkpoint, config.lora)
     _check_same_model(checkpoint, config.model)
-    check_same_critic(checkpoint, has_critic=config.critic is not None)
+    directory.check_same_critic(checkpoint, has_critic=config.critic is not None)
     is_over = RunDir(config.run_dir).is_finished or state["version"] > config.trainer.steps
     if is_over and state["version"] >= config.trainer.steps:
         raise ConfigError(

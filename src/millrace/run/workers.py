@@ -3,9 +3,7 @@
 Promise: a worker that serves has loaded its model; one that could not load it has ended. An engine
 that dies is restarted with the newest weights. A trainer of which a rank dies is restarted from the
 last checkpoint and repeats the steps since then with the same batches; calls to it wait meanwhile.
-Engines can be added and removed while the run lasts.
-
-Runs on the controller's event loop.
+Engines can be added and removed while the run lasts. Runs on the controller's event loop.
 """
 
 import asyncio
@@ -24,8 +22,8 @@ from millrace.cluster.launchers.hosts import JoinLauncher
 from millrace.cluster.launchers.launcher import Launcher, Resources
 from millrace.cluster.messages import Message, StartEngine, StartTrainer
 from millrace.cluster.mps import below_normal
-from millrace.cluster.supervision.group import GroupReplica
 from millrace.cluster.supervision.pool import WorkerPool
+from millrace.cluster.supervision.replica import GroupReplica
 from millrace.cluster.worker import Worker
 from millrace.config import EngineConfig, RunConfig, WeightsConfig
 from millrace.core.errors import ConfigError, WeightError
@@ -34,7 +32,8 @@ from millrace.core.records import WeightUpdate
 from millrace.inference.backend import load_backend, of_engine, server_secrets
 from millrace.inference.pool import EnginePool
 from millrace.inference.remote import EngineReplica
-from millrace.run.prepare import PreparedRun
+from millrace.run.cluster import absolute, portable
+from millrace.run.prepare import PreparedRun, with_sections
 from millrace.training.checkpoints.directory import newest_checkpoint, read_run_state
 from millrace.training.group import StepsInMemory, TrainerGroup
 
@@ -62,11 +61,9 @@ class RunWorkers:
 
     def __post_init__(self) -> None:
         config = self._config = self.prepared.config
-        adapters = {name: _absolute(path) for name, path in config.engine.adapters.items()}
-        engine = config.engine.model_copy(update={"adapters": adapters})
-        threads = {"threads": self.prepared.remote_threads}
-        cluster = config.cluster.model_copy(update=threads)
-        self._remote_config = config.model_copy(update={"engine": engine, "cluster": cluster})
+        # Hosts differ in cores, so what the user set counts there.
+        threads = {"threads": self.prepared.given.cluster.threads}
+        self._remote_config = with_sections(portable(config), cluster=threads)
         self.engines = EnginePool(replaces=True)
         self.evaluators = EnginePool(replaces=True) if config.evaluate.engines else None
         self.models = {name: EnginePool(replaces=True) for name in config.environment.models}
@@ -214,7 +211,7 @@ class RunWorkers:
         device = self._config.placement.model(model, index)
         config = self._config.model_copy(update=own).placed_on(device)
         start = StartEngine(
-            config=config.model_dump(mode="json"), model_path=_absolute(settings.path), version=0
+            config=config.model_dump(mode="json"), model_path=absolute(settings.path), version=0
         )
         try:
             return await self._launch(name, start, settings.engine)
@@ -230,9 +227,9 @@ class RunWorkers:
         adapter = None if is_late else prepared.adapter_path
         return StartEngine(
             config=config.model_dump(mode="json"),
-            model_path=_absolute(config.model.path if is_late else prepared.model_path),
+            model_path=absolute(config.model.path if is_late else prepared.model_path),
             version=0 if is_late else prepared.cursor.version,
-            adapter_path=None if adapter is None else _absolute(adapter),
+            adapter_path=None if adapter is None else absolute(adapter),
             records_routes=config.trainer.replay_routes,
             role=role,
         )
@@ -334,9 +331,12 @@ class _TrainerReplica(GroupReplica):
     async def _load(self, workers: Sequence[Worker], checkpoint: Path | None) -> None:
         """Let all ranks load at once; they find each other at a port of rank 0's host."""
         host, port = self._address(workers[0]), workers[0].free_address[1]
+        config, folder = self._config, {"run_dir": str(self._run_dir.absolute())}
+        if config.trainer.remote:
+            config = portable(config).model_copy(update=folder)
         start = StartTrainer(
-            config=self._portable_config().model_dump(mode="json"),
-            checkpoint=None if checkpoint is None else _absolute(str(checkpoint)),
+            config=config.model_dump(mode="json"),
+            checkpoint=None if checkpoint is None else absolute(str(checkpoint)),
             rendezvous="" if len(workers) == 1 else f"tcp://{host}:{port}",
             shares_gpu=self._shares_gpu(workers),
         )
@@ -368,16 +368,3 @@ class _TrainerReplica(GroupReplica):
             return None
         places = [(rank.host, self._config.placement.rank(i)) for i, rank in enumerate(workers)]
         return self._config.cluster.is_local and len(set(places)) < len(places)
-
-    def _portable_config(self) -> RunConfig:
-        """Settings with paths that hold in any working directory of a host."""
-        if not self._config.trainer.remote:
-            return self._config
-        model = self._config.model.model_copy(update={"path": _absolute(self._config.model.path)})
-        update = {"run_dir": str(self._run_dir.absolute()), "model": model}
-        return self._config.model_copy(update=update)
-
-
-def _absolute(model: str) -> str:
-    """A path that holds in any working directory; a name on the hub stays as it is."""
-    return str(Path(model).absolute()) if Path(model).exists() else model

@@ -33,7 +33,7 @@ from millrace.cluster.messages import (
     Stepped,
     TrainStep,
 )
-from millrace.cluster.supervision.group import DEATH_NOTICE_S
+from millrace.cluster.supervision.replica import DEATH_NOTICE_S
 from millrace.cluster.worker import Worker
 from millrace.core.errors import (
     CheckpointError,

@@ -20,23 +20,14 @@ import zmq
 import zmq.asyncio
 
 from millrace.cluster import address as addresses
+from millrace.cluster import messages
 from millrace.cluster.address import Credentials, connect
 from millrace.cluster.event_loop import run_on_own_loop
 from millrace.cluster.fork_server import ForkServer, shared_fork_server
 from millrace.cluster.join.registry import host_identity
 from millrace.cluster.join.ticket import JoinTicket, check_versions
+from millrace.cluster.launchers.launcher import JoinSlot, ProcessExit
 from millrace.cluster.link import EVENT_ID, read_frames
-from millrace.cluster.messages import (
-    Error,
-    Heartbeat,
-    Join,
-    JoinAdmitted,
-    JoinSlot,
-    Message,
-    ProcessExit,
-    SignalWorker,
-    WorkerExited,
-)
 from millrace.cluster.process import Process, start_worker
 from millrace.cluster.wire import decode, encode
 from millrace.core.errors import ConfigError, RunFailed
@@ -65,10 +56,8 @@ def join(
 ) -> None:
     """Start `count` workers of `python -m module` here; returns when the run has stopped them.
     Raises ConfigError if the run does not admit them, RunFailed if one of them ends otherwise and
-    is not started again, as it is with `restarts` while the run has a place for it.
-    `env` and `folder` of the workers: besides the inherited environment, and where they run; `gpus`
-    that they share out, see own_gpus(). The user's keys are in their environment only if they have
-    secrets."""
+    is not started again, as it is with `restarts` while the run has a place for it. `env` and
+    `folder`, where they run, are the workers'; they share out the `gpus`, see own_gpus()."""
     if count < 1:
         raise ConfigError(f"--count = {count} starts no worker; give 1 or more.")
     check_versions(ticket)
@@ -151,7 +140,7 @@ class _JoiningHost:
     # The loop itself holds tasks weakly.
     _aborting: set[asyncio.Task[None]] = field(default_factory=set)
     # Answers to requests for a place, of which there is one at a time.
-    _answers: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
+    _answers: asyncio.Queue[messages.Message] = field(default_factory=asyncio.Queue)
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def join(self, count: int) -> list[JoinSlot]:
@@ -170,9 +159,9 @@ class _JoiningHost:
             raise ConfigError(
                 "The run does not accept this ticket, which is of an earlier run; copy the new one."
             ) from None
-        if isinstance(reply, Error):
+        if isinstance(reply, messages.Error):
             raise ConfigError(reply.reason)
-        assert isinstance(reply, JoinAdmitted), reply
+        assert isinstance(reply, messages.JoinAdmitted), reply
         return reply.slots
 
     async def serve(self, slots: list[JoinSlot], *, restarts: bool) -> None:
@@ -242,22 +231,22 @@ class _JoiningHost:
                 return None
             await self._ask(1, num_gpus=len(gpus))
             answer = await self._answers.get()
-            if isinstance(answer, JoinAdmitted):
+            if isinstance(answer, messages.JoinAdmitted):
                 return answer.slots[0]
-            assert isinstance(answer, Error), answer
+            assert isinstance(answer, messages.Error), answer
             if answer.reason != refusal:
                 refusal = answer.reason
                 self.log(f"Waiting for a place: {refusal}")
 
     async def _ask(self, count: int, *, num_gpus: int) -> None:
         host = socket.gethostname()
-        request = Join(host=host, num_workers=count, role=self.role, num_gpus=num_gpus)
+        request = messages.Join(host=host, num_workers=count, role=self.role, num_gpus=num_gpus)
         await self._send(request, id=secrets.token_bytes(8))
 
-    async def _send(self, message: Message, *, id: bytes = EVENT_ID) -> None:
+    async def _send(self, message: messages.Message, *, id: bytes = EVENT_ID) -> None:
         await self.dealer.send_multipart([id, *encode(message)])
 
-    async def _receive(self, timeout_s: float) -> Message:
+    async def _receive(self, timeout_s: float) -> messages.Message:
         async with asyncio.timeout(timeout_s):
             _id, *frames = read_frames(await self.dealer.recv_multipart(copy=False))
         return decode(frames)
@@ -273,20 +262,24 @@ class _JoiningHost:
                     f"The controller at {self.ticket.address} was silent for {timeout_s} s;"
                     " the workers on this host were stopped."
                 ) from None
-            if isinstance(message, SignalWorker) and message.worker in self._processes:
+            if isinstance(message, messages.SignalWorker) and message.worker in self._processes:
                 self._signal(self._processes[message.worker], message.action)
-            elif isinstance(message, JoinAdmitted | Error):
+            elif isinstance(message, messages.JoinAdmitted | messages.Error):
                 self._answers.put_nowait(message)
             else:
-                assert isinstance(message, Heartbeat | SignalWorker), message
+                assert isinstance(message, messages.Heartbeat | messages.SignalWorker), message
 
     def _signal(self, process: Process, action: str) -> None:
+        async def abort() -> None:
+            await process.dump_stacks()
+            process.kill()
+
         if action == "terminate":
             process.terminate()
         elif action == "kill":
             process.kill()
         else:
-            aborting = asyncio.create_task(_abort(process))
+            aborting = asyncio.create_task(abort())
             self._aborting.add(aborting)
             aborting.add_done_callback(self._aborting.discard)
 
@@ -294,7 +287,7 @@ class _JoiningHost:
         exit = await process.exited()
         with contextlib.suppress(TimeoutError):  # the controller has ended
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
-                await self._send(WorkerExited(worker=name, exit=exit))
+                await self._send(messages.WorkerExited(worker=name, exit=exit))
         return exit
 
     async def _stop_workers(self, *, at_once: bool) -> None:
@@ -309,8 +302,3 @@ class _JoiningHost:
                 process.kill()
             if self._exits:
                 await asyncio.wait(self._exits)
-
-
-async def _abort(process: Process) -> None:
-    await process.dump_stacks()
-    process.kill()

@@ -11,48 +11,35 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import zmq
 from msgspec.structs import replace
 
+from millrace.cluster import messages
+from millrace.cluster.launchers.launcher import JoinSlot, ProcessExit, WorkerProcess
 from millrace.cluster.link import EVENT_ID, identity_of
-from millrace.cluster.messages import (
-    Error,
-    Heartbeat,
-    Join,
-    JoinAdmitted,
-    JoinSlot,
-    Message,
-    ProcessExit,
-    SignalWorker,
-    WorkerExited,
-)
 
 MAX_INTERVAL_S = 1.0  # between two heartbeats
 MIN_BEATS_PER_TIMEOUT = 4
 DUMP_TIMEOUT_S = 5.0  # for a host to dump the stacks of a worker and report its end
 
-Send = Callable[[bytes, bytes, Message], Awaitable[None]]  # routing id, call id, message
-SendTo = Callable[[Message], Awaitable[None]]
+Send = Callable[[bytes, bytes, messages.Message], Awaitable[None]]  # routing id, call id, message
+SendTo = Callable[[messages.Message], Awaitable[None]]
 
 
 @dataclass(kw_only=True, eq=False)
-class JoinedProcess:
+class JoinedProcess(WorkerProcess):
     """The process of a worker on another host; created when the host is admitted. No signal reaches
     it, and its exit status is unknown here. Its end shows in one of three ways: its host reports
     it, its connection is gone when the next heartbeat is sent, or it does not answer heartbeats for
     too long. Promise: one of the three happens, so exited() returns."""
 
     name: str
-    host: str
+    host: str | None  # pid and log are unknown here
     send_to_worker: SendTo
     send_to_host: SendTo
     heartbeat_timeout_s: float
-
-    pid = None  # unknown here, as its log is
-    log = None
-    is_stopped = False
 
     def __post_init__(self) -> None:
         self._interval_s = min(MAX_INTERVAL_S, self.heartbeat_timeout_s / MIN_BEATS_PER_TIMEOUT)
@@ -68,9 +55,9 @@ class JoinedProcess:
             self._has_answered = False
             try:
                 # To the host as well: without heartbeats it takes the controller for dead.
-                await self.send_to_host(Heartbeat())
+                await self.send_to_host(messages.Heartbeat())
                 if self._is_connected:
-                    await self.send_to_worker(Heartbeat())
+                    await self.send_to_worker(messages.Heartbeat())
             except zmq.ZMQError:
                 await self._wait_for_exit(self._interval_s)  # its host may know the reason
                 self.on_exit(ProcessExit(reason=f"lost its connection from {self.host}"))
@@ -90,7 +77,6 @@ class JoinedProcess:
         self._exit.add_done_callback(lambda _: do())
 
     def on_message(self) -> None:
-        """A message of the worker has arrived."""
         self._is_connected = self._has_answered = True
 
     def on_exit(self, exit: ProcessExit) -> None:
@@ -99,7 +85,6 @@ class JoinedProcess:
             self._exit.set_result(exit)
 
     async def dump_stacks(self) -> tuple[str, str]:
-        """As of a process on this host, if its host answers; the host kills the worker, too."""
         self._signal("abort")
         await self._wait_for_exit(DUMP_TIMEOUT_S)
         if not self._exit.done():
@@ -112,24 +97,18 @@ class JoinedProcess:
     def kill(self) -> None:
         self._signal("kill")
 
-    def log_tail(self) -> str:
-        """Its log is on its host, which sends the end of it with the exit."""
-        return ""
-
     async def _wait_for_exit(self, timeout_s: float) -> None:
         await asyncio.wait({self._exit}, timeout=timeout_s)
 
     def _signal(self, action: Literal["terminate", "kill", "abort"]) -> None:
-        if self._exit.done():
-            return
-        message = SignalWorker(worker=self.name, action=action)
-        task = asyncio.create_task(self._send_signal(message), name=f"{action}-{self.name}")
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+        async def send() -> None:
+            with contextlib.suppress(zmq.ZMQError):  # the next heartbeat fails alike and reports it
+                await self.send_to_host(messages.SignalWorker(worker=self.name, action=action))
 
-    async def _send_signal(self, message: SignalWorker) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # the next heartbeat fails alike and reports it
-            await self.send_to_host(message)
+        if not self._exit.done():
+            task = asyncio.create_task(send(), name=f"{action}-{self.name}")
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
 
 
 def host_identity(token: str) -> bytes:
@@ -137,8 +116,7 @@ def host_identity(token: str) -> bytes:
     return f"host:{token}:{secrets.token_hex(8)}".encode()
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class _SlotOffer:
+class _SlotOffer(NamedTuple):
     """The slot of a worker that no host has brought yet."""
 
     slot: JoinSlot
@@ -147,7 +125,7 @@ class _SlotOffer:
 
 
 class JoinRegistry:
-    def __init__(self, *, send: Send, heartbeat_timeout_s: float) -> None:
+    def __init__(self, send: Send, *, heartbeat_timeout_s: float) -> None:
         self.token = secrets.token_hex(16)
         self._send = send
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -163,11 +141,8 @@ class JoinRegistry:
         self, name: str, token: str, *, role: str, num_gpus: int = 0
     ) -> JoinedProcess:
         """Offer a slot for a worker and wait until a host that brings this role takes it."""
-        offer = _SlotOffer(
-            slot=JoinSlot(name=name, token=token, num_gpus=num_gpus),
-            role=role,
-            joined=asyncio.get_running_loop().create_future(),
-        )
+        slot = JoinSlot(name=name, token=token, num_gpus=num_gpus)
+        offer = _SlotOffer(slot, role, asyncio.get_running_loop().create_future())
         self._free.append(offer)
         try:
             return await offer.joined
@@ -175,29 +150,29 @@ class JoinRegistry:
             if offer in self._free:
                 self._free.remove(offer)
 
-    async def on_message(self, host: bytes, call_id: bytes, message: Message) -> bool:
+    async def on_message(self, host: bytes, call_id: bytes, message: messages.Message) -> bool:
         """Handle a message of a host; False if a host may not send it."""
         match message:
-            case Join():
+            case messages.Join():
                 reply = self._admit(host, message)
                 # If the host has ended, the heartbeats of its workers will show it.
                 with contextlib.suppress(zmq.ZMQError):
                     await self._send(host, call_id, reply)
-            case WorkerExited(worker=worker, exit=exit) if (host, worker) in self._processes:
-                process = self._processes.pop((host, worker))
+            case messages.WorkerExited(exit=exit) if (host, message.worker) in self._processes:
+                process = self._processes.pop((host, message.worker))
                 process.on_exit(replace(exit, reason=f"{exit.reason} on {process.host}"))
             case _:
                 return False
         return True
 
-    def _admit(self, host: bytes, request: Join) -> JoinAdmitted | Error:
+    def _admit(self, host: bytes, request: messages.Join) -> messages.JoinAdmitted | messages.Error:
         role, wanted = request.role, request.num_workers
         offers = [offer for offer in self._free if offer.role == role]
         if not 1 <= wanted <= len(offers):
             slots = "1 free slot" if len(offers) == 1 else f"{len(offers)} free slots"
             reason = f"The run has {slots} for {role}s and {self._taken[role]} taken, but --count ="
             reason += f" {wanted}; {'lower --count' if offers else f'raise {role}.remote'}."
-            return Error(kind="ConfigError", reason=reason, traceback="")
+            return messages.Error(kind="ConfigError", reason=reason, traceback="")
         taken = offers[:wanted]
         num_needed = sum(offer.slot.num_gpus for offer in taken)
         if 0 < request.num_gpus < num_needed:  # a host without a GPU computes on its CPU
@@ -205,7 +180,7 @@ class JoinRegistry:
             reason += (
                 f" {request.num_gpus}; lower --count, or repeat GPUs in --device to share them."
             )
-            return Error(kind="ConfigError", reason=reason, traceback="")
+            return messages.Error(kind="ConfigError", reason=reason, traceback="")
         self._taken[role] += wanted
         for offer in taken:
             self._free.remove(offer)
@@ -220,4 +195,4 @@ class JoinRegistry:
             )
             process.on_end(partial(self._taken.subtract, [role]))
             offer.joined.set_result(process)
-        return JoinAdmitted(slots=[offer.slot for offer in taken])
+        return messages.JoinAdmitted(slots=[offer.slot for offer in taken])

@@ -8,50 +8,41 @@ ends it on demand, by messages of the hub.
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Protocol
 
 from millrace.cluster.join.registry import JoinedProcess, JoinRegistry
 from millrace.cluster.join.ticket import JoinTicket
-from millrace.cluster.launchers.launcher import Resources, WorkerSpec
-from millrace.cluster.messages import ProcessExit
+from millrace.cluster.launchers.launcher import Launcher, ProcessExit, WorkerSpec
 from millrace.core.errors import ConfigError, WorkerError
 
 REPORT_S = 1.0  # for the report of a host program that has ended, about its worker
 
 
-class JoinLauncher:
-    """Waits for a host that joins with the role; one per role."""
+@dataclass(eq=False)
+class JoinLauncher(Launcher):
+    """Waits for a host that joins with the role; one per role. Host programs end with their
+    workers."""
 
-    def __init__(
-        self, registry: JoinRegistry, *, role: str, timeout_s: float | None, num_gpus: int = 0
-    ) -> None:
-        """`num_gpus`: that a worker uses; its host chooses them."""
-        self._registry = registry
-        self._role = role
-        self._timeout_s = timeout_s
-        self._num_gpus = num_gpus
-
-    async def reserve(self, workers: Mapping[str, Resources]) -> None: ...
-
-    async def release(self, name: str) -> None: ...
+    registry: JoinRegistry
+    _: KW_ONLY
+    role: str
+    timeout_s: float | None
+    num_gpus: int = 0  # that a worker uses; its host chooses them
 
     async def start(self, spec: WorkerSpec) -> JoinedProcess:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._registry.wait_for_host(
-                    spec.name, spec.token, role=self._role, num_gpus=self._num_gpus
+            async with asyncio.timeout(self.timeout_s):
+                return await self.registry.wait_for_host(
+                    spec.name, spec.token, role=self.role, num_gpus=self.num_gpus
                 )
         except TimeoutError:
             raise WorkerError(
-                f"No host joined with {spec.name!r} within {self._timeout_s} s; run `millrace join`"
+                f"No host joined with {spec.name!r} within {self.timeout_s} s; run `millrace join`"
                 " there sooner, or raise cluster.start_timeout_s.",
                 worker=spec.name,
             ) from None
-
-    async def close(self) -> None:
-        """Host programs end with their workers."""
 
 
 class HostProgram(Protocol):
@@ -66,9 +57,9 @@ class HostProgram(Protocol):
         """End it at once, and the worker with it; does nothing if it has ended."""
 
 
-class HostLauncher:
-    """Subclasses start host programs. The run calls connect() before its hub exists, then
-    attach()."""
+class HostLauncher(Launcher):
+    """Subclasses start host programs, which close() ends. The run calls connect() before its hub
+    exists, then attach()."""
 
     registry: JoinRegistry
     ticket: JoinTicket
@@ -86,18 +77,10 @@ class HostLauncher:
         self.registry, self.ticket, self.timeout_s = registry, ticket, timeout_s
         self.log_dir = log_dir
 
-    async def reserve(self, workers: Mapping[str, Resources]) -> None:
-        """A cluster without resources to reserve does nothing here."""
-
-    async def release(self, name: str) -> None: ...
-
     async def start_host(self, spec: WorkerSpec) -> HostProgram:
         """Start a program that calls join() with the ticket, the role spec.name and the module, or
         `millrace join TICKET --role NAME`, where resources are reserved for this worker."""
         raise NotImplementedError
-
-    async def close(self) -> None:
-        """End all host programs."""
 
     async def start(self, spec: WorkerSpec) -> JoinedProcess:
         joining = asyncio.create_task(
@@ -122,7 +105,7 @@ class HostLauncher:
             raise
         process = joining.result()
         process.on_end(program.kill)
-        watching = asyncio.create_task(_report_end(process, ending, spec.name))
+        watching = asyncio.create_task(_report_end(process, ending))
         process.on_end(watching.cancel)
         return process
 
@@ -140,9 +123,7 @@ class HostLauncher:
         return WorkerError(f"The host of {name!r} ended before it joined: {sentence}.", worker=name)
 
 
-async def _report_end(
-    process: JoinedProcess, ending: asyncio.Task[Exception | str], name: str
-) -> None:
+async def _report_end(process: JoinedProcess, ending: asyncio.Task[Exception | str]) -> None:
     """The death of a host program is known sooner to its cluster than to the hub."""
     try:
         reason = str(await ending).rstrip(".")

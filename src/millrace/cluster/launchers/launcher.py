@@ -1,18 +1,16 @@
-"""How worker processes come to be: the Launcher protocol, which the hub calls.
+"""How worker processes come to be: the base class of launchers, which the hub calls.
 
 Promise of every launcher: a worker that ends, however it ends, is reported with its exit code or
 signal where the system tells it. A worker ends with the process that started it, and no process
 outlives close(). What a worker is told and what it answers goes through the hub, not the launcher.
-
 Everything here runs on the controller's event loop.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
-from millrace.cluster.messages import ProcessExit
+import msgspec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,32 +32,40 @@ class WorkerSpec:
     has_secrets: bool = False  # its environment holds the user's keys, too
 
 
-class WorkerProcess(Protocol):
-    """The process of one worker, on any host."""
+class JoinSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A worker that a host which joins is to start."""
 
-    @property
-    def host(self) -> str | None:
-        """Name of its host; None on the controller's."""
-        ...
+    name: str  # of the worker
+    token: str  # with which that worker authenticates; its host passes it on
+    num_gpus: int = 0  # that the worker uses, if its host has any
 
-    @property
-    def pid(self) -> int | None:
-        """None on another host."""
-        ...
+    def __repr__(self) -> str:
+        return f"JoinSlot(name={self.name!r})"
 
-    @property
-    def log(self) -> Path | None:
-        """File with its output; None on another host."""
-        ...
+
+class ProcessExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the process of a worker ended."""
+
+    reason: str  # continues the sentence "Worker 'engine-0' ..."
+    log_tail: str = ""
+    code: int | None = None  # negative if a signal ended it; None if unknown
+
+
+class WorkerProcess:
+    """The process of one worker, on any host; this class itself is one that has not started."""
+
+    host: str | None = None  # name of its host; None on the controller's
+    pid: int | None = None  # None on another host
+    log: Path | None = None  # file with its output; None on another host
 
     @property
     def is_stopped(self) -> bool:
         """True if it is known to be stopped by SIGSTOP."""
-        ...
+        return False
 
     async def exited(self) -> ProcessExit:
         """Wait for its end; the hub calls this once, as soon as it has the process."""
-        ...
+        raise NotImplementedError
 
     def terminate(self) -> None: ...
 
@@ -68,18 +74,20 @@ class WorkerProcess(Protocol):
 
     async def dump_stacks(self) -> tuple[str, str]:
         """Have it write the stacks of its threads to its log; returns the outcome, with the place
-        of the log, and the end of the log."""
-        ...
+        of the log, and the end of the log. A host that joined kills the worker, too."""
+        return "it had not started", ""
 
     def log_tail(self) -> str:
         """The end of its output, as far as it is known here."""
-        ...
+        return ""
 
     def on_message(self) -> None:
         """The hub has received a message of this worker."""
 
 
-class Launcher(Protocol):
+class Launcher:
+    """By default a launcher reserves nothing, and its workers end by themselves."""
+
     async def reserve(self, workers: Mapping[str, Resources]) -> None:
         """Hold resources for workers that start together, by name, until release(). Raises
         ConfigError, with what is missing, if the cluster does not have them."""
@@ -90,7 +98,7 @@ class Launcher(Protocol):
     async def start(self, spec: WorkerSpec) -> WorkerProcess:
         """Start the process of a worker. Raises WorkerError if it does not come up, and
         ConfigError if another attempt would fail as well."""
-        ...
+        raise NotImplementedError
 
     async def close(self) -> None:
         """End all that the launcher has started."""

@@ -2,16 +2,15 @@
 
 Promise: a replica that dies or hangs is started again, after a wait that doubles with each failure.
 One that fails too often ends the run: run() raises RestartLimitExceeded, which says how often it
-failed, when, and with which last error. Every restart is reported.
-
-Runs on the controller's event loop; each replica has a supervising task.
+failed, when, and with which last error. Every restart is reported. Runs on the controller's event
+loop; each replica has a supervising task.
 """
 
 import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import NoReturn, Self
 
 from millrace.cluster.supervision.replica import Replica
@@ -37,19 +36,16 @@ class RestartPolicy:
     remedy: str = "It is being restarted."  # ends the report of a restart
 
 
+@dataclass(eq=False)
 class WorkerPool:
     """Use as an async context manager: leaving it ends the supervision, not the processes."""
 
-    def __init__(
-        self,
-        launch: Launch,
-        *,
-        policy: RestartPolicy | None = None,
-        on_restart: OnRestart = lambda *_: None,
-    ) -> None:
-        self.launch = launch
-        self.policy = policy or RestartPolicy()
-        self._on_restart = on_restart
+    launch: Launch
+    _: KW_ONLY
+    policy: RestartPolicy = RestartPolicy()
+    on_restart: OnRestart = lambda *_: None
+
+    def __post_init__(self) -> None:
         self._replicas: dict[str, Replica] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._failure: Exception | None = None
@@ -119,7 +115,7 @@ class WorkerPool:
                 self._report(replica, error, history)
 
     def _report(self, replica: Replica, error: Exception, history: "RestartHistory") -> None:
-        self._on_restart(replica.name, f"{error} {history.policy.remedy}")
+        self.on_restart(replica.name, f"{error} {history.policy.remedy}")
 
 
 async def _cancel(*tasks: asyncio.Task[None]) -> None:

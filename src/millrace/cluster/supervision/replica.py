@@ -1,18 +1,24 @@
-"""What the worker pool supervises: one server process that can be started again.
+"""What the worker pool supervises: server processes that can be started again.
 
-Promise: a replica that start() returned from serves until health() returns. Replicas run on the
-controller's event loop.
+Promise: a replica that start() returned from serves until health() returns. Of a group of workers
+that compute together, such as the ranks of a trainer, a worker that dies or hangs ends all, and all
+have ended before the next start. One failure is reported, with the worker that died first, or the
+one that most likely hangs. Replicas run on the controller's event loop.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 from millrace.cluster.messages import Message
 from millrace.cluster.worker import Worker
-from millrace.core.errors import RunFailed
+from millrace.core.errors import ConfigError, MillraceError, RunFailed, WorkerError
 
 HEALTH_CHECK_S = 0.25  # between two looks at a worker's progress
+# A worker may fail this long before the death of another, which is the reason, is known.
+DEATH_NOTICE_S = 0.5
+GONE_S = 10.0  # for killed processes to end
 
 
 class Replica(Protocol):
@@ -35,22 +41,21 @@ class Replica(Protocol):
         """Fail whatever waits for this replica: it will not be started again."""
 
 
+@dataclass(eq=False)
 class WorkerReplica:
     """A worker of the hub. Subclasses launch it, and connect and disconnect its callers."""
 
-    def __init__(
-        self, name: str, *, hang_timeout_s: float | None = None, first_hang_timeout_s: float = 0.0
-    ) -> None:
-        """`hang_timeout_s`: longest time without progress while a call expects some;
-        `first_hang_timeout_s`: the same until the first progress, as kernels may compile first."""
-        self.name = name
-        self.num_deaths = 0  # serving processes that died or were killed
-        self._hang_timeout_s = hang_timeout_s
-        self._first_hang_timeout_s = first_hang_timeout_s
-        self._process: Worker | None = None  # the latest one started
-        self._worker: Worker | None = None  # the same while it serves
+    name: str
+    _: KW_ONLY
+    hang_timeout_s: float | None = None  # without progress while a call expects some
+    first_hang_timeout_s: float = 0.0  # until the first progress, as kernels may compile first
+    num_deaths: int = 0  # serving processes that died or were killed
+    _process: Worker | None = None  # the latest one started
+    _worker: Worker | None = None  # the same while it serves
+    _given_up: Exception | None = None
+
+    def __post_init__(self) -> None:
         self._changed = asyncio.Event()  # set when it serves again, or never will
-        self._given_up: Exception | None = None
 
     async def launch(self, *, is_restart: bool) -> Worker:
         """Start a worker; returns once it has loaded."""
@@ -76,9 +81,9 @@ class WorkerReplica:
     async def health(self) -> Exception:
         worker = self._process
         assert worker is not None, "health() follows start()"
-        await self._wait_for_failure(worker)
+        error = await _failure([worker], self.hang_timeout_s, self.first_hang_timeout_s)
         self.drop(worker)
-        return worker.dead.result()
+        return error
 
     async def stop(self) -> None:
         if self._process is not None:
@@ -105,22 +110,6 @@ class WorkerReplica:
             self.num_deaths += 1
             self.detach()
 
-    async def _wait_for_failure(self, worker: Worker) -> None:
-        if self._hang_timeout_s is None:
-            await asyncio.wait({worker.dead})
-            return
-        while not worker.dead.done():
-            await asyncio.wait({worker.dead}, timeout=HEALTH_CHECK_S)
-            stalled_s = worker.watchdog.stalled_s(
-                timeout_s=self._hang_timeout_s, first_timeout_s=self._first_hang_timeout_s
-            )
-            if stalled_s is not None:
-                await worker.fail_hung(no_progress(stalled_s))
-
-
-def no_progress(stalled_s: float) -> str:
-    return f"made no progress for {stalled_s:.0f} s (supervision.hang_timeout_s)"
-
 
 class ModuleReplica(WorkerReplica):
     """A worker of one module that is loaded by one start message."""
@@ -145,3 +134,111 @@ class ModuleReplica(WorkerReplica):
         worker = await self._launch(self.name, self._module)
         await worker.start_as(self._start, timeout_s=self._start_timeout_s)
         return worker
+
+
+@dataclass(eq=False)
+class GroupReplica:
+    """Workers that compute together. Subclasses launch them, and connect and disconnect callers."""
+
+    name: str
+    _: KW_ONLY
+    members: Sequence[str]  # names of the workers
+    hang_timeout_s: float  # as of WorkerReplica
+    first_hang_timeout_s: float = 0.0
+    _workers: Sequence[Worker] = ()  # the latest ones started
+    _failing: asyncio.Task[WorkerError] | None = None  # waits for their failure
+
+    async def launch(self, name: str) -> Worker:
+        """Start the process of one member; returns once it has connected."""
+        raise NotImplementedError
+
+    async def attach(self, workers: Sequence[Worker], *, is_restart: bool) -> None:
+        """Let the workers load, and connect callers to them."""
+
+    def detach(self) -> None:
+        """Disconnect callers from the workers after the death of one."""
+
+    async def start(self, *, is_restart: bool) -> None:
+        workers = self._workers = await self._launch_all()
+        failing = _failure(workers, self.hang_timeout_s, self.first_hang_timeout_s)
+        self._failing = asyncio.create_task(failing)
+        try:
+            await self._attach(workers, self._failing, is_restart=is_restart)
+        except BaseException:
+            self._failing.cancel()
+            await _end(workers)
+            raise
+
+    async def health(self) -> Exception:
+        assert self._failing is not None, "health() follows start()"
+        error = await self._failing
+        self.detach()
+        await _end(self._workers)
+        return error
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(worker.stop() for worker in self._workers))
+
+    def give_up(self, error: Exception) -> None:
+        """Nothing to do: the pool ends the run, and with it whatever waits."""
+
+    async def _launch_all(self) -> Sequence[Worker]:
+        launching = [asyncio.create_task(self.launch(name)) for name in self.members]
+        try:
+            return await asyncio.gather(*launching)
+        except BaseException:
+            for task in launching:
+                task.cancel()
+            outcomes = await asyncio.gather(*launching, return_exceptions=True)
+            await _end([found for found in outcomes if not isinstance(found, BaseException)])
+            raise
+
+    async def _attach(
+        self, workers: Sequence[Worker], failing: asyncio.Task[WorkerError], *, is_restart: bool
+    ) -> None:
+        try:
+            await self.attach(workers, is_restart=is_restart)
+        except ConfigError:
+            raise
+        except MillraceError as error:
+            await asyncio.wait({failing}, timeout=DEATH_NOTICE_S)
+            if failing.done():  # the others fail because of this worker
+                raise failing.result() from error
+            raise
+
+
+async def _failure(
+    workers: Sequence[Worker], hang_timeout_s: float | None, first_hang_timeout_s: float
+) -> WorkerError:
+    """The error of the first worker that dies or hangs."""
+    deaths: list[WorkerError] = []  # in order
+    for worker in workers:
+        worker.dead.add_done_callback(lambda dead: deaths.append(dead.result()))
+    while not deaths:
+        await asyncio.wait(
+            {worker.dead for worker in workers},
+            timeout=None if hang_timeout_s is None else HEALTH_CHECK_S,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if deaths or hang_timeout_s is None:
+            continue
+        limits = {"timeout_s": hang_timeout_s, "first_timeout_s": first_hang_timeout_s}
+        stalls = [worker.watchdog.stalled_s(**limits) for worker in workers]
+        if stalled := [stalled_s for stalled_s in stalls if stalled_s is not None]:
+            reason = f"made no progress for {max(stalled):.0f} s (supervision.hang_timeout_s)"
+            await _fail_hung(workers, reason)
+    return deaths[0]
+
+
+async def _fail_hung(workers: Sequence[Worker], reason: str) -> None:
+    """All of them stand still if one does: the suspect is one that is stopped, or is behind. All
+    write their stacks to their logs."""
+    suspect = min(workers, key=lambda worker: (not worker.is_stopped, worker.watchdog.work))
+    others = [worker for worker in workers if worker is not suspect]
+    await asyncio.gather(*(worker.fail_hung(reason) for worker in (suspect, *others)))
+
+
+async def _end(workers: Sequence[Worker]) -> None:
+    for worker in workers:
+        worker.kill()
+    await asyncio.gather(*(worker.is_gone_within(GONE_S) for worker in workers))

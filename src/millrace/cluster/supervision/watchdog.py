@@ -2,9 +2,8 @@
 
 A process that is alive may still hang. ProgressWatchdog measures how long a worker with calls in
 flight has reported no progress. StallWatchdog waits for a result, warns ever more rarely while
-nothing moves, and finally raises RunFailed with the same explanation.
-
-Runs on the controller's event loop.
+nothing moves, and finally raises RunFailed with the same explanation. Runs on the controller's
+event loop.
 """
 
 import asyncio

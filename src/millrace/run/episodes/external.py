@@ -99,22 +99,19 @@ async def external_server(
         limits=limits,
         health=lambda: Health.of(serving=engines.num_engines, engines=count),
     )
-    add_routes(app, environment, info=_info(prepared, environment))
+    info: dict[str, Any] = {
+        "model": MODEL,
+        "model_path": config.model.path,
+        "num_tokens": environment.num_tokens,
+        "max_context": prepared.max_context,
+        "max_staleness": environment.limit.max_staleness,
+    }
+    add_routes(app, environment, info=info)
     with contextlib.closing(served):
         async with http_listener(app, host=host, port=port, limits=limits) as bound:
             where = f"[{host}]" if ":" in host else host
             print(f"External programs post groups at http://{where}:{bound}", flush=True)
             yield
-
-
-def _info(prepared: "PreparedRun", environment: ExternalEnvironment) -> dict[str, Any]:
-    return {
-        "model": MODEL,
-        "model_path": prepared.config.model.path,
-        "num_tokens": environment.num_tokens,
-        "max_context": prepared.max_context,
-        "max_staleness": environment.limit.max_staleness,
-    }
 
 
 def _split(address: str) -> tuple[str, int]:

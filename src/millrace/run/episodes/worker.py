@@ -12,17 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from millrace.cluster import messages
 from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
-from millrace.cluster.messages import Stop, WorkerProgress
-from millrace.cluster.messages.environment import (
-    CancelEpisode,
-    EpisodePlayed,
-    PlayEpisode,
-    StartEnvironment,
-    TurnDropped,
-    TurnSampled,
-    TurnWanted,
-)
 from millrace.cluster.wire import WireError
 from millrace.config import RunConfig, load_config
 from millrace.core import errors
@@ -44,13 +35,13 @@ IDLE = "no work"
 
 
 def main(link: Link, name: str) -> None:
-    serve(link, name, message=StartEnvironment, start=EnvironmentWorker)
+    serve(link, name, message=messages.StartEnvironment, start=EnvironmentWorker)
 
 
 class EnvironmentWorker:
     """serve() runs in the main thread, methods with an underscore on the loop of the episodes."""
 
-    def __init__(self, message: StartEnvironment, link: Link, timeline: Timeline) -> None:
+    def __init__(self, message: messages.StartEnvironment, link: Link, timeline: Timeline) -> None:
         self._loaded = load_environment(load_config(message.config), message.function)
         self._link = link
         self._timeline = timeline
@@ -73,13 +64,13 @@ class EnvironmentWorker:
             call = self._link.receive()
             assert call is not None
             match call.message:
-                case PlayEpisode() as message:
+                case messages.PlayEpisode() as message:
                     self._thread.start_soon(self._begin, call, message)
-                case TurnSampled() as message:
+                case messages.TurnSampled() as message:
                     self._thread.start_soon(self._answer, message)
-                case CancelEpisode(key=key):
+                case messages.CancelEpisode(key=key):
                     self._thread.start_soon(self._cancel, key)
-                case Stop():  # episodes that still run get no reply
+                case messages.Stop():  # episodes that still run get no reply
                     self._closing.close()
                     call.reply()
                     return
@@ -88,10 +79,10 @@ class EnvironmentWorker:
 
     def _report(self) -> None:
         counters = {"episodes": float(self._num_played)}
-        self._link.emit(WorkerProgress(spans=self._timeline.drain(), counters=counters))
+        self._link.emit(messages.WorkerProgress(spans=self._timeline.drain(), counters=counters))
         asyncio.get_running_loop().call_later(PROGRESS_S, self._report)
 
-    def _begin(self, call: WorkerCall, message: PlayEpisode) -> None:
+    def _begin(self, call: WorkerCall, message: messages.PlayEpisode) -> None:
         self._timeline.enter("episodes", busy=True)
         self._episodes[message.key] = asyncio.create_task(self._play(call, message))
 
@@ -99,7 +90,7 @@ class EnvironmentWorker:
         if (task := self._episodes.pop(key, None)) is not None:
             task.cancel()
 
-    def _answer(self, sampled: TurnSampled) -> None:
+    def _answer(self, sampled: messages.TurnSampled) -> None:
         turn = self._turns.get((sampled.key, sampled.call))
         if turn is None or turn.done():
             return
@@ -108,7 +99,7 @@ class EnvironmentWorker:
         else:
             turn.set_result(sampled.completion)
 
-    async def _play(self, call: WorkerCall, message: PlayEpisode) -> None:
+    async def _play(self, call: WorkerCall, message: messages.PlayEpisode) -> None:
         async def sample(prompt: np.ndarray, **settings: Any) -> Completion:
             return await self._sample(call, message.key, prompt, **settings)
 
@@ -126,7 +117,7 @@ class EnvironmentWorker:
                 self._timeline.enter(IDLE, busy=False)
         encoded = None if recording is None else schema.encode(recording)
         try:
-            call.reply(EpisodePlayed(episode=episode, recording=encoded))
+            call.reply(messages.EpisodePlayed(episode=episode, recording=encoded))
         except WireError as error:
             call.fail(TaskError(f"{name}: its episode cannot be sent to the controller: {error}"))
 
@@ -139,12 +130,12 @@ class EnvironmentWorker:
         del settings["episode"]  # the controller knows it
         number = settings["call"]
         turn = self._turns[key, number] = asyncio.get_running_loop().create_future()
-        link_call.send_part(TurnWanted(prompt=prompt, **settings))
+        link_call.send_part(messages.TurnWanted(prompt=prompt, **settings))
         try:
             return await turn
         except asyncio.CancelledError:
             if key in self._episodes:
-                link_call.send_part(TurnDropped(call=number))
+                link_call.send_part(messages.TurnDropped(call=number))
             raise
         finally:
             del self._turns[key, number]
@@ -167,7 +158,7 @@ def load_environment(config: RunConfig, location: str | None) -> LoadedEnvironme
     )
 
 
-def _plan_of(message: PlayEpisode) -> EpisodePlan:
+def _plan_of(message: messages.PlayEpisode) -> EpisodePlan:
     branch = None
     if message.parent is not None:
         parent = schema.decode(message.parent, schema.Recording)

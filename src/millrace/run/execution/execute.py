@@ -39,14 +39,13 @@ from millrace.monitoring.monitor import RunMonitor
 from millrace.monitoring.run_dir import RunDir
 from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
 from millrace.monitoring.terminal.snapshot import RunGauges
-from millrace.run.autoscaling import autoscale
 from millrace.run.build import RunParts, build_controller
 from millrace.run.checks import local_devices
 from millrace.run.cluster import offered_ticket, open_hub
 from millrace.run.environment import WORKER_MODULE, open_environment
 from millrace.run.episodes.external import external_server
 from millrace.run.prepare import PreparedRun, prepare
-from millrace.run.scaling import scaling_server
+from millrace.run.scaling import autoscale, scaling_server
 from millrace.run.workers import RunWorkers
 from millrace.scoring.functions.workers import MODULE as SCORER_MODULE
 from millrace.scoring.pool import ScorerPool, build_scorer_pool
@@ -99,38 +98,26 @@ def execute(
     kind = kind or RunProcesses
     progress = make_progress(config.monitoring.progress)
     progress.starting("run", "reading the model's settings and the tasks")
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(progress.stop)
+        stack.enter_context(private_files())
         # The server imports torch while this process prepares the run.
-        with private_files(), shared_fork_server():
-            prepared = kind.prepare(config, resume=resume, **objects)
-            return _train(
-                prepared,
-                kind=kind,
-                resume=resume,
-                progress=progress,
-                callbacks=callbacks,
-                preemption=preemption or Preemption(),
-            )
-    finally:
-        progress.stop()
-
-
-def _train(prepared: PreparedRun, *, kind: "type[RunProcesses]", resume: bool, **parts: Any) -> Any:
-    run_dir = RunDir(prepared.config.run_dir)
-    run_dir.open(prepared.portable_config, resume=resume)
-    try:
-        return run_on_own_loop(
-            lambda: kind(prepared=prepared, run_dir=run_dir, resume=resume, **parts).run()
-        )
-    except OSError as error:
-        if not storage.is_full(error):
-            raise
-        raise RunFailed(
-            f"run_dir = '{run_dir.path}' is out of space ({storage.reason(error)}); free some, and"
-            " resume with --resume."
-        ) from error
-    finally:
-        run_dir.close()
+        stack.enter_context(shared_fork_server())
+        prepared = kind.prepare(config, resume=resume, **objects)
+        run_dir = RunDir(prepared.config.run_dir)
+        run_dir.open(prepared.portable_config, resume=resume)
+        stack.callback(run_dir.close)
+        parts = {"prepared": prepared, "run_dir": run_dir, "resume": resume, "progress": progress}
+        parts |= {"callbacks": callbacks, "preemption": preemption or Preemption()}
+        try:
+            return run_on_own_loop(lambda: kind(**parts).run())
+        except OSError as error:
+            if not storage.is_full(error):
+                raise
+            raise RunFailed(
+                f"run_dir = '{run_dir.path}' is out of space ({storage.reason(error)}); free some,"
+                " and resume with --resume."
+            ) from error
 
 
 class StartedRun(NamedTuple):
@@ -263,9 +250,23 @@ class RunProcesses:
     async def _work(self, started: StartedRun) -> RunGauges:
         """Run the controller while workers are restarted and engines can be added or removed."""
         workers, private = started.workers, started.private
-        controller = self._controller = self._build_controller(
-            workers, player=started.player, scorers=started.scorers, journal=started.journal
+        parts = RunParts(
+            config=self._config,
+            tasks=self.prepared.tasks,
+            held_out=self.prepared.held_out,
+            player=started.player,
+            scorers=started.scorers,
+            engines=workers.engines,
+            evaluators=workers.evaluators,
+            trainer=workers.trainer,
+            broadcaster=self._broadcaster,
+            monitor=self._monitor,
+            run_dir=self.run_dir,
+            journal=started.journal,
+            cursor=self.prepared.cursor,
+            preemption=self.preemption,
         )
+        controller = self._controller = build_controller(parts)
         self._writer = controller.checkpoints.writer
         async with asyncio.TaskGroup() as activities:
             supervision = activities.create_task(workers.worker_pool.run())
@@ -317,34 +318,6 @@ class RunProcesses:
             lengths=LengthPredictor(most=config.rollout.longest_first),
             others=workers.models,
             wants_routes=config.trainer.replay_routes and self.trains,
-        )
-
-    def _build_controller(
-        self,
-        workers: RunWorkers,
-        *,
-        player: Player,
-        scorers: ScorerPool,
-        journal: Journal | NoJournal,
-    ) -> Controller:
-        config, prepared = self._config, self.prepared
-        return build_controller(
-            RunParts(
-                config=config,
-                tasks=prepared.tasks,
-                held_out=prepared.held_out,
-                player=player,
-                scorers=scorers,
-                engines=workers.engines,
-                evaluators=workers.evaluators,
-                trainer=workers.trainer,
-                broadcaster=self._broadcaster,
-                monitor=self._monitor,
-                run_dir=self.run_dir,
-                journal=journal,
-                cursor=prepared.cursor,
-                preemption=self.preemption,
-            )
         )
 
     def _on_event(self, worker: str, message: Message) -> None:

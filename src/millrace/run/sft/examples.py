@@ -12,7 +12,7 @@ Torch-free; called in threads.
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -46,11 +46,12 @@ def check_examples(tasks: Sequence[Task]) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ExampleEncoder:
-    def __init__(self, renderer: Renderer, *, eos_id: int | None, max_tokens: int) -> None:
-        self._renderer = renderer
-        self._eos_id = eos_id
-        self._max_tokens = max_tokens
+    renderer: Renderer
+    _: KW_ONLY
+    eos_id: int | None
+    max_tokens: int
 
     def encode(self, task: Task, *, number: int) -> tuple[Group, int]:
         """The example as a group, whose rollouts are its sequences, and how many of these were cut.
@@ -74,10 +75,10 @@ class ExampleEncoder:
         return group, sum(was_cut for _, was_cut in rollouts)
 
     def _completed(self, prompt: str, completion: str) -> list[Piece]:
-        ids = self._renderer.encode(completion)
-        if self._eos_id is not None and (not len(ids) or ids[-1] != self._eos_id):
-            ids = np.append(ids, np.int32(self._eos_id))
-        return [(self._renderer.render(prompt), 0), (ids, len(ids))]
+        ids = self.renderer.encode(completion)
+        if self.eos_id is not None and (not len(ids) or ids[-1] != self.eos_id):
+            ids = np.append(ids, np.int32(self.eos_id))
+        return [(self.renderer.render(prompt), 0), (ids, len(ids))]
 
     def _turns(
         self, messages: Sequence[Message], *, first: int, tools: Sequence[Any]
@@ -88,7 +89,7 @@ class ExampleEncoder:
         for index, message in enumerate(messages):
             if message["role"] != "assistant" or index < first:
                 continue
-            render, encode = self._renderer.chat_text, self._renderer.encode
+            render, encode = self.renderer.chat_text, self.renderer.encode
             prompt = render(messages[:index], tools=tools)
             replied = render(messages[: index + 1], tools=tools, add_generation_prompt=False)
             if not replied.startswith(prompt):
@@ -101,7 +102,7 @@ class ExampleEncoder:
                 sequences.append([])
                 known = ""
             reply = encode(replied[len(prompt) :])
-            ends = np.flatnonzero(np.isin(reply, list(self._renderer.special_ids)))
+            ends = np.flatnonzero(np.isin(reply, list(self.renderer.special_ids)))
             num_trained = int(ends[-1]) + 1 if len(ends) else len(reply)
             sequences[-1] += [(encode(prompt[len(known) :]), 0), (reply[:num_trained], num_trained)]
             if num_trained < len(reply):  # a line break after the end of the turn
@@ -113,8 +114,8 @@ class ExampleEncoder:
         """The sequence, and whether it was cut."""
         tokens = np.concatenate([ids for ids, _ in pieces])
         mask = np.concatenate([np.arange(len(ids)) >= len(ids) - n for ids, n in pieces])
-        was_cut = bool(mask[self._max_tokens :].any())
-        tokens, mask = tokens[: self._max_tokens], mask[: self._max_tokens]
+        was_cut = bool(mask[self.max_tokens :].any())
+        tokens, mask = tokens[: self.max_tokens], mask[: self.max_tokens]
         rollout = Rollout(
             tokens=tokens.astype(np.int32),
             mask=mask,

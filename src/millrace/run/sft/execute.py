@@ -1,30 +1,44 @@
 """`mr.sft`: supervised fine-tuning, from settings to checkpoint.
 
 Processes, restarts, checkpoints and metrics are those of `mr.train`, without engines and scorers.
+Sections about generation ([scorers], [sampling], [engine], ...) are ignored, so a file may hold the
+settings of both commands. Settings and data are checked before any worker starts.
 Promise: each example is trained exactly once per epoch, also if processes were killed: steps since
 the newest checkpoint are repeated with the same batches, and have one row of metrics each.
 """
 
 import asyncio
 import contextlib
+import math
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Unpack
 
 from millrace.cluster.messages import Stepped
+from millrace.config import EngineConfig, JournalConfig, RunConfig, WeightsConfig
 from millrace.config.keywords import TrainArguments
-from millrace.controller.checkpointing import Checkpointing, CheckpointUploads
+from millrace.controller.checkpointing import Checkpointing
 from millrace.core.errors import ConfigError, Preempted
 from millrace.core.microbatch import Batch
+from millrace.environments.rollouts.renderer import Renderer
 from millrace.monitoring.files.episodes import SkippedSteps
 from millrace.monitoring.terminal.snapshot import RunGauges
+from millrace.run import prepare
+from millrace.run.checks import check_tasks, check_trackers
+from millrace.run.cluster import check_cluster
 from millrace.run.execution.execute import RunProcesses, RunResult, StartedRun, execute
-from millrace.run.sft.examples import SupervisedBatch
-from millrace.run.sft.prepare import PreparedSft, prepare_sft
+from millrace.run.mesh_checks import check_mesh
+from millrace.run.resume import find_resume_point
+from millrace.run.sft import examples
 from millrace.run.train import ConfigLike, read_arguments
-from millrace.training.checkpoints.store import CheckpointStore
+from millrace.tasks.sources import load_section, load_sources, make_stream
 from millrace.training.group import StepsOnRecord, TrainerGroup
+from millrace.training.losses.recipes import SUPERVISED
 
+FULL_LEARNING_RATE = 1e-5
+LORA_LEARNING_RATE = 1e-4
 # Metrics that compare the trainer with an engine.
 _OF_ENGINES = ("ratio/", "mismatch/", "batch/proximal_microbatches")
 
@@ -50,6 +64,111 @@ def sft(
         return thread.submit(work).result()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedSft(prepare.PreparedRun):
+    data: examples.SupervisedData
+
+
+def prepare_sft(
+    config: RunConfig,
+    *,
+    tasks: Sequence[Any] | None = None,
+    eval_tasks: Sequence[Any] | None = None,
+    resume: bool = False,
+) -> PreparedSft:
+    given, config = config, supervised_settings(config)
+    check_tasks(config)
+    check_mesh(config)
+    check_cluster(config)
+    _check_trainer(config)
+    sources = load_sources(config.tasks, tasks)
+    train_tasks = [task for source in sources for task in source.tasks]
+    held_out = load_section(config.evaluate, eval_tasks, section="evaluate")
+    examples.check_examples([*train_tasks, *held_out])
+    check_trackers(config)
+    config, num_examples = _with_steps(config, num_tasks=len(train_tasks))
+    # Files of the model are read from here on, which imports torch.
+    tokenizer, max_tokens = prepare.read_model(config.model, wanted=config.engine.max_context)
+    config, processes, devices = prepare.place(config, ())
+    prepare.check_files(config)
+    renderer = Renderer(tokenizer, template_settings=config.environment.template)
+    renderer.check([*train_tasks, *held_out])
+    stream = make_stream(sources, config.tasks, seed=config.seed)
+    point = find_resume_point(config, stream, resume=resume)
+    size = config.trainer.groups_per_step
+    if point.cursor.next_number != point.cursor.version * size:
+        raise ConfigError(
+            f"{config.run_dir} was begun with another trainer.groups_per_step than {size}, or by"
+            " `millrace train`; resume it as it was begun."
+        )
+    return PreparedSft(
+        config=config,
+        given=given,
+        processes=processes,
+        devices=devices,
+        tasks=stream,
+        held_out=tuple(held_out[: config.evaluate.max_tasks]),
+        tokenizer=tokenizer,
+        renderer=renderer,
+        max_context=max_tokens,
+        **point._asdict(),
+        data=examples.SupervisedData(
+            config=config,
+            stream=stream,
+            num_examples=num_examples,
+            encoder=examples.ExampleEncoder(
+                renderer, eos_id=tokenizer.eos_token_id, max_tokens=max_tokens
+            ),
+        ),
+    )
+
+
+def supervised_settings(config: RunConfig) -> RunConfig:
+    """The settings without what generation needs, and with the loss of fine-tuning."""
+    rate = config.optimizer.learning_rate
+    if rate == "auto":
+        rate = FULL_LEARNING_RATE if config.lora is None else LORA_LEARNING_RATE
+    config = config.model_copy(
+        update={
+            "loss": {"type": SUPERVISED},
+            "scorers": (),
+            "critic": None,
+            "engine": EngineConfig(count=0, max_context=config.engine.max_context),
+            "weights": WeightsConfig(),
+            "journal": JournalConfig(max_bytes=0),  # a step's batch follows from its number
+        }
+    )
+    return prepare.with_sections(
+        config,
+        optimizer={"learning_rate": rate},
+        environment={"models": {}, "remote": 0},
+        evaluate={"engines": 0},
+    )
+
+
+def _check_trainer(config: RunConfig) -> None:
+    trainer = config.trainer
+    refused = {
+        "trainer.epochs": (trainer.epochs, 1, "passes over the data are tasks.epochs"),
+        "trainer.minibatches": (trainer.minibatches, 1, "a step has one batch"),
+        "trainer.router_aux_loss": (trainer.router_aux_loss, 0, "no engine records expert routes"),
+        "tasks.order": (config.tasks.order == "curriculum", False, "a curriculum needs scores"),
+    }
+    for setting, (found, wanted, reason) in refused.items():
+        if found != wanted:
+            raise ConfigError(f"{setting} does not fit `millrace sft`: {reason}; leave it out.")
+
+
+def _with_steps(config: RunConfig, *, num_tasks: int) -> tuple[RunConfig, int]:
+    """The settings with the number of steps, and the number of examples that these take."""
+    size, epochs = config.trainer.groups_per_step, config.tasks.epochs
+    if epochs is None:
+        return config, config.trainer.steps * size
+    num_examples = max(1, round(epochs * num_tasks))
+    steps = math.ceil(num_examples / size)
+    return prepare.with_sections(config, trainer={"steps": steps}), num_examples
+
+
 class SftRun(RunProcesses):
     """A run whose only worker is the trainer, and its loop."""
 
@@ -73,7 +192,13 @@ class SftRun(RunProcesses):
         trainer = started.workers.trainer
         trainer.publishes = False
         trainer.past = StepsOnRecord(self._data.redo, version=self._version)
-        self._writer = self._build_writer(trainer)
+        self._writer = Checkpointing(
+            trainer,
+            folder=self.run_dir.checkpoints,
+            version=self._version,
+            warn=self._monitor.warn,
+            settings=self._config.checkpoint,
+        )
         async with asyncio.TaskGroup() as activities:
             background = [
                 activities.create_task(started.workers.worker_pool.run()),
@@ -95,7 +220,7 @@ class SftRun(RunProcesses):
             await self._evaluate(trainer)
         self._monitor.begin_training()
         writer.begin_uploads()
-        upcoming: asyncio.Task[SupervisedBatch] | None = None
+        upcoming: asyncio.Task[examples.SupervisedBatch] | None = None
         while self._has_next and not self.preemption.is_requested:
             taken = await (upcoming or self._next_batch(activities))
             step = trainer.step(taken.batch, version=self._version + 1)
@@ -126,11 +251,11 @@ class SftRun(RunProcesses):
 
     def _next_batch(
         self, activities: asyncio.TaskGroup, *, ahead: int = 1
-    ) -> asyncio.Task[SupervisedBatch]:
+    ) -> asyncio.Task[examples.SupervisedBatch]:
         making = asyncio.to_thread(self._data.batch, self._version + ahead)
         return activities.create_task(making)
 
-    def _record(self, stepped: Stepped, taken: SupervisedBatch) -> None:
+    def _record(self, stepped: Stepped, taken: examples.SupervisedBatch) -> None:
         metrics = {k: v for k, v in stepped.metrics.items() if not k.startswith(_OF_ENGINES)}
         self._trained_tokens += taken.batch.num_trained_tokens
         self._monitor.supervised_step(
@@ -158,13 +283,6 @@ class SftRun(RunProcesses):
             self._held_out = packed.batch
         loss = await trainer.held_out_loss(self._held_out, version=self._version)
         self._monitor.evaluated({"eval/loss": loss, "eval/step": self._version})
-
-    def _build_writer(self, trainer: TrainerGroup) -> Checkpointing:
-        saving, warn, uploads = self._config.checkpoint, self._monitor.warn, None
-        if saving.path is not None:
-            uploads = CheckpointUploads(CheckpointStore(saving.path), keep=saving.keep, warn=warn)
-        folder, version = self.run_dir.checkpoints, self._version
-        return Checkpointing(trainer, folder=folder, version=version, warn=warn, uploads=uploads)
 
     async def _save(
         self, writer: Checkpointing, activities: asyncio.TaskGroup, *, is_last: bool

@@ -1,7 +1,7 @@
 """Every message between processes. One tagged union; anything else on a socket is refused.
 
-Arrays inside (numpy) travel as raw frames beside the message, uncopied; see wire.py. A call has one
-reply: the message after its arrow, or an Error; parts may precede it. An event is neither.
+Arrays travel as raw frames beside the message; see wire.py. A call has one reply: the message after
+its arrow, or an Error; parts may precede it. An event is neither.
 """
 
 from typing import Any, Literal
@@ -9,21 +9,22 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from millrace.cluster.messages import environment  # noqa: F401 - they belong to the union
-from millrace.cluster.messages.message import Message, Part
+from millrace.cluster.launchers.launcher import JoinSlot, ProcessExit
+from millrace.core import records
 from millrace.core.microbatch import Batch
-from millrace.core.records import (
-    Completion,
-    CompletionChunk,
-    Prompt,
-    Request,
-    ScoreRequest,
-    TokenLogprobs,
-    WeightUpdate,
-)
+from millrace.core.records import Completion, Prompt, WeightUpdate
 from millrace.core.spans import Span
 
-# To any worker
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the tag is the class name."""
+
+
+class Part(Message, frozen=True):
+    """Base of messages about a call before its reply."""
+
+
+# To and from any worker
 
 
 class Stop(Message, frozen=True):
@@ -42,11 +43,8 @@ class Error(Message, frozen=True):
     traceback: str
 
 
-# Events of any worker
-
-
 class Hello(Message, frozen=True):
-    """First message of a worker."""
+    """Event: first message of a worker."""
 
     worker: str
     pid: int
@@ -55,7 +53,7 @@ class Hello(Message, frozen=True):
 
 
 class WorkerProgress(Message, frozen=True):
-    """Sent a few times per second: what the worker did since the last one."""
+    """Event, a few times per second: what the worker did since the last one."""
 
     spans: list[Span]
     counters: dict[str, float]  # e.g. tokens generated so far
@@ -64,7 +62,7 @@ class WorkerProgress(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Last message of a worker that fails."""
+    """Event: last message of a worker that fails."""
 
     reason: str
     traceback: str
@@ -82,25 +80,8 @@ class Join(Message, frozen=True):
     num_gpus: int = 0  # that it has for them
 
 
-class JoinSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    name: str  # of the worker
-    token: str  # with which that worker authenticates; its host passes it on
-    num_gpus: int = 0  # that the worker uses, if its host has any
-
-    def __repr__(self) -> str:
-        return f"JoinSlot(name={self.name!r})"
-
-
 class JoinAdmitted(Message, frozen=True):
     slots: list[JoinSlot]
-
-
-class ProcessExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the process of a worker ended."""
-
-    reason: str  # continues the sentence "Worker 'engine-0' ..."
-    log_tail: str = ""
-    code: int | None = None  # negative if a signal ended it; None if unknown
 
 
 class WorkerExited(Message, frozen=True):
@@ -136,18 +117,17 @@ class StartEngine(Message, frozen=True):
 
 
 class Generate(Message, frozen=True):
-    """Sample n completions. -> GenerateDone, when all of them are finished or aborted
+    """Sample n completions. Parts: Completed, and TokensSampled if `stream`. -> GenerateDone, when
+    all of them are finished or aborted"""
 
-    Parts: Completed for completions that end before the last one; TokensSampled if `stream`."""
-
-    request: Request
+    request: records.Request
     stream: bool = False
 
 
 class TokensSampled(Part, frozen=True):
     """Tokens sampled since the last such part."""
 
-    pieces: list[CompletionChunk]
+    pieces: list[records.CompletionChunk]
 
 
 class Completed(Part, frozen=True):
@@ -175,11 +155,11 @@ class Swapped(Message, frozen=True):
 class ScoreTokens(Message, frozen=True):
     """Score the tokens of these requests; to a teacher or an engine. -> TokensScored"""
 
-    requests: list[ScoreRequest]  # those that share a prefix are computed together
+    requests: list[records.ScoreRequest]  # those that share a prefix are computed together
 
 
 class TokensScored(Message, frozen=True):
-    logprobs: list[TokenLogprobs]
+    logprobs: list[records.TokenLogprobs]
 
 
 class AbortRequests(Message, frozen=True):
@@ -221,7 +201,6 @@ class StartTrainer(Message, frozen=True):
     checkpoint: str | None
     rank: int = 0
     rendezvous: str = ""  # "tcp://HOST:PORT" where rank 0 listens for the others; "" = one rank
-    # If some process of the run is on another host than the controller:
     own_address: str = ""  # of the rank's host; "" = it is on the controller's host
     peer_address: str = ""  # of another rank's host, if ranks are on several hosts
     shares_gpu: bool | None = None  # with another rank; None = as placement.trainer says
@@ -243,7 +222,7 @@ class Stepped(Message, frozen=True):
     metrics: dict[str, float]
     skipped: tuple[int, ...] = ()  # indices of minibatches with a non-finite loss or gradient
     # By number in Microbatch.reported: logprobs, entropies and advantages [3, n] of trained tokens.
-    reported: dict[int, np.ndarray] = msgspec.field(default_factory=dict[int, np.ndarray])
+    reported: dict[int, np.ndarray] = {}
 
 
 class Published(Message, frozen=True):
@@ -253,8 +232,7 @@ class Published(Message, frozen=True):
 
 
 class Lend(Message, frozen=True):
-    """Make the newest version readable for an engine that joins late. -> Published; Done from ranks
-    other than 0"""
+    """Make the newest version readable for a late engine. -> Published; Done from ranks above 0"""
 
 
 class Release(Message, frozen=True):
@@ -274,14 +252,12 @@ class Copied(Part, frozen=True):
     """The state is copied: the next step does not affect the checkpoint."""
 
 
-class Saved(Message, frozen=True):
-    """The checkpoint is on the disk."""
-
+class Saved(Message, frozen=True):  # to the disk
     version: int
     complaint: str | None = None  # why older checkpoints could not be removed
 
 
-# Scorer worker
+# Scorers: reward functions, reward models and teachers
 
 
 class StartScorer(Message, frozen=True):
@@ -304,11 +280,8 @@ class GroupScored(Message, frozen=True):
     rewards: list[float | None]
 
 
-# Reward model worker
-
-
 class StartRewardModel(Message, frozen=True):
-    """Load the model. -> Done"""
+    """Load the reward model. -> Done"""
 
     settings: dict[str, Any]  # RewardModelSettings as plain data
     device: str  # of placement.models
@@ -339,11 +312,8 @@ class StepValues(Message, frozen=True):
     values: list[list[float]]  # by reading and step, without the known steps
 
 
-# Teacher
-
-
 class StartTeacher(Message, frozen=True):
-    """Load the model. -> Done"""
+    """Load the model of a teacher. -> Done"""
 
     config: dict[str, Any]  # RunConfig as plain data
     settings: dict[str, Any]  # LogprobModelSettings as plain data
@@ -357,7 +327,71 @@ class StartTeacher(Message, frozen=True):
     saved_path: str = ""  # file in which it saves its weights, for a restart
 
 
-MESSAGES = [
-    *(kind for kind in Message.__subclasses__() if kind is not Part),
-    *Part.__subclasses__(),
-]
+# Environment worker
+
+
+class StartEnvironment(Message, frozen=True):
+    """Load the environment and the tokenizers of its models. -> Done"""
+
+    config: dict[str, Any]  # RunConfig as plain data
+    function: str | None = None  # as in StartScorer; None = as the config says
+
+
+class PlayEpisode(Message, frozen=True):
+    """Play one episode. Parts: TurnWanted, TurnDropped. -> EpisodePlayed"""
+
+    key: int  # by which TurnSampled and CancelEpisode name it
+    settings: dict[str, Any]  # EpisodeSettings as plain data
+    task: records.Task
+    is_trained: bool
+    branching: records.Branching | None = None
+    # Of a branch:
+    parent: bytes | None = None  # recording of the parent episode, as JSON
+    turn: int = 0  # number of the parent's turn that it shares in part
+    at: int = 0  # sampled tokens of that turn that are shared
+    root: int = 0  # number of the root episode
+
+
+class TurnWanted(Part, frozen=True):
+    """The environment wants a reply: arguments of GroupPolicy.sample. TurnSampled follows."""
+
+    prompt: np.ndarray  # [P] int32
+    call: int
+    sampling: records.Sampling
+    session: str
+    adapter: str | None = None
+    model: str | None = None
+    is_trained: bool = True
+    pinned: bool = False
+    partial: Completion | None = None
+    routes_from: int = 0
+
+
+class TurnDropped(Part, frozen=True):
+    """The environment no longer waits for the reply to this call."""
+
+    call: int
+
+
+class TurnSampled(Message, frozen=True):
+    """Event for a worker: the reply to a TurnWanted, or why there is none."""
+
+    key: int
+    call: int
+    completion: Completion | None
+    error: str = ""
+
+
+class CancelEpisode(Message, frozen=True):
+    """Event for a worker: end this episode without a reply."""
+
+    key: int
+
+
+class EpisodePlayed(Message, frozen=True):
+    episode: records.Episode
+    recording: bytes | None  # as JSON
+
+
+MESSAGES = [kind for kind in Message.__subclasses__() if kind is not Part]
+MESSAGES += Part.__subclasses__()
