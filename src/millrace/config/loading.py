@@ -17,15 +17,11 @@ from millrace.core.errors import ConfigError, describe_setting_error, suggestion
 from millrace.presets import over_preset
 
 # Settings that are always paths.
-_PATHS = {
-    *("run_dir", "tasks.path", "evaluate.path", "scorers.path", "cluster.ticket"),
-    *("weights.directory", "engine.options.directory"),
-}
-# Settings that may be a path, a hub name, or another word of a command line.
-_PERHAPS_PATHS = {
-    *("model", "model.path", "critic.path", "scorers.model", "engine.options.python"),
-    *("environment.command", "environment.mcp.command"),
-}
+_PATHS = {"tasks.path", "evaluate.path", "scorers.path", "cluster.ticket"}
+_DIRECTORIES = {"run_dir", "weights.directory", "engine.options.directory"}
+# Settings that may be a path or a hub name, and a path or another word of a command line.
+_MODELS = {"model", "model.path", "critic.path", "scorers.model"}
+_COMMANDS = {"environment.command", "environment.mcp.command", "engine.options.python"}
 _ROLE = re.compile(r"^environment\.models\.[^.]+\.")  # its table takes the keys of [engine]
 
 
@@ -98,9 +94,9 @@ def anchored(value: Any, *, folder: Path, key: str = "") -> Any:
         return value
     is_of_role = _ROLE.match(key) is not None and key.endswith(".path")
     key = _ROLE.sub("engine.", key)
-    is_found = (key in _PERHAPS_PATHS or is_of_role) and (folder / value).exists()
+    is_found = (key in _MODELS | _COMMANDS or is_of_role) and (folder / value).exists()
     is_of_source = key.startswith("tasks.source.") and key.endswith(".path")
-    is_path = (key in _PATHS or is_of_source) and not value.startswith(HUB)
+    is_path = (key in _PATHS | _DIRECTORIES or is_of_source) and not value.startswith(HUB)
     is_path = is_path or key.startswith("engine.adapters.")
     # A reference to a function in a file holds ".py:".
     return str(folder / value) if is_found or is_path or ".py:" in value else value
