@@ -112,9 +112,7 @@ def test_a_growing_trace_is_read_piece_by_piece(tmp_path):
 
 def test_a_trace_that_was_moved_aside_is_not_lost(tmp_path):
     run_dir = RunDir(tmp_path)
-    writer = TraceWriter(
-        run_dir.trace, start_s=START_S, earlier=run_dir.earlier_trace, max_bytes=3000
-    )
+    writer = TraceWriter(run_dir.trace, start_s=START_S, max_bytes=3000)
     found = spans(8)
     writer.write(found[:10])
     index = index_of(tmp_path)

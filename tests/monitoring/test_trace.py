@@ -51,8 +51,8 @@ def test_spans_read_back_as_they_were(tmp_path):
 
 
 def test_large_trace_continues_in_a_new_file(tmp_path):
-    path, earlier = tmp_path / "trace.json", tmp_path / "earlier.json"
-    trace = TraceWriter(path, start_s=0.0, earlier=earlier, max_bytes=2000)
+    path, earlier = tmp_path / "trace.json", tmp_path / "earlier_trace.json"
+    trace = TraceWriter(path, start_s=0.0, max_bytes=2000)
     written = [span(float(n), n + 1.0) for n in range(100)]
     for one in written:
         trace.write([one])

@@ -64,9 +64,8 @@ class RunMonitor:
         self._capacity = config.buffer_capacity
         self._run_dir = run_dir
         self._metrics = MetricsLog(run_dir.metrics, resume_from=resume_from)
-        self._trace: TraceWriter | None = TraceWriter(
-            run_dir.trace, earlier=run_dir.earlier_trace, resume=resume_from is not None
-        )
+        self._trace: TraceWriter | None
+        self._trace = TraceWriter(run_dir.trace, resume=resume_from is not None)
         self._zero_s = time.monotonic() - (time.time() - self._trace.start_s)
         self.recorder = StepRecorder(config, run_dir, decode=decode)
         self._progress = progress or make_progress(config.monitoring.progress)

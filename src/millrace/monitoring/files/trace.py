@@ -39,13 +39,9 @@ class TraceWriter:
         *,
         start_s: float | None = None,
         resume: bool = False,
-        earlier: Path | None = None,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """`earlier`: where a file of more than `max_bytes` is moved; None = no limit."""
-        self._path = path
-        self._earlier = earlier
-        self._max_bytes = max_bytes
+        self._path, self._max_bytes = path, max_bytes
         events = _read_events(path) if resume and path.exists() else []
         self._tracks = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
         end_us = max((e["ts"] + e["dur"] for e in events if e["ph"] == "X"), default=0.0)
@@ -56,9 +52,9 @@ class TraceWriter:
         events = [event for span in _condensed(spans) for event in self._events(span)]
         self._file.write("".join(f",\n{_line(event)}" for event in events))
         self._file.flush()
-        if self._earlier is not None and self._file.tell() > self._max_bytes:
+        if self._file.tell() > self._max_bytes:
             self.close()
-            self._path.replace(self._earlier)
+            self._path.replace(self._path.with_name(f"earlier_{self._path.name}"))
             self._begin(self._heading())
 
     def close(self) -> None:
