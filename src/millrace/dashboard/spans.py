@@ -85,7 +85,8 @@ class _ActivityIndex:
 
 
 class SpanIndex:
-    def __init__(self, run_dir: RunDir) -> None:
+    def __init__(self, run_dir: RunDir, *, max_read_bytes: int = MAX_READ_BYTES) -> None:
+        self._max_read_bytes = max_read_bytes
         self._tails = [FileTail(run_dir.earlier_trace), FileTail(run_dir.trace)]
         self._decoder = msgspec.json.Decoder(list[_TraceEvent])
         self._clear()
@@ -109,7 +110,7 @@ class SpanIndex:
             for chunk in tail.chunks():
                 self._add(chunk, tail)
                 num_bytes += len(chunk)
-                if num_bytes >= MAX_READ_BYTES:
+                if num_bytes >= self._max_read_bytes:
                     self.is_complete = False
                     return
 
