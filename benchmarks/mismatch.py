@@ -17,7 +17,7 @@ from millrace.core.microbatch import Microbatch
 from millrace.core.records import Completion, Episode, Group, Request, Rollout, Sampling, Task
 from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.build import build_engine
-from millrace.models.attention.self_test import PACKED
+from millrace.models.attention.packed import PACKED
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import load_model
 from millrace.training.optimizer import TrainSettings

@@ -25,7 +25,7 @@ from millrace.demo.model import EOS_ID, PAD_ID, build_tokenizer
 from millrace.environments.token_record import rollout_of
 from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.build import build_engine
-from millrace.models.attention.self_test import PACKED
+from millrace.models.attention.packed import PACKED
 from millrace.models.loading import load_model, resolve_device, without_progress_bars
 from millrace.models.routing import RouteReplay, Routing, find_routing
 from millrace.training.optimizer import TrainSettings

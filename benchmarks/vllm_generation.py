@@ -20,7 +20,7 @@ import torch
 
 from millrace.bench import write_result
 from millrace.bench.workloads import chosen_device, described, make_model, shapes
-from millrace.models.attention.self_test import PACKED
+from millrace.models.attention.packed import PACKED
 
 
 def main() -> None:

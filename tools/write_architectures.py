@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from millrace.inference.embedded.self_test import DECODE_LOOP
-from millrace.models.attention.self_test import PACKED
+from millrace.models.attention.packed import PACKED
 from millrace.models.directory import first_line
 from millrace.models.support import find_obstacle
 

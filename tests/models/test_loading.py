@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 from transformers.models.hyperclovax import HyperCLOVAXConfig, HyperCLOVAXForCausalLM
 
 from millrace.core.errors import ConfigError
-from millrace.models.attention.packed import PACKED_ATTENTION, PackedLayout
-from millrace.models.attention.self_test import PACKED
+from millrace.models.attention.packed import PACKED, PACKED_ATTENTION, PackedLayout
 from millrace.models.directory import context_length, load_tokenizer
 from millrace.models.loading import (
     hidden_states,

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from millrace.core.errors import ConfigError
 from millrace.inference.embedded.self_test import SINGLE_STEPS
-from millrace.models.attention.self_test import PACKED
+from millrace.models.attention.packed import PACKED
 from millrace.models.directory import context_limit, max_positions
 from millrace.models.shrinking import chosen_layers, shrunk, thresholds
 from millrace.models.support import check_supported, find_obstacle

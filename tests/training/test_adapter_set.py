@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from millrace.core.errors import TaskError
-from millrace.models.attention.self_test import PACKED
+from millrace.models.attention.packed import PACKED
 from millrace.models.loading import load_model
 from millrace.training.adapters.adapter_set import ALPHA, AdapterSet
 from millrace.training.adapters.requests import AdamSettings, AdapterShape, TrainingDatum

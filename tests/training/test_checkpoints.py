@@ -11,7 +11,7 @@ from full_disk import files_of_at_most
 from transformers import AutoModelForCausalLM
 
 from millrace.core.errors import CheckpointError, ConfigError
-from millrace.models.attention.self_test import PACKED
+from millrace.models.attention.packed import PACKED
 from millrace.models.loading import load_model
 from millrace.training.checkpoints.directory import (
     CRITIC,

@@ -15,7 +15,7 @@ from millrace.core.errors import EngineLost
 from millrace.core.records import SwapProbe, WeightUpdate
 from millrace.core.spans import Timeline
 from millrace.inference.worker import EngineWorker
-from millrace.models.attention.self_test import PACKED
+from millrace.models.attention.packed import PACKED
 from millrace.models.routing import policy_tensors, router_biases
 from millrace.weights.probe import ProbeReference, check_probe
 from millrace.weights.transport import make_receiver, make_sender

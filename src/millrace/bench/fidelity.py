@@ -28,7 +28,7 @@ from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.cache import block_bytes
 from millrace.inference.embedded.kv.paged_attention import measure_cache
 from millrace.inference.embedded.self_test import engine_path
-from millrace.models.attention.self_test import PACKED
+from millrace.models.attention.packed import PACKED
 from millrace.training.optimizer import TrainSettings
 from millrace.training.packing.packer import pack
 from millrace.training.policy_model import PolicyModel

@@ -34,7 +34,7 @@ from millrace.config.training import ADAMW, ADAMW_8BIT, MUON
 from millrace.core.microbatch import Batch, MeshSizes
 from millrace.core.records import Sampling
 from millrace.environments.token_record import rollout_of
-from millrace.models.attention.self_test import PACKED
+from millrace.models.attention.packed import PACKED
 from millrace.models.directory import num_experts
 from millrace.models.logprobs import output_head
 from millrace.models.lora.experts import EXPERT_WEIGHTS, expert_modules, grouped

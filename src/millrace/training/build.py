@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from millrace.config import CriticConfig, RunConfig
 from millrace.config.training import ADAMW, ADAMW_8BIT, MUON
-from millrace.models.attention.self_test import EXACT_PACKED, PACKED
+from millrace.models.attention.packed import EXACT_PACKED, PACKED
 from millrace.models.exact.mode import check_exact
 from millrace.models.loading import load_model, resolve_device, resolve_dtype
 from millrace.models.lora.trained import TrainedAdapter

@@ -15,7 +15,7 @@ from chat_model import chat_tokenizer, make_chat_model
 from fakes import ScriptedEngine
 
 from millrace.environments.tools.calls import FORMATS
-from millrace.models.attention.self_test import PACKED
+from millrace.models.attention.packed import PACKED
 from millrace.models.loading import load_model
 from millrace.serving.api.errors import ApiError
 from millrace.serving.api.openapi import Health

@@ -15,17 +15,25 @@ H = heads, D = head size.
 
 import functools
 import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from millrace.core.microbatch import Segments, common_prefix
 from millrace.models.attention.context import ContextGroup
 from millrace.models.attention.flash import flash_attention, flattened, packed_obstacle
 from millrace.models.attention.layout import Block, PackedLayout
 from millrace.models.exact.attention import ScoreRules, Tiles, attend_packed
-from millrace.models.support import register_attention
+from millrace.models.exact.mode import ExactMode
+from millrace.models.loading import hidden_states
+from millrace.models.logprobs import final_logits
+from millrace.models.support import AttentionPath, ScoredTokens, register_attention
 
 PACKED_ATTENTION = "millrace_packed"
 _QUERY_BLOCK = 512  # queries whose scores are computed at one time
@@ -211,3 +219,34 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 register_attention(PACKED_ATTENTION, packed_attention)
+
+
+def _score(
+    model: PreTrainedModel, sequences: Sequence[np.ndarray], *, exact: bool = False
+) -> list[ScoredTokens]:
+    """All sequences in one pass; the first two share a prompt."""
+    shared = common_prefix(*sequences[:2])
+    segments = Segments([sequences[0][:shared]])
+    rows = [segments.add(tokens, parent=0, shared=shared) for tokens in sequences[:2]]
+    rows += [segments.add(tokens, parent=-1, shared=0) for tokens in sequences[2:]]
+    lengths = [len(tokens) for tokens in segments.tokens]
+    layout = PackedLayout(lengths, parents=segments.parents, device=model.device)
+    with ExactMode(torch.float32) if exact else nullcontext():
+        hidden = hidden_states(
+            model,
+            input_ids=torch.from_numpy(np.concatenate(segments.tokens))[None],
+            position_ids=torch.from_numpy(np.concatenate(segments.positions))[None],
+            layout=layout,
+            tiles=Tiles.packed(layout, model.device) if exact else None,
+        )
+        logprobs = final_logits(model, hidden).log_softmax(-1).numpy()
+    return [
+        ScoredTokens(tokens=tokens, logprobs=logprobs[own[:-1], tokens[1:]])
+        for own, tokens in zip(rows, sequences, strict=True)
+    ]
+
+
+EXACT_PACKED = AttentionPath(
+    name=PACKED_ATTENTION, user="trainer", score=functools.partial(_score, exact=True)
+)
+PACKED = AttentionPath(name=PACKED_ATTENTION, user="trainer", score=_score)

@@ -2,9 +2,16 @@
 
 Promise: an adapter that would not compute here what it computes in PEFT is refused in one sentence
 that names it.
+
+PEFT wraps the module of experts once for each adapted parameter, so the tensors of the first one
+lie deepest: `experts.base_layer.lora_A.weight`. It stores A as [E R, I] and B as [O, R E]. We name
+tensors after the parameter, as for linear layers, and store A as [E, R, I] and B as [E, O, R].
+
+E = experts, R = rank, I and O = input and output size.
 """
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +22,14 @@ from transformers import PreTrainedModel
 
 from millrace.config import LoraConfig
 from millrace.core.errors import CheckpointError, ConfigError
+from millrace.models.lora.experts import EXPERT_WEIGHTS
 from millrace.models.lora.factors import Adapter, adaptable_layers, scale_of
-from millrace.models.lora.peft_layout import from_peft
 
 SETTINGS_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 NAME_PREFIX = "base_model.model."  # prefix of every tensor name in PEFT's files
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_WRAPPER = ".base_layer"
 # Settings that change what a layer computes, and their values for plain LoRA or DoRA.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
@@ -156,3 +165,58 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     tensors = {name.removeprefix(NAME_PREFIX): tensor for name, tensor in loaded.items()}
     saved = json.loads((folder / SETTINGS_FILE).read_text())
     return from_peft(tensors, targets=saved.get("target_parameters") or (), rank=saved["r"])
+
+
+def to_peft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapter's tensors by PEFT's names and in its shapes."""
+    adapted = [name.removesuffix(_A) for name, t in tensors.items() if t.ndim == 3 and _A in name]
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.ndim != 3:
+            renamed[name] = tensor
+            continue
+        layer, _, part = name.partition(".lora_")
+        module, _, weight = layer.rpartition(".")
+        own = _wrapped(module, adapted)
+        depth = len(own) - 1 - own.index(weight)
+        if part.startswith("A"):
+            tensor = tensor.flatten(0, 1)
+        else:
+            tensor = tensor.permute(1, 2, 0).flatten(1)
+        renamed[f"{module}{_WRAPPER * depth}.lora_{part}"] = tensor.contiguous()
+    return renamed
+
+
+def from_peft(
+    tensors: Mapping[str, Tensor], *, targets: Iterable[str], rank: int
+) -> dict[str, Tensor]:
+    """The tensors by our names and in our shapes. `targets`: PEFT's target_parameters."""
+    targets = list(targets)
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stem, _, part = name.partition(".lora_")
+        module = stem
+        while module.endswith(_WRAPPER):
+            module = module.removesuffix(_WRAPPER)
+        depth = (len(stem) - len(module)) // len(_WRAPPER)
+        own = _wrapped(module, targets)
+        is_a = part.startswith("A")
+        # A target may be the last part of a name, so any module could have it: shapes tell.
+        if depth >= len(own) or tensor.shape[0 if is_a else -1] == rank:
+            renamed[name] = tensor
+        elif is_a:
+            renamed[f"{module}.{own[-1 - depth]}{_A}"] = tensor.unflatten(0, (-1, rank))
+        else:
+            shaped = tensor.unflatten(1, (rank, -1)).permute(2, 0, 1).contiguous()
+            renamed[f"{module}.{own[-1 - depth]}{_B}"] = shaped
+    return renamed
+
+
+def _wrapped(module: str, targets: Iterable[str]) -> list[str]:
+    """The adapted weights of a module, in the order in which PEFT wraps them."""
+    names = {weight: f"{module}.{weight}" for weight in EXPERT_WEIGHTS}
+    return [
+        weight
+        for weight, name in names.items()
+        if any(name == target or name.endswith(f".{target}") for target in targets)
+    ]

@@ -19,8 +19,7 @@ from millrace.config import LoraConfig
 from millrace.core.errors import CheckpointError
 from millrace.models.lora.experts import TrainedUpdate, add_update
 from millrace.models.lora.factors import adapter_of, require_peft, tensor_names
-from millrace.models.lora.folders import NAME_PREFIX, WEIGHTS_FILE, read_checkpoint
-from millrace.models.lora.peft_layout import to_peft
+from millrace.models.lora.folders import NAME_PREFIX, WEIGHTS_FILE, read_checkpoint, to_peft
 from millrace.models.sharding import shard_like, whole, whole_units
 
 _ADAPTER = "default"  # PEFT's name of a model's only adapter

@@ -34,7 +34,7 @@ from millrace.inference.embedded.adapters import AdapterMerger
 from millrace.inference.embedded.live_weights import LiveWeights, PreparedWeights
 from millrace.inference.embedded.scoring import ScoringEngine, num_rows
 from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWorker
-from millrace.models.attention.self_test import PACKED
+from millrace.models.attention.packed import PACKED
 from millrace.models.directory import text_config
 from millrace.models.loading import (
     load_model,

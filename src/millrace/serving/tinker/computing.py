@@ -52,7 +52,7 @@ class TrainingThread:
 def _load(config: RunConfig) -> "AdapterSet":
     import torch
 
-    from millrace.models.attention.self_test import PACKED
+    from millrace.models.attention.packed import PACKED
     from millrace.models.directory import context_length
     from millrace.models.loading import load_model, resolve_device, resolve_dtype
     from millrace.training.adapters.adapter_set import AdapterSet

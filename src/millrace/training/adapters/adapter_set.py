@@ -34,8 +34,13 @@ from millrace.models.lora.experts import (
     grouped,
 )
 from millrace.models.lora.factors import Adapter, adaptable_layers, scale_of, tensor_names
-from millrace.models.lora.folders import NAME_PREFIX, SETTINGS_FILE, WEIGHTS_FILE, read_checkpoint
-from millrace.models.lora.peft_layout import to_peft
+from millrace.models.lora.folders import (
+    NAME_PREFIX,
+    SETTINGS_FILE,
+    WEIGHTS_FILE,
+    read_checkpoint,
+    to_peft,
+)
 from millrace.training.adapters.requests import TARGETS, AdamSettings, AdapterShape, TrainingDatum
 from millrace.training.checkpoints.directory import read_run_state, write_checkpoint
 from millrace.training.layers import checkpoint_layers
