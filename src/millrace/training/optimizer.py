@@ -193,11 +193,7 @@ class MuonAdamW(torch.optim.Optimizer):
     and stacked experts. Both make steps of similar size, so they share a learning rate."""
 
     def __init__(
-        self,
-        matrices: dict[str, Any],
-        others: list[dict[str, Any]],
-        *,
-        betas: tuple[float, float],
+        self, matrices: dict[str, Any], others: list[dict[str, Any]], *, betas: tuple[float, float]
     ) -> None:
         self._parts: dict[str, torch.optim.Optimizer] = {
             MUON: torch.optim.Muon([matrices], lr=0.0, adjust_lr_fn="match_rms_adamw")

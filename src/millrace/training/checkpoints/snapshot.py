@@ -72,11 +72,7 @@ class TrainerSnapshot:
 
 
 def model_writer(
-    model: PreTrainedModel,
-    weights: Mapping[str, Tensor],
-    parts: Parts,
-    *,
-    subfolder: str = "",
+    model: PreTrainedModel, weights: Mapping[str, Tensor], parts: Parts, *, subfolder: str = ""
 ) -> Write:
     """A function that writes a copy of the weights as a Hugging Face directory. If they are
     sharded, this rank's part of them is added to the `parts` of the snapshot instead."""
