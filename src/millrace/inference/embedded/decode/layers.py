@@ -5,6 +5,9 @@ Their weights are views of one tensor under their old names, so weights are stil
 Decoder layers run compiled: everything between the matrix products is fused, and all layers of one
 class share the compiled program.
 
+Experts on CUDA have kernels of their own for few rows, and grouped products for many: one opaque
+operator decides by the number of rows, so that compiled layers serve both.
+
 Unmerged LoRA adapters are computed beside a matrix product instead of merged into its weight. All
 adapters of a product lie side by side. A x is computed for all of them, multiplied by zero for
 those that a row does not use, and multiplied by all B at once. So the shapes do not depend on the
@@ -15,26 +18,40 @@ ranks, N = layers that share the product (such as query, key and value).
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from millrace.inference.embedded.decode.attention import DecodeLayer, PrefillLayer
-from millrace.inference.embedded.decode.experts import use_expert_kernels
-from millrace.models.lora.experts import grouped
+from millrace.inference.embedded.decode.attention import (
+    DecodeLayer,
+    PrefillLayer,
+    define_operator,
+)
+from millrace.models.lora.experts import (
+    EXPERT_WEIGHTS,
+    expert_modules,
+    forward_with_lora,
+    grouped,
+    is_transposed,
+)
 
 _Forward = Callable[..., Any]  # a layer's forward; the first argument is the layer
 _SHORT_PREFILL = 8  # tokens; torch.compile would recompile for a pass of one token
 _MAX_PROGRAMS = 64  # of a class of layers
+_TILE = 64  # sizes of experts that their kernels compute are multiples of it
 # Called one after another, in this order, with the same input.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
+    """A parameter, because torch.compile treats its shape as constant."""
     return nn.Parameter(tensor, requires_grad=False)
 
 
@@ -59,7 +76,6 @@ class UnmergedLora:
     def __init__(
         self, a: Tensor, b: Tensor, *, gains: Tensor | None, choice: AdapterChoice
     ) -> None:
-        # Parameters, because torch.compile treats their shapes as constants.
         self._a = frozen(a)  # [N K, I]
         self._b = frozen(b)  # [O, N K]; zero where row and column belong to different layers
         self._gains = None if gains is None else frozen(gains)  # [S + 1, O] float32
@@ -110,7 +126,6 @@ class FusedLinear:
     """One matrix product for several projections of one input."""
 
     def __init__(self, parts: list[nn.Linear]) -> None:
-        # Parameters, because torch.compile treats their shapes as constants.
         self.weight = frozen(torch.cat([part.weight.detach() for part in parts]))
         self.bias = None
         if parts[0].bias is not None:
@@ -171,26 +186,16 @@ def fuse_projections(model: PreTrainedModel) -> None:
     for module in list(model.modules()):
         for names in _SIBLINGS:
             parts: list[Any] = [getattr(module, name, None) for name in names]
-            if _can_fuse(parts):
-                _fuse(module, names, parts)
-
-
-def _can_fuse(parts: list[Any]) -> bool:
-    if not all(type(part) is nn.Linear for part in parts):
-        return False
-    kinds = {(part.in_features, part.weight.dtype, part.bias is None) for part in parts}
-    return len(kinds) == 1
-
-
-def _fuse(module: nn.Module, names: tuple[str, ...], parts: list[nn.Linear]) -> None:
-    fused = FusedLinear(parts)
-    start = 0
-    for name, part in zip(names, parts, strict=True):
-        stop = start + part.out_features
-        is_first, is_last = name == names[0], name == names[-1]
-        sliced = _LayerPart(fused, start=start, stop=stop, is_first=is_first, is_last=is_last)
-        setattr(module, name, sliced)
-        start = stop
+            if not all(type(part) is nn.Linear for part in parts):
+                continue
+            kinds = {(part.in_features, part.weight.dtype, part.bias is None) for part in parts}
+            if len(kinds) > 1:
+                continue
+            fused, stop = FusedLinear(parts), 0
+            for name, part in zip(names, parts, strict=True):
+                start, stop = stop, stop + part.out_features
+                ends = {"is_first": name == names[0], "is_last": name == names[-1]}
+                setattr(module, name, _LayerPart(fused, start=start, stop=stop, **ends))
 
 
 def keep_residual_in_float32(model: PreTrainedModel) -> None:
@@ -245,32 +250,30 @@ def install(model: PreTrainedModel, caches: Mapping[int, Tensor], *, compile_lay
                 decode = torch.compile(kind.forward, fullgraph=True)
                 prefill = torch.compile(kind.forward, fullgraph=True, dynamic=True)
             programs[kind] = decode, prefill
-        layer.forward = _Dispatch(layer, *programs[kind], cache=caches[number])
+        layer.forward = _Dispatch(layer, layer.forward, *programs[kind], cache=caches[number])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Dispatch:
     """A layer's forward: runs the program for the kind of pass at hand."""
 
-    def __init__(
-        self, layer: nn.Module, decode: _Forward, prefill: _Forward, *, cache: Tensor
-    ) -> None:
-        self._layer = layer
-        self._own = layer.forward
-        self._decode = decode
-        self._prefill = prefill
-        self._cache = cache
+    layer: nn.Module
+    own: _Forward
+    decode: _Forward
+    prefill: _Forward
+    cache: Tensor
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         paged = kwargs.get("millrace_paged")
         if isinstance(paged, DecodeLayer):
-            run = self._decode
+            run = self.decode
         elif isinstance(paged, PrefillLayer):
             is_short = len(paged.slot_mapping) < _SHORT_PREFILL
-            run = type(self._layer).forward if is_short else self._prefill
+            run = type(self.layer).forward if is_short else self.prefill
         else:
-            return self._own(*args, **kwargs)
-        kwargs["millrace_paged"] = paged._replace(cache=self._cache)
-        return run(self._layer, *args, **kwargs)
+            return self.own(*args, **kwargs)
+        kwargs["millrace_paged"] = paged._replace(cache=self.cache)
+        return run(self.layer, *args, **kwargs)
 
 
 def _index(layer: nn.Module) -> int | None:
@@ -279,3 +282,66 @@ def _index(layer: nn.Module) -> int | None:
     found: set[Any] = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
     assert len(found) <= 1, f"{type(layer).__name__} holds attention of layers {found}"
     return found.pop() if found else None
+
+
+def use_expert_kernels(model: PreTrainedModel) -> None:
+    """Make experts that the kernels can compute use them."""
+    for module in expert_modules(model).values():
+        if _can_use_kernels(module):
+            # One function for all layers: torch.compile would build a program for each closure.
+            module.forward = MethodType(_experts_forward, module)
+
+
+def _can_use_kernels(module: Any) -> bool:
+    own = {name: p.ndim for name, p in module.named_parameters(recurse=False)}
+    if own != dict.fromkeys(EXPERT_WEIGHTS, 3) or is_transposed(module):
+        return False
+    gate = getattr(module, "_apply_gate", None)
+    is_default = getattr(gate, "__module__", "") == "transformers.integrations.moe"
+    is_silu = isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation)
+    if not is_default or not is_silu or getattr(module, "has_post_expert_norm", False):
+        return False
+    weight = module.down_proj
+    return weight.dtype != torch.float32 and not any(n % _TILE for n in weight.shape[1:])
+
+
+def _experts_forward(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    matrices = (module.gate_up_proj, module.down_proj)
+    return torch.ops.millrace.experts(hidden, indices, weights, *matrices)
+
+
+def _experts_on_cuda(
+    hidden: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    from millrace.inference.embedded.decode import expert_kernels
+
+    if indices.numel() <= expert_kernels.MAX_ROWS:
+        return expert_kernels.experts(hidden, indices, weights, gate_up, down)
+    return plain_experts(hidden, indices, weights, gate_up, down)
+
+
+def plain_experts(
+    hidden: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:  # [T, I]
+    """The same by grouped products, on any device."""
+    module = SimpleNamespace(
+        num_experts=len(down),
+        gate_up_proj=gate_up,
+        down_proj=down,
+        expert_updates={},
+        _apply_gate=_gated,
+    )
+    return forward_with_lora(module, hidden, indices, weights)
+
+
+def _gated(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up
+
+
+define_operator(
+    "experts(Tensor hidden, Tensor indices, Tensor weights, Tensor gate_up, Tensor down) -> Tensor",
+    cuda=_experts_on_cuda,
+    cpu=plain_experts,
+    shape=lambda hidden, *_: torch.empty_like(hidden),
+)
