@@ -119,6 +119,25 @@ def check_manifest(specs: Sequence[TensorSpec], *, num_bytes: int) -> None:
         )
 
 
+def check_shapes(
+    given: Mapping[str, Sequence[int]],
+    *,
+    expected: Mapping[str, tuple[int, ...]],
+    version: int,
+) -> None:
+    """Refuse a version whose tensors are not exactly the expected ones."""
+    if missing := sorted(expected.keys() - given.keys()):
+        raise WeightError(f"Version {version} lacks {missing[0]!r} ({len(missing)} missing).")
+    for name, shape in given.items():
+        if name not in expected:
+            raise WeightError(f"Version {version} has {name!r}, which the model lacks.")
+        if tuple(shape) != expected[name]:
+            raise WeightError(
+                f"Version {version} has {name!r} as {tuple(shape)};"
+                f" the model's is {expected[name]}."
+            )
+
+
 def check_fits(
     specs: Sequence[TensorSpec],
     *,

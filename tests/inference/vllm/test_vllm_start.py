@@ -1,6 +1,5 @@
 """A vLLM server that would give wrong numbers is refused in one sentence."""
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from millrace.inference.backend import (
     of_engine,
 )
 from millrace.inference.vllm.engine import VllmEngine
-from millrace.inference.vllm.staging import private_folder, weight_folder
+from millrace.inference.vllm.staging import weight_folder
 from millrace.run.mesh_checks import check_mesh
 
 
@@ -121,19 +120,6 @@ def test_attached_server_gets_the_weights_of_the_run(model_path: Path):
 def test_python_without_vllm_is_refused(model_path: Path, python: str, sentence: str):
     with pytest.raises(ConfigError, match=sentence):
         load(model_path, VllmBackend(python=python))
-
-
-def test_folders_of_dead_processes_are_removed(tmp_path: Path):
-    alive, dead = (
-        tmp_path / f"millrace-vllm-{os.getpid()}-a",
-        tmp_path / "millrace-vllm-999999999-b",
-    )
-    alive.mkdir()
-    dead.mkdir()
-    with private_folder(str(tmp_path)) as folder:
-        assert Path(folder).stat().st_mode & 0o077 == 0
-        assert alive.is_dir()
-        assert not dead.exists()
 
 
 @pytest.mark.parametrize(

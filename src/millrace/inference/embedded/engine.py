@@ -22,7 +22,7 @@ from millrace.core.records import (
     ScoreRequest,
     TokenLogprobs,
 )
-from millrace.inference.backend import EngineStats, FinishedCompletions
+from millrace.inference.backend import EngineCore, EngineStats, FinishedCompletions
 from millrace.inference.embedded.adapters import AdapterMerger
 from millrace.inference.embedded.decode.loop import NO_TOKEN, DecodeLoop, DecodeResult
 from millrace.inference.embedded.device_memory import EngineMemory
@@ -47,7 +47,7 @@ from millrace.models.lora.factors import Adapter
 from millrace.models.routing import Routing
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(EngineCore):
     """An EngineCore over a transformers model; see EngineCore for its methods and threads."""
 
     def __init__(
@@ -92,8 +92,8 @@ class EmbeddedEngine:
         )
         self._has_states = parts.states is not None
         has_loop = sizes.decode_steps > 1 and not self._has_states
-        self._decode_loop = DecodeLoop(parts, sizes, eos_ids=eos_ids) if has_loop else None
-        self._runner = ModelRunner(parts, sizes)
+        self._decode_loop = DecodeLoop(parts, eos_ids=eos_ids) if has_loop else None
+        self._runner = ModelRunner(parts)
         self._scorer = ScoringEngine(model)
         self._weights = LiveWeights(model, version=version, merger=merger, bank=self.bank)
         self._has_new = False  # requests arrived since the last launch of the decode loop
@@ -101,7 +101,7 @@ class EmbeddedEngine:
         self._stop_rules = StopRules(tokenizer, eos_ids=eos_ids)
         self._expired_before = 0  # see expire()
         self._outputs = OutputProcessor(self._stop_rules, block_tokens=sizes.block_tokens)
-        self._streams = ChunkStreams(self._slots)
+        self._streams = ChunkStreams(self._slots.sampled_by)
         self._num_arrived = self._num_generated = self._num_prefilled = 0
 
     @property
@@ -149,9 +149,9 @@ class EmbeddedEngine:
             self._streams.open(sequences)
         if request.partial is not None:
             (sequence,) = sequences
-            finish = self._stop_rules.finish_on_arrival(sequence, max_context=self._max_context)
-            if request.expires and (sequence.versions < self._expired_before).any():
-                finish = finish or "expire"
+            finish = self._stop_rules.finish_on_arrival(
+                sequence, max_context=self._max_context, expired_before=self._expired_before
+            )
             if finish is not None:
                 self._outputs.end(sequence, finish=finish)
                 return
@@ -215,11 +215,9 @@ class EmbeddedEngine:
     def expire(self, before: int) -> list[FinishedCompletions]:
         self._expired_before = max(before, self._expired_before)
         self._record_ended()
-        expiring = [s for s in self._scheduler.sequences() if s.request.expires]
-        versions = [(s.request.id, self._slots.sampled_by(s)[2]) for s in expiring]
-        versions += [(id, own) for id, _ in versions for own in self._outputs.versions_of(id)]
-        old = dict.fromkeys(id for id, own in versions if (own < before).any())
-        return self.abort(old, finish="expire")
+        unfinished = [s for s in self._scheduler.sequences() if s.request.expires]
+        expiring = ((s.request.id, self._slots.sampled_by(s)[2]) for s in unfinished)
+        return self.abort(self._outputs.older_than(before, expiring), finish="expire")
 
     def preempt_all(self) -> list[FinishedCompletions]:
         """Sequences keep their KV if swaps keep it."""
@@ -246,12 +244,6 @@ class EmbeddedEngine:
         if self._kv == "recompute" or self._is_exact:
             self._scheduler.forget_kv(only_prompts=self._kv == "keep")
         self._scheduler.begin(prepared.version)
-
-    def pause(self) -> None:
-        """Does nothing, because everything is computed in step()."""
-
-    def close(self) -> None:
-        """Does nothing, because the process holds everything."""
 
     @torch.inference_mode()
     def sleep(self) -> None:

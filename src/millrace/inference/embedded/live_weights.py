@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from millrace.core.errors import WeightError
 from millrace.inference.embedded.adapters import AdapterBank, AdapterMerger
 from millrace.models.routing import policy_tensors
+from millrace.weights.packing import check_shapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,7 +56,8 @@ class LiveWeights:
 
     def prepare(self, tensors: Mapping[str, Tensor], *, version: int) -> PreparedWeights:
         """The tensors are complete: on a GPU, no stream still writes to them."""
-        self._check(tensors, version=version)
+        given = {name: tensor.shape for name, tensor in tensors.items()}
+        check_shapes(given, expected=self.shapes, version=version)
         try:
             with torch.cuda.stream(self._stream):  # no effect if None
                 pairs = self._pairs(tensors)
@@ -97,16 +99,3 @@ class LiveWeights:
             for name, parameter in self._parameters.items()
         ]
         return pairs if self._bank is None else pairs + self._bank.prepare_gains(tensors)
-
-    def _check(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
-        expected = self.shapes
-        if missing := sorted(expected.keys() - tensors.keys()):
-            raise WeightError(f"Version {version} lacks {missing[0]!r} ({len(missing)} missing).")
-        if unknown := sorted(tensors.keys() - expected.keys()):
-            raise WeightError(f"Version {version} has {unknown[0]!r}, which the model lacks.")
-        for name, shape in expected.items():
-            if tensors[name].shape != shape:
-                raise WeightError(
-                    f"Version {version} has {name!r} as {tuple(tensors[name].shape)};"
-                    f" the model's is {shape}."
-                )

@@ -50,12 +50,12 @@ class EngineParts:
     """Shared by single passes and the decode loop."""
 
     model: PreTrainedModel
+    sizes: EngineSizes
     slots: BatchSlots
     tables: BlockTables
     cache: KVCache
     bank: AdapterBank | None  # None = no unmerged adapters
     routes: RoutesPool | None  # None = routes are not recorded
-    exact: bool = False
     states: StatePool | None  # None = no layer has a recurrent state
 
     @staticmethod
@@ -70,7 +70,6 @@ class EngineParts:
         """`memory`: of an engine that sleeps."""
         context, num_blocks = sizes.usable_context, sizes.num_blocks
         probe = measure_cache(model)
-        states = None
         with nullcontext() if memory is None else memory.kv.allocating():
             cache = KVCache(
                 probe.shapes,
@@ -79,25 +78,25 @@ class EngineParts:
                 dtype=model.dtype,
                 device=model.device,
             )
-        routes = None
+        routes = states = None
         if routing is not None:
             routes = RoutesPool(routing, cache=cache, num_blocks=num_blocks, device=model.device)
-        if probe.layers:
-            if sizes.exact:
-                refuse("a recurrent state")
-            # Memory of weights, which is saved while the engine sleeps.
-            with nullcontext() if memory is None else memory.weights.allocating():
+        on_gpu = model.device.type == "cuda"
+        if sizes.exact and probe.layers:
+            refuse("a recurrent state")
+        if sizes.exact and on_gpu:
+            use_exact_norms(model)
+        # Memory of weights, which is saved while the engine sleeps.
+        with nullcontext() if memory is None else memory.weights.allocating():
+            if probe.layers:
                 states = StatePool(probe, num_slots=sizes.max_sequences)
-        elif sizes.exact:
-            if model.device.type == "cuda":
-                use_exact_norms(model)
-                with nullcontext() if memory is None else memory.weights.allocating():
-                    fuse_projections(model)  # the kernels compute each output by itself
-        elif sizes.decode_steps > 1:
-            with nullcontext() if memory is None else memory.weights.allocating():
+            elif sizes.exact and on_gpu:
+                fuse_projections(model)  # the kernels compute each output by itself
+            elif sizes.decode_steps > 1 and not sizes.exact:
                 prepare(model, cache.layers, compile_layers=sizes.compile_layers)
         return EngineParts(
             model=model,
+            sizes=sizes,
             slots=BatchSlots(sizes.max_sequences, max_context=context),
             tables=BlockTables(
                 BlockPool(num_blocks),
@@ -109,12 +108,11 @@ class EngineParts:
             bank=AdapterBank(model, adapters) if adapters else None,
             routes=routes,
             states=states,
-            exact=sizes.exact,
         )
 
     def numerics(self) -> AbstractContextManager[Any]:
         """The context of every pass."""
-        return ExactMode(self.model.dtype) if self.exact else nullcontext()
+        return ExactMode(self.model.dtype) if self.sizes.exact else nullcontext()
 
     def begin_pass(self, plan: BatchPlan | DecodePlan) -> None:
         """Copy the blocks that this plan wants copied, once routes of freed blocks are read."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from millrace.inference.embedded.decode.attention import PrefillLayer, can_flash
 from millrace.inference.embedded.kv.paged_attention import Bucket, ExactBatch, PagedBatch
 from millrace.inference.embedded.kv.states import SequenceGroup, groups_of
-from millrace.inference.embedded.parts import EngineParts, EngineSizes
+from millrace.inference.embedded.parts import EngineParts
 from millrace.inference.embedded.scheduling.sequence import BatchPlan
 from millrace.models.exact.attention import KeyTables, Tiles
 from millrace.models.loading import hidden_states
@@ -25,14 +25,14 @@ _BUCKET_SCORES = 1 << 18
 
 
 class ModelRunner:
-    def __init__(self, parts: EngineParts, sizes: EngineSizes) -> None:
+    def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._device = parts.model.device  # transformers searches the parameters for it
         self._slots = parts.slots
         self._tables = parts.tables
-        self._exact = sizes.exact
+        self._exact = parts.sizes.exact
         # PrefillLayer needs layers that know their caches.
-        has_loop = sizes.decode_steps > 1 and not sizes.exact
+        has_loop = parts.sizes.decode_steps > 1 and not self._exact
         self._flashes = has_loop and can_flash(parts.cache, model=parts.model)
 
     def forward(self, plan: BatchPlan) -> Tensor:

@@ -3,6 +3,7 @@
 Promise: every refusal is one sentence, and no server that was started here is left running.
 """
 
+import contextlib
 import math
 import time
 from pathlib import Path
@@ -10,16 +11,18 @@ from pathlib import Path
 import torch
 
 from millrace.core.errors import ConfigError, EngineLost
+from millrace.core.files import private_folder
 from millrace.core.secrets import Secrets
 from millrace.inference.backend import EngineSpec, VllmBackend
 from millrace.inference.embedded.scheduling.outputs import StopRules
 from millrace.inference.vllm.client import ServerRefused, VllmClient
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.server import EXTENSION, VllmServer, lora_arguments
-from millrace.inference.vllm.staging import WeightStaging, private_folder, weight_folder
+from millrace.inference.vllm.staging import WeightStaging, weight_folder
 from millrace.models.directory import context_length, load_tokenizer, read_config, text_config
 from millrace.models.loading import generation_stop_ids, resolve_device, resolve_dtype
 
+_SHARED_MEMORY = Path("/dev/shm")
 _POLL_S = 0.2
 _TOP = 5  # likeliest tokens that are compared
 _CHECKED_PROMPT = (1, 2, 3, 4)
@@ -32,13 +35,18 @@ def build_vllm_engine(spec: EngineSpec, *, options: VllmBackend) -> VllmEngine:
     max_context = context_length(
         path, wanted=spec.config.max_context, setting="engine.max_context", trust_remote_code=trust
     )
-    folder = private_folder(options.directory)
-    staging = WeightStaging(path, Path(folder.name), trust_remote_code=trust, lora=spec.lora)
+    parent = Path(options.directory) if options.directory else _SHARED_MEMORY
+    if options.directory:
+        parent.mkdir(parents=True, exist_ok=True)
+    resources = contextlib.ExitStack()
+    # Of processes that were killed, the next engine in the same directory removes it.
+    folder = resources.enter_context(private_folder(parent if parent.is_dir() else None))
+    staging = WeightStaging(path, folder, trust_remote_code=trust, lora=spec.lora)
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     stop_ids = generation_stop_ids(path, tokenizer)
     server = None
     if not options.attach:
-        socket = Path(folder.name) / "http.sock"
+        socket = folder / "http.sock"
         server = VllmServer(
             spec,
             options,
@@ -60,7 +68,7 @@ def build_vllm_engine(spec: EngineSpec, *, options: VllmBackend) -> VllmEngine:
         vocab_size=text_config(path, trust_remote_code=trust).vocab_size,
         kv=spec.config.kv,
         server=server,
-        folder=folder,
+        resources=resources,
     )
     try:
         _await(client, server)

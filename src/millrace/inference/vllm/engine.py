@@ -6,43 +6,48 @@ this process only after the commit has been checked (weights/probe.py). A server
 stream or refuses a call raises EngineLost, which ends the process; its supervisor starts another.
 
 Each completion is a request of its own at the server, so that a stop string ends one of several.
-The KV of a prompt is reused only by requests that were sent under the same version: vLLM's prefix
-cache does not know of new weights, so the version is part of its key.
+vLLM's prefix cache does not know of new weights, so the version is part of its key.
 
 The worker's main thread calls everything except prepare().
 """
 
 import contextlib
 import hashlib
-import itertools
 import queue
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from millrace.core.errors import EngineLost, TaskError
-from millrace.core.records import (
-    Completion,
-    CompletionChunk,
-    Finish,
-    Request,
-    ScoreRequest,
-    TokenLogprobs,
-)
+from millrace.core.records import CompletionChunk, Finish, Request, ScoreRequest, TokenLogprobs
 from millrace.inference.backend import EngineStats, FinishedCompletions
-from millrace.inference.embedded.scheduling.outputs import StopRules
-from millrace.inference.embedded.scheduling.sequence import check_request
+from millrace.inference.embedded.scheduling import sequence as sequences
+from millrace.inference.embedded.scheduling.outputs import ChunkStreams, OutputProcessor, StopRules
 from millrace.inference.vllm.client import ServedChunk, VllmClient
-from millrace.inference.vllm.sequence import ServedSequence, is_ready, next_chunk
 from millrace.inference.vllm.server import VllmServer
 from millrace.inference.vllm.staging import StagedVersion, WeightStaging
 
 _POLL_S = 0.01  # how long a step waits for tokens
 _ABORT_AGAIN_S = 0.25  # an abort that overtakes its request has no effect
 _ABORT_TIMEOUT_S = 60.0
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class ServedSequence(sequences.Sequence):
+    """A completion in progress at the server; it never has a slot."""
+
+    num_given: int = 0  # tokens of the partial completion
+    num_received: int = 0  # tokens since then, with those behind a stop string
+    has_stop: bool = False
+    ending: Finish | None = None  # why it was aborted at the server
+
+    @property
+    def id(self) -> str:
+        """At the server."""
+        return f"{self.request.id}.{self.member}.{self.arrival}"
 
 
 class VllmEngine:
@@ -58,7 +63,7 @@ class VllmEngine:
         max_context: int,
         vocab_size: int,
         kv: str,
-        folder: tempfile.TemporaryDirectory[str],  # where versions are staged
+        resources: contextlib.ExitStack,  # closed with the engine
         server: VllmServer | None = None,  # None = started by somebody else
     ) -> None:
         self.version: int | None = client.version
@@ -69,20 +74,19 @@ class VllmEngine:
         self._max_context = max_context
         self._vocab_size = vocab_size
         self._kv = kv
-        self._folder = folder
+        self._resources = resources
         self._server = server
-        self._requests: dict[str, list[ServedSequence]] = {}  # not delivered completely, by id
+        self._outputs = OutputProcessor(rules, block_tokens=0)
+        self._streams = ChunkStreams(ServedSequence.sampled)
         self._running: dict[str, ServedSequence] = {}  # by id at the server
         self._held: list[ServedSequence] = []  # wait for release_new()
-        self._streams: dict[str, list[ServedSequence]] = {}  # with tokens to stream, by request
-        self._numbers = itertools.count()
         self._holds_new = self._is_paused = False
         self._expired_before = 0
-        self._num_generated = self._num_prefilled = 0
+        self._num_arrived = self._num_generated = self._num_prefilled = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running) or any(map(is_ready, self._requests.values()))
+        return bool(self._running) or self._outputs.has_pending
 
     @property
     def has_held(self) -> bool:
@@ -105,38 +109,39 @@ class VllmEngine:
         return self._staging.shapes
 
     def add_request(self, request: Request, *, stream: bool = False) -> None:
-        if request.id in self._requests:
+        if request.id in self._outputs:
             raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
-        check_request(request, max_context=self._max_context, vocab_size=self._vocab_size)
-        sequences = [self._sequence(request, member) for member in range(request.n)]
-        self._requests[request.id] = sequences
+        context, vocab_size = self._max_context, self._vocab_size
+        sequences.check_request(request, max_context=context, vocab_size=vocab_size)
+        members = sequences.sequences_of(
+            request, first_arrival=self._num_arrived, kind=ServedSequence, records_kept=False
+        )
+        self._num_arrived += request.n
+        self._outputs.add(request)
         if stream:
-            self._streams[request.id] = sequences
-        for sequence in sequences:
-            sequence.finish = self._finish_on_arrival(sequence)
-            if sequence.finish is None and self._holds_new:
-                self._held.append(sequence)
-            elif sequence.finish is None:
-                self._send(sequence)
+            self._streams.open(members)
+        if request.partial is not None:
+            (sequence,) = members
+            sequence.num_given = len(request.partial.tokens)
+            finish = self._rules.finish_on_arrival(
+                sequence, max_context=context, expired_before=self._expired_before
+            )
+            if finish is not None:
+                self._outputs.end(sequence, finish=finish)
+                return
+        if self._holds_new:
+            self._held += members
+        else:
+            self._send(members)
 
     def step(self, *, should_stop: Callable[[], bool] = lambda: False) -> list[FinishedCompletions]:
         """Take the tokens that have arrived, or wait a moment for some."""
         self._resume()
-        self._receive(wait_s=0 if any(map(is_ready, self._requests.values())) else _POLL_S)
-        return self._finished()
+        self._receive(wait_s=0 if self._outputs.has_pending else _POLL_S)
+        return self._outputs.take()
 
     def take_chunks(self, *, coalesced: bool = False) -> dict[str, list[CompletionChunk]]:
-        chunks: dict[str, list[CompletionChunk]] = {}
-        for id, sequences in list(self._streams.items()):
-            if sequences[0].request.coalesce != coalesced:
-                continue
-            is_over = all(sequence.finish is not None for sequence in sequences)
-            if is_over:
-                del self._streams[id]
-            if not (is_over and coalesced):
-                new = [chunk for sequence in sequences if (chunk := next_chunk(sequence))]
-                chunks |= {id: new} if new else {}
-        return chunks
+        return self._streams.take(coalesced=coalesced)
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
         """Logprobs at temperature 1 alone: vLLM reports neither others nor entropies."""
@@ -160,12 +165,13 @@ class VllmEngine:
         return scored
 
     def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[FinishedCompletions]:
-        ending = [s for id in ids for s in self._requests.get(id, []) if s.finish is None]
+        wanted = {*ids}
+        ending = [s for s in self._running.values() if s.request.id in wanted]
         for sequence in ending:
             sequence.ending = sequence.ending or finish
-            if sequence in self._held:
-                self._held.remove(sequence)
-                sequence.finish = finish
+        for sequence in [s for s in self._held if s.request.id in wanted]:
+            self._held.remove(sequence)
+            self._outputs.end(sequence, finish=finish)
         deadline_s = time.monotonic() + _ABORT_TIMEOUT_S
         while left := [sequence.id for sequence in ending if sequence.finish is None]:
             if time.monotonic() > deadline_s:
@@ -174,17 +180,13 @@ class VllmEngine:
             again_s = time.monotonic() + _ABORT_AGAIN_S
             while time.monotonic() < again_s and any(s.finish is None for s in ending):
                 self._receive(wait_s=_POLL_S)
-        return self._finished()
+        return self._outputs.take()
 
     def expire(self, before: int) -> list[FinishedCompletions]:
         self._expired_before = max(before, self._expired_before)
-        old = [
-            id
-            for id, sequences in self._requests.items()
-            if sequences[0].request.expires
-            and any(min(s.versions or [before]) < before for s in sequences)
-        ]
-        return self.abort(old, finish="expire")
+        unfinished = (*self._running.values(), *self._held)
+        expiring = [(s.request.id, s.versions) for s in unfinished if s.request.expires]
+        return self.abort(self._outputs.older_than(before, expiring), finish="expire")
 
     def interrupt(self) -> list[FinishedCompletions]:
         running = dict.fromkeys(sequence.request.id for sequence in self._running.values())
@@ -200,8 +202,7 @@ class VllmEngine:
     def release_new(self) -> None:
         self._holds_new = False
         held, self._held = self._held, []
-        for sequence in held:
-            self._send(sequence)
+        self._send(held)
 
     def prepare(self, tensors: Mapping[str, Any], *, version: int) -> StagedVersion:
         return self._staging.write(tensors, version=version)
@@ -230,7 +231,7 @@ class VllmEngine:
         self._client.close()
         if self._server is not None:
             self._server.close()
-        self._folder.cleanup()
+        self._resources.close()
 
     def sleep(self) -> None:
         raise NotImplementedError("needs Capability.SLEEP")
@@ -243,56 +244,23 @@ class VllmEngine:
             self._client.resume()
             self._is_paused = False
 
-    def _sequence(self, request: Request, member: int) -> ServedSequence:
-        id = f"{request.id}.{member}.{next(self._numbers)}"
-        done = request.partial
-        if done is None:
-            return ServedSequence(id=id, request=request, member=member)
-        return ServedSequence(
-            id=id,
-            request=request,
-            member=member,
-            tokens=done.tokens.tolist(),
-            logprobs=done.logprobs.tolist(),
-            versions=done.versions.tolist(),
-            num_given=len(done.tokens),
-            num_streamed=len(done.tokens),
-        )
-
-    def _finish_on_arrival(self, sequence: ServedSequence) -> Finish | None:
-        """How a partial completion had already ended; None if it goes on."""
-        if not sequence.tokens:
-            return None
-        sampled, stop = np.array(sequence.tokens), sequence.request.sampling.stop
-        if sampled[-1] in self._stop_ids:
-            return "stop"
-        if stop and self._rules.ends_in_stop_string(sampled, stop):
-            return "stop"
-        if self._max_tokens(sequence) <= 0:
-            return "length"
-        is_old = min(sequence.versions) < self._expired_before
-        return "expire" if sequence.request.expires and is_old else None
-
-    def _max_tokens(self, sequence: ServedSequence) -> int:
-        request = sequence.request
-        room = self._max_context - len(request.prompt)
-        return min(request.sampling.max_new_tokens, room) - sequence.num_given
-
-    def _send(self, sequence: ServedSequence) -> None:
-        request = sequence.request
-        prompt = [*request.prompt.tolist(), *sequence.tokens]
-        # vLLM takes few characters in a salt.
-        salt = f"{self.version}-{hashlib.sha256(request.cache_salt.encode()).hexdigest()}"
-        self._num_prefilled += len(prompt)
-        self._running[sequence.id] = sequence
-        self._client.generate(
-            sequence.id,
-            prompt,
-            request.sampling,
-            max_tokens=self._max_tokens(sequence),
-            stop_ids=self._stop_ids,
-            cache_salt=salt,
-        )
+    def _send(self, new: Iterable[ServedSequence]) -> None:
+        for sequence in new:
+            request = sequence.request
+            prompt = sequence.tokens.tolist()
+            room = min(request.sampling.max_new_tokens, self._max_context - sequence.num_prompt)
+            # vLLM takes few characters in a salt.
+            salt = f"{self.version}-{hashlib.sha256(request.cache_salt.encode()).hexdigest()}"
+            self._num_prefilled += len(prompt)
+            self._running[sequence.id] = sequence
+            self._client.generate(
+                sequence.id,
+                prompt,
+                request.sampling,
+                max_tokens=room - sequence.num_given,
+                stop_ids=self._stop_ids,
+                cache_salt=salt,
+            )
 
     def _receive(self, *, wait_s: float) -> None:
         """Take all chunks that have arrived; waits for the first."""
@@ -309,67 +277,44 @@ class VllmEngine:
             raise EngineLost(f"{self._client} broke off a completion: {chunk.error}")
         if len(chunk.logprobs) != len(chunk.tokens):
             raise EngineLost(f"{self._client} sent tokens without logprobs.")
-        for token, logprob in zip(chunk.tokens, chunk.logprobs, strict=True):
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.versions.append(chunk.version)
-            self._look_for_stop(sequence)
         self._num_generated += len(chunk.tokens)
+        sequence.num_received += len(chunk.tokens)
+        self._append(sequence, chunk)
         if chunk.finish is not None:
             self._end(sequence, chunk)
 
-    def _look_for_stop(self, sequence: ServedSequence) -> None:
+    def _append(self, sequence: ServedSequence, chunk: ServedChunk) -> None:
+        """Add the new tokens, up to the first stop string."""
         stop = sequence.request.sampling.stop
-        if not stop or sequence.num_kept is not None:
-            return
-        if self._rules.ends_in_stop_string(np.array(sequence.tokens), stop):
-            sequence.num_kept = len(sequence.tokens)
-            self._client.abort([sequence.id])
+        tokens = np.concatenate([sequence.tokens, np.array(chunk.tokens, np.int32)])
+        first = end = len(sequence.tokens)
+        while not sequence.has_stop and end < len(tokens):
+            end += 1
+            sampled = tokens[sequence.num_prompt : end]
+            sequence.has_stop = bool(stop) and self._rules.ends_in_stop_string(sampled, stop)
+            if sequence.has_stop:
+                self._client.abort([sequence.id])
+        logprobs = np.array(chunk.logprobs[: end - first], np.float32)
+        versions = np.full(end - first, chunk.version, np.int32)
+        sequence.tokens = tokens[:end]
+        sequence.logprobs = np.concatenate([sequence.logprobs, logprobs])
+        sequence.versions = np.concatenate([sequence.versions, versions])
 
     def _end(self, sequence: ServedSequence, chunk: ServedChunk) -> None:
         """Record the end, and the versions that vLLM reports for all tokens it has sampled."""
-        num_new = len(sequence.tokens) - sequence.num_given
         spans = chunk.spans or []
-        if num_new != sum(end - start for start, end, _ in spans):
-            raise EngineLost(f"{self._client} reports versions {spans} of {num_new} tokens.")
+        if sequence.num_received != sum(end - start for start, end, _ in spans):
+            raise EngineLost(
+                f"{self._client} reports versions {spans} of {sequence.num_received} tokens."
+            )
+        sampled = sequence.versions[sequence.num_given :]  # a view, without what is behind a stop
         for start, end, version in spans:
-            first = sequence.num_given
-            sequence.versions[first + start : first + end] = [version] * (end - start)
+            sampled[start:end] = version
         natural: dict[str, Finish] = {"stop": "stop", "length": "length"}
-        finish = natural.get(chunk.finish or "")
-        if sequence.num_kept is not None:
-            for values in (sequence.tokens, sequence.logprobs, sequence.versions):
-                del values[sequence.num_kept :]
+        finish = natural.get(chunk.finish or "", sequence.ending)
+        if sequence.has_stop:
             finish = "stop"
-        sequence.finish = finish or sequence.ending
-        if sequence.finish is None:
+        if finish is None:
             raise EngineLost(f"{self._client} ended a request by itself: {chunk.finish!r}.")
         del self._running[sequence.id]
-
-    def _finished(self) -> list[FinishedCompletions]:
-        """The completions that have ended since the last call."""
-        finished = []
-        for id, sequences in list(self._requests.items()):
-            new = [s for s in sequences if s.finish is not None and not s.is_delivered]
-            for sequence in new:
-                sequence.is_delivered = True
-            is_last = all(sequence.is_delivered for sequence in sequences)
-            if is_last:
-                del self._requests[id]
-            if new:
-                completions = {s.member: self._completion(s) for s in new}
-                finished.append(
-                    FinishedCompletions(id=id, completions=completions, is_last=is_last)
-                )
-        return finished
-
-    def _completion(self, sequence: ServedSequence) -> Completion:
-        assert sequence.finish is not None
-        tokens = np.array(sequence.tokens, np.int32)
-        return Completion(
-            tokens=tokens,
-            logprobs=np.array(sequence.logprobs, np.float32),
-            versions=np.array(sequence.versions, np.int32),
-            finish=sequence.finish,
-            text=self._rules.text(tokens, sequence.request.sampling.stop),
-        )
+        self._outputs.end(sequence, finish=finish)

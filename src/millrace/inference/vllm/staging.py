@@ -2,14 +2,10 @@
 PEFT directories of an adapter.
 
 Promise: a directory is complete before its path is used, and it is removed after its commit, or
-when nothing refers to it any more. Directories of processes that were killed are removed by the
-next engine on the host.
+when nothing refers to it any more.
 """
 
 import json
-import os
-import re
-import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,9 +29,7 @@ from millrace.models.lora.folders import (
     read_checkpoint,
 )
 from millrace.models.routing import policy_tensors
-
-_PREFIX = "millrace-vllm-"
-_SHARED_MEMORY = Path("/dev/shm")
+from millrace.weights.packing import check_shapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,24 +37,6 @@ class StagedVersion:
     version: int
     folder: tempfile.TemporaryDirectory[str]
     is_adapter: bool
-
-
-def private_folder(directory: str | None) -> tempfile.TemporaryDirectory[str]:
-    """A new folder of this process in `directory`, by default in memory."""
-    parent = Path(directory) if directory else _SHARED_MEMORY
-    parent = parent if directory or parent.is_dir() else Path(tempfile.gettempdir())
-    parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(parent)
-    return tempfile.TemporaryDirectory(
-        prefix=f"{_PREFIX}{os.getpid()}-", dir=parent, ignore_cleanup_errors=True
-    )
-
-
-def _remove_abandoned(parent: Path) -> None:
-    for folder in parent.glob(f"{_PREFIX}*"):
-        found = re.fullmatch(rf"{_PREFIX}(\d+)-.*", folder.name)
-        if found and not Path(f"/proc/{found[1]}").exists() and Path("/proc/self").exists():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def weight_folder(model_path: str) -> str:
@@ -107,13 +83,8 @@ class WeightStaging:
 
     def write(self, tensors: Mapping[str, Tensor], *, version: int) -> StagedVersion:
         """Any thread may call this."""
-        given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if given != self.shapes:
-            names = [n for n in given | self.shapes if given.get(n) != self.shapes.get(n)]
-            raise WeightError(
-                f"Version {version} has {names[0]!r} as {given.get(names[0])}; the model's is"
-                f" {self.shapes.get(names[0])}."
-            )
+        given = {name: tensor.shape for name, tensor in tensors.items()}
+        check_shapes(given, expected=self.shapes, version=version)
         folder = tempfile.TemporaryDirectory(prefix=f"{version}-", dir=self._folder)
         try:
             if self._lora is None:

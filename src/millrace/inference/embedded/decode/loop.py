@@ -2,9 +2,8 @@
 
 The host chooses the slots and reads the sampled tokens. In between, the device feeds itself its own
 tokens and detects rows that end (eos token, length). Such rows idle until the launch ends, so a
-launch is short while other sequences wait. Steps run as CUDA graphs, captured once per shape: a
-replay costs the host one call instead of hundreds. Weights and state live at fixed addresses, so
-graphs stay valid across weight swaps. On other devices a step simply runs.
+launch is short while other sequences wait. Steps run as CUDA graphs, captured once per shape, over
+tensors at fixed addresses, so that they stay valid across swaps. Elsewhere a step simply runs.
 
 Promise: tokens, logprobs, kept ids and routes of a slot equal those of single steps.
 
@@ -24,7 +23,7 @@ from torch import Tensor
 from millrace.inference.embedded.decode.attention import DecodeLayer
 from millrace.inference.embedded.kv.blocks import BlockTables
 from millrace.inference.embedded.kv.paged_attention import ExactBatch
-from millrace.inference.embedded.parts import EngineParts, EngineSizes
+from millrace.inference.embedded.parts import EngineParts
 from millrace.inference.embedded.sampler import (
     SamplingBatch,
     StepSample,
@@ -52,16 +51,13 @@ NO_TOKEN = -1  # in place of a token: the row had ended
 class DecodeState:
     """The tensors of the loop: inputs from the host, values that steps advance, and outputs.
 
-    All have fixed addresses, so that captured CUDA graphs stay valid. A launch starts with load(),
-    which overwrites everything, so nothing has to be kept in sync with the host between launches.
-    Values that are sent together lie together: the number of transfers costs the host more than
-    their bytes.
+    A launch starts with load(), which overwrites everything, so nothing has to be kept in sync with
+    the host between launches. Values that are sent together lie together: the number of transfers
+    costs the host more than their bytes.
     """
 
-    def __init__(
-        self, parts: EngineParts, sizes: EngineSizes, *, max_rows: int, eos_ids: Sequence[int]
-    ) -> None:
-        device, max_steps = parts.model.device, sizes.decode_steps
+    def __init__(self, parts: EngineParts, *, max_rows: int, eos_ids: Sequence[int]) -> None:
+        device, sizes, max_steps = parts.model.device, parts.sizes, parts.sizes.decode_steps
         max_blocks = parts.tables.rows.shape[1]
         vocab_size = parts.model.config.get_text_config().vocab_size
         self._kept_capacity = row_capacity(sizes.kept_capacity, vocab_size=vocab_size)
@@ -221,20 +217,15 @@ class DecodeResult:
 
 
 class DecodeLoop:
-    def __init__(
-        self,
-        parts: EngineParts,  # with a model that layers.prepare() has changed
-        sizes: EngineSizes,
-        *,
-        eos_ids: Sequence[int],
-    ) -> None:
-        self.max_steps = sizes.decode_steps
+    def __init__(self, parts: EngineParts, *, eos_ids: Sequence[int]) -> None:
+        """`parts`: with a model that layers.prepare() has changed."""
+        self.max_steps = parts.sizes.decode_steps
         self._parts = parts
-        self._kept_capacity = sizes.kept_capacity
-        self._is_exact = sizes.exact
+        self._kept_capacity = parts.sizes.kept_capacity
+        self._is_exact = parts.sizes.exact
         self._device = parts.model.device
         self._sizes = row_sizes(len(parts.slots.occupied))
-        self._state = DecodeState(parts, sizes, max_rows=self._sizes[-1], eos_ids=eos_ids)
+        self._state = DecodeState(parts, max_rows=self._sizes[-1], eos_ids=eos_ids)
         # Without CUDA there is no pool, and steps simply run.
         self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         # The parts of a step: with grammars one up to the logits, and one from the masks on.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millrace.core.records import TopTokens
 from millrace.inference.embedded.sampler import SamplingBatch, stream_key
-from millrace.inference.embedded.scheduling.sequence import Sequence
+from millrace.inference.embedded.scheduling.sequence import Sampled, Sequence
 from millrace.models.grammars import GrammarCompiler
 
 _MANY_IDS = 2**18  # kept ids of a launch that threads copy
@@ -67,12 +67,11 @@ class BatchSlots:
     def running(self) -> list[Sequence]:
         return [sequence for sequence in self._sequences if sequence is not None]
 
-    def sampled_by(self, sequence: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Sampled tokens, logprobs and versions of a sequence, with or without a slot; views."""
-        start, slot = sequence.num_prompt, sequence.slot
-        if slot is None:
-            return sequence.tokens[start:], sequence.logprobs, sequence.versions
-        own = slice(start, int(self.num_tokens[slot]))
+    def sampled_by(self, sequence: Sequence) -> Sampled:
+        """What a sequence, with or without a slot, has sampled; views."""
+        if (slot := sequence.slot) is None:
+            return sequence.sampled()
+        own = slice(sequence.num_prompt, int(self.num_tokens[slot]))
         return self.tokens[slot, own], self.logprobs[slot, own], self.versions[slot, own]
 
     def assign(self, sequence: Sequence, *, num_cached: int) -> int:
@@ -89,14 +88,11 @@ class BatchSlots:
         self.num_tokens[slot] = num_tokens
         self.num_cached[slot] = num_cached
         self.num_prompt[slot] = num_prompt
-        self.limits[slot] = min(num_prompt + sampling.max_new_tokens, self.max_context)
         self.leads[slot] = bool(sequence.followers)
-        self.adapters[slot] = sequence.adapter_slot
-        self.keys[slot] = stream_key(request.seed, request.index + sequence.member)
-        self.temperatures[slot] = sampling.temperature
-        self.top_k[slot] = sampling.top_k
-        self.top_p[slot] = sampling.top_p
-        self.min_p[slot] = sampling.min_p
+        limit = min(num_prompt + sampling.max_new_tokens, self.max_context)
+        key = stream_key(request.seed, request.index + sequence.member)
+        self.integers[:, slot] = limit, key, sampling.top_k, sequence.adapter_slot
+        self.floats[:, slot] = sampling.temperature, sampling.top_p, sampling.min_p
         self.truncates[slot] = sampling.truncates
         self.has_stop_strings[slot] = bool(sampling.stop)
         self.is_guided[slot] = sequence.guide is not None
@@ -155,22 +151,15 @@ class BatchSlots:
         for row in np.flatnonzero(self.truncates[slots]):
             sizes = num_kept[row, : counts[row]].astype(np.int64)
             own = ids[starts[row] : starts[row] + sizes.sum()]
-            self.sequence(slots[row]).kept.append(own, sizes=sizes, copiers=copiers)
+            kept = self.sequence(slots[row]).kept
+            assert kept is not None
+            kept.append(own, sizes=sizes, copiers=copiers)
 
-    def append_top(
-        self,
-        slots: np.ndarray,  # [R]
-        *,
-        ids: np.ndarray,  # [R, K]
-        logprobs: np.ndarray,  # [R, K]
-    ) -> None:
-        """Record the likeliest ids of one sampled token for each slot that reports them."""
+    def append_top(self, slots: np.ndarray, *, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Record the likeliest ids [R, K] of one sampled token for each slot that reports them."""
         for row in np.flatnonzero(self.num_top[slots]):
-            count = self.num_top[slots[row]]
-            one = TopTokens(
-                ids=ids[row : row + 1, :count], logprobs=logprobs[row : row + 1, :count]
-            )
-            self.sequence(slots[row]).top.append(one)
+            own = slice(row, row + 1), slice(self.num_top[slots[row]])
+            self.sequence(slots[row]).top.append(TopTokens(ids=ids[own], logprobs=logprobs[own]))
 
     def sampling_batch(
         self, slots: np.ndarray, *, vocab_size: int, device: torch.device
@@ -201,9 +190,8 @@ class BatchSlots:
         extra = min(max(2 * capacity, num_tokens, 64), self.max_context) - capacity
         assert capacity + extra >= num_tokens, "a sequence never outgrows the context"
         pad = ((0, 0), (0, extra))
-        self.tokens = np.pad(self.tokens, pad)
-        self.logprobs = np.pad(self.logprobs, pad)
-        self.versions = np.pad(self.versions, pad)
+        arrays = (self.tokens, self.logprobs, self.versions)
+        self.tokens, self.logprobs, self.versions = (np.pad(array, pad) for array in arrays)
 
 
 def grammar_masks(

@@ -6,13 +6,13 @@ EOS token and ends before the first stop string. Building a record takes host ti
 decoded. So sequences that end in the decode loop are marked first and recorded while the device
 works.
 
-Promise: every token of a streaming sequence is delivered once, in order, with its logprob, version
-and kept ids; the chunk with the last token states the finish. Coalesced streams are delivered only
-when asked for, and not at all once their request has finished. Sequences that do not stream cost
-nothing. The engine's thread calls everything, between two forward passes.
+Promise: every token of a streaming sequence is delivered once, in order; the chunk with the last
+token states the finish. Coalesced streams are delivered only when asked for, and not at all once
+their request has finished. The engine's thread calls everything, between two forward passes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,7 @@ from millrace.core.records import Completion, CompletionChunk, Finish, Request
 from millrace.inference.backend import FinishedCompletions
 from millrace.inference.embedded.decode.loop import DecodeResult
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
-from millrace.inference.embedded.scheduling.sequence import Sequence
+from millrace.inference.embedded.scheduling.sequence import Sampled, Sequence
 
 # The first tokens of a tail may decode differently there (half a character, a lost space).
 _TAIL_MARGIN = 4
@@ -97,14 +97,18 @@ class StopRules:
                     break
         return counts, has_stop
 
-    def finish_on_arrival(self, sequence: Sequence, *, max_context: int) -> Finish | None:
+    def finish_on_arrival(
+        self, sequence: Sequence, *, max_context: int, expired_before: int = 0
+    ) -> Finish | None:
         """How a partial completion had already ended when it arrived; None if it had not."""
         sampled, sampling = sequence.tokens[sequence.num_prompt :], sequence.request.sampling
         has_stop = bool(sampling.stop) and self.ends_in_stop_string(sampled, sampling.stop)
         if has_stop or self.is_eos(sampled[-1:]).any():
             return "stop"
-        is_full = len(sequence.tokens) >= max_context
-        return "length" if is_full or len(sampled) >= sampling.max_new_tokens else None
+        if len(sequence.tokens) >= max_context or len(sampled) >= sampling.max_new_tokens:
+            return "length"
+        is_old = sequence.request.expires and (sequence.versions < expired_before).any()
+        return "expire" if is_old else None
 
     def _decode(self, tokens: np.ndarray) -> str:
         # Special tokens stay: a stop string may be one.
@@ -165,9 +169,11 @@ class OutputProcessor:
         if len(versions) == request.n:
             del self._unfinished[request.id]
 
-    def versions_of(self, request_id: str) -> list[np.ndarray]:
-        """Versions of the members of an unfinished request that have ended."""
-        return self._unfinished[request_id]
+    def older_than(self, version: int, unfinished: Iterable[tuple[str, np.ndarray]]) -> list[str]:
+        """Requests with a token of an older version; `unfinished`: ids and versions of members that
+        have not ended."""
+        members = [(id, each) for id, own in unfinished for each in (own, *self._unfinished[id])]
+        return [*dict.fromkeys(id for id, own in members if (own < version).any())]
 
     def take(self) -> list[FinishedCompletions]:
         """The completions that were not taken before."""
@@ -181,8 +187,8 @@ class OutputProcessor:
 class ChunkStreams:
     """Cuts new tokens of streaming requests into chunks."""
 
-    def __init__(self, slots: BatchSlots) -> None:
-        self._slots = slots
+    def __init__(self, sampled_by: Callable[[Any], Sampled]) -> None:
+        self._sampled_by = sampled_by
         # By request; those that are coalesced apart, because each step looks at the others.
         self._open: dict[bool, dict[str, list[Sequence]]] = {False: {}, True: {}}
 
@@ -207,20 +213,19 @@ class ChunkStreams:
 
     def _chunk(self, sequence: Sequence) -> CompletionChunk | None:
         start = sequence.num_streamed
-        tokens, logprobs, versions = self._slots.sampled_by(sequence)
+        tokens, logprobs, versions = self._sampled_by(sequence)
         if len(tokens) - start < sequence.request.min_chunk_tokens and sequence.finish is None:
             return None
         if sequence.request.coalesce and len(tokens) == start:
             return None
         sequence.num_streamed = len(tokens)
-        truncates = sequence.request.sampling.truncates
         return CompletionChunk(
             member=sequence.member,
             # Copies, because the arrays of a slot change while the chunk is sent.
             tokens=tokens[start:].copy(),
             logprobs=logprobs[start:].copy(),
             versions=versions[start:].copy(),
-            kept=sequence.kept.since(start) if truncates else None,
+            kept=None if sequence.kept is None else sequence.kept.since(start),
             top=join_top(sequence.top[len(sequence.top) - (len(tokens) - start) :]),
             finish=sequence.finish,
         )

@@ -2,17 +2,13 @@
 
 Sequences get slots in order of arrival, or of priority. A pass computes one token for every slot
 that is up to date, and up to `prefill_tokens` tokens for the others. The members of a request share
-one prefill: the first member computes it, and the others fork its block table. A prefix that the
-prefix cache holds is not computed again.
-
-A recurrent state lies in a slot alone, so sequences of such models hold nothing without a slot.
+one prefill: the first member computes it, and the others fork its block table. A recurrent state
+lies in a slot alone, so sequences of such models hold nothing without a slot.
 
 When blocks run out, waiting sequences give up the prefixes they hold; then the latest arrival is
 preempted and recomputes what was evicted. A single sequence always fits, because the engine refuses
 others, so the earliest arrival always makes progress.
-
-While new sequences are held, a sequence without a token and without a slot gets no slot, so the
-running sequences come to an end. The engine's thread calls everything.
+The engine's thread calls everything.
 """
 
 import numpy as np

@@ -9,6 +9,7 @@ P = prompt tokens, N = sampled tokens so far.
 
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -52,6 +53,9 @@ def extend_history(kv_history: KVHistory, *, at: int, source: KVSource) -> KVHis
     if earlier and earlier[-1].source == source:
         return earlier
     return (*earlier, KVSpan(at, source))
+
+
+Sampled = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, logprobs and versions, [N] each
 
 
 class KeptIds:
@@ -112,7 +116,7 @@ class Sequence:
     tokens: np.ndarray  # [P + N] int32
     logprobs: np.ndarray  # [N] float32
     versions: np.ndarray  # [N] int32
-    kept: KeptIds  # N rows, if the request truncates
+    kept: KeptIds | None  # N rows; None = the request does not truncate, or they are not recorded
     # Of each sampled token, if the request reports them; those of a partial completion are one.
     top: list[TopTokens]
     routes: SequenceRoutes | None = None  # None = not recorded, or not wanted
@@ -132,6 +136,10 @@ class Sequence:
     def num_prompt(self) -> int:
         return len(self.request.prompt)
 
+    def sampled(self) -> Sampled:
+        """Without the tokens that only its slot has."""
+        return self.tokens[self.num_prompt :], self.logprobs, self.versions
+
     @property
     def rank(self) -> int:
         """Its place in the order in which sequences get slots and prefill."""
@@ -148,7 +156,7 @@ class Sequence:
             tokens=self.tokens[self.num_prompt :],
             logprobs=self.logprobs,
             versions=self.versions,
-            kept=self.kept.since(0) if self.request.sampling.truncates else None,
+            kept=None if self.kept is None else self.kept.since(0),
             top=join_top(self.top),
             routes=None if self.routes is None else self.routes.rows(),
             finish=finish,
@@ -157,19 +165,25 @@ class Sequence:
         )
 
 
+S = TypeVar("S", bound=Sequence)
+
+
 def sequences_of(
     request: Request,
     *,
     first_arrival: int,
+    kind: type[S] = Sequence,
     adapter_slot: int = 0,
     grammars: GrammarCompiler | None = None,
+    records_kept: bool = True,
     records_routes: bool = False,
-) -> list[Sequence]:
+) -> list[S]:
     """The n sequences of a request; with a partial completion, one that resumes it."""
     prompt = np.asarray(request.prompt, dtype=np.int32)
     done = joined([], truncates=False) if request.partial is None else request.partial
+    keeps = records_kept and request.sampling.truncates
     return [
-        Sequence(
+        kind(
             request=request,
             member=member,
             arrival=first_arrival + member,
@@ -177,7 +191,7 @@ def sequences_of(
             tokens=np.concatenate([prompt, done.tokens.astype(np.int32)]),
             logprobs=done.logprobs,
             versions=done.versions,
-            kept=KeptIds(done.kept),
+            kept=KeptIds(done.kept) if keeps else None,
             top=[] if done.top is None else [done.top],
             routes=_routes_of(request) if records_routes else None,
             guide=None if grammars is None else grammars.matcher(request.sampling.grammar),
