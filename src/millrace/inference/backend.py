@@ -144,10 +144,10 @@ class EngineCore(Protocol):
         """Replace the weights by what prepare() returned. Raises WeightError on failure."""
 
     def pause(self) -> None:
-        """Compute nothing until the next step(), also outside of it."""
+        """Compute nothing until the next step(), also outside of it; nothing to do by default."""
 
     def close(self) -> None:
-        """End what the engine has started outside of its process."""
+        """End what the engine has started outside of its process; nothing by default."""
 
     def sleep(self) -> None:
         """Give back the memory of weights and KV until wake(), before which neither prepare() nor
@@ -301,8 +301,7 @@ def _needs(config: RunConfig, *, has_experts: bool) -> Iterator[tuple[str, Capab
     for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         value = getattr(sampling, name)
         if sampling.temperature > 0 and value != off:
-            setting = f"sampling.{name} = {value:g}"
-            yield setting, Capability.KEPT_IDS, f"set it to {off:g}"
+            yield f"sampling.{name} = {value:g}", Capability.KEPT_IDS, f"set it to {off:g}"
     if config.trainer.replay_routes and has_experts:
         setting = "trainer.replay_routes = true with a mixture of experts"
         yield setting, Capability.ROUTES, "set it to false"
@@ -315,14 +314,11 @@ def _needs(config: RunConfig, *, has_experts: bool) -> Iterator[tuple[str, Capab
     if config.journal.is_on and config.journal.partial_every_s > 0 and interrupt != "barrier":
         setting = f"journal.partial_every_s = {config.journal.partial_every_s:g}"
         yield setting, Capability.PARTIALS, "set it to 0"
-    recipe = config.environment.recipe
-    if recipe is not None:
-        kind = recipe.get("type")
-        setting = f"environment.recipe = {kind!r}"
-        yield setting, Capability.PARTIALS, "leave it out"
+    if (recipe := config.environment.recipe) is not None:
+        kind, by = recipe.get("type"), "environment.recipe.by = 'entropy'"
+        yield f"environment.recipe = {kind!r}", Capability.PARTIALS, "leave it out"
         if kind == "pivot" and recipe.get("by") == "entropy":
-            setting = "environment.recipe.by = 'entropy'"
-            yield setting, Capability.SCORING, "set it to 'surprisal'"
+            yield by, Capability.SCORING, "set it to 'surprisal'"
     if config.weights.probe and config.engine.type != "vllm":  # which scores at temperature 1
         yield "weights.probe = true", Capability.SCORING, "set it to false"
     if config.cluster.share_gpu == "sleep":

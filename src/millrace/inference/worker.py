@@ -1,9 +1,7 @@
 """The engine process: `python -m millrace.inference.worker`.
 
-The main thread decodes. It polls for calls between two forward passes, and waits for them only when
-it has nothing to generate. A staging thread fetches, verifies and lays out new weights meanwhile;
-the main thread only copies them into the model, between two passes. The interrupt mode decides what
-happens to running sequences.
+The main thread decodes (model_worker.py). A staging thread fetches, verifies and lays out new
+weights meanwhile; the main thread only copies them into the model, between two passes.
 
 Promise: every call is answered once. After a failed update the engine still serves the version it
 had.
@@ -344,7 +342,10 @@ class EngineWorker(ModelWorker):
             started_s = time.perf_counter()
             self._answer(self._interrupt.land())
             self._engine.commit(prepared)
-            self._check_swap(staging.update)
+            if (probe := staging.update.probe) is not None:
+                # Raises EngineLost, which ends this process, if the weights are not the trainer's.
+                (scored,) = self._engine.score([probe_request(probe)])
+                check_probe(staging.update, scored.logprobs)
         except WeightError as error:
             for call in staging.calls:
                 call.fail(error)
@@ -356,12 +357,6 @@ class EngineWorker(ModelWorker):
         reply = messages.Swapped(version=staging.update.version, stage_ms=stage_ms, gap_ms=gap_ms)
         for call in staging.calls:
             call.reply(reply)
-
-    def _check_swap(self, update: WeightUpdate) -> None:
-        """Raise EngineLost, which ends this process, if the weights are not the trainer's."""
-        if update.probe is not None:
-            (scored,) = self._engine.score([probe_request(update.probe)])
-            check_probe(update, scored.logprobs)
 
     def _progress(self) -> messages.WorkerProgress:
         stats = self._engine.stats()

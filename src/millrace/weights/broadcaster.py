@@ -1,9 +1,5 @@
-"""Delivers published versions of a policy to everything that follows them.
-
-    trainer ─▶ publish ─┬─▶ rollout engines
-                        ├─▶ self-teachers
-                        ├─▶ HTTP notification of external engines
-                        └─▶ pinned evaluation engines
+"""Delivers published versions of a policy to everything that follows them: rollout engines,
+self-teachers, pinned evaluation engines and, over HTTP, external engines.
 
 Promise: no subscriber waits for another. Each receives one version at a time; while it is busy, a
 newer version replaces the one that waits for it. A version's memory is released at the trainer
@@ -61,7 +57,7 @@ class Subscription:
         self._received = asyncio.Event()  # set and replaced with each version that it has received
 
     async def reached(self, version: int) -> None:
-        """Wait until the subscriber holds this version or a newer one."""
+        """Wait until the subscriber holds at least this version."""
         while self.version < version:
             await self._received.wait()
 

@@ -3,17 +3,15 @@
 Promise: no rank holds gathered values of more than two buckets. Rank 0 writes each bucket into its
 transport's memory. The published bytes are those that the same weights without sharding would give.
 
-Every rank makes a GatheringSender, publishes the same versions of the same tensors, and closes it;
-only rank 0 has the transport and releases versions. Ranks agree on the version to send: a rank with
-an older one drops it (Superseded) and tries again with its next. If a rank is lost, all others
-raise RankLost and nothing of that version is published.
+Every rank makes a GatheringSender and publishes the same versions of the same tensors; only rank 0
+has the transport and releases versions. A rank with an older version than another drops it
+(Superseded) and tries again with its next. If a rank is lost, all others raise RankLost and nothing
+of that version is published.
 
 With payload = "delta", each of the other ranks keeps what it sent last, and sends the words that
-changed since then. Rank 0 has the rest in the payload that is the base of its own delta. A bucket
-is sent whole if its changes would not be smaller, and if the version sent last is not that base.
+changed since then, unless that is not smaller. Rank 0 has the rest in the base of its own delta.
 
-Used by one thread of each rank: the publisher's, then the one that closes it. Its process group is
-its own, so a training step and its collectives do not wait for it.
+Used by one thread of each rank: the publisher's, then the one that closes it.
 """
 
 import contextlib
@@ -21,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, islice
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -186,8 +185,9 @@ class GatheringSender:
                     piece.box.within(views[piece.spec.name]).copy_(place)
 
         in_flight: deque[list[_Transfer]] = deque()
+        rank = attrgetter("rank")
         for number, bucket in enumerate(shards.buckets):
-            by_rank = groupby(sorted(bucket, key=_rank), key=_rank)
+            by_rank = groupby(sorted(bucket, key=rank), key=rank)
             in_flight.append(
                 [
                     self._begin_receive(shards, [*pieces], number=number, has_base=bool(base))
@@ -325,10 +325,6 @@ def _boxes(numbers: Iterable[int], dims: Iterable[int]) -> list[Box]:
     """Boxes from the offset and shape of each, which has so many dimensions."""
     left = iter(numbers)
     return [Box(offset=tuple(islice(left, n)), shape=tuple(islice(left, n))) for n in dims]
-
-
-def _rank(piece: ShardPiece) -> int:
-    return piece.rank
 
 
 def _size(pieces: Sequence[ShardPiece]) -> int:

@@ -7,8 +7,7 @@ update. After its commit, an engine scores the same passage.
 Promise: an engine whose logprobs differ raises EngineLost with both numbers before it has sent a
 token of that version; it is replaced. No step of the trainer waits for the reference.
 
-This finds weights that arrived in part, stale copies of tied weights and a wrong model. It does not
-find differences below the tolerance, such as a version that is one small step too old.
+It does not find differences below the tolerance, such as a version that is one step too old.
 """
 
 import copy

@@ -7,11 +7,8 @@ was released once for its emission and once for each loan.
 
 Threads: the trainer's main thread calls publish, release and close; only the publisher's own thread
 uses the sender. Bounds: two snapshots exist, one being sent and one pending. An error in the thread
-ends it and is raised by the next call. If there is no space, the newest weights are tried again for
-`patience_s`.
-
-With sharded weights (DTensor), a snapshot is this rank's shards. Each rank has a publisher, and
-their senders gather (gathering.py).
+ends it and is raised by the next call. With sharded weights (DTensor), each rank has a publisher of
+its shards, and their senders gather (gathering.py).
 """
 
 import contextlib

@@ -18,7 +18,6 @@ import torch
 from millrace.core.errors import WeightError
 from millrace.core.records import Delta, SwapProbe, TensorSpec, WeightUpdate
 from millrace.weights import packing
-from millrace.weights.packing import checksum
 
 MAX_HELD = 3
 Payload = Literal["full", "delta"]
@@ -128,15 +127,18 @@ class PackingSender:
         slot = self._take(specs, num_bytes, device=device)
         try:
             pack(tensors, specs, slot.payload.flat)
+            probe = None
+            if self._reference is not None:
+                probe = self._reference(packing.unpack(specs, slot.payload.flat))
             update = WeightUpdate(
                 version=version,
                 tensors=specs,
                 num_bytes=num_bytes,
-                checksum=checksum(slot.payload.flat),
+                checksum=packing.checksum(slot.payload.flat),
                 transport=self._backend.transport,
                 location=slot.payload.location,
                 delta=self._find_delta(slot),
-                probe=self._probe(specs, slot.payload.flat),
+                probe=probe,
             )
             update = self._backend.offer(update, payload=slot.payload, delta=slot.delta)
         except BaseException:
@@ -149,11 +151,6 @@ class PackingSender:
             previous, self._newest = self._newest, slot
             self._recycle(previous)
         return update
-
-    def _probe(self, specs: Sequence[TensorSpec], payload: torch.Tensor) -> SwapProbe | None:
-        if self._reference is None:
-            return None
-        return self._reference(packing.unpack(specs, payload))
 
     def base_for(self, layout: Sequence[TensorSpec]) -> PayloadSlot | None:
         """The version whose difference from the next one, of this layout, will be sent."""

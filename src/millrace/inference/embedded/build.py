@@ -16,7 +16,8 @@ from millrace.inference.embedded.adapters import AdapterMerger
 from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.cache import block_bytes
-from millrace.inference.embedded.kv.paged_attention import CacheProbe, measure_cache
+from millrace.inference.embedded.kv.paged_attention import measure_cache
+from millrace.inference.embedded.kv.states import CacheProbe
 from millrace.inference.embedded.parts import EngineSizes
 from millrace.inference.embedded.self_test import engine_path
 from millrace.models.directory import context_limit, load_tokenizer
@@ -160,48 +161,47 @@ def applied_adapters(
 def _decode_steps(
     model: PreTrainedModel, wanted: int | None, probe: CacheProbe, *, exact: bool
 ) -> int:
-    """Decode steps per launch. 1 for recurrent states, and for experts without a grouped kernel:
-    their loop over experts reads token counts from the device, which a CUDA graph cannot do."""
-    if model.device.type != "cuda":
+    """Decode steps per launch; warns if a GPU decodes in single steps that were not asked for."""
+    if model.device.type != "cuda" or wanted == 1:
         return wanted or 1
+    if reason := _single_steps(model, wanted, probe, exact=exact):
+        warnings.warn(reason, stacklevel=2)
+        return 1
+    _check_compiler()
+    return wanted or 32
+
+
+def _single_steps(
+    model: PreTrainedModel, wanted: int | None, probe: CacheProbe, *, exact: bool
+) -> str:
+    """Why a GPU decodes in single steps; "" if it does not. Experts without a grouped kernel loop
+    over experts and read token counts from the device, which a CUDA graph cannot do."""
     name = type(model).__name__
     if exact and wanted is None:
-        warnings.warn(
+        return (
             "In exact mode a GPU decodes in single steps, several times slower than with the decode"
-            " loop (engine.options.decode_steps), which has not been exact in every measurement.",
-            stacklevel=2,
+            " loop (engine.options.decode_steps), which has not been exact in every measurement."
         )
-        return 1
     if probe.has_sinks and wanted is None:
-        warnings.warn(
+        return (
             f"{name} has attention sinks and decodes in single steps, five times slower than with"
             " the decode loop, which is less tested with sinks; to use it, set"
-            " engine.options.decode_steps to 32 and engine.options.compile to false.",
-            stacklevel=2,
+            " engine.options.decode_steps to 32 and engine.options.compile to false."
         )
-        return 1
-    wanted = wanted or 32
-    if probe.layers and wanted > 1:
-        warnings.warn(
+    if probe.layers:
+        return (
             f"{name} has layers with a recurrent state, which decode in single steps by the code of"
             " transformers, several times slower than with the decode loop, and share no cached"
-            " prefixes.",
-            stacklevel=2,
+            " prefixes."
         )
-        return 1
     has_experts = any(parameter.ndim == 3 for parameter in model.parameters())
     major, _ = torch.cuda.get_device_capability(model.device)
-    if wanted == 1:
-        return 1
-    if not has_experts or (model.dtype == torch.bfloat16 and major in (9, 10)):
-        _check_compiler()
-        return wanted
-    warnings.warn(
-        f"Experts in {model.dtype} on this GPU decode in single steps, several times slower than"
-        " with the decode loop; set engine.dtype to bfloat16 on a Hopper or newer GPU.",
-        stacklevel=2,
-    )
-    return 1
+    if has_experts and not (model.dtype == torch.bfloat16 and major in (9, 10)):
+        return (
+            f"Experts in {model.dtype} on this GPU decode in single steps, several times slower"
+            " than with the decode loop; set engine.dtype to bfloat16 on a Hopper or newer GPU."
+        )
+    return ""
 
 
 def _check_compiler() -> None:

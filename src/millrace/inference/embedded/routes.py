@@ -1,8 +1,7 @@
 """Expert routes: the experts that each token went to, recorded beside the token's KV.
 
 A pool holds the routes of every token that has KV, at the KV slots of that KV. The pass that
-computes the KV writes them; they are shared, copied and freed with it. So prompts, cached prefixes,
-forks and resumed sequences have routes, too.
+computes the KV writes them; they are shared, copied and freed with it.
 
 Promise: a completion has the routes of the passes that sampled it. Position t has the routes of the
 pass that predicted token t + 1, even if its KV is recomputed later. The routes of a sequence are

@@ -5,7 +5,7 @@ pass serves all requests, so each answer comes from one version. A prefix that a
 group share is computed once. Logits exist for one chunk of positions at a time.
 
 Scoring caches no KV: requests lie end to end as in the trainer, with the trainer's attention and
-head. A decoding engine scores between two decode steps. One thread calls everything here.
+head. One thread calls everything here.
 
 T = rows of a pass, n = scored positions, V = vocabulary, K = top tokens reported.
 """

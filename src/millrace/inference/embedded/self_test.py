@@ -27,11 +27,7 @@ class _NoTokenizer:
 
 
 def _generate(
-    model: PreTrainedModel,
-    sequences: Sequence[np.ndarray],
-    *,
-    decode_steps: int,
-    exact: bool = False,
+    model: PreTrainedModel, sequences: Sequence[np.ndarray], *, decode_steps: int, exact: bool
 ) -> list[ScoredTokens]:
     """Prompts are the sequences without their last tokens, which are sampled."""
     sizes = EngineSizes(
@@ -65,19 +61,12 @@ def _generate(
     return results
 
 
-SINGLE_STEPS = AttentionPath(
-    name=PAGED_ATTENTION, user="engine", score=functools.partial(_generate, decode_steps=1)
-)
-DECODE_LOOP = AttentionPath(
-    name=PAGED_ATTENTION, user="engine", score=functools.partial(_generate, decode_steps=2)
-)
+def _path(decode_steps: int, *, exact: bool = False) -> AttentionPath:
+    score = functools.partial(_generate, decode_steps=decode_steps, exact=exact)
+    return AttentionPath(name=PAGED_ATTENTION, user="engine", score=score)
 
 
-EXACT = AttentionPath(
-    name=PAGED_ATTENTION,
-    user="engine",
-    score=functools.partial(_generate, decode_steps=2, exact=True),
-)
+SINGLE_STEPS, DECODE_LOOP, EXACT = _path(1), _path(2), _path(2, exact=True)
 
 
 def engine_path(device: torch.device, *, exact: bool = False) -> AttentionPath:

@@ -4,16 +4,15 @@ Promise: an engine gets the whole version or a WeightError; each bucket has a ch
 dies or hangs ends the broadcast (at once, or after timeout_s); the remaining engines request the
 version again and get it in a new group.
 
-Rendezvous: each update names the address of the trainer's RendezvousServer (rendezvous.py). The
-trainer's thread "broadcast" sends, beside training and the packing of the next version; an engine
-receives in its staging thread. Traffic beyond loopback is not encrypted and, between the members of
-a group, not authenticated: use it in a trusted network.
+Each update names the address of the trainer's RendezvousServer. The trainer's thread "broadcast"
+sends, beside training and the packing of the next version. Traffic beyond loopback is not encrypted
+and, between the members of a group, not authenticated: use it in a trusted network.
 """
 
 import math
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -63,13 +62,12 @@ class _Offer(NamedTuple):
     base: int | None  # of the delta
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class _RoleGroup:
+class _RoleGroup(NamedTuple):
     """The group of one role, kept as long as the same callers ask."""
 
     group: BroadcastGroup
-    number: int = 0
-    members: list[RendezvousCaller] = field(default_factory=list[RendezvousCaller])
+    number: int
+    members: list[RendezvousCaller]
 
 
 class CollectiveSendBackend(SendBackend):
@@ -184,8 +182,7 @@ class CollectiveSendBackend(SendBackend):
             self._drop_group(role)
             self._group_number += 1
             group = BroadcastGroup(device=self._device, timeout_s=self._timeout_s)
-            kept = _RoleGroup(group=group, number=self._group_number, members=callers)
-            self._groups[role] = kept
+            kept = self._groups[role] = _RoleGroup(group, self._group_number, callers)
         number, size = kept.number, len(kept.members) + 1
         for rank, caller in enumerate(kept.members, start=1):
             admission = TransferAdmission(

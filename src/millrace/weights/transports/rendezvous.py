@@ -3,10 +3,9 @@
 An engine connects to the trainer's RendezvousServer at the address in the update, and requests a
 version with one line of JSON (TransferRequest). When all engines of its role have requested it, or
 ADMIT_AFTER_S after the first request, the server gives each of them its rank in a group
-(TransferAdmission). A group serves as long as the same engines ask; if one is lost or a new one
-joins, the next group is formed. So a dead engine costs the others ADMIT_AFTER_S, and a late engine
-gets its own broadcast. Evaluators and self-teachers, which take other versions at other times, have
-roles of their own.
+(TransferAdmission). A group serves as long as the same engines ask. So a dead engine costs the
+others ADMIT_AFTER_S, and a late engine gets its own broadcast. Evaluators and self-teachers, which
+take other versions at other times, have roles of their own.
 
 Promise: nothing but JSON is read from a socket, lines are bounded, and an engine must show the
 token that its update brought.

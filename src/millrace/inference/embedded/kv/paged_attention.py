@@ -20,8 +20,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from millrace.core.errors import ConfigError
 from millrace.inference.embedded.decode.attention import DecodeLayer, PrefillLayer
-from millrace.inference.embedded.kv.cache import KVCache, KVShape
-from millrace.inference.embedded.kv.states import SequenceGroup, StatePool, StateProbe
+from millrace.inference.embedded.kv.cache import KVCache
+from millrace.inference.embedded.kv.states import CacheProbe, SequenceGroup, StatePool
 from millrace.models.attention.layout import PackedLayout
 from millrace.models.attention.packed import attend_masked, packed_attention
 from millrace.models.exact.attention import ScoreRules, Tiles, attend, store
@@ -109,27 +109,6 @@ class ExactBatch:
         store(cached, self.slot_mapping, torch.cat([key, value], dim=-1))
         keys, values = cached.split([key.shape[2], value.shape[2]], dim=-1)
         return attend(query, keys, values, self.tiles, ScoreRules(**settings))
-
-
-class CacheProbe(StateProbe):
-    """Takes the place of a PagedBatch before there is a cache, to learn what each layer stores."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
-        self.shapes: dict[int, KVShape] = {}
-        self.has_sinks = False
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **settings: Any
-    ) -> Tensor:
-        self.has_sinks |= settings["sinks"] is not None
-        self.shapes[layer] = KVShape(
-            num_heads=key.shape[1],
-            key_dim=key.shape[2],
-            value_dim=value.shape[2],
-            is_capped=settings["softcap"] is not None,
-        )
-        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
 
 def measure_cache(model: PreTrainedModel) -> CacheProbe:

@@ -1,8 +1,8 @@
 """Prefix cache: finds KV that earlier sequences left, so that a prefix is computed once.
 
-A sequence that frees its slot releases its whole blocks as reusable; they count as free. The next
-sequence with the same prefix takes them instead of computing them. The key of a block is a 128-bit
-digest of all tokens up to its end and of their KV history: the weights that computed them.
+A sequence that frees its slot releases its whole blocks as reusable; they count as free. The key of
+a block is a 128-bit digest of all tokens up to its end and of their KV history: the weights that
+computed them.
 
 Promise: a request finds only KV that the served weights computed, from the first token to the last.
 With kv = "keep" there are two exceptions, because sequences then continue with the KV of older
@@ -42,16 +42,6 @@ class Prefix:
     kv_history: KVHistory
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Leaving:
-    """Blocks that are not in the index yet."""
-
-    tokens: np.ndarray  # [B * block_tokens] int32
-    kv_history: KVHistory
-    blocks: np.ndarray  # [B] int64
-    content_ids: np.ndarray  # [B] int64; of these blocks, when they were released
-
-
 class PrefixCache:
     def __init__(
         self, pool: BlockPool, *, block_tokens: int, version: int, keeps: bool, is_on: bool = True
@@ -64,7 +54,9 @@ class PrefixCache:
         self._source = KVSource(version=version, swap=0)
         self._index: dict[bytes, tuple[int, int]] = {}  # digest -> block, its content_id
         self._digests: list[bytes | None] = [None] * len(pool.references)  # by block
-        self._leaving: list[_Leaving] = []
+        # Blocks [B] that are not in the index yet, their content_ids [B] when they were released,
+        # and their tokens [B * block_tokens] and KV history.
+        self._leaving: list[tuple[np.ndarray, np.ndarray, np.ndarray, KVHistory]] = []
         # By session, least recent first: the KV histories that it left, with their token counts.
         self._sessions: OrderedDict[str, dict[KVHistory, int]] = OrderedDict()
         self._searched: tuple[np.ndarray, dict[KVHistory, list[bytes]]] | None = None
@@ -92,24 +84,20 @@ class PrefixCache:
             return
         blocks, num_tokens = blocks[:count], count * self._block_tokens
         self._pool.release_reusable(blocks, survives_swaps=session is not None)
-        left = _Leaving(
-            tokens=sequence.tokens[:num_tokens],
-            kv_history=truncate_history(sequence.kv_history, num_tokens),
-            blocks=blocks,
-            content_ids=self._pool.content_ids[blocks],
-        )
-        self._leaving.append(left)
+        history = truncate_history(sequence.kv_history, num_tokens)
+        content_ids = self._pool.content_ids[blocks]
+        self._leaving.append((blocks, content_ids, sequence.tokens[:num_tokens], history))
         if session is not None:
-            self._remember(session, left.kv_history, num_tokens=num_tokens)
+            self._remember(session, history, num_tokens=num_tokens)
 
     def settle(self) -> None:
         """Index the blocks that were released since the last call."""
         leaving, self._leaving = self._leaving, []
-        for left in leaving:
-            digests = _digests(left.tokens, left.kv_history, block_tokens=self._block_tokens)
-            is_there = self._pool.content_ids[left.blocks] == left.content_ids
+        for blocks, content_ids, tokens, kv_history in leaving:
+            digests = _digests(tokens, kv_history, block_tokens=self._block_tokens)
+            is_there = self._pool.content_ids[blocks] == content_ids
             for row in np.flatnonzero(is_there).tolist():
-                self._enter(digests[row], int(left.blocks[row]), int(left.content_ids[row]))
+                self._enter(digests[row], int(blocks[row]), int(content_ids[row]))
 
     def find(self, sequence: Sequence) -> Prefix:
         """The longest cached prefix; at least one token remains to be computed, for its logits."""
@@ -133,8 +121,12 @@ class PrefixCache:
 
         The last result is kept, because the first waiting sequence is looked up before every pass.
         """
-        current = self._current_history(sequence.request)
-        histories = dict.fromkeys([current, *self._own_histories(sequence)])
+        histories = {self._current_history(sequence.request): None}
+        if self._keeps:  # KV that this sequence and its session left, under any weights
+            own = (sequence.kv_history,) if sequence.kv_history else ()
+            session = sequence.request.session
+            of_session = {} if session is None else self._sessions.get(session, {})
+            histories |= dict.fromkeys((*own, *of_session))
         if self._searched is not None:
             tokens, keys = self._searched
             if tokens is sequence.tokens and keys.keys() == histories.keys():
@@ -151,14 +143,6 @@ class PrefixCache:
     def _current_history(self, request: Request) -> KVHistory:
         """The history of KV that the served weights computed from the first token on."""
         return extend_history((), at=0, source=self.source_for(request))
-
-    def _own_histories(self, sequence: Sequence) -> list[KVHistory]:
-        """The histories of KV that this sequence and its session left, under any weights."""
-        if not self._keeps:
-            return []
-        own = [sequence.kv_history] if sequence.kv_history else []
-        session = sequence.request.session
-        return own if session is None else [*own, *self._sessions.get(session, {})]
 
     def _known(self, digests: list[bytes]) -> np.ndarray:
         """[B] blocks of the longest cached run of these digests, from the first one on."""

@@ -1,8 +1,7 @@
 """Recurrent states: what layers without KV remember of a sequence, one state per batch slot.
 
-A state lies in the layers of a transformers cache, such as the last inputs of a convolution and the
-matrix of a gated delta net. A pool holds the tensors of all slots. A call of a mixer gets a cache
-with the states of its sequences, and what it leaves there goes back to the pool.
+A state lies in the layers of a transformers cache. A pool holds the tensors of all slots. A call of
+a mixer gets a cache with the states of its sequences; what it leaves there goes back to the pool.
 
 Promise: a state is that of the tokens of its slot's sequence that are cached. It cannot go back to
 an earlier token, so models with states share no prefixes, except by forks of a whole prompt, and a
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from millrace.inference.embedded.kv.cache import KVShape
 from millrace.models.attention.recurrent import run_mixer
 
 Place = tuple[str, Any]  # attribute of a cache's layer, and key if that is a dictionary
@@ -37,19 +37,33 @@ class SequenceGroup:
     begins: bool
 
 
-class StateProbe:
-    """Learns which states the mixers of a model have."""
+class CacheProbe:
+    """Takes the place of a PagedBatch before there is a cache, to learn what each layer stores."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._config = model.config.get_text_config()
+        self.shapes: dict[int, KVShape] = {}
+        self.has_sinks = False
         self.layers: dict[int, Any] = {}  # of the cache, with the state of one sequence
 
     @cached_property
     def unused(self) -> Cache:
         return DynamicCache(config=self._config)
 
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **settings: Any
+    ) -> Tensor:
+        self.has_sinks |= settings["sinks"] is not None
+        self.shapes[layer] = KVShape(
+            num_heads=key.shape[1],
+            key_dim=key.shape[2],
+            value_dim=value.shape[2],
+            is_capped=settings["softcap"] is not None,
+        )
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
     def mix(self, mixer: Any, hidden: Tensor) -> Tensor:
-        cache = _cache_with(self.unused, mixer.layer_idx, _copied(self.unused, mixer.layer_idx))
+        cache = _cache_with(self.unused, mixer.layer_idx)
         output = run_mixer(mixer, hidden[None], cache)[0]
         self.layers[mixer.layer_idx] = cache.layers[mixer.layer_idx]
         return output
@@ -62,7 +76,7 @@ class StateProbe:
 
 
 class StatePool:
-    def __init__(self, probe: StateProbe, *, num_slots: int) -> None:
+    def __init__(self, probe: CacheProbe, *, num_slots: int) -> None:
         self._probe = probe
         self._pools: dict[int, dict[Place, Tensor]] = {
             number: {
@@ -90,10 +104,9 @@ class StatePool:
     def _load(self, number: int, slots: Tensor | None) -> Cache:
         """A cache with the states of these slots in layer `number`; None = without any."""
         if slots is None:
-            return _cache_with(self._probe.unused, number, _copied(self._probe.unused, number))
+            return _cache_with(self._probe.unused, number)
         tensors = {place: pool[slots] for place, pool in self._pools[number].items()}
-        layer = _shallow(self._probe.layers[number], tensors)
-        return _cache_with(self._probe.unused, number, layer)
+        return _cache_with(self._probe.unused, number, self._probe.layers[number], tensors)
 
 
 def groups_of(
@@ -133,11 +146,11 @@ def _shallow(layer: Any, tensors: Mapping[Place, Tensor]) -> Any:
     return copied
 
 
-def _copied(cache: Cache, number: int) -> Any:
-    return _shallow(cache.layers[number], {})
-
-
-def _cache_with(cache: Cache, number: int, layer: Any) -> Cache:
+def _cache_with(
+    cache: Cache, number: int, layer: Any = None, tensors: Mapping[Place, Tensor] | None = None
+) -> Cache:
+    """A copy of a cache, with a copy of this layer, or of its own, that has these tensors."""
     copied = copy.copy(cache)
-    copied.layers = [*cache.layers[:number], layer, *cache.layers[number + 1 :]]
+    own = _shallow(cache.layers[number] if layer is None else layer, tensors or {})
+    copied.layers = [*cache.layers[:number], own, *cache.layers[number + 1 :]]
     return copied
