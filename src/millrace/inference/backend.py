@@ -96,8 +96,7 @@ class EngineCore(Protocol):
         ...
 
     def add_request(self, request: Request, *, stream: bool = False) -> None:
-        """Queue a request, or raise TaskError if it can never be served. `stream`: take_chunks()
-        returns its tokens."""
+        """Queue a request; TaskError if it can never be served. `stream`: for take_chunks()."""
 
     def step(self, *, should_stop: Callable[[], bool] = ...) -> list[FinishedCompletions]:
         """Run one forward pass, or several until should_stop() returns True."""
@@ -275,8 +274,7 @@ def of_engine(config: EngineConfig, index: int) -> EngineConfig:
 
 
 def server_secrets(config: EngineConfig) -> dict[str, str]:
-    """The environment variable that holds the key of servers to attach to. Engine processes get no
-    other secret."""
+    """The variable that holds the key of servers to attach to: the only secret of engines."""
     key = config.options.get("api_key")
     if not isinstance(key, str) or (found := VARIABLE.fullmatch(key)) is None:
         return {}

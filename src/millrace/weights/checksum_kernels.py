@@ -34,8 +34,7 @@ def _sums_kernel(
 
 
 def weighted_sums(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Of words [R, C] int32, C a power of two: their sums weighted by row and by column, modulo
-    2**64."""
+    """Sums of words [R, C] int32, C a power of two, weighted by row and by column, mod 2**64."""
     num_rows, num_columns = table.shape
     num_programs = triton.cdiv(num_rows, _ROWS)
     by_row = torch.empty(num_programs, dtype=torch.int64, device=table.device)

@@ -12,6 +12,7 @@ Runs on the controller's event loop.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,41 +24,35 @@ ATTEMPTS = 3
 RETRY_S = 1.0
 
 
+@dataclass(slots=True, eq=False)
 class HttpNotifier:
     """A subscriber of the version broadcast; see VersionBroadcaster."""
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        timeout_s: float,  # for all attempts at one version together
-        warn: Callable[[str], None],
-        retry_s: float = RETRY_S,
-    ) -> None:
-        self.num_failed = 0  # posts that failed after all attempts
-        self._urls = urls
-        self._timeout_s = timeout_s
-        self._retry_s = retry_s
-        self._warn = warn
-        self._warned: set[str] = set()  # URLs
+    urls: Sequence[str]
+    _: KW_ONLY
+    timeout_s: float  # for all attempts at one version together
+    warn: Callable[[str], None]
+    retry_s: float = RETRY_S
+    num_failed: int = 0  # posts that failed after all attempts
+    warned: set[str] = field(default_factory=set[str])  # URLs
 
     async def receive(self, update: WeightUpdate) -> int:
         """Returns when every URL has answered or failed."""
         body = {"version": update.version, "path": str(Path(update.location).parent)}
-        await asyncio.gather(*(self._notify(url, body) for url in self._urls))
+        await asyncio.gather(*(self._notify(url, body) for url in self.urls))
         return update.version
 
     async def _notify(self, url: str, body: dict[str, Any]) -> None:
         session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout())  # no limits but ours
         try:
-            async with asyncio.timeout(self._timeout_s), session:
+            async with asyncio.timeout(self.timeout_s), session:
                 await self._post(session, url, body)
         except (OSError, ValueError, aiohttp.ClientError) as error:  # TimeoutError is an OSError
             self.num_failed += 1
-            if url not in self._warned:
-                self._warned.add(url)
-                reason = str(error) or f"no answer in weights.timeout_s = {self._timeout_s:g}"
-                self._warn(
+            if url not in self.warned:
+                self.warned.add(url)
+                reason = str(error) or f"no answer in weights.timeout_s = {self.timeout_s:g}"
+                self.warn(
                     f"{url} could not be notified of version {body['version']} ({reason}); the run"
                     " continues, and later failures are only counted (notify_failures)."
                 )
@@ -72,4 +67,4 @@ class HttpNotifier:
             except (OSError, ValueError, aiohttp.ClientError):
                 if attempt == ATTEMPTS:
                     raise
-                await asyncio.sleep(self._retry_s)
+                await asyncio.sleep(self.retry_s)

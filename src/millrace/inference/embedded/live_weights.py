@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from millrace.core.errors import WeightError
 from millrace.inference.embedded.adapters import AdapterBank, AdapterMerger
 from millrace.models.routing import policy_tensors
-from millrace.weights.packing import check_shapes
+from millrace.weights.packing import check_shapes, copy_all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -75,10 +75,7 @@ class LiveWeights:
         try:
             pairs = prepared.pairs
             for dtype in {target.dtype for target, _ in pairs}:  # a launch for each
-                targets, sources = zip(*(p for p in pairs if p[0].dtype == dtype), strict=True)
-                torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage] - no public name
-                    targets, sources
-                )
+                copy_all(*zip(*(p for p in pairs if p[0].dtype == dtype), strict=True))
             if self._device.type == "cuda":
                 # The sender may reuse the memory of the tensors once this returns.
                 torch.cuda.current_stream(self._device).synchronize()

@@ -10,6 +10,8 @@ read when it frees its slot, before its blocks can be reused.
 The engine's thread calls everything. T = tokens of a pass, K = experts per token.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -77,14 +79,14 @@ class RoutesPool:
             read.sent, read.arrived = part.numpy().view(self._dtype), arrived
 
 
+@dataclass(slots=True, eq=False)
 class RouteRead:
     """Routes [n, layers, K] on their way to the host."""
 
-    def __init__(self, pool: RoutesPool, kv_slots: np.ndarray) -> None:
-        self.kv_slots = kv_slots
-        self.sent: np.ndarray | None = None  # complete once `arrived` has happened
-        self.arrived: torch.Event | None = None
-        self._pool = pool
+    pool: RoutesPool
+    kv_slots: np.ndarray  # [n]
+    sent: np.ndarray | None = None  # complete once `arrived` has happened
+    arrived: torch.Event | None = None
 
     def __len__(self) -> int:
         return len(self.kv_slots)
@@ -92,7 +94,7 @@ class RouteRead:
     def rows(self) -> np.ndarray:
         """Waits for the copy. Returns a view of an array that other reads share."""
         if self.sent is None:
-            self._pool.fetch()
+            self.pool.fetch()
         if self.arrived is not None:
             self.arrived.synchronize()
         assert self.sent is not None

@@ -117,8 +117,7 @@ def mask_logits(logits: Tensor, masks: Tensor) -> Tensor:
 
 
 def sample_batch(logits: Tensor, rows: SamplingBatch, *, exact: bool = False) -> SamplerOutput:
-    """One token for each row of logits [N, V] float32, by the kernels where they apply; their
-    logprobs are not `exact`."""
+    """One token for each row of logits [N, V] float32, by the kernels unless `exact`."""
     if not logits.is_cuda or exact:
         return sample(logits, rows)
     drawn = sample_step(logits.contiguous(), rows)
@@ -183,8 +182,7 @@ def with_exact_logprobs(drawn: StepSample, logits: Tensor, temperatures: Tensor)
 
 
 def joined_rows(rows: Tensor, sizes: np.ndarray) -> np.ndarray:
-    """The first `sizes` [R, N] numbers of rows [R, N, capacity] int32, row after row, on the
-    host."""
+    """The first `sizes` [R, N] numbers of rows [R, N, capacity] int32, in order, on the host."""
     if not rows.is_cuda:
         columns = torch.arange(rows.shape[2])
         return rows[columns < torch.from_numpy(sizes)[..., None]].numpy()

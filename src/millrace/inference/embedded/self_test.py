@@ -6,6 +6,7 @@ and a prompt that comes last continues KV of the prefix cache.
 
 import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,6 @@ from millrace.models.support import AttentionPath, ScoredTokens
 _NEW_TOKENS = 4
 
 
-class _NoTokenizer:
-    def decode(self, *_: Any, **__: Any) -> str:
-        return ""
-
-
 def _generate(
     model: PreTrainedModel, sequences: Sequence[np.ndarray], *, decode_steps: int, exact: bool
 ) -> list[ScoredTokens]:
@@ -39,7 +35,7 @@ def _generate(
         decode_steps=decode_steps,
         exact=exact,
     )
-    tokenizer: Any = _NoTokenizer()
+    tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "")
     engine = EmbeddedEngine(model, tokenizer, sizes=sizes, version=0, eos_ids=())
     prompts = [tokens[: max(1, len(tokens) - _NEW_TOKENS)] for tokens in sequences]
     results: list[ScoredTokens] = []

@@ -14,7 +14,7 @@ import json
 import queue
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -42,9 +42,9 @@ class ServedChunk:
     """New tokens of one streamed request."""
 
     id: str
-    tokens: list[int]
-    logprobs: list[float]
     version: int  # served when the chunk arrived
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
     finish: str | None = None  # vLLM's finish_reason, in the last chunk
     spans: list[tuple[int, int, int]] | None = None  # (start, end, version), in the last chunk
     error: str = ""  # the stream broke
@@ -65,11 +65,10 @@ class VllmClient:
         self.version = 0  # that the server serves
         self.chunks: queue.SimpleQueue[ServedChunk] = queue.SimpleQueue()
         self._socket = socket
-        self._headers = dict(headers or {})
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
-        self._session = self._run(self._open())
+        self._session = self._run(self._open(socket, headers or {}))
         self._streams: set[asyncio.Task[None]] = set()
 
     def generate(
@@ -165,9 +164,14 @@ class VllmClient:
         **query: str,
     ) -> Any:
         """The JSON of the answer; None if it is empty, or a sentence for people."""
-        request = self._request(method, path, body or {}, query, timeout_s)
+
+        async def request() -> tuple[int, str]:
+            sent = self._session.request(method, self.url + path, json=body or {}, params=query)
+            async with asyncio.timeout(timeout_s), sent as answer:
+                return answer.status, await answer.text()
+
         try:
-            status, text = self._run(request)
+            status, text = self._run(request())
             if status >= 400:
                 raise ServerRefused(f"{self} refused {path}: {_reason(text)}", status=status)
             return json.loads(text) if text and has_answer else None
@@ -202,15 +206,14 @@ class VllmClient:
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    async def _open(self) -> aiohttp.ClientSession:
-        connector = (
-            aiohttp.UnixConnector(self._socket, limit=0)
-            if self._socket
-            else aiohttp.TCPConnector(limit=0)
-        )
-        no_limit = aiohttp.ClientTimeout(total=None)
+    async def _open(self, socket: str | None, headers: Mapping[str, str]) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=connector, headers=self._headers, timeout=no_limit, read_bufsize=_LINE_BYTES
+            connector=aiohttp.UnixConnector(socket, limit=0)
+            if socket
+            else aiohttp.TCPConnector(limit=0),
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=None),
+            read_bufsize=_LINE_BYTES,
         )
 
     async def _close(self) -> None:
@@ -218,20 +221,6 @@ class VllmClient:
             stream.cancel()
         await asyncio.gather(*self._streams, return_exceptions=True)
         await self._session.close()
-
-    async def _request(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any],
-        query: Mapping[str, str],
-        timeout_s: float,
-    ) -> tuple[int, str]:
-        async with asyncio.timeout(timeout_s):
-            async with self._session.request(
-                method, f"{self.url}{path}", json=body, params=query
-            ) as answer:
-                return answer.status, await answer.text()
 
     def _start_stream(self, id: str, body: Mapping[str, Any]) -> None:
         stream = asyncio.ensure_future(self._stream(id, body))
@@ -249,15 +238,14 @@ class VllmClient:
                         self._receive(id, json.loads(line[len(b"data: ") :]))
         except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
             reason = str(error) or type(error).__name__
-            self.chunks.put(
-                ServedChunk(id=id, tokens=[], logprobs=[], version=self.version, error=reason)
-            )
+            self.chunks.put(ServedChunk(id=id, version=self.version, error=reason))
 
     def _receive(self, id: str, data: Mapping[str, Any]) -> None:
         if "error" in data:
             raise ValueError(_reason(json.dumps(data)))
         for choice in data["choices"]:
-            spans = choice.get("weight_versions")
+            if (spans := choice.get("weight_versions")) is not None:
+                spans = [(s["start"], s["end"], int(s["version"])) for s in spans]
             content = (choice.get("logprobs") or {}).get("content") or []
             self.chunks.put(
                 ServedChunk(
@@ -266,9 +254,7 @@ class VllmClient:
                     logprobs=[row["logprob"] for row in content],
                     version=self.version,
                     finish=choice.get("finish_reason"),
-                    spans=None
-                    if spans is None
-                    else [(s["start"], s["end"], int(s["version"])) for s in spans],
+                    spans=spans,
                 )
             )
 

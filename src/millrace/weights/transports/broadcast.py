@@ -62,7 +62,7 @@ class BroadcastGroup:
 
     def __init__(self, *, device: torch.device, timeout_s: float) -> None:
         """`device` of the payloads; of the same type in all members."""
-        self._device = device
+        self.device = device
         self._timeout = timedelta(seconds=timeout_s)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._group: Any = None
@@ -77,7 +77,7 @@ class BroadcastGroup:
         self.close()
         with _reporting_failures():
             store = PrefixStore(f"group/{number}", store)
-            self._group = _form(store, rank, size, self._device, host, self._timeout)
+            self._group = _form(store, rank, size, self.device, host, self._timeout)
         self._number = number
 
     def broadcast(
@@ -98,7 +98,7 @@ class BroadcastGroup:
             on_bucket(number, bucket)
 
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with _reporting_failures():
             with torch.cuda.stream(self._stream):  # does nothing without one
                 for number, bucket in enumerate(payload.split(bucket_bytes)):

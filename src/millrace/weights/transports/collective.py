@@ -208,7 +208,7 @@ class CollectiveRecvBackend(RecvBackend):
 
     def __init__(self, *, device: torch.device, timeout_s: float, role: str = ENGINE) -> None:
         self._role = role
-        self._engine_device = device
+        self._device = device  # where the engine computes
         self._timeout_s = timeout_s
         self._endpoint: CollectiveEndpoint | None = None
         self._client: RendezvousClient | None = None
@@ -245,8 +245,7 @@ class CollectiveRecvBackend(RecvBackend):
         delta: Delta | None,
         staging: Staging,
     ) -> Fetched:
-        device = self._device(endpoint)
-        client, group = self._connect(endpoint, device=device)
+        client, group = self._connect(endpoint)
         base = None if delta is None else delta.base
         admission = client.request(
             TransferRequest(
@@ -264,9 +263,9 @@ class CollectiveRecvBackend(RecvBackend):
         )
         if admission.is_delta:
             assert delta is not None
-            flat = torch.empty(delta.num_bytes, dtype=torch.uint8, device=device)
+            flat = torch.empty(delta.num_bytes, dtype=torch.uint8, device=group.device)
         else:
-            flat = staging.take(update, device=device)
+            flat = staging.take(update, device=group.device)
         try:
             num_buckets = max(1, math.ceil(len(flat) / admission.bucket_bytes))  # 1 if it is empty
             if len(admission.checksums) != num_buckets:
@@ -289,26 +288,20 @@ class CollectiveRecvBackend(RecvBackend):
             raise
         return Fetched(flat, "delta" if admission.is_delta else "staged")
 
-    def _device(self, endpoint: CollectiveEndpoint) -> torch.device:
-        if not endpoint.on_gpu:
-            return torch.device("cpu")
-        if self._engine_device.type != "cuda":
+    def _connect(self, endpoint: CollectiveEndpoint) -> tuple[RendezvousClient, BroadcastGroup]:
+        if endpoint.on_gpu and self._device.type != "cuda":
             raise WeightError(
                 "The trainer broadcasts between GPUs, but this process computes on"
-                f" {str(self._engine_device)!r}; give it a GPU in [placement], or set"
+                f" {str(self._device)!r}; give it a GPU in [placement], or set"
                 " weights.transport = 'disk'."
             )
-        return self._engine_device
-
-    def _connect(
-        self, endpoint: CollectiveEndpoint, *, device: torch.device
-    ) -> tuple[RendezvousClient, BroadcastGroup]:
         if self._client is None or self._group is None or endpoint != self._endpoint:
             self.close()
             # The trainer may first wait for another engine to time out.
             timeout_s = 2 * self._timeout_s
             self._client = RendezvousClient(endpoint.host, endpoint.port, timeout_s=timeout_s)
             self._store = join_store(endpoint.host, endpoint.store_port, timeout_s=self._timeout_s)
+            device = self._device if endpoint.on_gpu else torch.device("cpu")
             self._group = BroadcastGroup(device=device, timeout_s=self._timeout_s)
             self._endpoint = endpoint
         return self._client, self._group

@@ -70,8 +70,7 @@ class RendezvousServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def poll(self) -> dict[RendezvousCaller, TransferRequest]:
-        """Wait up to _POLL_S; returns callers of one role that requested the same version and get
-        it now."""
+        """Wait up to _POLL_S; returns callers of one role that get the same version now."""
         due_s = min(
             (caller.requested_s + ADMIT_AFTER_S for caller in self._requests), default=math.inf
         )

@@ -277,8 +277,7 @@ class _Dispatch:
 
 
 def _index(layer: nn.Module) -> int | None:
-    """The number of a decoder layer, from the attention in it; None for layers of other parts, such
-    as an encoder of images."""
+    """The number of a decoder layer, from its attention; None for layers of other parts."""
     found: set[Any] = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
     assert len(found) <= 1, f"{type(layer).__name__} holds attention of layers {found}"
     return found.pop() if found else None

@@ -144,8 +144,7 @@ class BatchSlots:
         num_kept: np.ndarray,  # [R, N]
         counts: np.ndarray,  # [R]; as in append()
     ) -> None:
-        """Record the ids that sampled tokens were drawn from; many are copied while the device
-        works."""
+        """Record the ids that tokens were drawn from; many are copied while the device works."""
         starts = np.concatenate([[0], num_kept.sum(1).cumsum()])
         copiers = self._copiers if len(ids) >= _MANY_IDS else None
         for row in np.flatnonzero(self.truncates[slots]):

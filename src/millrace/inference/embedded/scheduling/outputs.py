@@ -78,8 +78,7 @@ class StopRules:
     def counts_until_stop(
         self, slots: BatchSlots, chosen: np.ndarray, result: DecodeResult
     ) -> tuple[np.ndarray, np.ndarray]:
-        """[R] number of new tokens of each slot up to its first stop string, and whether there is
-        one."""
+        """[R] number of new tokens of each slot up to its first stop string; [R] if it has one."""
         counts, has_stop = result.counts.copy(), np.zeros(len(chosen), dtype=bool)
         for row in np.flatnonzero(slots.has_stop_strings[chosen]):
             sequence = slots.sequence(chosen[row])
@@ -170,8 +169,7 @@ class OutputProcessor:
             del self._unfinished[request.id]
 
     def older_than(self, version: int, unfinished: Iterable[tuple[str, np.ndarray]]) -> list[str]:
-        """Requests with a token of an older version; `unfinished`: ids and versions of members that
-        have not ended."""
+        """Requests with an older token; `unfinished`: ids and versions of unfinished members."""
         members = [(id, each) for id, own in unfinished for each in (own, *self._unfinished[id])]
         return [*dict.fromkeys(id for id, own in members if (own < version).any())]
 
