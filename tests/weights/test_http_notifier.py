@@ -6,8 +6,7 @@ from fakes import make_update
 from http_engine import HttpEngine
 
 from millrace.core.records import WeightUpdate
-from millrace.weights.broadcaster import VersionBroadcaster
-from millrace.weights.http_notifier import HttpNotifier
+from millrace.weights.broadcaster import HttpNotifier, VersionBroadcaster
 from millrace.weights.transports.disk import MARKER, MODEL_FILE
 
 

@@ -22,7 +22,7 @@ from millrace.monitoring.monitor import RunMonitor
 from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.monitoring.terminal.text import counts
 from millrace.training.packing.packer import minibatches_of
-from millrace.weights.http_notifier import HttpNotifier
+from millrace.weights.broadcaster import HttpNotifier
 
 
 @dataclass(kw_only=True, slots=True)

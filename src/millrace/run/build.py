@@ -28,8 +28,7 @@ from millrace.run.resume import Cursor
 from millrace.scoring.pool import ScorerPool
 from millrace.tasks.streams import TaskStream
 from millrace.training.group import StepsOnRecord, TrainerGroup
-from millrace.weights.broadcaster import Subscription, VersionBroadcaster
-from millrace.weights.http_notifier import HttpNotifier
+from millrace.weights.broadcaster import HttpNotifier, Subscription, VersionBroadcaster
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

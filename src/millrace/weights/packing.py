@@ -4,12 +4,10 @@ Promise: unpack() returns bit for bit what pack() wrote. Floating-point tensors 
 engine's dtype, biases of routers and all others as they are. Every offset, and the payload's size,
 is a multiple of ALIGN_BYTES; the bytes between two tensors are never written.
 
-A payload is a flat uint8 tensor, on the host or on a GPU. Both ends compute the same checksum for
-the same bytes. On the host it is xxh3_64, at memory speed. Hashing on a GPU would first copy
-everything to the host, so there it is a weighted sum of 32-bit words, computed in one pass on the
-device. The sum uses exact integers. Any change within one word and any exchange of two words
-changes it; random damage goes undetected once in about 2**64. Like xxh3, it does not protect
-against deliberate damage.
+A payload is a flat uint8 tensor, on the host or on a GPU. Its checksum is xxh3_64 on the host. On a
+GPU, where hashing would first copy everything to the host, it is a weighted sum of 32-bit words in
+exact integers: any change within one word and any exchange of two words changes it, and random
+damage goes undetected once in about 2**64. Neither protects against deliberate damage.
 
 A delta is a version as its difference from another: indices and values of the words that changed.
 Promise: apply_delta(find_delta(new, old), old) is new, bit for bit. A word is as wide as the

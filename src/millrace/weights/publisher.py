@@ -213,15 +213,14 @@ class Publisher:
             self._try_later(snapshot, error)
             return
         except Superseded:  # another rank has a newer version, which follows here, too
-            with self._changed:
-                self._sending = None
-                self._spare.append(snapshot)
-                self.superseded += snapshot.is_announced
-            return
-        self._no_space_since_s = None
+            update = None
         with self._changed:
             self._sending = None
             self._spare.append(snapshot)
+            if update is None:
+                self.superseded += snapshot.is_announced
+                return
+            self._no_space_since_s = None
             borrowers, self._borrowers = self._borrowers, []
             self._ready[update.version] = update
             self._holders[update.version] = len(borrowers) + snapshot.is_announced

@@ -1,8 +1,7 @@
 """Memory of a GPU that a sleeping engine gives back, at addresses that stay valid.
 
-CUDA graphs and views hold addresses, so memory that is only freed could not be used again. The
-driver's virtual memory separates the two: release() returns the memory behind the addresses, and
-restore() puts new memory there, with what was saved in host memory.
+CUDA graphs and views hold addresses. The driver's virtual memory separates them from memory:
+release() returns the memory, and restore() puts new memory there, with what was saved on the host.
 
 Promise: between release() and restore() nothing of it is on the GPU, and nothing may be read or
 written there. One thread uses a ReleasableMemory.

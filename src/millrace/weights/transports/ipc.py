@@ -5,9 +5,8 @@ device to device into its staging memory; nothing passes through the host. A han
 in the update; nothing is unpickled. The packing stream is synchronized before an update is
 announced, and the engine's before it acknowledges, so no event has to be shared.
 
-The trainer's side runs on the publisher's stream and an engine's on that of its StagingReceiver:
-neither waits for a training step or a decoding step. An engine cannot be in the trainer's process:
-CUDA does not open a handle where it was made.
+Neither side waits for a training step or a decoding step: both have streams of their own. An engine
+cannot be in the trainer's process, because CUDA does not open a handle where it was made.
 """
 
 import msgspec
