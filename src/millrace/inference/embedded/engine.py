@@ -309,7 +309,12 @@ class EmbeddedEngine(EngineCore):
             self._end_sequences(slots)
 
     def _decode(self, decode_loop: DecodeLoop, *, should_stop: Callable[[], bool]) -> None:
-        plan = self._scheduler.plan_decode(max_steps=self._num_steps(decode_loop))
+        # Fewer steps while requests arrive, fewer still while sequences wait for a slot: a slot
+        # freed within a launch stays empty until its end. A grammar reads each token first.
+        share = 4 if self._scheduler.waiting.num_waiting else 2 if self._has_new else 1
+        self._has_new = False
+        max_steps = 1 if self._slots.any_guided else max(1, decode_loop.max_steps // share)
+        plan = self._scheduler.plan_decode(max_steps=max_steps)
         if plan is None:
             return
         result = decode_loop.run(
@@ -321,13 +326,6 @@ class EmbeddedEngine(EngineCore):
         counts, has_stop = self._stop_rules.counts_until_stop(self._slots, plan.slots, result)
         self._append(plan.slots, result, counts=counts)
         self._end_sequences(plan.slots[counts > 0], has_stop=has_stop[counts > 0])
-
-    def _num_steps(self, decode_loop: DecodeLoop) -> int:
-        """Fewer steps while requests arrive, fewer still while sequences wait for a slot: a slot
-        freed within a launch stays empty until its end. A grammar reads each token first."""
-        share = 4 if self._scheduler.waiting.num_waiting else 2 if self._has_new else 1
-        self._has_new = False
-        return 1 if self._slots.any_guided else max(1, decode_loop.max_steps // share)
 
     def _record_ended(self) -> None:
         self._outputs.record()

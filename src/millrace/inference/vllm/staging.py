@@ -76,10 +76,9 @@ class WeightStaging:
 
     def write_first(self, checkpoint: Path | None, *, version: int) -> StagedVersion:
         """The adapter that a run starts with: that of a checkpoint, or one that changes nothing."""
-        if checkpoint is not None:
-            return self.write(read_checkpoint(checkpoint), version=version)
         zeros = {name: torch.zeros(shape) for name, shape in self.shapes.items()}
-        return self.write(zeros, version=version)
+        first = zeros if checkpoint is None else read_checkpoint(checkpoint)
+        return self.write(first, version=version)
 
     def write(self, tensors: Mapping[str, Tensor], *, version: int) -> StagedVersion:
         """Any thread may call this."""

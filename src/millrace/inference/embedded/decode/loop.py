@@ -262,47 +262,27 @@ class DecodeLoop:
         shape = StepShape(num_rows, self._splits(num_rows, context), truncates, is_guided)
         self._prepare(shape)
         self._state.load(plan.slots, slots, self._parts.tables)
-        num_steps = self._run_steps(
-            self._steps[shape],
-            num_steps=plan.num_steps,
-            count=count,
-            should_stop=should_stop,
-            while_running=while_running,
-            masks=masks,
-        )
+        first, *rest = self._steps[shape]
+        launched: deque[torch.Event] = deque()  # at most _AHEAD steps are queued on the device
+        num_steps = 0
+        while num_steps < plan.num_steps and not (num_steps > 0 and should_stop()):
+            first()
+            for part in rest:
+                self._state.load_masks(masks, count=count)
+                part()
+            if num_steps == 0:
+                while_running()
+            num_steps += 1
+            if self._device.type == "cuda":
+                launched.append(torch.cuda.current_stream(self._device).record_event())
+                if len(launched) > _AHEAD:
+                    launched.popleft().synchronize()
         tokens, logprobs = self._state.read(count, num_steps=num_steps)
         kept, num_kept = self._state.read_kept(tokens) if truncates else (None, None)
         counts = (tokens != NO_TOKEN).sum(0)
         return DecodeResult(
             tokens=tokens, logprobs=logprobs, counts=counts, kept=kept, num_kept=num_kept
         )
-
-    def _run_steps(
-        self,
-        parts: Sequence[Callable[[], None]],
-        *,
-        num_steps: int,
-        count: int,  # slots
-        should_stop: Callable[[], bool],
-        while_running: Callable[[], None],
-        masks: Callable[[np.ndarray], Any],
-    ) -> int:
-        """Returns the number of steps that ran. At most _AHEAD steps are queued on the device."""
-        launched: deque[torch.Event] = deque()
-        for done in range(num_steps):
-            if done > 0 and should_stop():
-                return done
-            parts[0]()
-            for part in parts[1:]:
-                self._state.load_masks(masks, count=count)
-                part()
-            if done == 0:
-                while_running()
-            if self._device.type == "cuda":
-                launched.append(torch.cuda.current_stream(self._device).record_event())
-                if len(launched) > _AHEAD:
-                    launched.popleft().synchronize()
-        return num_steps
 
     def _prepare(self, shape: StepShape) -> None:
         """Capture graphs of this shape, if there are none. Everything they compute is garbage."""
