@@ -167,7 +167,12 @@ def _decode_steps(
     if reason := _single_steps(model, wanted, probe, exact=exact):
         warnings.warn(reason, stacklevel=2)
         return 1
-    _check_compiler()
+    # Triton builds its launchers with a C compiler; without one it fails in the first step.
+    if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
+        raise ConfigError(
+            "Decoding on a GPU needs a C compiler, and neither cc, gcc nor clang is on PATH;"
+            " install one, or set engine.options.decode_steps to 1, which is several times slower."
+        )
     return wanted or 32
 
 
@@ -202,15 +207,6 @@ def _single_steps(
             " than with the decode loop; set engine.dtype to bfloat16 on a Hopper or newer GPU."
         )
     return ""
-
-
-def _check_compiler() -> None:
-    """Triton builds its launchers with a C compiler; without one it fails in the first step."""
-    if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
-        raise ConfigError(
-            "Decoding on a GPU needs a C compiler, and neither cc, gcc nor clang is on PATH;"
-            " install one, or set engine.options.decode_steps to 1, which is several times slower."
-        )
 
 
 def _kv_bytes(options: EmbeddedBackend, *, size: int, of_states: int, device: torch.device) -> int:

@@ -179,8 +179,12 @@ class EmbeddedEngine(EngineCore):
         should_stop() returns True. The next step returns sequences that the loop finished, and
         builds their records while the device works."""
         if self.version is not None:
+            # With penalties or top logprobs, the host needs the logits of each token.
+            loop = None if self._slots.any_single_step else self._decode_loop
             with self._numerics():
-                self._compute(should_stop)
+                self._forward(self._scheduler.plan(prefill_only=loop is not None))
+                if loop is not None and not self._slots.any_single_step:
+                    self._decode(loop, should_stop=should_stop)
         if not self._scheduler.has_work:
             self._record_ended()
         return self._outputs.take()
@@ -274,15 +278,6 @@ class EmbeddedEngine(EngineCore):
             # Work that this thread queued may still write the tensors.
             torch.cuda.current_stream(self._model.device).synchronize()
         self.commit(self.prepare(tensors, version=version))
-
-    def _compute(self, should_stop: Callable[[], bool]) -> None:
-        # With penalties or top logprobs, the host needs the logits of each token.
-        if self._decode_loop is None or self._slots.any_single_step:
-            self._forward(self._scheduler.plan())
-        else:
-            self._forward(self._scheduler.plan(prefill_only=True))
-            if not self._slots.any_single_step:
-                self._decode(self._decode_loop, should_stop=should_stop)
 
     def _forward(self, plan: BatchPlan | None) -> None:
         if plan is None:

@@ -217,7 +217,9 @@ def sample(logits: Tensor, rows: SamplingBatch) -> SamplerOutput:
         is_kept = (scaled >= smallest[:, None]) & (scaled > -torch.inf)
         allowed = is_kept | greedy[:, None]  # [N, V]
         scaled = scaled.masked_fill(~allowed, -torch.inf)
-        kept = _kept_rows(allowed)
+        listed = allowed & ~allowed.all(-1, keepdim=True)  # a row that allows every id is empty
+        offsets = F.pad(listed.sum(-1).cumsum(0), (1, 0))
+        kept = KeptRows(ids=listed.nonzero()[:, 1], offsets=offsets)
     tokens = _draw(scaled.softmax(-1), uniforms(rows.keys, rows.positions))
     if rows.any_greedy:
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
@@ -254,12 +256,3 @@ def _smallest_in_top(scaled: Tensor, rows: SamplingBatch) -> Tensor:
     smallest = ordered.gather(-1, last).squeeze(-1)
     unlimited = (rows.top_k == 0) & (rows.top_p >= 1.0)
     return smallest.masked_fill(unlimited, -torch.inf)
-
-
-def _kept_rows(allowed: Tensor) -> KeptRows:
-    """CSR of the allowed ids; a row that allows every id is empty."""
-    listed = allowed & ~allowed.all(-1, keepdim=True)
-    sizes = listed.sum(-1)
-    return KeptRows(
-        ids=listed.nonzero()[:, 1], offsets=torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    )

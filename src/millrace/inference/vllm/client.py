@@ -180,7 +180,13 @@ class VllmClient:
             raise EngineLost(f"{self} did not answer {path}: {reason}.") from None
 
     def close(self) -> None:
-        self._run(self._close())
+        async def end() -> None:
+            for stream in self._streams:
+                stream.cancel()
+            await asyncio.gather(*self._streams, return_exceptions=True)
+            await self._session.close()
+
+        self._run(end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -215,12 +221,6 @@ class VllmClient:
             timeout=aiohttp.ClientTimeout(total=None),
             read_bufsize=_LINE_BYTES,
         )
-
-    async def _close(self) -> None:
-        for stream in self._streams:
-            stream.cancel()
-        await asyncio.gather(*self._streams, return_exceptions=True)
-        await self._session.close()
 
     def _start_stream(self, id: str, body: Mapping[str, Any]) -> None:
         stream = asyncio.ensure_future(self._stream(id, body))

@@ -311,7 +311,7 @@ class VllmEngine:
         for start, end, version in spans:
             sampled[start:end] = version
         natural: dict[str, Finish] = {"stop": "stop", "length": "length"}
-        finish = natural.get(chunk.finish or "", sequence.ending)
+        finish: Finish | None = natural.get(chunk.finish or "", sequence.ending)
         if sequence.has_stop:
             finish = "stop"
         if finish is None:

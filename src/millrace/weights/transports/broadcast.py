@@ -77,7 +77,15 @@ class BroadcastGroup:
         self.close()
         with _reporting_failures():
             store = PrefixStore(f"group/{number}", store)
-            self._group = _form(store, rank, size, self.device, host, self._timeout)
+            if self.device.type == "cuda":
+                nccl = dist.ProcessGroupNCCL.Options()
+                nccl._timeout = self._timeout
+                self._group = dist.ProcessGroupNCCL(store, rank, size, nccl)
+            else:
+                gloo = Gloo._Options()
+                gloo._devices = [Gloo.create_device(hostname=host)]
+                gloo._timeout = self._timeout
+                self._group = Gloo(store, rank, size, gloo)
         self._number = number
 
     def broadcast(
@@ -114,16 +122,3 @@ class BroadcastGroup:
         if self._group is not None:
             self._group.abort()
         self._group, self._number = None, 0
-
-
-def _form(
-    store: Any, rank: int, size: int, device: torch.device, host: str, timeout: timedelta
-) -> Any:
-    if device.type == "cuda":
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, nccl)
-    gloo = Gloo._Options()
-    gloo._devices = [Gloo.create_device(hostname=host)]
-    gloo._timeout = timeout
-    return Gloo(store, rank, size, gloo)

@@ -77,7 +77,10 @@ class RendezvousServer:
         wait_s = max(0.0, min(_POLL_S, due_s - time.monotonic()))
         for key, _ in self._selector.select(wait_s):
             if key.data is None:
-                self._accept()
+                connection, _ = self._listener.accept()
+                connection.settimeout(self._timeout_s)
+                caller = RendezvousCaller(socket=connection)
+                self._selector.register(connection, selectors.EVENT_READ, caller)
             else:
                 self._read(key.data)
         for first, request in self._requests.items():  # the oldest come first
@@ -103,12 +106,6 @@ class RendezvousServer:
                 self._drop(key.data)
         self._selector.close()
         self._listener.close()
-
-    def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        connection.settimeout(self._timeout_s)
-        caller = RendezvousCaller(socket=connection)
-        self._selector.register(connection, selectors.EVENT_READ, caller)
 
     def _read(self, caller: RendezvousCaller) -> None:
         try:
