@@ -216,11 +216,10 @@ class CollectiveRecvBackend(RecvBackend):
         self._group: BroadcastGroup | None = None
 
     def fetch(self, update: WeightUpdate, *, delta: Delta | None, staging: Staging) -> Fetched:
-        endpoint = msgspec.json.decode(update.location, type=CollectiveEndpoint)
         error: Exception | None = None
         for _ in range(_ATTEMPTS):
             try:
-                return self._receive(update, endpoint=endpoint, delta=delta, staging=staging)
+                return self._receive(update, delta, staging)
             except (BroadcastFailed, OSError) as failure:
                 self.close()
                 error = failure
@@ -237,14 +236,8 @@ class CollectiveRecvBackend(RecvBackend):
             self._client.close()
         self._group = self._client = self._store = self._endpoint = None
 
-    def _receive(
-        self,
-        update: WeightUpdate,
-        *,
-        endpoint: CollectiveEndpoint,
-        delta: Delta | None,
-        staging: Staging,
-    ) -> Fetched:
+    def _receive(self, update: WeightUpdate, delta: Delta | None, staging: Staging) -> Fetched:
+        endpoint = msgspec.json.decode(update.location, type=CollectiveEndpoint)
         client, group = self._connect(endpoint)
         base = None if delta is None else delta.base
         admission = client.request(
