@@ -310,8 +310,8 @@ class VllmEngine:
         sampled = sequence.versions[sequence.num_given :]  # a view, without what is behind a stop
         for start, end, version in spans:
             sampled[start:end] = version
-        natural: dict[str, Finish] = {"stop": "stop", "length": "length"}
-        finish: Finish | None = natural.get(chunk.finish or "", sequence.ending)
+        natural: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
+        finish = natural.get(chunk.finish) or sequence.ending
         if sequence.has_stop:
             finish = "stop"
         if finish is None:
