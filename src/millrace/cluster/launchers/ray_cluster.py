@@ -32,18 +32,23 @@ _CLIENT = "ray://"
 class RayHost:
     """The actor of one worker; run() takes its main thread until the worker has ended."""
 
-    def run(
-        self, ticket: bytes, folder: Path, paths: Sequence[str], job: Mapping[str, Any]
-    ) -> tuple[bool, str]:
-        """Join with these arguments; returns whether the user must change something, and what
-        happened."""
+    def run(self, ticket: bytes, spec: Mapping[str, Any], paths: Sequence[str]) -> tuple[bool, str]:
+        """Returns whether the user must change something, and what happened."""
         from millrace.cluster.join.host import join
 
         # A worker must find the modules that the controller finds, such as those beside a script.
         sys.path += [path for path in paths if path not in sys.path]
-        run = msgspec.json.decode(ticket, type=JoinTicket)
+        folder = Path(spec["folder"])
         try:
-            join(run, count=1, folder=folder if folder.is_dir() else None, **job)
+            join(
+                msgspec.json.decode(ticket, type=JoinTicket),
+                module=spec["module"],
+                count=1,
+                log_dir=Path(spec["log_dir"]),
+                role=spec["name"],
+                env=spec["env"],
+                folder=folder if folder.is_dir() else None,
+            )
         except MillraceError as error:
             return isinstance(error, ConfigError), str(error)
         return False, "its worker has ended"
@@ -172,12 +177,16 @@ class RayLauncher(HostLauncher):
             "scheduling_strategy": strategy,
         }
         actor = ray.remote(RayHost).options(**options).remote()
-        job = {"module": spec.module, "role": spec.name, "env": dict(spec.env)}
-        job["log_dir"] = self.log_dir
+        job = {
+            "name": spec.name,
+            "module": spec.module,
+            "env": dict(spec.env),
+            "folder": str(Path.cwd()),
+            "log_dir": str(self.log_dir),
+        }
         own = (sys.prefix, sys.base_prefix)
         paths = [str(Path(path).absolute()) for path in sys.path if not path.startswith(own)]
-        ticket = msgspec.json.encode(self.ticket)
-        running = actor.run.remote(ticket, Path.cwd(), paths, job)
+        running = actor.run.remote(msgspec.json.encode(self.ticket), job, paths)
         return _RayProgram(actor=actor, running=running)
 
     async def close(self) -> None:
