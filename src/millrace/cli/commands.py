@@ -232,33 +232,28 @@ def interrupted_state(run_dir: str) -> str:
 def join(args: argparse.Namespace) -> None:
     from millrace.cluster.join import host
     from millrace.cluster.join.ticket import read_ticket
+    from millrace.core.errors import ConfigError
 
-    module = JOIN_MODULES[args.role]
+    ticket, module, gpus = read_ticket(args.ticket), JOIN_MODULES[args.role], list[str]()
+    if args.role == "engine":
+        import torch
+
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        count = torch.cuda.device_count()
+        gpus = host.own_gpus(args.device, num_visible=count, visible=visible)
+    elif args.device is not None:
+        raise ConfigError("--device is for engines; ranks use the GPUs of placement.trainer.")
     host.join(
-        read_ticket(args.ticket),
+        ticket,
         role=args.role,
         module=module,
         count=args.count,
         log_dir=args.log_dir,
         preload=("torch", "transformers", module),
-        gpus=_gpus_to_join(args),
+        gpus=gpus,
         has_secrets=args.role == "environment",  # its tools may call services
         restarts=True,
     )
-
-
-def _gpus_to_join(args: argparse.Namespace) -> list[str]:
-    from millrace.cluster.join.host import own_gpus
-    from millrace.core.errors import ConfigError
-
-    if args.role != "engine":
-        if args.device is not None:
-            raise ConfigError("--device is for engines; ranks use the GPUs of placement.trainer.")
-        return []
-    import torch
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return own_gpus(args.device, num_visible=torch.cuda.device_count(), visible=visible)
 
 
 def launch(args: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from millrace.config import load_config, parse_override
 from millrace.plan.calibrate import calibrate, calibration_file, predict, read_calibration
 from millrace.plan.lengths import read_lengths
 from millrace.plan.model_costs import ModelShape, gpu_named
-from millrace.plan.report import lines, result_table, write_plan
+from millrace.plan.report import FORMATS, lines, write_plan
 from millrace.plan.search import PlannedRun, search
 
 
@@ -46,7 +46,7 @@ def plan(args: argparse.Namespace) -> None:
         notes = ["efficiencies are those that Millrace reached on an H200"]
     hours = (args.gpus or 1) / prediction.samples_per_s / 3.6  # of one GPU
     result = {
-        **result_table(prediction),
+        **{key: getattr(prediction, key) for key in FORMATS},
         "gpu_hours_per_1000_samples": hours,
         "cost_per_1000_samples": None if args.price is None else hours * args.price,
         "memory_bytes_per_device": memory,

@@ -19,7 +19,7 @@ from millrace.monitoring.run_dir import RunDir
 from millrace.plan.model_costs import GIB
 from millrace.plan.simulation import Prediction
 
-_FORMATS = {
+FORMATS = {  # of the numbers of a prediction, for --json and run.plan.json, too
     "samples_per_s": "{:,.1f}",
     "tokens_per_s": "{:,.0f}",
     "step_s": "{:,.2f}",
@@ -31,18 +31,13 @@ _FORMATS = {
 }
 
 
-def result_table(prediction: Prediction) -> dict[str, Any]:
-    """For --json and run.plan.json."""
-    return {key: getattr(prediction, key) for key in _FORMATS}
-
-
 def lines(result: Mapping[str, Any]) -> Iterator[str]:
     split = {k: v for k, v in result["split"].items() if k not in ("engine_bytes", "trainer_bytes")}
     memory = {f"memory_of_{k}_bytes": v for k, v in result["memory_bytes_per_device"].items()}
     flat = {**result, **split, **memory}
     for key, value in flat.items():
         if isinstance(value, int | float):
-            form = _FORMATS.get(key, "{:,.3g}" if isinstance(value, float) else "{}")
+            form = FORMATS.get(key, "{:,.3g}" if isinstance(value, float) else "{}")
             text = f"{value / GIB:.1f} GiB" if key.endswith("bytes") else form.format(value)
             yield f"{key.removesuffix('_bytes').replace('_', ' '):<28}{text}"
     yield from (f"note: {note}" for note in result["notes"])
@@ -77,7 +72,7 @@ def compared(source: Path, run_dir: str) -> Iterator[str]:
     is_changed = plan["settings"] != tomllib.loads(source.read_text())
     yield f"predicted by {file.name}{' (its settings have changed since)' * is_changed}:"
     for key, value in measured(RunDir(run_dir)).items():
-        form = _FORMATS[key]
+        form = FORMATS[key]
         error = f" ({plan[key] / value - 1:+.0%})" if value else ""
         label = key.replace("_", " ")
         yield f"  {label:<16}{form.format(plan[key]):>10}, measured {form.format(value)}{error}"
