@@ -100,8 +100,7 @@ def eval(args: argparse.Namespace) -> None:
 
     from millrace.run.execution.evaluate import EvalOptions, evaluate_models, results_table
 
-    given = _own_options(args) | {"scorers": tuple(args.scorers)}
-    results = evaluate_models(EvalOptions(**given, settings=_overrides(args)))
+    results = evaluate_models(EvalOptions(**_own_options(args), settings=_overrides(args)))
     Console().print(results_table(results))
 
 
@@ -113,9 +112,10 @@ def _overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _own_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Without what main() adds to the options of every command."""
+    """Without what main() adds to the options of every command; repeated options as tuples."""
     from_main = ("command", "run", "settings", "options")
-    return {name: value for name, value in vars(args).items() if name not in from_main}
+    given = {name: value for name, value in vars(args).items() if name not in from_main}
+    return {n: tuple(value) if isinstance(value, list) else value for n, value in given.items()}
 
 
 def _resume(args: argparse.Namespace, config: Any) -> bool | None:
