@@ -218,9 +218,9 @@ def test_a_saved_adapter_loads_into_peft(model_path: Path, tmp_path: Path):
     (found,), _ = adapters.compute("a", [datum], loss="cross_entropy", settings={}, backward=False)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     tokens = np.append(datum.tokens, datum.inputs["target_tokens"][-1])
-    np.testing.assert_allclose(
-        adapters.prompt_logprobs(tokens, tmp_path / "state"), expected, atol=1e-5
-    )
+    scored = adapters.prompt_logprobs(tokens, tmp_path / "state")
+    assert np.isnan(scored[0])
+    np.testing.assert_allclose(scored[1:], expected, atol=1e-5)
 
 
 def test_a_refused_pass_leaves_the_gradient(model_path: Path):

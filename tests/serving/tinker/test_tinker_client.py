@@ -23,17 +23,18 @@ from tinker import types  # noqa: E402
 pytestmark = pytest.mark.slow
 GUIDE = Path(__file__).parents[3] / "docs/how-to/training-api.md"
 KEYS = ("tml-one", "tml-two")
+NAME = "my-model"  # as in the guide
 TEXT = "hello world, hello sea"
 ADAM = types.AdamParams(learning_rate=0.02, grad_clip_norm=10.0)
 GREEDY = types.SamplingParams(max_tokens=8, temperature=0.0)
 
 
 @contextmanager
-def training_server(folder: Path, *, name: str = "tiny") -> Iterator[tuple[str, subprocess.Popen]]:
+def training_server(folder: Path) -> Iterator[tuple[str, subprocess.Popen]]:
     """A server on the model and the states in `folder`, killed at the end."""
     (folder / "keys").write_text("\n".join(KEYS))
     command = [sys.executable, "-m", "millrace.cli.main", "serve", str(folder / "model")]
-    command += ["--train", "--train-dir", str(folder / "states"), "--port", "0", "--name", name]
+    command += ["--train", "--train-dir", str(folder / "states"), "--port", "0", "--name", NAME]
     command += ["--api-key-file", str(folder / "keys"), "--log-dir", str(folder / "logs")]
     command += ["--placement.engines", "cpu", "--cluster.threads=1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -87,8 +88,8 @@ def greedy(sampler: Any) -> tuple[list[int], list[float]]:
 
 
 def test_the_loss_falls(client: Any):
-    assert client.get_server_capabilities().supported_models[0].model_name == "tiny"
-    model = client.create_lora_training_client(base_model="tiny", rank=8, seed=3)
+    assert client.get_server_capabilities().supported_models[0].model_name == NAME
+    model = client.create_lora_training_client(base_model=NAME, rank=8, seed=3)
     assert model.get_info().lora_rank == 8
     assert model.get_tokenizer().encode("ab") == [97, 98]
     losses = train(model, steps=20)
@@ -96,8 +97,8 @@ def test_the_loss_falls(client: Any):
 
 
 def test_samples_come_from_the_weights_that_were_saved_for_them(client: Any):
-    model = client.create_lora_training_client(base_model="tiny", rank=4, seed=1)
-    before = greedy(client.create_sampling_client(base_model="tiny"))
+    model = client.create_lora_training_client(base_model=NAME, rank=4, seed=1)
+    before = greedy(client.create_sampling_client(base_model=NAME))
     assert greedy(model.save_weights_and_get_sampling_client())[0] == before[0]  # B is 0
     train(model, steps=15)
     early = model.save_weights_and_get_sampling_client()
@@ -112,7 +113,7 @@ def test_samples_come_from_the_weights_that_were_saved_for_them(client: Any):
     others = [model.save_weights_and_get_sampling_client() for _ in range(4)]
     assert all(greedy(other) == second for other in others)
     assert greedy(early) == first
-    assert greedy(client.create_sampling_client(base_model="tiny")) == before
+    assert greedy(client.create_sampling_client(base_model=NAME)) == before
 
     # The engine's logprobs are the trainer's.
     tokens, logprobs = second
@@ -131,7 +132,7 @@ def test_samples_come_from_the_weights_that_were_saved_for_them(client: Any):
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo"])
 def test_policy_losses_raise_the_logprobs_of_good_tokens(client: Any, loss: str):
-    model = client.create_lora_training_client(base_model="tiny", rank=8, seed=5)
+    model = client.create_lora_training_client(base_model=NAME, rank=8, seed=5)
     data = [datum_of()]
     (output,) = model.forward(data, "cross_entropy").result().loss_fn_outputs
     sampled = output["logprobs"].to_numpy()
@@ -148,8 +149,8 @@ def test_a_custom_loss_trains_like_the_same_loss_on_the_server(client: Any):
     def negative_sum(data: Any, logprobs: Any) -> Any:
         return -sum(each.sum() for each in logprobs), {"num": float(len(data))}
 
-    custom = client.create_lora_training_client(base_model="tiny", rank=4, seed=7)
-    server_side = client.create_lora_training_client(base_model="tiny", rank=4, seed=7)
+    custom = client.create_lora_training_client(base_model=NAME, rank=4, seed=7)
+    server_side = client.create_lora_training_client(base_model=NAME, rank=4, seed=7)
     for _ in range(3):
         result = custom.forward_backward_custom([datum_of()], negative_sum).result()
         assert result.metrics["num"] == 1.0
@@ -163,13 +164,13 @@ def test_a_custom_loss_trains_like_the_same_loss_on_the_server(client: Any):
 
 
 def test_many_data_are_sent_in_chunks(client: Any):
-    model = client.create_lora_training_client(base_model="tiny", rank=4)
+    model = client.create_lora_training_client(base_model=NAME, rank=4)
     result = model.forward_backward([datum_of()] * 1500, "cross_entropy").result()
     assert len(result.loss_fn_outputs) == 1500
 
 
 def test_tenants_do_not_see_each_other(server: str, client: Any):
-    model = client.create_lora_training_client(base_model="tiny", rank=4)
+    model = client.create_lora_training_client(base_model=NAME, rank=4)
     path = model.save_state("mine").result().path
     other = tinker.ServiceClient(base_url=server, api_key=KEYS[1])
     with pytest.raises(tinker.NotFoundError):
@@ -182,9 +183,9 @@ def test_tenants_do_not_see_each_other(server: str, client: Any):
 
 
 def test_errors_name_the_mistake(client: Any):
-    with pytest.raises(tinker.BadRequestError, match="this server has tiny"):
+    with pytest.raises(tinker.BadRequestError, match="this server has my-model"):
         client.create_lora_training_client(base_model="large", rank=4)
-    model = client.create_lora_training_client(base_model="tiny", rank=4)
+    model = client.create_lora_training_client(base_model=NAME, rank=4)
     with pytest.raises(tinker.RequestFailedError, match="'dro' is unknown"):
         model.forward([datum_of()], "dro").result()
     with pytest.raises(tinker.RequestFailedError, match="no gradient"):
@@ -195,7 +196,7 @@ def test_training_continues_with_equal_losses_after_kill_9(tmp_path: Path):
     make_chat_model(tmp_path / "model")
     with training_server(tmp_path) as (url, _):
         client = tinker.ServiceClient(base_url=url, api_key=KEYS[0])
-        model = client.create_lora_training_client(base_model="tiny", rank=4, seed=1)
+        model = client.create_lora_training_client(base_model=NAME, rank=4, seed=1)
         train(model, steps=3)
         path = model.save_state("state").result().path
         expected = train(model, steps=3)
@@ -209,17 +210,11 @@ def test_training_continues_with_equal_losses_after_kill_9(tmp_path: Path):
             lost.forward([datum_of()], "cross_entropy").result()
 
 
-def test_the_script_of_the_guide_runs(tmp_path: Path):
+def test_the_script_of_the_guide_runs(server: str):
     (script,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    make_chat_model(tmp_path / "model")
-    with training_server(tmp_path, name="my-model") as (url, _):
-        environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": KEYS[0]}
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+    environment = {**os.environ, "TINKER_BASE_URL": server, "TINKER_API_KEY": KEYS[0]}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert "resumed at:" in done.stdout

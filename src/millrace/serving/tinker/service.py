@@ -79,7 +79,7 @@ class TrainingService:
         del tenant.sessions[session_id]
         for id in models:
             tenant.models.pop(id, None)
-            await self._thread.run(tenant.name, 0, lambda adapters, id=id: adapters.drop(id))
+            await self._thread.run(tenant.name, 0, lambda a, id=id: a.owned.pop(id, None))
 
     async def create_model(self, tenant: Tenant, body: wire.CreateModelBody) -> Reply:
         session, lora = tenant.session(body.session_id), body.lora_config
@@ -234,7 +234,10 @@ class TrainingService:
         async def sample() -> Result:
             scored = None
             if body.prompt_logprobs:
-                scored = await self._score(tenant, request.prompt, folder)
+                prompt = request.prompt  # engines score without adapters
+                scored = await self._thread.run(
+                    tenant.name, len(prompt), lambda a: a.prompt_logprobs(prompt, folder)
+                )
                 scored[: -(body.prompt_logprobs_last_n or len(scored))] = np.nan
             if folder is None:
                 done = await self._served.complete([request], client=tenant.client)
@@ -247,15 +250,6 @@ class TrainingService:
         id = tenant.futures.submit((body.sampling_session_id, body.seq_id), sample)
         numbers = range(body.num_samples)
         return {"request_id": id, "sample_sequence_ids": [f"{id}:{number}" for number in numbers]}
-
-    async def _score(self, tenant: Tenant, tokens: np.ndarray, folder: Path | None) -> np.ndarray:
-        """Logprobs [P] of a prompt; the first token has none. Engines score without adapters."""
-        scored = np.full(len(tokens), np.nan, np.float32)
-        if len(tokens) > 1:
-            scored[1:] = await self._thread.run(
-                tenant.name, len(tokens), lambda a: a.prompt_logprobs(tokens, folder)
-            )
-        return scored
 
     def _request(self, tenant: Tenant, body: wire.SampleBody, folder: Path | None) -> Request:
         tokens, params = body.tokens, body.sampling_params

@@ -14,16 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from millrace.core.records import Completion
-from millrace.serving.api.bodies import (
-    MAX_CHOICES,
-    Body,
-    Count,
-    Number,
-    NumTop,
-    Temperature,
-    TokenIds,
-    TopP,
-)
+from millrace.serving.api.bodies import Body, Count, Number, NumTop, Temperature, TokenIds, TopP
 from millrace.serving.api.errors import ApiError
 from millrace.serving.tinker import protobuf
 from millrace.serving.tinker.protobuf import integers, mapping, message, messages, write
@@ -60,15 +51,11 @@ class LoraBody(Body):
         return AdapterShape(rank=self.rank, attention=self.train_attn, mlp=self.train_mlp)
 
 
-class OptimizerKind(Body):
-    type: Literal["adamw"] = "adamw"
-
-
 class CreateModelBody(SessionBody):
     model_seq_id: SeqId
     base_model: str
     lora_config: LoraBody = LoraBody()
-    optimizer_config: OptimizerKind = OptimizerKind()
+    optimizer_config: dict[Literal["type"], Literal["adamw"]] | None = None
 
 
 class ModelBody(TinkerBody):
@@ -147,7 +134,7 @@ class SampleBody(TinkerBody):
     seq_id: SeqId
     prompt: PromptBody
     sampling_params: SamplingBody
-    num_samples: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    num_samples: Annotated[int, Field(ge=1, le=128)] = 1
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: Count | None = None
     topk_sample_logprobs: NumTop = 0

@@ -104,7 +104,7 @@ class AdapterSet:
         self._num_ids = model.config.get_text_config().vocab_size
         self._layers = adaptable_layers(model)
         self._active = _ActiveAdapter()
-        self.owned: dict[str, OwnedAdapter] = {}
+        self.owned: dict[str, OwnedAdapter] = {}  # by name; removing one frees it
         check_adaptable(expert_modules(model).values())
         for layer, size in self._layers.items():
             adapted = _AdaptedLayer(layer, self._active)
@@ -144,9 +144,6 @@ class AdapterSet:
             raise TaskError("The adapter has no layers; set train_attn or train_mlp to true.")
         scale = scale_of(ALPHA, rank=shape.rank, rslora=False)
         return Adapter(layers=chosen, rank=shape.rank, scale=scale)
-
-    def drop(self, name: str) -> None:
-        self.owned.pop(name, None)
 
     def compute(
         self,
@@ -257,7 +254,9 @@ class AdapterSet:
         _write_folder(folder, tensors, layout=layout, alpha=rank, path=self._path)
 
     def prompt_logprobs(self, tokens: np.ndarray, folder: Path | None) -> np.ndarray:
-        """Logprobs [L - 1] of all tokens but the first, with a saved adapter or without one."""
+        """Logprobs [L] of tokens [L], with a saved adapter or without one. The first is NaN."""
+        if len(tokens) == 1:
+            return np.full(1, np.nan, np.float32)
         inputs = {TARGETS: tokens[1:].astype(np.int64)}
         datum = TrainingDatum(tokens=tokens[:-1].astype(np.int64), inputs=inputs)
         self._check(datum, ())
@@ -267,7 +266,8 @@ class AdapterSet:
             saved = {name: t.to(device) for name, t in read_checkpoint(folder).items()}
             scale = scale_of(ALPHA, rank=rank, rslora=False)
         with torch.no_grad(), self._applied(saved, scale):
-            return self._logprobs([datum])[0].float().cpu().numpy()
+            scored = self._logprobs([datum])[0].float().cpu().numpy()
+        return np.append(np.float32(np.nan), scored)
 
     def _check(self, datum: TrainingDatum, inputs: Sequence[str]) -> None:
         """Raise TaskError, because a wrong index on a GPU would end the process."""
