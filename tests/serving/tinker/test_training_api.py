@@ -14,7 +14,11 @@ import torch
 from chat_model import chat_tokenizer, make_chat_model
 from fakes import ScriptedEngine
 
+from millrace.config import EngineConfig
+from millrace.core.records import Completion, Request, Sampling
 from millrace.environments.tools.calls import FORMATS
+from millrace.inference.backend import EngineSpec
+from millrace.inference.embedded.build import build_engine
 from millrace.models.attention.packed import PACKED
 from millrace.models.loading import load_model
 from millrace.serving.api.errors import ApiError
@@ -28,6 +32,7 @@ from millrace.serving.tinker.computing import AdapterSlots, TrainingThread
 from millrace.serving.tinker.routes import add_routes
 from millrace.serving.tinker.service import TrainingService
 from millrace.training.adapters.adapter_set import AdapterSet
+from millrace.training.adapters.requests import AdapterShape
 
 # A ForwardBackwardRequest that version 0.36.0 of the client sent.
 RECORDED = bytes.fromhex(
@@ -249,3 +254,44 @@ async def test_tenants_take_turns_by_their_tokens(model_path: Path):
         for _ in range(3):
             group.create_task(work("small", 10))
     assert order[:5].count("small") == 3, order  # one runs, and one has as few tokens
+
+
+def test_an_engine_samples_with_an_adapter_that_is_loaded_while_it_runs(
+    model_path: Path, tmp_path: Path
+):
+    adapters = adapter_set(model_path)
+    adapters.write_blank(tmp_path / "blank", rank=8)
+    config = EngineConfig(max_sequences=4, adapters={"place": str(tmp_path / "blank")})
+    engine = build_engine(
+        EngineSpec(config=config, device="cpu", model_path=str(model_path), version=0)
+    )
+    prompt = np.arange(40, 52, dtype=np.int32)
+
+    def sample(adapter: str | None, *, salt: str) -> Completion:
+        sampling = Sampling(max_new_tokens=6, temperature=0.0)
+        request = Request(
+            id=salt, prompt=prompt, sampling=sampling, adapter=adapter, cache_salt=salt
+        )
+        engine.add_request(request)
+        finished = []
+        while engine.has_work:
+            finished += engine.step()
+        return finished[0].completions[0]
+
+    def expected(tokens: np.ndarray, folder: Path | None) -> np.ndarray:
+        return adapters.prompt_logprobs(np.concatenate([prompt, tokens]), folder)[len(prompt) :]
+
+    own = sample("place", salt="blank")
+    np.testing.assert_allclose(own.logprobs, expected(own.tokens, None), atol=1e-5)
+    for rank, has_mlp in ((4, True), (8, False)):  # less than the room, and fewer layers
+        name, folder = f"rank-{rank}", tmp_path / f"rank-{rank}"
+        adapters.create(name, AdapterShape(rank=rank, mlp=has_mlp), seed=rank)
+        for tensor, parameter in adapters.owned[name].parameters.items():
+            torch.nn.init.normal_(parameter, std=0.1 if ".lora_B." in tensor else 0.3)
+        adapters.save(name, folder, optimizer=False, about={})
+        engine.bank.load("place", folder)  # pyright: ignore[reportOptionalMemberAccess]
+        own = sample("place", salt=name)
+        np.testing.assert_allclose(own.logprobs, expected(own.tokens, folder), atol=1e-4)
+        assert abs(own.logprobs - expected(own.tokens, None)).max() > 0.01
+        base = sample(None, salt=f"base-{rank}")
+        np.testing.assert_allclose(base.logprobs, expected(base.tokens, None), atol=1e-5)
