@@ -29,6 +29,7 @@ COMPILED = {
     "python-api": "trains from a file; tests/e2e/test_python_api.py does the same",
     "sft": "trains; tests/e2e/test_sft_run.py does the same",
     "serve": "needs a server; tests/serving/ has them",
+    "training-api": "needs a server; tests/serving/tinker/test_tinker_client.py runs it",
 }
 
 
