@@ -167,7 +167,7 @@ def exceeded(table: Mapping[str, Mapping[str, float]]) -> dict[tuple[str, str], 
         (feature, mesh): worst
         for feature, row in table.items()
         for mesh, worst in row.items()
-        if worst >= limit(FEATURES[feature], MESHES[mesh])
+        if not worst < limit(FEATURES[feature], MESHES[mesh])  # also if it is NaN
     }
 
 
@@ -205,7 +205,7 @@ Numbers = dict[str, np.ndarray]
 def _difference(ours: Numbers, expected: Numbers) -> float:
     """The largest difference of any array, relative to its largest value."""
     assert ours.keys() == expected.keys(), "all ranks name the same parameters and metrics"
-    return max(_relative(ours[name], expected[name]) for name in expected)
+    return float(np.max([_relative(ours[name], expected[name]) for name in expected]))
 
 
 def _relative(ours: np.ndarray, expected: np.ndarray) -> float:
