@@ -56,7 +56,7 @@ class ContextGroup:
         """Own rows of all heads, [n, H, D] each -> all rows of own heads [T, H / cp, D]."""
         # [n, cp, H / cp * D] each: heads are divided in order, so queries stay with their keys.
         parts = [x.reshape(len(x), self.size, -1) for x in tensors]
-        together = self._all_to_all(torch.cat(parts, -1).transpose(0, 1)).flatten(0, 1)
+        together = _all_to_all(torch.cat(parts, -1).transpose(0, 1), self._group).flatten(0, 1)
         split = together[:num_rows].split([part.shape[-1] for part in parts], -1)
         return [
             part.unflatten(-1, (-1, x.shape[-1])).to(x.dtype)
@@ -70,16 +70,11 @@ class ContextGroup:
         """All rows of own heads [T, H / cp, D] -> own rows of all heads [n, H, D]."""
         num_own = self._num_own(len(heads))
         padded = F.pad(heads.flatten(1), (0, 0, 0, num_own * self.size - len(heads)))
-        own = self._all_to_all(padded.unflatten(0, (self.size, num_own))).transpose(0, 1)
+        own = _all_to_all(padded.unflatten(0, (self.size, num_own)), self._group).transpose(0, 1)
         return own.flatten(1).unflatten(-1, (-1, heads.shape[-1]))
 
     def _num_own(self, num_rows: int) -> int:
         return -(-num_rows // self.size)
-
-    @torch.compiler.disable
-    def _all_to_all(self, sent: Tensor) -> Tensor:  # [cp, n, W]; by receiver -> by sender
-        sent = sent.contiguous()
-        return all_to_all_single(torch.empty_like(sent), sent, group=self._group)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -100,6 +95,13 @@ class OwnTokens:
         index = torch.from_numpy(np.flatnonzero(self.chosen)).to(values.device)
         everything = values.new_zeros(len(self.chosen), *values.shape[1:])
         return self.context.sum(everything.index_copy(0, index, values))
+
+
+@torch.compiler.disable
+def _all_to_all(sent: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[cp, n, W] by receiver -> by sender; differentiable."""
+    sent = sent.contiguous()
+    return all_to_all_single(torch.empty_like(sent), sent, group=group)
 
 
 class _Sum(torch.autograd.Function):
