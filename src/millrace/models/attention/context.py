@@ -97,11 +97,13 @@ class OwnTokens:
         return self.context.sum(everything.index_copy(0, index, values))
 
 
-@torch.compiler.disable
-def _all_to_all(sent: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _exchange(sent: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """[cp, n, W] by receiver -> by sender; differentiable."""
     sent = sent.contiguous()
     return all_to_all_single(torch.empty_like(sent), sent, group=group)
+
+
+_all_to_all: Any = torch.compiler.disable(_exchange)
 
 
 class _Sum(torch.autograd.Function):
