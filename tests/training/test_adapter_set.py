@@ -88,7 +88,7 @@ def plain_gradient(
         name: value.detach().clone().requires_grad_()
         for name, value in adapters.owned["a"].parameters.items()
     }
-    weights = dict(model.named_parameters())
+    weights: dict[str, Tensor] = dict(model.named_parameters())
     for layer in {name.partition(".lora_")[0] for name in factors}:
         a, b = (factors[f"{layer}.lora_{part}.weight"] for part in "AB")
         name = layer if layer in weights else f"{layer}.weight"

@@ -61,7 +61,8 @@ class Caller:
         self._http, self._headers = http, {"X-API-Key": key}
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
-        headers, how = self._headers, {"json": body}
+        how: dict[str, Any] = {"json": body}
+        headers = self._headers
         if isinstance(body, bytes):
             headers, how = {**headers, "Content-Type": "application/x-protobuf"}, {"data": body}
         async with self._http.post(f"/api/v1/{path}", headers=headers, **how) as reply:
