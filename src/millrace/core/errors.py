@@ -9,11 +9,12 @@ import contextlib
 import difflib
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Coroutine, Generator, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories: controls, formats, separators
-MIN_SIMILARITY = 0.6  # share of common letters, in order
+MIN_SIMILARITY = 0.66  # one of three letters may differ
 T = TypeVar("T")
 
 
@@ -171,9 +172,16 @@ def shortened(text: str, max_length: int) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that was probably meant; None if none is similar."""
-    names = {other.lower(): other for other in known}
-    found = difflib.get_close_matches(name.lower(), names, n=1, cutoff=MIN_SIMILARITY)
-    return names[found[0]] if found else None
+    best = max(known, key=lambda other: _similarity(name, other), default=None)
+    return None if best is None or _similarity(name, best) < MIN_SIMILARITY else best
+
+
+def _similarity(a: str, b: str) -> float:
+    """Share of common letters, in order and in any order, so that a transposition counts little."""
+    a, b = a.lower(), b.lower()
+    in_order = difflib.SequenceMatcher(None, a, b).ratio()
+    in_any_order = 2 * (Counter(a) & Counter(b)).total() / max(len(a) + len(b), 1)
+    return (in_order + in_any_order) / 2
 
 
 def suggestion(name: str, known: Iterable[str], *, otherwise: str = "valid here") -> str:

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from chat_model import make_chat_model
 
-tinker = pytest.importorskip("tinker", reason="make test-tinker installs it")
-from tinker import types  # noqa: E402
+types = pytest.importorskip("tinker.types", reason="make test-tinker installs it")
+import tinker  # noqa: E402
 
 pytestmark = pytest.mark.slow
 GUIDE = Path(__file__).parents[3] / "docs/how-to/training-api.md"
