@@ -258,7 +258,7 @@ async def test_function_that_crashes_its_process_costs_one_group(open_pool, name
     for scored in await asyncio.gather(*good):
         assert [score.total for score in scored.scores] == [1.0, 1.0]
     assert pool.workers.num_lost == 1
-    assert pool.loads()[name].failures == 1
+    assert pool.loads()[name].lost == pool.loads()[name].failures == 1
 
 
 async def test_process_that_dies_while_idle_is_restarted_and_costs_nothing(open_pool):

@@ -206,8 +206,8 @@ def _places(config: RunConfig) -> Iterator[tuple[str, str]]:
     placement, models = config.placement, config.environment.models
     for rank in range(config.trainer.num_ranks - config.trainer.remote):
         yield "placement.trainer", placement.rank(rank)
-    num_engines = config.engine.num_local + config.evaluate.engines
-    yield from (("placement.engines", placement.engine(i)) for i in range(num_engines))
+    num_devices = (config.engine.num_local + config.evaluate.engines) * config.engine.tp
+    yield from (("placement.engines", placement.engine(i)) for i in range(num_devices))
     for name, model in models.items():
         for i in range(model.engine.num_local):
             yield f"placement.models.{name}", placement.model(name, i)

@@ -57,6 +57,7 @@ class FunctionScorer:
     is_async: bool
     calls: CallSettings
     workers: ScorerWorkers
+    num_lost: int = 0  # processes that died or were killed in its calls
 
     async def score(self, group: Group) -> list[ScorerResult]:
         try:
@@ -66,11 +67,13 @@ class FunctionScorer:
                 timeout_s=self.calls.timeout_s,
             )
         except TimeoutError:
+            self.num_lost += 1
             raise ScoreError(
                 f"Reward {self.name!r} took longer than {self.calls.timeout_s:g} s on group"
                 f" {group.number}; make it faster, or raise its timeout_s."
             ) from None
         except WorkerError as error:
+            self.num_lost += 1
             failure = TransientScoreError(
                 f"Reward {self.name!r} lost its process on group {group.number}: {error}"
             )
