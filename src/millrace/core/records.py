@@ -230,7 +230,7 @@ class Episode:
     ending: Ending = "done"
     counts: dict[str, int] = field(default_factory=dict[str, int])  # what happened, by name
     branching: Branching | None = None
-    recording: bytes | None = field(default=None, repr=False)  # JSON, see replay/schema.py
+    recording: bytes | None = field(default=None, repr=False)  # JSON, environments/replay/schema.py
 
     @property
     def was_cut(self) -> bool:
