@@ -17,26 +17,27 @@ from millrace.models.support import find_obstacle
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "architectures.md"
 INTRODUCTION = """# Architectures
 
-Millrace runs model code of transformers with attention functions of its own. Before an engine or
+Millrace runs the model code of transformers with its own attention functions. Before an engine or
 a trainer loads the weights of a model, it tests itself: a small copy of the model, with the same
-kinds of layers and random weights, scores ragged sequences that pass the model's window and all of
-its other length thresholds. Every logprob must equal that of a plain forward pass of transformers
-over its sequence alone to 1e-4 nats. A model that fails is refused with a reason like those in the
-table. The test takes a fraction of a second on a CPU, once per process and configuration.
+kinds of layers and random weights, scores sequences of different lengths, some beyond the model's
+attention window and all of its other length thresholds. Every logprob must agree to 1e-4 nats with
+a plain forward pass of transformers over that sequence alone. A model that fails is refused with a
+reason like those in the table. The test takes a fraction of a second on a CPU, once per process
+and configuration.
 
 The table holds for the default configuration of each architecture in transformers {version};
 every checkpoint is tested when it is loaded. Models with LongRoPE (Phi-3-mini-128k,
-Phi-3.5-mini, Phi-4-mini) compute all tokens of a sequence with other factors once it is longer than
-`original_max_position_embeddings`. What was sampled before would then belong to another model than
-the whole sequence, so Millrace limits the context of these models to that length.
+Phi-3.5-mini, Phi-4-mini) use other rotary factors for all tokens of a sequence once it is longer
+than `original_max_position_embeddings`. Tokens sampled before that point would then have other
+logprobs, so Millrace limits the context of these models to that length.
 
 ## GPT-OSS
 
-Attention sinks, alternating windows, the router and the experts are supported by engines and
-trainer on CPU and GPU, with replayed routes and with LoRA, of experts too. Checkpoints with experts
-in MXFP4 are loaded as plain weights, in the dtype of the engine or trainer, and are saved as such:
-2 bytes per weight in bfloat16. On a GPU, layers with a window shorter than sequences that share a
-prompt train without the flash kernel, as those of Gemma do.
+Engines and trainer support attention sinks, alternating windows, the router and the experts on CPU
+and GPU, with replayed routes and with LoRA, including LoRA of experts. Checkpoints with experts in
+MXFP4 are loaded as plain weights, in the dtype of the engine or trainer, and are saved as such:
+2 bytes per weight in bfloat16. On a GPU, layers whose window is shorter than the sequences that
+share a prompt train without the flash kernel, as those of Gemma do.
 
 On a GPU an engine decodes models with sinks in single steps by default, with a warning. On an H200,
 4 layers in the shape of gpt-oss-20b generated 1,026 tokens/s for 64 sequences in single steps and
@@ -47,18 +48,18 @@ transformers in bfloat16 only, where random experts differ by up to 1.3 nats (0.
 ## Layers with a recurrent state
 
 Gated delta nets (Qwen3-Next, Qwen3.5), Mamba layers (Falcon-H1, Granite 4, Nemotron-H) and short
-convolutions (LFM2) remember a sequence as a state of fixed size. Millrace runs the code of
-transformers for them, on whole sequences. There is one difference: Nemotron-H of transformers
-raises time steps to `time_step_min` in forward passes, not in decode steps; Millrace applies
-`time_step_limit` of the configuration in both.
+convolutions (LFM2) keep a sequence as a state of fixed size. Millrace runs the code of transformers
+for them, on whole sequences. There is one difference: in Nemotron-H, transformers raises time steps
+to `time_step_min` in forward passes but not in decode steps; Millrace applies `time_step_limit` of
+the configuration in both.
 
 - An engine keeps one state per sequence, `engine.max_sequences` of them, within
   `engine.options.kv_bytes`. Completions of one prompt fork its state. A state cannot go back to an
   earlier token, so these models reuse no cached prefixes, and a preempted sequence is computed
   again from its first token. With `engine.kv = "keep"` a state stays across a swap, as KV does.
-- On a GPU they decode in single steps without the decode loop, and a warning says so. transformers
-  uses faster kernels for these layers if flash-linear-attention, causal-conv1d or mamba-ssm is
-  installed.
+- On a GPU these models decode in single steps, without the decode loop, with a warning.
+  transformers uses faster kernels for these layers if flash-linear-attention, causal-conv1d or
+  mamba-ssm is installed.
 - The trainer computes a shared prompt once, except in these layers, which compute it for every
   completion. `trainer.mesh.cp` must be 1.
 - LoRA adapts these layers too; their adapters are merged (`lora.apply = "merged"`), never applied
@@ -67,8 +68,8 @@ raises time steps to `time_step_min` in forward passes, not in decode steps; Mil
 ## Not supported
 
 - DeepSeek-V3.2, GLM-5 and others with an indexer: which tokens attention sees depends on a top-k
-  over all tokens, whose near-ties fall differently in engine and trainer. It would have to be
-  recorded and replayed for every token and layer.
+  over all tokens, and engine and trainer may decide near-ties differently. The choice would have to
+  be recorded and replayed for every token and layer.
 - Llama 4 beyond its first chunk of 8192 tokens: its layers attend within chunks, and those without
   rotary embeddings scale queries from there on. Millrace limits the context to the first chunk, in
   which neither changes anything. Routes cannot be replayed (`trainer.replay_routes = false`).
