@@ -46,8 +46,8 @@ def read_options(args: argparse.Namespace, settings: Mapping[str, object]) -> Se
     for key in settings:
         if not key.startswith(_SECTIONS) or key in _NOT_ALLOWED:
             raise ConfigError(
-                f"--{key} is not a setting of a server; use --engine.KEY, --supervision.KEY,"
-                " --placement.engines, --cluster.threads and --engines."
+                f"--{key} is not a setting of a server; use --engine.KEY, --model.KEY,"
+                " --supervision.KEY, --placement.engines, --cluster.threads and --engines."
             )
     if min(args.engines, args.scorers) < 0 or args.engines + args.scorers == 0:
         raise ConfigError(

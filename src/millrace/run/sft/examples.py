@@ -6,7 +6,8 @@ engines see and sample. Each trained turn is tokenised after the prompt that the
 for it, and text of control tokens in messages stays ordinary text. Where a template renders earlier
 turns differently later, for example without their thinking, such a turn is a sequence of its own.
 
-The batch of a step depends on the data, the seed and the step alone: a resumed run repeats none.
+The batch of a step depends on the data, the seed and the step alone, so a resumed run trains each
+example as often as a run that was not stopped.
 Torch-free; called in threads.
 """
 
