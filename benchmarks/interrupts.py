@@ -9,8 +9,8 @@ are short, and a few reach the limit. A tiny learning rate keeps the lengths con
 The columns are shares of the engines' time after the first steps (trace spans, mean over engines):
 
 - idle: the engine has sequences but generates no token because of new weights. It copies weights
-  into the model (span "swap"), waits for them with paused sequences ("parked"), or holds back new
-  sequences while none is in flight ("drained"). This is the cost of weight updates.
+  into the model (span "swap"), waits for them with paused sequences ("waiting for weights"), or
+  holds back new sequences while none is in flight ("drained"). This is the cost of weight updates.
 - draining: the engine generates, but free slots stay empty because waiting sequences are held back
   (span "drain"). This is an upper bound on a further loss.
 - turns: the engine has no work, because the trainer has not yet produced the version that the next
@@ -35,15 +35,13 @@ from millrace.run.train import train
 
 WARM_UP_STEPS = 3  # left out
 GROUPS, GROUP_SIZE = 8, 8  # per step
-IDLE, DRAINING = ("swap", "parked", "drained"), ("drain",)
-TURNS = ("the trainer (staleness limit)", "the trainer (buffer full)")
+IDLE, DRAINING = ("swap", "waiting for weights", "drained"), ("drain",)
+TURNS = ("staleness limit", "buffer full")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--model", choices=get_args(Interrupt), action="append", help="default: all"
-    )
+    parser.add_argument("--mode", choices=get_args(Interrupt), action="append", help="default: all")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each run (30)")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="longest completion (256)")
     parser.add_argument("--staleness", type=int, default=4, help="limit, except for barrier (4)")
@@ -56,7 +54,7 @@ def main() -> int:
         make_long_tailed_model(folder / "model", seed=args.seed)
         rows = []
         print(_heading(), flush=True)
-        for interrupt in args.model or get_args(Interrupt):
+        for interrupt in args.mode or get_args(Interrupt):
             rows.append(measure(interrupt, folder=folder, args=args))
             print(_line(rows[-1]), flush=True)
     if args.json:
