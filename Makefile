@@ -21,7 +21,8 @@ test: lint
 
 # Types, tests marked slow, then the adapters. A slow test that fails runs once more, alone. If it
 # passes then, the target succeeds, and the last lines name the test.
-test-slow: types
+test-slow: $(VENV)/.installed-dev
+	$(MAKE) --jobs 2 types $(ADAPTERS)/.installed
 	$(BIN)/python tools/run_slow_tests.py
 	$(MAKE) test-adapters
 
@@ -62,16 +63,19 @@ endef
 # Adapters to packages that conflict with the pins of the tests, or that take long to install. They
 # run in a venv of their own.
 ADAPTERS := $(VENV)-adapters
-test-adapters: $(VENV)/.installed-dev
-	$(call venv_over_main,$(ADAPTERS))
-	$(ADAPTERS)/bin/pip --disable-pip-version-check --quiet install \
-		"verifiers>=0.4,<0.5" reasoning-gym datasets torchao s3fs "moto[server]" kubernetes-validate \
-		pandas nbclient ipykernel
+test-adapters: $(ADAPTERS)/.installed
 	$(ADAPTERS)/bin/python -m pytest tests/environments/test_verifiers_env.py \
 		tests/scoring/test_reasoning_gym.py tests/tasks/test_tables.py \
 		tests/training/test_adamw_8bit.py tests/training/test_s3_store.py tests/cli/test_manifests.py \
 		tests/e2e/test_notebook.py \
 		tests/scoring/test_scorer_pool.py -k "not scorer_pool or puzzles"
+
+$(ADAPTERS)/.installed: Makefile | $(VENV)/.installed-dev
+	$(call venv_over_main,$(ADAPTERS))
+	$(ADAPTERS)/bin/pip --disable-pip-version-check --quiet install \
+		"verifiers>=0.4,<0.5" reasoning-gym datasets torchao s3fs "moto[server]" kubernetes-validate \
+		pandas nbclient ipykernel
+	@touch $@
 
 # Agent libraries and evaluation harnesses as clients of the server, in a venv of their own. litellm
 # requires newer versions of some packages than the others allow, so what it needs is named here.

@@ -26,7 +26,8 @@ def run(*arguments: str) -> tuple[int, list[str]]:
 
 
 def main() -> int:
-    code, failed = run("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+    # Three files at a time, because many tests wait for processes that they started.
+    code, failed = run("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
     if code == 0 or not failed:
         return code
     print(f"\n{len(failed)} tests failed; running them again, one at a time.\n", flush=True)
