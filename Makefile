@@ -19,12 +19,12 @@ demo: $(VENV)/.installed
 test: lint
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --fork-workers
 
-# Types, tests marked slow, then the adapters. A slow test that fails runs once more, alone. If it
-# passes then, the target succeeds, and the last lines name the test.
+# Types, tests marked slow, then the adapters and the client of the Tinker API. A slow test that fails
+# runs once more, alone. If it passes then, the target succeeds, and the last lines name the test.
 test-slow: $(VENV)/.installed-dev
 	$(MAKE) --jobs 2 types $(ADAPTERS)/.installed
 	$(BIN)/python tools/run_slow_tests.py
-	$(MAKE) test-adapters
+	$(MAKE) test-adapters test-tinker
 
 # For a machine with CUDA whose own Python has torch (see docs/how-to/gpu-machine.md). Other files may
 # import packages that are not there.

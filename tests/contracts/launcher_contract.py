@@ -1,6 +1,7 @@
 """What every launcher promises, with real processes and real kills."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -31,8 +32,9 @@ async def pid_of(worker: Worker) -> int:
 async def wait_until_dead(*processes: psutil.Process, timeout_s: float = 20) -> None:
     async with asyncio.timeout(timeout_s):
         for process in processes:
-            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                while process.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
 
 
 async def failure_of(worker: Worker, what: str) -> WorkerError:
