@@ -28,14 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from trl_runs import BETAS, grpo_settings
-from versus_trl import GROUP_SIZE, WORKLOADS, digits_right, make_model
+from trl_runs import grpo_settings
+from versus_trl import GROUP_SIZE, SEED, WORKLOADS, digits_right, make_model, our_settings
 
 from millrace.demo.task import make_tasks
 
 GROUPS = 16  # prompts per step
 EVERY = 5  # steps from one checkpoint to the next
-SEED = 0
 WORKLOAD = WORKLOADS["short"]
 POLL_S = 0.02
 
@@ -157,18 +156,7 @@ def train_ours(folder: Path, *, steps: int, resume: bool) -> None:
     mr.train(
         model=str(folder.parent / "model"),
         run_dir=str(folder / "run"),
-        seed=SEED,
-        tasks=make_tasks(8192, seed=SEED),
-        scorers=digits_right,
-        sampling={"max_new_tokens": WORKLOAD.max_new_tokens},
-        rollout={"group_size": GROUP_SIZE, "max_running_groups": 2 * GROUPS},
-        buffer={"capacity": 2 * GROUPS, "max_staleness": 2},
-        engine={"max_sequences": 128},
-        trainer={"steps": steps, "groups_per_step": GROUPS, "microbatch_tokens": 2048},
-        optimizer={"learning_rate": WORKLOAD.learning_rate, "betas": BETAS},
-        scoring={"workers": 1},
-        checkpoint={"every_steps": EVERY},
-        monitoring={"progress": "off", "samples_per_step": 0},
+        **our_settings(WORKLOAD, groups=GROUPS, steps=steps, checkpoint_every=EVERY),
         callbacks=[Recorder()],
         resume=resume,
     )

@@ -206,6 +206,26 @@ def _cpu_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
+def our_settings(
+    workload: CpuWorkload, *, groups: int, steps: int, checkpoint_every: int = 0
+) -> dict[str, Any]:
+    """What mr.train() needs apart from the model and a folder."""
+    return {
+        "seed": SEED,
+        "tasks": make_tasks(8192, seed=SEED),
+        "scorers": digits_right,
+        "sampling": {"max_new_tokens": workload.max_new_tokens},
+        "rollout": {"group_size": GROUP_SIZE, "max_running_groups": 2 * groups},
+        "buffer": {"capacity": 2 * groups, "max_staleness": 2},
+        "engine": {"max_sequences": 128},
+        "trainer": {"steps": steps, "groups_per_step": groups, "microbatch_tokens": 2048},
+        "optimizer": {"learning_rate": workload.learning_rate, "betas": BETAS},
+        "scoring": {"workers": 1},
+        "checkpoint": {"every_steps": checkpoint_every},
+        "monitoring": {"progress": "off", "samples_per_step": 0},
+    }
+
+
 def measure_ours(model: Path, workload: CpuWorkload) -> SideMeasurement:
     import millrace as mr
     from millrace.monitoring.files.metrics import read_metrics
@@ -214,18 +234,7 @@ def measure_ours(model: Path, workload: CpuWorkload) -> SideMeasurement:
     result = mr.train(
         model=str(model),
         run_dir=tempfile.mkdtemp(dir=model.parent, prefix=f"{model.name}-run-"),
-        seed=SEED,
-        tasks=make_tasks(8192, seed=SEED),
-        scorers=digits_right,
-        sampling={"max_new_tokens": workload.max_new_tokens},
-        rollout={"group_size": GROUP_SIZE, "max_running_groups": 2 * GROUPS},
-        buffer={"capacity": 2 * GROUPS, "max_staleness": 2},
-        engine={"max_sequences": 128},
-        trainer={"steps": workload.our_steps, "groups_per_step": GROUPS, "microbatch_tokens": 2048},
-        optimizer={"learning_rate": workload.learning_rate, "betas": BETAS},
-        scoring={"workers": 1},
-        checkpoint={"every_steps": 0},
-        monitoring={"progress": "off", "samples_per_step": 0},
+        **our_settings(workload, groups=GROUPS, steps=workload.our_steps),
     )
     # The run's clock starts after its settings, tasks and tokenizer are checked.
     offset_s = _since_start_s() - result.seconds
