@@ -43,7 +43,7 @@ def init(args: argparse.Namespace) -> None:
     def make(directory: Path) -> None:
         from millrace.demo.model import make_model  # only now: it imports torch
 
-        print("Making a tiny model and training it briefly on examples, half a minute ...")
+        print("Making a tiny model and training it briefly on examples (a minute or two) ...")
         make_model(directory, SEED)
 
     for path in write_starter(args.directory, make_model=make, model=args.model):
