@@ -297,14 +297,14 @@ def test_captured_graphs_serve_all_adapters_and_survive_swaps(folders, compile_l
     requests = [request_for(name) for name in ADAPTERS]
     finish_all(engine, requests)
     assert engine._decode_loop is not None
-    graphs = dict(engine._decode_loop._graphs)
+    graphs = dict(engine._decode_loop._steps)
     programs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     tensors = {name: tensor.cuda() for name, tensor in read_checkpoint(folders[None]).items()}
     engine.swap({n: -t if "lora_B" in n else t for n, t in tensors.items()}, version=2)
     finish_all(engine, requests)
     engine.swap(tensors, version=3)
     done = finish_all(engine, requests)
-    assert engine._decode_loop._graphs == graphs
+    assert engine._decode_loop._steps == graphs
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == programs
     tolerance = 1e-3 if dtype is torch.float32 else 0.3
     for name, request in zip(ADAPTERS, requests, strict=True):

@@ -168,11 +168,13 @@ def mixed_requests(n: int):
     ]
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "gpt_oss", *RECURRENT])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RECURRENT, "gpt_oss"])
 @pytest.mark.parametrize("compile_layers", [False, True])
 def test_decode_loop_on_cuda_matches_plain_forward(architecture: str, compile_layers: bool):
+    # Grouped products of experts in float32 cannot be captured in a graph.
+    dtype = torch.bfloat16 if architecture == "gpt_oss" else torch.float32
     engine = make_engine(
-        architecture, eos_ids=(), max_sequences=20, decode_steps=5, device="cuda",
+        architecture, eos_ids=(), max_sequences=20, decode_steps=5, device="cuda", dtype=dtype,
         compile_layers=compile_layers,
     )  # fmt: skip
     requests = mixed_requests(n=3)
@@ -181,7 +183,8 @@ def test_decode_loop_on_cuda_matches_plain_forward(architecture: str, compile_la
     for request in requests:
         for completion in done[request.id]:
             logits = plain_logits(model, request.prompt, completion)
-            assert_sampled_from(logits, completion, request.sampling, tolerance=1e-3)
+            tolerance = 1e-3 if dtype is torch.float32 else 0.2
+            assert_sampled_from(logits, completion, request.sampling, tolerance=tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])

@@ -149,7 +149,7 @@ def test_captured_graphs_decode_with_weights_prepared_in_another_thread(kind, dt
     requests = [make_request("r", n=4, temperature=0.0, max_new_tokens=60)]
     finish_all(engine, requests)
     assert engine._decode_loop is not None
-    graphs = dict(engine._decode_loop._graphs)
+    graphs = dict(engine._decode_loop._steps)
     with ThreadPoolExecutor(max_workers=1) as stager:
         for version in (1, 2, 3):
             update = update_for(engine, seed=version, device="cpu" if on_host else "cuda")
@@ -160,7 +160,7 @@ def test_captured_graphs_decode_with_weights_prepared_in_another_thread(kind, dt
             plain.swap(update, version=version)
             assert_equal(live_tensors(engine), live_tensors(plain))
     done, expected = (finish_all(each, requests)["r"][0] for each in (engine, plain))
-    assert engine._decode_loop._graphs == graphs
+    assert engine._decode_loop._steps == graphs
     # Its own graphs were captured under these weights.
     logprobs = [torch.from_numpy(completion.logprobs[:1].copy()) for completion in (done, expected)]
     tolerance = 1e-4 if dtype is torch.float32 else 5e-2
