@@ -171,19 +171,20 @@ def mixed_requests(n: int):
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RECURRENT, "gpt_oss"])
 @pytest.mark.parametrize("compile_layers", [False, True])
 def test_decode_loop_on_cuda_matches_plain_forward(architecture: str, compile_layers: bool):
-    # Grouped products of experts in float32 cannot be captured in a graph.
-    dtype = torch.bfloat16 if architecture == "gpt_oss" else torch.float32
+    # Grouped products of experts in float32 cannot be captured in a graph. In bfloat16, an id at
+    # the bound of a truncation may be on either side.
+    is_half = architecture == "gpt_oss"
+    dtype, tolerance = (torch.bfloat16, 0.2) if is_half else (torch.float32, 1e-3)
     engine = make_engine(
         architecture, eos_ids=(), max_sequences=20, decode_steps=5, device="cuda", dtype=dtype,
         compile_layers=compile_layers,
     )  # fmt: skip
-    requests = mixed_requests(n=3)
+    requests = [r for r in mixed_requests(n=3) if not (is_half and r.sampling.truncates)]
     done = finish_all(engine, requests)
     model = tiny_model(architecture)
     for request in requests:
         for completion in done[request.id]:
             logits = plain_logits(model, request.prompt, completion)
-            tolerance = 1e-3 if dtype is torch.float32 else 0.2
             assert_sampled_from(logits, completion, request.sampling, tolerance=tolerance)
 
 

@@ -38,7 +38,7 @@ class KeptRows:
             KeptRows(
                 ids=self.ids[bounds[i] : bounds[i + 1]],
                 offsets=self.offsets[start : start + chunk + 1] - bounds[i],
-                has_masks=self.has_masks,
+                has_masks=self.has_masks and bounds[i] < bounds[i + 1],
             )
             for i, start in enumerate(starts)
         ]
