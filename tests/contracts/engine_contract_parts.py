@@ -140,11 +140,23 @@ class PartialsPart(EngineContract):
         await engine.abort(["r", "no such request"])
         (partial,) = await task
         assert partial.finish == "abort"
-        assert 0 < len(partial.tokens) < len(whole.tokens)
+        assert len(partial.tokens) > 0 < len(whole.tokens)
         np.testing.assert_array_equal(partial.tokens, whole.tokens[: len(partial.tokens)])
         (resumed,) = await engine.generate(dataclasses.replace(request, partial=partial))
         assert_same(resumed, whole)
         assert resumed.finish == whole.finish
+
+    async def test_truncated_request_can_be_resumed(self, engine: Engine):
+        """Also where completions have no kept ids."""
+        request = make_request("r", max_new_tokens=MAX_CONTEXT, top_k=2)
+        task = asyncio.create_task(engine.generate(request))
+        await until_started(engine)
+        await engine.abort(["r"])
+        (partial,) = await task
+        assert len(partial.tokens) > 0
+        (resumed,) = await engine.generate(dataclasses.replace(request, partial=partial))
+        np.testing.assert_array_equal(resumed.tokens[: len(partial.tokens)], partial.tokens)
+        assert resumed.finish in ("stop", "length")
 
 
 class TokenVersionsPart(EngineContract):

@@ -112,7 +112,9 @@ class VllmEngine:
         if request.id in self._outputs:
             raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
         context, vocab_size = self._max_context, self._vocab_size
-        sequences.check_request(request, max_context=context, vocab_size=vocab_size)
+        sequences.check_request(
+            request, max_context=context, vocab_size=vocab_size, records_kept=False
+        )
         members = sequences.sequences_of(
             request, first_arrival=self._num_arrived, kind=ServedSequence, records_kept=False
         )

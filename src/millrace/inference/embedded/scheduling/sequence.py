@@ -231,8 +231,10 @@ class DecodePlan:
     copies: BlockCopies  # of blocks, before the first step
 
 
-def check_request(request: Request, *, max_context: int, vocab_size: int) -> None:
-    """Refuse a request that can never be served."""
+def check_request(
+    request: Request, *, max_context: int, vocab_size: int, records_kept: bool = True
+) -> None:
+    """Refuse a request that can never be served. `records_kept`: completions have kept ids."""
     num_prompt, sampling = len(request.prompt), request.sampling
     if num_prompt == 0:
         raise TaskError(f"Request {request.id!r} has an empty prompt.")
@@ -258,7 +260,8 @@ def check_request(request: Request, *, max_context: int, vocab_size: int) -> Non
         return
     if request.n != 1:
         raise TaskError(f"Request {request.id!r} resumes one completion but asks {request.n}.")
-    if sampling.truncates != (partial.kept is not None) and len(partial.tokens):
+    has_kept = partial.kept is not None
+    if records_kept and sampling.truncates != has_kept and len(partial.tokens):
         raise TaskError(
             f"Request {request.id!r} resumes a completion that was sampled with other"
             " truncation; resume it with the settings it began with."
