@@ -17,7 +17,7 @@ INTRODUCTION = """# Configuration
 All settings and their defaults. The same names work in a TOML file, as keyword arguments of
 `mr.train` (`trainer={"steps": 10}`) and on the command line (`--trainer.steps 10`). Relative paths
 in a TOML start from the folder of that TOML. An unknown key is an error that names the nearest
-valid one, and a key of an earlier version is an error that names the new key.
+valid one.
 
 Where a table has a `type`, the name alone stands for the table: `loss = "grpo"`,
 `scorers = ["exact"]`, `[buffer] order = "freshest"`.

@@ -3,25 +3,21 @@
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
 
 from millrace.config import (
-    EngineConfig,
     ModelConfig,
-    RoleModelConfig,
     RunConfig,
     load_config,
     parse_override,
 )
-from millrace.config.old_keys import OLD_KEYS
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import build_plugin, load_reference
-from millrace.inference.backend import EmbeddedBackend
 from millrace.run.checks import check_roles, check_settings, local_devices
 
 
@@ -158,9 +154,7 @@ def test_additional_adapters_cannot_be_merged_or_named_base():
             "type 'oldest' has no key 'max_share'; remove it",
         ),
         ({"staleness": "oldst"}, "'oldst' is no measure of staleness; did you mean 'oldest'?"),
-        ({"max_stale_share": 0.1}, "it is now part of 'buffer.staleness'; write staleness = {"),
         ({"replay": {"share": 0.1}}, "is less than one group; raise it to 0.125 or more"),
-        ({"replay": {"capacity": 3}}, "within buffer.replay.max_staleness can be replayed"),
         ({"replay": {"max_staleness": 1}}, "Setting 'buffer.replay.max_staleness' = 1"),
         ({"replay": {"shares": 0.5}}, "'buffer.replay.shares'; did you mean 'share'"),
         ({"order": 3}, "Setting 'buffer.order' = 3"),
@@ -231,70 +225,6 @@ def test_all_mistakes_are_reported_together():
     message = sentence_of({"trainer": {"steps": -1}, "bufer": {}})
     assert "'trainer.steps' = -1" in message
     assert "'bufer'; did you mean 'buffer'?" in message
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ({"trainer": {"learning_rate": 1e-5}}, "it is now 'optimizer.learning_rate'; rename it"),
-        ({"trainer": {"min_learning_rate_share": 0}}, "it is now 'optimizer.min_lr_ratio'"),
-        ({"trainer": {"device": "cpu"}}, "it is now 'placement.trainer'"),
-        ({"engine": {"device": "cpu"}}, "it is now 'placement.engines'"),
-        (
-            {"environment": {"models": {"judge": {"path": "m", "device": "cpu"}}}},
-            "'environment.models.judge.device' is of an earlier version: it is now"
-            " 'placement.models.NAME'",
-        ),
-        ({"scorers": [{"type": "reward_model", "device": "cpu"}]}, "now 'placement.models.NAME'"),
-        ({"placement": {"scorers": {"teacher": "cpu"}}}, "it is now 'placement.models'; rename it"),
-        ({"engine": {"threads": 1}}, "it is now 'cluster.threads'; rename it"),
-        ({"engine": {"kv_bytes": 2**30}}, "it is now 'engine.options.kv_bytes'; rename it"),
-        ({"cluster": {"mps": "on"}}, "it is now 'cluster.share_gpu', with 'mps' for 'on'"),
-        ({"cluster": {"take_turns": True}}, "write share_gpu = 'take_turns'"),
-        ({"tasks": {"prompt": "q"}}, "it is now part of columns; write columns = {prompt = "),
-        ({"evaluate": {"split": "test"}}, "write path = 'hub:NAME:SUBSET:SPLIT'"),
-        ({"tasks": {"source": {"a": {"name": "b"}}}}, "it is now the name of the table"),
-        ({"scorer": [{"function": "a:b"}]}, "its tables are now [[scorers]]"),
-        ({"watch": {"tensorboard": True}}, "its table is now [monitoring]"),
-        ({"weights": {"bucket_bytes": 8}}, "it is a constant now; remove it"),
-        ({"scorers": [{"function": "a:b", "backoff_s": 1.0}]}, "it is a constant now; remove it"),
-        ({"scorers": [{"type": "exact", "breaker_s": 1.0}]}, "it is a constant now; remove it"),
-        ({"scorers": [{"type": "exact", "priority": 1}]}, "in the order of arrival; remove it"),
-        ({"environment": {"mcp": [{"url": "http://h", "name": "a"}]}}, "url or command; remove it"),
-        ({"supervision": {"window_s": 60.0}}, "it is a constant now; remove it"),
-        ({"critic": {"discount": 0.9}}, "write advantages = {type = 'gae', gamma = ...}"),
-        ({"journal": {"enabled": False}}, "journal.max_bytes = 0 turns the journal off"),
-        (
-            {"environment": {"models": {"judge": {"path": "m", "tool_format": "hermes"}}}},
-            "it follows from the model's chat template; remove it",
-        ),
-    ],
-)
-def test_key_of_an_earlier_version_is_reported_with_its_replacement(table, message):
-    assert message in sentence_of(table)
-
-
-def test_every_replacement_of_an_old_key_exists():
-    known = set(all_keys(RunConfig))
-    for old, replacement in OLD_KEYS.items():
-        assert old.replace("*", "NAME") not in known
-        named = re.match(r"it is now (?:part of )?'([^']+)'", replacement)
-        assert named is None or named[1] in known, f"{old} is replaced by an unknown {named[1]}"
-
-
-def all_keys(section: type[BaseModel], above: str = "") -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        yield f"{above}{name}"
-        is_by_name = get_origin(field.annotation) in (dict, tuple)
-        path = f"{above}{name}.NAME." if is_by_name else f"{above}{name}."
-        for below in sections_in(field.annotation):
-            yield from all_keys(below, path)
-            if below is RoleModelConfig:
-                yield from all_keys(EngineConfig, path)
-        if field.annotation == dict[str, Any] and name == "options":
-            yield from (f"{above}{name}.{own.name}" for own in fields(EmbeddedBackend))
-        elif get_origin(field.annotation) is dict:
-            yield f"{above}{name}.NAME"
 
 
 def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -20,8 +20,6 @@ HUB = "hub:"
 ToolFormatName = Literal["auto", "hermes", "llama3", "mistral", "gemma"]
 # Keys of [engine] that only the policy's engines have.
 OF_POLICY = ("max_count", "remote", "kv", "adapters")
-# Keys of every scorer in earlier versions.
-REMOVED = ("device", "backoff_s", "breaker_failures", "breaker_s", "priority")
 
 
 def _columns(value: Any) -> Any:
@@ -275,12 +273,8 @@ class ScorerConfig(Section):
     def _is_a_function_or_a_type(self) -> Self:
         if (self.function is None) == (self.type is None):
             raise ValueError("a scorer has either a function or a type; set one of the two")
-        unknown = dict(self.model_extra or {})
-        if self.type is not None:  # a class of the user's own may have a key that was removed
-            removed = () if ":" in self.type else REMOVED
-            unknown = {key: value for key, value in unknown.items() if key in removed}
-        if unknown:
-            forbid(type(self).__name__, unknown)
+        if self.function is not None and self.model_extra:  # those of a type are its own
+            forbid(type(self).__name__, self.model_extra)
         return self
 
 

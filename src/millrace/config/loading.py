@@ -11,7 +11,6 @@ from pydantic import BaseModel, ValidationError
 
 from millrace.config.episodes import HUB, OF_POLICY, RoleModelConfig
 from millrace.config.generation import EngineConfig
-from millrace.config.old_keys import old_key
 from millrace.config.run_config import RunConfig
 from millrace.core.errors import ConfigError, describe_setting_error, suggestion
 from millrace.presets import over_preset
@@ -125,10 +124,7 @@ def _clauses(error: ValidationError) -> Iterator[str]:
         path = [str(part) for part in detail["loc"]]
         where = ".".join(path)
         if detail["type"] == "extra_forbidden":
-            if (replacement := old_key(path)) is not None:
-                yield f"Setting {where!r} is of an earlier version: {replacement}"
-            else:
-                yield f"Unknown setting {where!r}; {_suggestion(path)}"
+            yield f"Unknown setting {where!r}; {_suggestion(path)}"
         elif detail["type"] in ("model_type", "dict_type"):
             yield f"Setting {where!r} = {detail['input']!r}: a table is needed, such as [{where}]"
         elif not path:
