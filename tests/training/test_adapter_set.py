@@ -13,8 +13,15 @@ from transformers import AutoModelForCausalLM
 from millrace.core.errors import TaskError
 from millrace.models.attention.packed import PACKED
 from millrace.models.loading import load_model
-from millrace.training.adapters.adapter_set import ALPHA, AdapterSet
-from millrace.training.adapters.requests import AdamSettings, AdapterShape, TrainingDatum
+from millrace.training.adapters.adapter_set import ALPHA, AdapterSet, _packs
+from millrace.training.adapters.requests import (
+    PASS_TOKENS,
+    AdamSettings,
+    AdapterPass,
+    AdapterShape,
+    PassResult,
+    TrainingDatum,
+)
 
 RANK = 3
 ADAM = AdamSettings(
@@ -53,9 +60,25 @@ def make_data(seed: int = 0, *, sizes: tuple[int, ...] = (7, 12, 5)) -> list[Tra
     return data
 
 
+def compute(
+    adapters: AdapterSet,
+    name: str,
+    data: list[TrainingDatum],
+    *,
+    loss: str,
+    settings: dict[str, float],
+    backward: bool,
+) -> PassResult:
+    one = AdapterPass(model_id=name, data=data, loss=loss, settings=settings, backward=backward)
+    (outcome,) = adapters.compute([one])
+    if isinstance(outcome, TaskError):
+        raise outcome
+    return outcome
+
+
 def train_once(adapters: AdapterSet, name: str = "a", *, seed: int = 9) -> float:
-    _, loss = adapters.compute(
-        name, make_data(seed), loss="cross_entropy", settings={}, backward=True
+    _, loss = compute(
+        adapters, name, make_data(seed), loss="cross_entropy", settings={}, backward=True
     )
     adapters.step(name, ADAM)
     return loss
@@ -113,7 +136,7 @@ def test_the_gradient_of_every_parameter_equals_that_of_plain_torch(
     adapters, data = make_set(path), make_data()
     train_once(adapters)  # so that B is not 0, and A has a gradient
     settings = {"clip_low_threshold": 0.7} if loss in ("ppo", "cispo") else {}
-    _, total = adapters.compute("a", data, loss=loss, settings=settings, backward=True)
+    _, total = compute(adapters, "a", data, loss=loss, settings=settings, backward=True)
     expected_total, expected = plain_gradient(path, adapters, data, loss)
     assert total == pytest.approx(expected_total, rel=1e-4)
     found = adapters.owned["a"].gradient
@@ -128,9 +151,9 @@ def test_gradients_of_several_passes_add_up_and_a_forward_pass_adds_nothing(mode
     apart, together = make_set(model_path), make_set(model_path)
     data = make_data()
     for datum in data:
-        apart.compute("a", [datum], loss="cross_entropy", settings={}, backward=True)
-        apart.compute("a", [datum], loss="cross_entropy", settings={}, backward=False)
-    together.compute("a", data, loss="cross_entropy", settings={}, backward=True)
+        compute(apart, "a", [datum], loss="cross_entropy", settings={}, backward=True)
+        compute(apart, "a", [datum], loss="cross_entropy", settings={}, backward=False)
+    compute(together, "a", data, loss="cross_entropy", settings={}, backward=True)
     one, other = apart.owned["a"].gradient, together.owned["a"].gradient
     assert one is not None
     assert other is not None
@@ -138,15 +161,97 @@ def test_gradients_of_several_passes_add_up_and_a_forward_pass_adds_nothing(mode
         torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
 
 
+def grads_of(adapters: AdapterSet, name: str) -> dict[str, Tensor]:
+    gradient = adapters.owned[name].gradient
+    assert gradient is not None
+    return gradient
+
+
+@pytest.mark.parametrize("num_experts", [0, 4])
+def test_passes_of_several_adapters_together_equal_separate_ones(num_experts: int, tmp_path: Path):
+    path = make_tiny_model(tmp_path, num_experts=num_experts)
+    apart, together = make_set(path), make_set(path)
+    shapes = {
+        "b": AdapterShape(rank=8),
+        "c": AdapterShape(rank=2, mlp=False),
+        "d": AdapterShape(rank=5, attention=False),
+    }
+    for adapters in (apart, together):
+        for seed, (name, shape) in enumerate(shapes.items()):
+            adapters.create(name, shape, seed=seed)
+        for name in adapters.owned:
+            train_once(adapters, name)  # so that B is not 0
+            compute(adapters, name, make_data(3), loss="ppo", settings={}, backward=True)
+    losses = {"a": "cross_entropy", "b": "ppo", "c": "importance_sampling", "d": "cross_entropy"}
+    passes = [
+        AdapterPass(model_id=name, data=make_data(i), loss=loss, settings={}, backward=name != "d")
+        for i, (name, loss) in enumerate(losses.items())
+    ]
+    expected = [apart.compute([one])[0] for one in passes]
+    for found, one in zip(together.compute(passes), expected, strict=True):
+        assert not isinstance(found, TaskError)
+        assert not isinstance(one, TaskError)
+        assert found[1] == pytest.approx(one[1], rel=1e-5)
+        for logprobs, other in zip(found[0], one[0], strict=True):
+            np.testing.assert_allclose(logprobs, other, rtol=1e-5)
+    for name in losses:
+        one, other = grads_of(apart, name), grads_of(together, name)
+        largest = max(float(grad.abs().max()) for grad in one.values())
+        for tensor, grad in one.items():
+            difference = float((other[tensor] - grad).abs().max())
+            assert difference <= 1e-6 * largest, (name, tensor, difference / largest)
+            assert name == "d" or grad.abs().max() > 0, (name, tensor)
+
+
+def test_a_pass_that_fails_does_not_change_the_passes_beside_it(model_path: Path):
+    apart, together = make_set(model_path), make_set(model_path)
+    for adapters in (apart, together):
+        for name in "bcd":
+            adapters.create(name, AdapterShape(rank=4), seed=2)
+    with torch.no_grad():
+        for parameter in together.owned["b"].parameters.values():
+            parameter.fill_(torch.nan)
+    data, far = make_data(), make_data(1)
+    far[0].inputs["target_tokens"][0] = 10**6
+    passes = [
+        AdapterPass(model_id=name, data=given, loss="cross_entropy", settings={}, backward=True)
+        for name, given in (("b", data), ("c", far), ("missing", data), ("a", data), ("d", data))
+    ]
+    *failed, one, other = together.compute(passes)
+    for outcome, message in zip(failed, ("not finite", "a token", "has ended"), strict=True):
+        assert message in str(outcome).lower()
+    for name, outcome in (("a", one), ("d", other)):
+        assert not isinstance(outcome, TaskError)
+        logprobs, _ = compute(apart, name, data, loss="cross_entropy", settings={}, backward=True)
+        for own, expected in zip(outcome[0], logprobs, strict=True):
+            np.testing.assert_array_equal(own, expected)
+        for tensor, grad in grads_of(apart, name).items():
+            torch.testing.assert_close(grads_of(together, name)[tensor], grad, rtol=0, atol=0)
+    assert together.owned["b"].gradient is None
+    assert together.owned["c"].gradient is None
+
+
+def test_data_of_many_adapters_are_divided_into_packs_of_bounded_tokens_and_adapters():
+    datum = TrainingDatum(tokens=np.zeros(PASS_TOKENS // 4, np.int64), inputs={})
+    passes = [
+        AdapterPass(model_id=str(i), data=[datum] * size, loss="", settings={}, backward=True)
+        for i, size in enumerate((1, 6, 1, 1, 1))
+    ]
+    found = [{i: len(data) for i, data in pack.items()} for pack in _packs(passes, max_adapters=2)]
+    assert found == [{0: 1, 1: 3}, {1: 3, 2: 1}, {3: 1, 4: 1}]
+
+
 def test_targets_may_be_several_per_token(model_path: Path):
     adapters, (datum, *_) = make_set(model_path), make_data()
     both = np.stack([datum.inputs["target_tokens"], datum.inputs["target_tokens"][::-1]], 1)
     weights = np.ones_like(both, np.float32)
     wide = TrainingDatum(tokens=datum.tokens, inputs={"target_tokens": both, "weights": weights})
-    (found,), total = adapters.compute(
-        "a", [wide], loss="cross_entropy", settings={}, backward=True
+    (found,), total = compute(
+        adapters, "a", [wide], loss="cross_entropy", settings={}, backward=True
     )
-    (narrow,), _ = adapters.compute("a", [datum], loss="cross_entropy", settings={}, backward=False)
+    (narrow,), _ = compute(
+        adapters, "a", [datum], loss="cross_entropy", settings={}, backward=False
+    )
     assert found.shape == both.shape
     np.testing.assert_allclose(found[:, 0], narrow, rtol=1e-5)
     assert total == pytest.approx(-found.sum(), rel=1e-5)
@@ -162,7 +267,7 @@ def test_a_step_is_that_of_adamw_with_clipping(model_path: Path):
         copies.values(), lr=0.02, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
     )
     for seed in (1, 2):
-        adapters.compute("a", make_data(seed), loss="cross_entropy", settings={}, backward=True)
+        compute(adapters, "a", make_data(seed), loss="cross_entropy", settings={}, backward=True)
         assert own.gradient is not None
         for name, copy in copies.items():
             copy.grad = own.gradient[name].clone()
@@ -178,11 +283,13 @@ def test_a_step_is_that_of_adamw_with_clipping(model_path: Path):
 def test_adapters_do_not_change_each_other(model_path: Path):
     adapters = make_set(model_path)
     adapters.create("b", AdapterShape(rank=2, mlp=False), seed=2)
-    before, _ = adapters.compute(
-        "b", make_data(), loss="cross_entropy", settings={}, backward=False
+    before, _ = compute(
+        adapters, "b", make_data(), loss="cross_entropy", settings={}, backward=False
     )
     train_once(adapters, "a")
-    after, _ = adapters.compute("b", make_data(), loss="cross_entropy", settings={}, backward=False)
+    after, _ = compute(
+        adapters, "b", make_data(), loss="cross_entropy", settings={}, backward=False
+    )
     for one, other in zip(before, after, strict=True):
         np.testing.assert_array_equal(one, other)
     assert all("self_attn" in name for name in adapters.owned["b"].parameters)
@@ -215,7 +322,7 @@ def test_a_saved_adapter_loads_into_peft(model_path: Path, tmp_path: Path):
     logits = loaded(input_ids=torch.from_numpy(datum.tokens)[None]).logits[0]
     targets = torch.from_numpy(datum.inputs["target_tokens"])[:, None]
     expected = logits.log_softmax(-1).gather(1, targets)[:, 0].detach().numpy()
-    (found,), _ = adapters.compute("a", [datum], loss="cross_entropy", settings={}, backward=False)
+    (found,), _ = compute(adapters, "a", [datum], loss="cross_entropy", settings={}, backward=False)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     tokens = np.append(datum.tokens, datum.inputs["target_tokens"][-1])
     scored = adapters.prompt_logprobs(tokens, tmp_path / "state")
@@ -225,7 +332,7 @@ def test_a_saved_adapter_loads_into_peft(model_path: Path, tmp_path: Path):
 
 def test_a_refused_pass_leaves_the_gradient(model_path: Path):
     adapters, (datum, *_) = make_set(model_path), make_data()
-    adapters.compute("a", [datum], loss="cross_entropy", settings={}, backward=True)
+    compute(adapters, "a", [datum], loss="cross_entropy", settings={}, backward=True)
     before = adapters.owned["a"].gradient
     for change, message in (
         ({"target_tokens": datum.inputs["target_tokens"] + 100}, "not an integer from 0"),
@@ -234,7 +341,7 @@ def test_a_refused_pass_leaves_the_gradient(model_path: Path):
     ):
         wrong = TrainingDatum(tokens=datum.tokens, inputs={**datum.inputs, **change})
         with pytest.raises(TaskError, match=message):
-            adapters.compute("a", [wrong], loss="cross_entropy", settings={}, backward=True)
+            compute(adapters, "a", [wrong], loss="cross_entropy", settings={}, backward=True)
     with pytest.raises(TaskError, match="has no setting 'beta'"):
-        adapters.compute("a", [datum], loss="ppo", settings={"beta": 1.0}, backward=True)
+        compute(adapters, "a", [datum], loss="ppo", settings={"beta": 1.0}, backward=True)
     assert adapters.owned["a"].gradient is before

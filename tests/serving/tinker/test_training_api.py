@@ -1,9 +1,11 @@
 """The training API over HTTP, without its client: isolation, order, retries and fairness."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from millrace.serving.tinker.computing import AdapterSlots, TrainingThread
 from millrace.serving.tinker.routes import add_routes
 from millrace.serving.tinker.service import TrainingService
 from millrace.training.adapters.adapter_set import AdapterSet
-from millrace.training.adapters.requests import AdapterShape
+from millrace.training.adapters.requests import PASS_TOKENS, AdapterShape
 
 # A ForwardBackwardRequest that version 0.36.0 of the client sent.
 RECORDED = bytes.fromhex(
@@ -109,10 +111,10 @@ def loss_of(result: bytes) -> float:
     return float(np.frombuffer(protobuf.message(protobuf.read(metric), 2), "<f8")[0])
 
 
-def adapter_set(model_path: Path) -> AdapterSet:
+def adapter_set(model_path: Path, kind: type[AdapterSet] = AdapterSet) -> AdapterSet:
     device = torch.device("cpu")
     model = load_model(str(model_path), dtype=torch.float32, device=device, attention=PACKED)
-    return AdapterSet(model, path=str(model_path), max_context=64)
+    return kind(model, path=str(model_path), max_context=64)
 
 
 @asynccontextmanager
@@ -255,6 +257,41 @@ async def test_tenants_take_turns_by_their_tokens(model_path: Path):
         for _ in range(3):
             group.create_task(work("small", 10))
     assert order[:5].count("small") == 3, order  # one runs, and one has as few tokens
+
+
+async def test_passes_that_wait_at_the_same_time_are_computed_together(model_path: Path):
+    together: list[int] = []
+
+    class CountedAdapters(AdapterSet):
+        def compute(self, passes: Any) -> Any:
+            together.append(len(passes))
+            return super().compute(passes)
+
+    adapters = adapter_set(model_path, kind=CountedAdapters)
+    thread, free = TrainingThread(adapters, ThreadPoolExecutor(1)), threading.Event()
+    passes = {}
+    for i in range(12):
+        adapters.create(str(i), AdapterShape(rank=4), seed=i)
+        passes[str(i)] = wire.read_pass(a_pass(str(i), 1, size=60))
+    long = wire.read_pass(a_pass("0", 2, size=60))
+    long = replace(long, data=[*long.data] * (PASS_TOKENS // 60 + 1))
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(thread.run("other", 0, lambda _: free.wait(20)))
+        await asyncio.sleep(0)
+        waiting = [
+            group.create_task(thread.compute(f"tenant {name}", one)) for name, one in passes.items()
+        ]
+        await asyncio.sleep(0)
+        free.set()
+    assert together[0] == 12
+    assert [round(task.result()[1]) for task in waiting] == [round(waiting[0].result()[1])] * 12
+
+    together.clear()
+    first = asyncio.create_task(thread.compute("large", long))
+    second = asyncio.create_task(thread.compute("small", passes["1"]))
+    await asyncio.gather(first, second)
+    assert together[0] == 1  # the bound of tokens is reached
 
 
 def test_an_engine_samples_with_an_adapter_that_is_loaded_while_it_runs(

@@ -98,7 +98,8 @@ def set_forward(module: nn.Module, function: Any) -> None:
 def forward_with_lora(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
     """The output [T, O] of experts for hidden states [T, I], with indices and weights [T, K]."""
     num_tokens, top_k = indices.shape
-    experts, order = indices.reshape(-1).sort()
+    # The rows of an expert stay in the order of their tokens: adapters may have contiguous tokens.
+    experts, order = indices.reshape(-1).sort(stable=True)
     tokens = order // top_k
     # histc counts without a wait for the device. It takes no integers on CPUs.
     ids = experts.float() if hidden.device.type == "cpu" else experts.int()

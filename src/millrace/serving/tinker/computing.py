@@ -5,11 +5,12 @@ Runs on the server's event loop, apart from the thread.
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -18,7 +19,8 @@ from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
 from millrace.core.errors import CheckpointError, ConfigError, WorkerError
 from millrace.core.records import Request, Sampling
-from millrace.serving.fair_queue import FairQueue, Flow
+from millrace.serving.fair_queue import FairQueue, Flow, QueuedPart
+from millrace.training.adapters.requests import PASS_TOKENS, AdapterPass, PassResult
 
 if TYPE_CHECKING:
     from millrace.training.adapters.adapter_set import AdapterSet
@@ -28,12 +30,17 @@ T = TypeVar("T")
 
 
 class TrainingThread:
-    """The adapters in training. Tenants take turns by the tokens that they have used."""
+    """The adapters in training. Tenants take turns by the tokens that they have used.
+
+    Passes whose turn comes while the thread is busy are computed together. Their tokens are bounded
+    by those of one forward pass, apart from the last of them.
+    """
 
     def __init__(self, adapters: "AdapterSet", thread: ThreadPoolExecutor) -> None:
         self.max_context = adapters.max_context
         self._adapters, self._thread = adapters, thread
-        self._queue = FairQueue(1, separates_clients=False)
+        self._queue = FairQueue(PASS_TOKENS, separates_clients=False)
+        self._ready: deque[tuple[AdapterPass, Future[PassResult]]] = deque()
 
     @staticmethod
     async def start(config: RunConfig) -> "TrainingThread":
@@ -42,11 +49,40 @@ class TrainingThread:
         return TrainingThread(await loop.run_in_executor(thread, _load, config), thread)
 
     async def run(self, tenant: str, num_tokens: int, work: Callable[["AdapterSet"], T]) -> T:
-        prompt = np.broadcast_to(np.int32(0), num_tokens)  # takes no memory
-        turn = Request(id="", prompt=prompt, sampling=Sampling())
-        async with self._queue.places(Flow(tenant), turn):
+        async with self._turn(tenant, num_tokens, places=PASS_TOKENS):
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread, work, self._adapters)
+
+    async def compute(self, tenant: str, one: AdapterPass) -> PassResult:
+        """At most one pass of a model waits here at a time."""
+        async with self._turn(tenant, one.num_tokens, places=one.num_tokens):
+            result: Future[PassResult] = Future()
+            self._ready.append((one, result))
+            # Not at once: other passes may have got their turn at the same time.
+            asyncio.get_running_loop().call_soon(self._thread.submit, self._compute_ready)
+            return await asyncio.wrap_future(result)
+
+    def _turn(
+        self, tenant: str, num_tokens: int, *, places: int
+    ) -> AbstractAsyncContextManager[QueuedPart]:
+        """The places of the queue are tokens of one forward pass."""
+        prompt = np.broadcast_to(np.int32(0), num_tokens)  # takes no memory
+        turn = Request(id="", prompt=prompt, sampling=Sampling(), n=places)
+        return self._queue.places(Flow(tenant), turn)
+
+    def _compute_ready(self) -> None:
+        """Runs in the thread. The first of several calls takes the passes of all of them."""
+        ready = [self._ready.popleft() for _ in range(len(self._ready))]
+        ready = [(one, result) for one, result in ready if result.set_running_or_notify_cancel()]
+        try:
+            outcomes: list[Any] = [*self._adapters.compute([one for one, _ in ready])]
+        except BaseException as error:  # noqa: BLE001 - given to the callers
+            outcomes = [error] * len(ready)
+        for (_, result), outcome in zip(ready, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                result.set_exception(outcome)
+            else:
+                result.set_result(outcome)
 
 
 def _load(config: RunConfig) -> "AdapterSet":

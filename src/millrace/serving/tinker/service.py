@@ -127,18 +127,7 @@ class TrainingService:
 
     async def compute(self, tenant: Tenant, body: wire.PassBody) -> Reply:
         async def compute() -> Result:
-            num_tokens = sum(len(datum.tokens) for datum in body.data)
-            logprobs, loss = await self._thread.run(
-                tenant.name,
-                num_tokens,
-                lambda adapters: adapters.compute(
-                    body.model_id,
-                    body.data,
-                    loss=body.loss,
-                    settings=body.settings,
-                    backward=body.backward,
-                ),
-            )
+            logprobs, loss = await self._thread.compute(tenant.name, body)
             return await asyncio.to_thread(wire.pass_result, logprobs, loss)
 
         return self._turn(tenant, body, compute)

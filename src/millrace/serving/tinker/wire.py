@@ -18,7 +18,12 @@ from millrace.serving.api.bodies import Body, Count, Number, NumTop, Temperature
 from millrace.serving.api.errors import ApiError
 from millrace.serving.tinker import protobuf
 from millrace.serving.tinker.protobuf import integers, mapping, message, messages, write
-from millrace.training.adapters.requests import AdamSettings, AdapterShape, TrainingDatum
+from millrace.training.adapters.requests import (
+    AdamSettings,
+    AdapterPass,
+    AdapterShape,
+    TrainingDatum,
+)
 
 _FLOAT32, _INT64, _INT32 = 1, 2, 3  # data types of tensors
 _DTYPES = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8"), _INT32: np.dtype("<i4")}
@@ -149,15 +154,8 @@ class SampleBody(TinkerBody):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PassBody:
-    """A forward pass over data, with or without the backward pass."""
-
-    model_id: str
+class PassBody(AdapterPass):
     seq_id: int
-    data: list[TrainingDatum]
-    loss: str
-    settings: dict[str, float]
-    backward: bool
 
 
 def read_pass(body: bytes) -> PassBody:

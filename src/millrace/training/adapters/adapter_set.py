@@ -4,36 +4,23 @@ Promise: a call changes the adapter that it names and no other. A pass that fail
 gradient of its adapter as it was, and an update that is not finite is not applied. A saved adapter
 is a complete PEFT folder or none, and training continues from it with the same numbers.
 
-One thread calls all methods. R = rank; I, O = input and output size of a layer, E = its experts;
-T = tokens of a pass, L = tokens of a datum, K = targets per token.
+One thread calls all methods. L = tokens of a datum.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.core.errors import CheckpointError, TaskError
-from millrace.models.attention.layout import PackedLayout
-from millrace.models.loading import hidden_states
-from millrace.models.logprobs import chunked_distributions
-from millrace.models.lora.experts import (
-    add_update,
-    aligned,
-    check_adaptable,
-    expert_modules,
-    grouped,
-)
-from millrace.models.lora.factors import Adapter, adaptable_layers, scale_of, tensor_names
+from millrace.models.lora.factors import Adapter, scale_of
 from millrace.models.lora.folders import (
     NAME_PREFIX,
     SETTINGS_FILE,
@@ -41,16 +28,25 @@ from millrace.models.lora.folders import (
     read_checkpoint,
     to_peft,
 )
-from millrace.training.adapters.requests import TARGETS, AdamSettings, AdapterShape, TrainingDatum
+from millrace.training.adapters.adapted_model import AdaptedModel, to_tensor
+from millrace.training.adapters.requests import (
+    PASS_TOKENS,
+    TARGETS,
+    AdamSettings,
+    AdapterPass,
+    AdapterShape,
+    PassResult,
+    TrainingDatum,
+)
 from millrace.training.checkpoints.directory import read_run_state, write_checkpoint
-from millrace.training.layers import checkpoint_layers
 from millrace.training.losses.summed import summed_loss
 
 ALPHA = 32.0  # B A is scaled by ALPHA / rank, as the Tinker API does
-_PASS_TOKENS = 8192  # of one forward pass, unless a single datum is longer
-_LOGPROB_CHUNK = 1024  # positions whose logits exist at one time
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+# Logprobs of each datum, the loss, and the gradient of the adapter afterwards.
+_Computed = tuple[list[np.ndarray], float, dict[str, Tensor] | None]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -63,58 +59,14 @@ class OwnedAdapter:
     num_steps: int = 0
 
 
-class _AdaptedLayer:
-    """Adds the factors of the adapter that computes now to the output of one layer: as a hook of a
-    linear layer, or as an ExpertUpdate (models/lora/experts.py)."""
-
-    def __init__(self, layer: str, active: "_ActiveAdapter") -> None:
-        self._names = tensor_names(layer, dora=False)
-        self._active = active
-
-    def _factors(self, dtype: torch.dtype) -> list[Tensor]:
-        tensors = self._active.tensors
-        return [tensors[name].to(dtype) for name in self._names if name in tensors]
-
-    def __call__(self, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        if not (factors := self._factors(args[0].dtype)):
-            return output
-        return output + self._active.scale * F.linear(F.linear(args[0], factors[0]), factors[1])
-
-    def add(self, output: Tensor, x: Tensor, *, offsets: Tensor, tokens: Tensor) -> Tensor:
-        if not (factors := self._factors(x.dtype)):
-            return output
-        a, b = factors
-        padding = aligned(a.shape[1]) - a.shape[1]
-        inner = grouped(x, F.pad(a, (0, 0, 0, padding)), offsets)
-        return output + self._active.scale * grouped(inner, F.pad(b, (0, padding)), offsets)
-
-
-@dataclass(slots=True, eq=False)
-class _ActiveAdapter:
-    tensors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # {} = none
-    scale: float = 1.0
-
-
 class AdapterSet:
     def __init__(self, model: PreTrainedModel, *, path: str, max_context: int) -> None:
         """`model`: loaded from `path` with PACKED attention. Its weights never change."""
-        self._model = model.requires_grad_(False)
+        self._model = AdaptedModel(model)
         self._path = path
         self.max_context = max_context
         self._num_ids = model.config.get_text_config().vocab_size
-        self._layers = adaptable_layers(model)
-        self._active = _ActiveAdapter()
         self.owned: dict[str, OwnedAdapter] = {}  # by name; removing one frees it
-        check_adaptable(expert_modules(model).values())
-        for layer, size in self._layers.items():
-            adapted = _AdaptedLayer(layer, self._active)
-            if len(size) == 2:
-                model.get_submodule(layer).register_forward_hook(adapted)
-            else:
-                module, _, weight = layer.rpartition(".")
-                add_update(model.get_submodule(module), weight, adapted)
-        if model.device.type == "cuda":
-            checkpoint_layers(model)
 
     def create(self, name: str, shape: AdapterShape, *, seed: int | None) -> None:
         """Add an adapter. B is 0, so it changes nothing yet."""
@@ -137,7 +89,7 @@ class AdapterSet:
     def _layout(self, shape: AdapterShape) -> Adapter:
         chosen = {
             layer: size
-            for layer, size in self._layers.items()
+            for layer, size in self._model.layers.items()
             if (shape.attention if "attn" in layer or "attention" in layer else shape.mlp)
         }
         if not chosen:
@@ -145,40 +97,64 @@ class AdapterSet:
         scale = scale_of(ALPHA, rank=shape.rank, rslora=False)
         return Adapter(layers=chosen, rank=shape.rank, scale=scale)
 
-    def compute(
-        self,
-        name: str,
-        data: Sequence[TrainingDatum],
-        *,
-        loss: str,
-        settings: Mapping[str, float],
-        backward: bool,
-    ) -> tuple[list[np.ndarray], float]:
-        """The logprobs of the targets of each datum, float32 of their shape, and the summed loss.
-        With `backward`, its gradient is added to that of the adapter."""
-        function, names, limits = summed_loss(loss, settings)
-        for datum in data:
-            self._check(datum, names)
-        adapter, device = self.owned[name], self._model.device
-        outputs: list[np.ndarray] = []
-        gradient, total = adapter.gradient, 0.0
-        with self._applied(adapter.parameters, adapter.layout.scale):
-            for part in _packs(data):
-                with torch.set_grad_enabled(backward):
-                    logprobs = self._logprobs(part)
-                    value = torch.zeros((), device=device)
-                    for own, datum in zip(logprobs, part, strict=True):
-                        given = {key: _tensor(datum.inputs[key], device) for key in names}
-                        value = value + function(own, given, limits)
-                if backward:
-                    gradient = _added(gradient, value, adapter.parameters)
-                total += value.item()
-                outputs += [own.detach().float().cpu().numpy() for own in logprobs]
-        new = [] if gradient is None else list(gradient.values())
-        if not np.isfinite(total) or not all(bool(each.isfinite().all()) for each in new):
-            raise TaskError(f"The loss {total:g} or its gradient is not finite; it was dropped.")
-        adapter.gradient = gradient
-        return outputs, total
+    def compute(self, passes: Sequence[AdapterPass]) -> list[PassResult | TaskError]:
+        """The result of each pass, or why there is none. The gradient of a backward pass is added
+        to that of its adapter. No two passes have the same adapter."""
+        outcomes: list[PassResult | TaskError] = []
+        for one in passes:
+            try:
+                self._check(one)
+                outcomes.append(([], 0.0))
+            except TaskError as error:
+                outcomes.append(error)
+        sound = [i for i, outcome in enumerate(outcomes) if not isinstance(outcome, TaskError)]
+        computed = self._compute([passes[i] for i in sound])
+        if len(sound) > 1 and any(map(_is_broken, computed)):
+            # No tenant gets an error because of another one's numbers.
+            computed = [self._compute([passes[i]])[0] for i in sound]
+        for i, one in zip(sound, computed, strict=True):
+            logprobs, total, gradient = one
+            if _is_broken(one):
+                outcomes[i] = TaskError(
+                    f"The loss {total:g} or its gradient is not finite; it was dropped."
+                )
+                continue
+            outcomes[i] = logprobs, total
+            self.owned[passes[i].model_id].gradient = gradient
+        return outcomes
+
+    def _compute(self, passes: Sequence[AdapterPass]) -> list[_Computed]:
+        """Logprobs, loss, and the gradient of the adapter with that of the pass added."""
+        adapters = [self.owned[each.model_id] for each in passes]
+        logprobs: list[list[np.ndarray]] = [[] for _ in passes]
+        totals = [0.0 for _ in passes]
+        gradients = [adapter.gradient for adapter in adapters]
+        for pack in _packs(passes, max_adapters=self._model.max_adapters):
+            rows = [sum(len(datum.tokens) for datum in data) for data in pack.values()]
+            applied = [(adapters[i].parameters, adapters[i].layout.scale) for i in pack]
+            trained = [i for i in pack if passes[i].backward]
+            with torch.set_grad_enabled(bool(trained)), self._model.applied(applied, rows):
+                flat = self._model.logprobs([datum for data in pack.values() for datum in data])
+                sizes = [sum(d.inputs[TARGETS].size for d in data) for data in pack.values()]
+                values = {
+                    i: _loss(passes[i], pack[i], own)
+                    for i, own in zip(pack, flat.split(sizes), strict=True)
+                }
+                if trained:
+                    value = torch.stack([values[i] for i in trained]).sum()
+                    parameters = [p for i in trained for p in adapters[i].parameters.values()]
+                    new = [*torch.autograd.grad(value, parameters, materialize_grads=True)]
+                    for i in trained:
+                        own = {name: new.pop(0) for name in adapters[i].parameters}
+                        gradients[i] = _added(gradients[i], own)
+            for i, value in zip(values, torch.stack([*values.values()]).tolist(), strict=True):
+                totals[i] += value
+            targets = [(i, datum.inputs[TARGETS]) for i, data in pack.items() for datum in data]
+            ends = np.cumsum([t.size for _, t in targets])
+            parts = np.split(flat.detach().float().cpu().numpy(), ends[:-1])
+            for (i, t), own in zip(targets, parts, strict=True):
+                logprobs[i].append(own.reshape(t.shape))
+        return [*zip(logprobs, totals, gradients, strict=True)]
 
     def step(self, name: str, adam: AdamSettings) -> dict[str, float]:
         """Apply the gradient of an adapter, and begin the next one."""
@@ -247,7 +223,7 @@ class AdapterSet:
 
     def write_blank(self, folder: Path, *, rank: int) -> None:
         """Write an adapter of this rank that adapts every layer and changes nothing."""
-        layout = Adapter(layers=self._layers, rank=rank, scale=1.0)
+        layout = Adapter(layers=self._model.layers, rank=rank, scale=1.0)
         dtype = self._model.dtype
         tensors = {name: torch.zeros(size, dtype=dtype) for name, size in layout.shapes().items()}
         folder.mkdir(parents=True, exist_ok=True)
@@ -259,17 +235,24 @@ class AdapterSet:
             return np.full(1, np.nan, np.float32)
         inputs = {TARGETS: tokens[1:].astype(np.int64)}
         datum = TrainingDatum(tokens=tokens[:-1].astype(np.int64), inputs=inputs)
-        self._check(datum, ())
+        self._check_datum(datum, ())
         saved, scale = {}, 1.0
         if folder is not None:
             device, rank = self._model.device, read_about(folder)["shape"]["rank"]
             saved = {name: t.to(device) for name, t in read_checkpoint(folder).items()}
             scale = scale_of(ALPHA, rank=rank, rslora=False)
-        with torch.no_grad(), self._applied(saved, scale):
-            scored = self._logprobs([datum])[0].float().cpu().numpy()
+        with torch.no_grad(), self._model.applied([(saved, scale)], [len(datum.tokens)]):
+            scored = self._model.logprobs([datum]).float().cpu().numpy()
         return np.append(np.float32(np.nan), scored)
 
-    def _check(self, datum: TrainingDatum, inputs: Sequence[str]) -> None:
+    def _check(self, one: AdapterPass) -> None:
+        if one.model_id not in self.owned:
+            raise TaskError("The session of the model has ended; continue from a saved state.")
+        _, inputs, _ = summed_loss(one.loss, one.settings)
+        for datum in one.data:
+            self._check_datum(datum, inputs)
+
+    def _check_datum(self, datum: TrainingDatum, inputs: Sequence[str]) -> None:
         """Raise TaskError, because a wrong index on a GPU would end the process."""
         if not 0 < len(datum.tokens) <= self.max_context:
             raise TaskError(
@@ -288,41 +271,6 @@ class AdapterSet:
             if ids.dtype.kind != "i" or ((ids < 0) | (ids >= self._num_ids)).any():
                 raise TaskError(f"A token is not an integer from 0 to {self._num_ids - 1}.")
 
-    @contextmanager
-    def _applied(self, tensors: Mapping[str, Tensor], scale: float) -> Iterator[None]:
-        self._active.tensors, self._active.scale = tensors, scale
-        try:
-            yield
-        finally:
-            self._active.tensors = {}
-
-    def _logprobs(self, data: Sequence[TrainingDatum]) -> list[Tensor]:
-        """Logprobs of the targets of each datum, of their shape; differentiable."""
-        device, lengths = self._model.device, [len(datum.tokens) for datum in data]
-        tokens = np.concatenate([datum.tokens for datum in data])
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        hidden = hidden_states(
-            self._model,
-            input_ids=_tensor(tokens, device)[None],
-            position_ids=_tensor(positions, device)[None],
-            layout=PackedLayout(lengths, device=device),
-        )
-        targets = [datum.inputs[TARGETS] for datum in data]
-        counts = np.concatenate([np.full(len(t), t[0].size) for t in targets])
-        if counts.max() > 1:  # a row for each of several targets of a token
-            hidden = hidden.repeat_interleave(_tensor(counts, device), dim=0)
-        flat = _tensor(np.concatenate([t.ravel() for t in targets]), device)
-        logprobs, _, _ = chunked_distributions(
-            self._model,
-            hidden,
-            flat,
-            temperatures=torch.ones(len(flat), device=device),
-            kept=None,
-            chunk=_LOGPROB_CHUNK,
-        )
-        parts = logprobs.split([t.size for t in targets])
-        return [part.view(t.shape) for part, t in zip(parts, targets, strict=True)]
-
 
 def read_about(folder: Path) -> dict[str, Any]:
     """What save() was told about an adapter, its shape and its number of steps."""
@@ -331,28 +279,43 @@ def read_about(folder: Path) -> dict[str, Any]:
     return read_run_state(folder)
 
 
-def _added(
-    gradient: dict[str, Tensor] | None, value: Tensor, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, Tensor]:
-    """The gradient plus that of `value`, in new tensors: a later pass may fail."""
-    new = torch.autograd.grad(
-        value, list(parameters.values()), allow_unused=True, materialize_grads=True
-    )
-    added = dict(zip(parameters, new, strict=True))
-    return added if gradient is None else {n: gradient[n] + grad for n, grad in added.items()}
+def _loss(one: AdapterPass, data: Sequence[TrainingDatum], logprobs: Tensor) -> Tensor:
+    """The loss of data of a pass from the logprobs of all their targets."""
+    function, names, limits = summed_loss(one.loss, one.settings)
+    given = {
+        name: to_tensor(np.concatenate([d.inputs[name].ravel() for d in data]), logprobs.device)
+        for name in names
+    }
+    return function(logprobs, given, limits)
 
 
-def _packs(data: Sequence[TrainingDatum]) -> Iterator[list[TrainingDatum]]:
-    """The data of each forward pass."""
-    pack: list[TrainingDatum] = []
-    room = _PASS_TOKENS
-    for datum in data:
-        if pack and len(datum.tokens) > room:
-            yield pack
-            pack, room = [], _PASS_TOKENS
-        pack.append(datum)
-        room -= len(datum.tokens)
-    yield pack
+def _added(old: dict[str, Tensor] | None, new: dict[str, Tensor]) -> dict[str, Tensor]:
+    """In new tensors, because a later part of the pass may fail."""
+    return new if old is None else {name: old[name] + grad for name, grad in new.items()}
+
+
+def _is_broken(computed: _Computed) -> bool:
+    _, total, gradient = computed
+    norm = 0.0 if gradient is None else nn.utils.get_total_norm(gradient.values())
+    return not np.isfinite(total + float(norm))
+
+
+def _packs(
+    passes: Sequence[AdapterPass], *, max_adapters: int
+) -> Iterator[dict[int, list[TrainingDatum]]]:
+    """The data of each forward pass, by the number of their own pass."""
+    pack: dict[int, list[TrainingDatum]] = {}
+    room = PASS_TOKENS
+    for number, one in enumerate(passes):
+        for datum in one.data:
+            is_full = number not in pack and len(pack) == max_adapters
+            if pack and (is_full or len(datum.tokens) > room):
+                yield pack
+                pack, room = {}, PASS_TOKENS
+            pack.setdefault(number, []).append(datum)
+            room -= len(datum.tokens)
+    if pack:
+        yield pack
 
 
 def _write_folder(
@@ -371,7 +334,3 @@ def _write_folder(
     (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
     named = {f"{NAME_PREFIX}{name}": t.cpu().contiguous() for name, t in to_peft(tensors).items()}
     save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-
-
-def _tensor(values: np.ndarray, device: torch.device) -> Tensor:
-    return torch.tensor(values, device=device)  # copies, because bodies of requests are read-only

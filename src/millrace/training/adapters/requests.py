@@ -1,11 +1,12 @@
 """What callers pass to an AdapterSet. Torch-free, because a server builds these records."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 TARGETS = "target_tokens"
+PASS_TOKENS = 8192  # of one forward pass, unless a single datum is longer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,3 +35,22 @@ class TrainingDatum:
     tokens: np.ndarray  # [L] int64
     # Inputs of the loss by name, each [L] or [L, K]. Row i of the targets follows tokens[: i + 1].
     inputs: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AdapterPass:
+    """A forward pass of an adapter over data, with or without the backward pass."""
+
+    model_id: str
+    data: Sequence[TrainingDatum]
+    loss: str
+    settings: Mapping[str, float]  # of the loss
+    backward: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(datum.tokens) for datum in self.data)
+
+
+# The logprobs of the targets of each datum, float32 of their shape, and the summed loss.
+PassResult = tuple[list[np.ndarray], float]

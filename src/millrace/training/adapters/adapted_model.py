@@ -1,0 +1,167 @@
+"""A frozen model whose rows are changed by LoRA adapters, several in one pass.
+
+Promise: only the adapter of a row changes the row, and gets a gradient from it. The rows of an
+adapter are contiguous, and the factors of all adapters are multiplied group by group, so no row
+meets the factors of another adapter.
+
+One thread calls all methods. R = rank; I, O = input and output size of a layer, E = its experts;
+N = adapters and T = tokens of a pass, K = targets per token.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from millrace.models.attention.layout import PackedLayout
+from millrace.models.loading import hidden_states
+from millrace.models.logprobs import chunked_distributions
+from millrace.models.lora.experts import (
+    add_update,
+    aligned,
+    check_adaptable,
+    expert_modules,
+    grouped,
+)
+from millrace.models.lora.factors import adaptable_layers, tensor_names
+from millrace.training.adapters.requests import TARGETS, TrainingDatum
+from millrace.training.layers import checkpoint_layers
+
+_MAX_ADAPTERS = 16  # of one forward pass
+_MAX_GROUPS = 1023  # of a grouped product on a GPU
+_LOGPROB_CHUNK = 1024  # positions whose logits exist at one time
+
+
+@dataclass(slots=True, eq=False)
+class _ActiveAdapters:
+    """The adapters of the rows of a pass."""
+
+    # By layer: A [N, R, I] and scaled B [N, O, R]; of experts [E N, R, I] and [E N, O, R].
+    factors: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    ends: Tensor = field(default_factory=lambda: torch.zeros(1))  # [N] int32; of their rows
+    num_rows: int = 0
+
+
+class _AdaptedLayer:
+    """Adds the factors of the adapters that compute now to the output of one layer: as a hook of a
+    linear layer, or as an ExpertUpdate (models/lora/experts.py)."""
+
+    def __init__(self, layer: str, active: _ActiveAdapters) -> None:
+        self._layer, self._active = layer, active
+
+    def __call__(self, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if self._layer not in self._active.factors:
+            return output
+        a, b = self._active.factors[self._layer]
+        if len(a) == 1:
+            return output + F.linear(F.linear(args[0], a[0]), b[0])
+        ends, x = self._active.ends, args[0].flatten(0, -2)
+        assert len(x) == self._active.num_rows, "an adapted layer sees every row of a pass, once"
+        return output + grouped(grouped(x, a, ends), b, ends).view(output.shape)
+
+    def add(self, output: Tensor, x: Tensor, *, offsets: Tensor, tokens: Tensor) -> Tensor:
+        if self._layer not in self._active.factors:
+            return output
+        a, b = self._active.factors[self._layer]
+        ends = self._active.ends
+        if len(ends) > 1:
+            # The rows of an expert are in the order of their tokens, so in that of the adapters.
+            rows = torch.arange(len(tokens), device=tokens.device, dtype=offsets.dtype)
+            experts = torch.bucketize(rows, offsets, right=True)
+            adapters = torch.bucketize(tokens.to(ends.dtype), ends, right=True)
+            groups = experts * len(ends) + adapters
+            numbers = torch.arange(len(a), device=groups.device, dtype=groups.dtype)
+            offsets = torch.searchsorted(groups, numbers, right=True, out_int32=True)
+        return output + grouped(grouped(x, a, offsets), b, offsets)
+
+
+class AdaptedModel:
+    def __init__(self, model: PreTrainedModel) -> None:
+        """`model`: loaded with PACKED attention."""
+        self._model = model.requires_grad_(False)
+        self.device, self.dtype = model.device, model.dtype
+        self.layers = adaptable_layers(model)
+        self._active = _ActiveAdapters()
+        check_adaptable(expert_modules(model).values())
+        num_experts = max((size[0] for size in self.layers.values() if len(size) == 3), default=1)
+        self.max_adapters = max(1, min(_MAX_ADAPTERS, _MAX_GROUPS // num_experts))  # of a pass
+        for layer, size in self.layers.items():
+            adapted = _AdaptedLayer(layer, self._active)
+            if len(size) == 2:
+                model.get_submodule(layer).register_forward_hook(adapted)
+            else:
+                module, _, weight = layer.rpartition(".")
+                add_update(model.get_submodule(module), weight, adapted)
+        if model.device.type == "cuda":
+            checkpoint_layers(model)
+
+    @contextmanager
+    def applied(
+        self, adapters: Sequence[tuple[Mapping[str, Tensor], float]], rows: Sequence[int]
+    ) -> Iterator[None]:
+        """Inside the context, each adapter changes its number of rows of a pass. An adapter has its
+        tensors by name and a scale."""
+        device, dtype = self.device, self.dtype
+        scales = to_tensor(np.array([scale for _, scale in adapters], np.float32), device)
+        factors: dict[str, tuple[Tensor, Tensor]] = {}
+        for layer, (*experts, num_out, num_in) in self.layers.items():
+            a_name, b_name = tensor_names(layer, dora=False)
+            ranks = [tensors[a_name].shape[-2] for tensors, _ in adapters if a_name in tensors]
+            if not ranks:
+                continue
+            rank, dim = aligned(max(ranks)), len(experts)
+            a_size, b_size = (*experts, rank, num_in), (*experts, num_out, rank)
+            a = torch.stack([_padded(t.get(a_name), a_size, device) for t, _ in adapters], dim)
+            b = torch.stack([_padded(t.get(b_name), b_size, device) for t, _ in adapters], dim)
+            b = b * scales[:, None, None]
+            a, b = (factor.to(dtype).flatten(0, dim) for factor in (a, b))
+            factors[layer] = a, b
+        self._active.factors, self._active.num_rows = factors, sum(rows)
+        self._active.ends = to_tensor(np.cumsum(rows, dtype=np.int32), device)
+        try:
+            yield
+        finally:
+            self._active.factors = {}
+
+    def logprobs(self, data: Sequence[TrainingDatum]) -> Tensor:
+        """Logprobs of all targets of all data, in their order; differentiable."""
+        device, lengths = self.device, [len(datum.tokens) for datum in data]
+        tokens = np.concatenate([datum.tokens for datum in data])
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        hidden = hidden_states(
+            self._model,
+            input_ids=to_tensor(tokens, device)[None],
+            position_ids=to_tensor(positions, device)[None],
+            layout=PackedLayout(lengths, device=device),
+        )
+        targets = [datum.inputs[TARGETS] for datum in data]
+        counts = np.concatenate([np.full(len(t), t[0].size) for t in targets])
+        if counts.max() > 1:  # a row for each of several targets of a token
+            hidden = hidden.repeat_interleave(to_tensor(counts, device), dim=0)
+        flat = to_tensor(np.concatenate([t.ravel() for t in targets]), device)
+        logprobs, _, _ = chunked_distributions(
+            self._model,
+            hidden,
+            flat,
+            temperatures=torch.ones(len(flat), device=device),
+            kept=None,
+            chunk=_LOGPROB_CHUNK,
+        )
+        return logprobs
+
+
+def _padded(factor: Tensor | None, size: Sequence[int], device: torch.device) -> Tensor:
+    """A factor with zeros up to a larger rank; only zeros for an adapter without the layer."""
+    if factor is None:
+        return torch.zeros(*size, device=device)
+    more = [large - own for large, own in zip(size, factor.shape, strict=True)]
+    return F.pad(factor, (0, more[-1], 0, more[-2])) if any(more) else factor
+
+
+def to_tensor(values: np.ndarray, device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device)  # copies, because bodies of requests are read-only
