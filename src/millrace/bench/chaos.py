@@ -23,16 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from millrace.bench import bench_parser, write_result
+from millrace.bench.faults import target_run
 from millrace.bench.faults.injector import FaultInjector, Kill, Stuck
-from millrace.bench.faults.target_run import (
-    GROUPS_PER_STEP,
-    HELD_OUT,
-    MAX_STALENESS,
-    NUM_DIGITS,
-    RunChecker,
-    TargetRun,
-    workers_of,
-)
 from millrace.journal.ledger import TRAINED
 from millrace.monitoring.files.metrics import read_metrics
 from millrace.monitoring.report.ledger import read_report
@@ -43,7 +35,7 @@ NOISE_ERRORS = 3.0  # standard errors by which two accuracies may differ
 MAX_REST_SHARE = 0.15  # share of the wall time that may stay unexplained
 SHARED_MEMORY = Path("/dev/shm")
 LONG_STEPS = 2.0  # a gap is long if it exceeds the usual time by this many steps
-NEAR_STEPS = MAX_STALENESS + 3
+NEAR_STEPS = target_run.MAX_STALENESS + 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,8 +67,8 @@ class ObservedRun:
 
     def __init__(self, folder: Path, *, model: Path, steps: int, seed: int) -> None:
         self._seed = seed
-        self.target = TargetRun(folder, model=model, steps=steps, seed=seed)
-        self.checker = RunChecker(self.target.run_dir)
+        self.target = target_run.TargetRun(folder, model=model, steps=steps, seed=seed)
+        self.checker = target_run.RunChecker(self.target.run_dir)
         self.injector = FaultInjector(self.target, self.checker)
 
     def run(self, num_kills: int = 0, *, step_s: float = 0.0) -> None:
@@ -94,7 +86,7 @@ def inject(folder: Path, *, num_kills: int, steps: int, seed: int) -> dict[str, 
     """Run once undisturbed and once with faults; returns the JSON result."""
     from millrace.demo.model import make_model  # only now: it imports torch
 
-    make_model(folder / "model", seed, num_examples=NUM_EXAMPLES, num_digits=NUM_DIGITS)
+    make_model(folder / "model", seed, num_examples=NUM_EXAMPLES, num_digits=target_run.NUM_DIGITS)
     settings: dict[str, Any] = {"model": folder / "model", "steps": steps, "seed": seed}
     undisturbed = ObservedRun(folder / "undisturbed", **settings)
     undisturbed.run()
@@ -161,7 +153,7 @@ def check_kills(kills: Sequence[Kill], *, wanted: int) -> Promise:
 
 
 def check_work(
-    target: TargetRun, checker: RunChecker, *, summary: dict[str, Any]
+    target: target_run.TargetRun, checker: target_run.RunChecker, *, summary: dict[str, Any]
 ) -> Iterator[Promise]:
     rows = [row["step"] for row in read_metrics(target.run_dir.metrics)]
     yield Promise(
@@ -184,7 +176,7 @@ def check_work(
         what="no group is trained twice",
         holds=not twice
         and sorted(times) == report.closed[TRAINED]
-        and len(times) == target.steps * GROUPS_PER_STEP,
+        and len(times) == target.steps * target_run.GROUPS_PER_STEP,
         found=f"{len(times)} groups in {len(checker.groups)} steps, {len(twice)} in two of them",
         name="groups_trained_twice",
         count=len(twice),
@@ -200,16 +192,17 @@ def check_work(
 
 def check_accuracy(undisturbed: float, disturbed: float) -> Promise:
     mean = (undisturbed + disturbed) / 2
-    error = math.sqrt(2 * mean * (1 - mean) / HELD_OUT)
+    error = math.sqrt(2 * mean * (1 - mean) / target_run.HELD_OUT)
     return Promise(
-        what=f"accuracies differ by at most {NOISE_ERRORS:g} standard errors of {HELD_OUT} tasks",
+        what=f"accuracies differ by at most {NOISE_ERRORS:g} standard errors of"
+        f" {target_run.HELD_OUT} tasks",
         holds=abs(undisturbed - disturbed) <= NOISE_ERRORS * error,
         found=f"{disturbed:.3f}, undisturbed {undisturbed:.3f}, standard error {error:.3f}",
     )
 
 
-def check_leftovers(target: TargetRun) -> Promise:
-    left = [f"process {worker.name}" for worker in workers_of(*target.controllers)]
+def check_leftovers(target: target_run.TargetRun) -> Promise:
+    left = [f"process {worker.name}" for worker in target_run.workers_of(*target.controllers)]
     left += [f"{path}" for path in target.temp.glob("millrace-*")]
     left += [f"{path}" for path in SHARED_MEMORY.glob("millrace*")]
     return Promise(
@@ -229,7 +222,7 @@ class Pace:
     end_s: float  # from the last step to the end
 
     @classmethod
-    def of(cls, run: RunChecker) -> "Pace":
+    def of(cls, run: target_run.RunChecker) -> "Pace":
         first, last = run.steps_seen[0], run.steps_seen[-1]
         return cls(
             wall_s=run.ended_s - run.began_s,
@@ -256,7 +249,7 @@ class TimeAccount:
     rest_s: float  # time that neither the undisturbed run nor a kill explains
 
 
-def account(run: RunChecker, kills: Sequence[Kill], *, pace: Pace) -> TimeAccount:
+def account(run: target_run.RunChecker, kills: Sequence[Kill], *, pace: Pace) -> TimeAccount:
     by_role: dict[str, TimeLoss] = {}
     for kill in kills:
         by_role.setdefault(kill.role, TimeLoss()).num_kills += 1

@@ -26,19 +26,8 @@ import torch
 
 from millrace.bench import bench_parser, write_result
 from millrace.bench.workloads import chosen_device, copy_s, shape_named, shapes
+from millrace.cluster import messages
 from millrace.cluster.hub import Hub, Worker
-from millrace.cluster.messages import (
-    Message,
-    Published,
-    Release,
-    StartEngine,
-    StartTrainer,
-    Stepped,
-    Swapped,
-    SwapWeights,
-    TrainStep,
-    WorkerProgress,
-)
 from millrace.cluster.mps import below_normal, shared_gpu
 from millrace.config import RunConfig, load_config
 from millrace.core.microbatch import Batch
@@ -191,12 +180,12 @@ class Bench:
         self.num_bytes = 0
         self.times: dict[str, list[float]] = defaultdict(list)  # by name, in milliseconds
 
-    def on_event(self, worker: str, message: Message) -> None:
-        if isinstance(message, WorkerProgress):
+    def on_event(self, worker: str, message: messages.Message) -> None:
+        if isinstance(message, messages.WorkerProgress):
             self._tokens[worker] = message.counters["generated_tokens"]
             if len(self._tokens) == self._config.engine.num_local and all(self._tokens.values()):
                 self._all_decode.set()
-        elif isinstance(message, Published):
+        elif isinstance(message, messages.Published):
             self._published.put_nowait(message.update)
 
     async def start(self, hub: Hub, *, env: Mapping[str, str]) -> None:
@@ -205,9 +194,9 @@ class Bench:
         names = [f"engine-{i}" for i in range(self._config.engine.num_local)]
         self._engines = [await hub.launch(name, WORKER, env=env) for name in names]
         self._trainer: Worker = await hub.launch("trainer", WORKER, env=below_normal(env))
-        start = StartEngine(config=plain, model_path=self._config.model.path, version=0)
+        start = messages.StartEngine(config=plain, model_path=self._config.model.path, version=0)
         await asyncio.gather(
-            self._trainer.call(StartTrainer(config=plain, checkpoint=None)),
+            self._trainer.call(messages.StartTrainer(config=plain, checkpoint=None)),
             *(engine.call(start) for engine in self._engines),
         )
 
@@ -239,20 +228,22 @@ class Bench:
         """Publish one version and wait until every engine holds it."""
         self._version += 1
         nothing = Batch(microbatches=(), num_sequences=0, num_trained_tokens=0)
-        stepped = await self._trainer.call(TrainStep(batch=nothing, version=self._version))
-        assert isinstance(stepped, Stepped)
+        stepped = await self._trainer.call(messages.TrainStep(batch=nothing, version=self._version))
+        assert isinstance(stepped, messages.Stepped)
         update = await self._published.get()
         ready_s = time.monotonic()
         self.num_bytes = update.num_bytes
-        swaps = await asyncio.gather(*(e.call(SwapWeights(update=update)) for e in self._engines))
+        swaps = await asyncio.gather(
+            *(e.call(messages.SwapWeights(update=update)) for e in self._engines)
+        )
         visible_s = time.monotonic()
-        await self._trainer.call(Release(version=update.version))
+        await self._trainer.call(messages.Release(version=update.version))
         started_s = stepped.metrics["started_s"]
         self.times["publish_to_ready_ms"].append((ready_s - started_s) * 1000)
         self.times["publish_to_visible_ms"].append((visible_s - started_s) * 1000)
         self.times["trainer_stall_ms"].append(stepped.metrics["stall_ms"])
         for swapped in swaps:
-            assert isinstance(swapped, Swapped)
+            assert isinstance(swapped, messages.Swapped)
             self.times["stage_ms"].append(swapped.stage_ms)
             self.times["decode_gap_ms"].append(swapped.gap_ms)
 

@@ -13,15 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from millrace.bench.workloads import make_model, shape_named
+from millrace.cluster import messages
 from millrace.cluster.link import Link, run_worker
-from millrace.cluster.messages import (
-    Published,
-    Release,
-    StartEngine,
-    StartTrainer,
-    Stepped,
-    TrainStep,
-)
 from millrace.config import RunConfig
 from millrace.core.spans import Timeline
 from millrace.inference.embedded.build import applied_adapters, engine_of
@@ -38,17 +31,17 @@ CHANGED_EVERY = 50  # with payload = "delta" every 50th value changes: 2 %
 def main(link: Link, name: str) -> None:
     call = link.receive(None)
     assert call is not None
-    assert isinstance(call.message, StartEngine | StartTrainer)
+    assert isinstance(call.message, messages.StartEngine | messages.StartTrainer)
     config = RunConfig.model_validate(call.message.config)
     torch.set_num_threads(config.cluster.threads or 1)
-    if isinstance(call.message, StartEngine):
+    if isinstance(call.message, messages.StartEngine):
         worker = build_engine_worker(config, link=link, name=name)
         call.reply()
         worker.serve()
         return
     weights = make_weights(config)
     publisher = Publisher(
-        build_sender(config), emit=lambda update: link.emit(Published(update=update))
+        build_sender(config), emit=lambda update: link.emit(messages.Published(update=update))
     )
     call.reply()
     try:
@@ -95,15 +88,15 @@ def serve_trainer(
         if call is None:
             continue
         match call.message:
-            case TrainStep(version=version):
+            case messages.TrainStep(version=version):
                 for weight in weights.values():  # what an optimizer step would do
                     if config.weights.payload == "delta":
                         weight.view(-1)[::CHANGED_EVERY] *= 1.1
                     else:
                         weight *= 1.001
                 metrics = publish(publisher, version, weights)
-                call.reply(Stepped(version=version, metrics=metrics))
-            case Release(version=version):
+                call.reply(messages.Stepped(version=version, metrics=metrics))
+            case messages.Release(version=version):
                 publisher.release(version)
                 call.reply()
             case _:

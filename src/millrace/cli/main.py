@@ -16,14 +16,7 @@ from millrace.bench import BENCHES
 from millrace.cli import commands as run
 from millrace.cli import options
 from millrace.cli.commands import DONE, FAILED, INTERRUPTED, PREEMPTED, WRONG_INPUT
-from millrace.core.errors import (
-    ConfigError,
-    MillraceError,
-    Preempted,
-    RestartLimitExceeded,
-    WorkerError,
-    printable,
-)
+from millrace.core import errors
 from millrace.core.files import private_files
 from millrace.serving.options import SERVE, SERVE_MORE, add_arguments
 
@@ -170,22 +163,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.settings, args.options = settings, more
         with contextlib.nullcontext() if args.command == "init" else private_files():
             return args.run(args) or DONE
-    except MillraceError as error:
+    except errors.MillraceError as error:
         return report(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
-def report(error: MillraceError) -> int:
+def report(error: errors.MillraceError) -> int:
     """Print an error to stderr; returns the exit code."""
     text = f"error: {error}"
-    if isinstance(error, WorkerError | RestartLimitExceeded) and error.traceback:
+    if isinstance(error, errors.WorkerError | errors.RestartLimitExceeded) and error.traceback:
         text += f"\n\nFrom {error.worker}:\n{error.traceback.rstrip()}"
-    print(printable(text), file=sys.stderr)
-    if isinstance(error, Preempted):
+    print(errors.printable(text), file=sys.stderr)
+    if isinstance(error, errors.Preempted):
         return PREEMPTED
-    return WRONG_INPUT if isinstance(error, ConfigError) else FAILED
+    return WRONG_INPUT if isinstance(error, errors.ConfigError) else FAILED
 
 
 def split_settings(
@@ -208,10 +201,12 @@ def split_settings(
                 hint = (
                     "" if only_dotted else "; only --resume, --auto-resume and --dry-run have none"
                 )
-                raise ConfigError(f"--{key} needs a value{hint}.")
+                raise errors.ConfigError(f"--{key} needs a value{hint}.")
         table = key.partition(".")[0]
         if table in ("scorers", "tracker") and table != key:
-            raise ConfigError(f"--{key} cannot be set here; edit the [[{table}]] table instead.")
+            raise errors.ConfigError(
+                f"--{key} cannot be set here; edit the [[{table}]] table instead."
+            )
         settings[key.replace("-", "_")] = value
     return rest, settings
 

@@ -5,20 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from millrace.config.episodes import (
-    EnvironmentConfig,
-    EvaluateConfig,
-    ScorerConfig,
-    ScoringConfig,
-    TasksConfig,
-)
-from millrace.config.generation import (
-    EngineConfig,
-    ModelConfig,
-    RolloutConfig,
-    SamplingConfig,
-    WeightsConfig,
-)
+from millrace.config import episodes, generation, training
 from millrace.config.section import (
     Device,
     Devices,
@@ -31,16 +18,6 @@ from millrace.config.section import (
     PositiveInt,
     Section,
     num_groups,
-)
-from millrace.config.training import (
-    BufferConfig,
-    CheckpointConfig,
-    CriticConfig,
-    FidelityConfig,
-    JournalConfig,
-    LoraConfig,
-    OptimizerConfig,
-    TrainerConfig,
 )
 
 ShareGpu = Literal["auto", "mps", "time_slices", "take_turns", "sleep"]
@@ -165,49 +142,49 @@ class RunConfig(Section):
     """Directory for everything that the run writes. A finished run is never overwritten."""
     seed: Int = 0
     """Seed of the task order and of all sampling."""
-    model: ModelConfig
+    model: generation.ModelConfig
     """Model to train. A path alone stands for this table."""
-    tasks: TasksConfig = TasksConfig()
+    tasks: episodes.TasksConfig = episodes.TasksConfig()
     """Tasks to train on."""
-    environment: EnvironmentConfig = EnvironmentConfig()
+    environment: episodes.EnvironmentConfig = episodes.EnvironmentConfig()
     """Environment that plays episodes: its function or program, tools, limits and other models."""
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: generation.SamplingConfig = generation.SamplingConfig()
     """Sampling of completions."""
-    scorers: Annotated[tuple[ScorerConfig, ...], OneOrMore] = ()
+    scorers: Annotated[tuple[episodes.ScorerConfig, ...], OneOrMore] = ()
     """Scorers of episodes. Their weighted scores add up. A name alone stands for a table: "exact"
     for a built-in type, "rewards.py:NAME" for a function."""
-    scoring: ScoringConfig = ScoringConfig()
+    scoring: episodes.ScoringConfig = episodes.ScoringConfig()
     """Advantages, length penalties, and the processes that run reward functions."""
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: generation.RolloutConfig = generation.RolloutConfig()
     """Groups of episodes: their size, selection and filters."""
-    buffer: BufferConfig = BufferConfig()
+    buffer: training.BufferConfig = training.BufferConfig()
     """Buffer of groups that wait for the trainer, and the limit of their staleness."""
-    trainer: TrainerConfig = TrainerConfig()
+    trainer: training.TrainerConfig = training.TrainerConfig()
     """Training steps: their number, batches, data type and memory."""
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: training.OptimizerConfig = training.OptimizerConfig()
     """Optimizer, its learning rate, and gradient clipping."""
     loss: Plugin = Field(default={"type": "clipped"})
     """Objective: the name of a built-in ("clipped", "grpo", "dapo", "gspo", ...) or "module:Name",
     alone or in a table with its own keys. With [critic] the default is "ppo"; see
     docs/reference/losses.md."""
-    fidelity: FidelityConfig = FidelityConfig()
+    fidelity: training.FidelityConfig = training.FidelityConfig()
     """Agreement of engine and trainer logprobs."""
-    critic: CriticConfig | None = None
+    critic: training.CriticConfig | None = None
     """Critic that estimates the value of each token, instead of comparing the episodes of a
     group; see docs/reference/losses.md."""
-    lora: LoraConfig | None = None
+    lora: training.LoraConfig | None = None
     """Training of a LoRA adapter instead of all weights. It needs the extra millrace[lora]."""
-    engine: EngineConfig = EngineConfig()
+    engine: generation.EngineConfig = generation.EngineConfig()
     """Engines: the processes that generate."""
-    weights: WeightsConfig = WeightsConfig()
+    weights: generation.WeightsConfig = generation.WeightsConfig()
     """Weight updates from the trainer to the engines."""
     placement: PlacementConfig = PlacementConfig()
     """Device of each worker: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N"."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: training.CheckpointConfig = training.CheckpointConfig()
     """Checkpoints: their interval and number."""
-    journal: JournalConfig = JournalConfig()
+    journal: training.JournalConfig = training.JournalConfig()
     """Journal from which an interrupted run resumes."""
-    evaluate: EvaluateConfig = EvaluateConfig()
+    evaluate: episodes.EvaluateConfig = episodes.EvaluateConfig()
     """Evaluation on held-out tasks."""
     monitoring: MonitoringConfig = MonitoringConfig()
     """Progress display, and records of episodes."""

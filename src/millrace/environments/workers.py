@@ -19,15 +19,7 @@ from typing import Any
 
 import msgspec
 
-from millrace.cluster.messages import (
-    CancelEpisode,
-    EpisodePlayed,
-    Part,
-    PlayEpisode,
-    TurnDropped,
-    TurnSampled,
-    TurnWanted,
-)
+from millrace.cluster import messages
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.cluster.supervision.replica import ModuleReplica
 from millrace.cluster.wire import WireError, encode
@@ -130,10 +122,10 @@ class EnvironmentWorkers:
     async def _play_on(self, worker: Worker, plan: EpisodePlan, turns: "_Turns") -> PlayedEpisode:
         key = next(self._keys)
 
-        def on_part(part: Part) -> None:
-            if isinstance(part, TurnDropped):
+        def on_part(part: messages.Part) -> None:
+            if isinstance(part, messages.TurnDropped):
                 turns.drop(part.call)
-            elif isinstance(part, TurnWanted):
+            elif isinstance(part, messages.TurnWanted):
                 answers.create_task(_answer(worker, turns.sampling(part), key=key, call=part.call))
 
         try:
@@ -145,9 +137,9 @@ class EnvironmentWorkers:
         except WireError as error:  # of the task; its columns are the user's
             raise TaskError(f"{plan.settings.name}: {error}") from None
         except BaseException:
-            await worker.emit(CancelEpisode(key=key))
+            await worker.emit(messages.CancelEpisode(key=key))
             raise
-        assert isinstance(played, EpisodePlayed)
+        assert isinstance(played, messages.EpisodePlayed)
         if played.recording is None:
             return played.episode, None
         return played.episode, schema.decode(played.recording, schema.Recording)
@@ -161,7 +153,7 @@ class _Turns:
         self._episode = episode
         self._known: dict[int, tuple[bytes, asyncio.Future[Completion]]] = {}  # by call
 
-    def sampling(self, wanted: TurnWanted) -> asyncio.Future[Completion]:
+    def sampling(self, wanted: messages.TurnWanted) -> asyncio.Future[Completion]:
         """Sample a turn, or return what an earlier worker asked for with the same arguments."""
         digest = blake2b(b"".join(encode(wanted))).digest()
         known = self._known.get(wanted.call)
@@ -191,19 +183,21 @@ async def _answer(worker: Worker, turn: asyncio.Future[Completion], *, key: int,
         return
     error = turn.exception()
     if error is None:
-        await worker.emit(TurnSampled(key=key, call=call, completion=turn.result()))
+        await worker.emit(messages.TurnSampled(key=key, call=call, completion=turn.result()))
     elif isinstance(error, TaskError):
-        await worker.emit(TurnSampled(key=key, call=call, completion=None, error=str(error)))
+        await worker.emit(
+            messages.TurnSampled(key=key, call=call, completion=None, error=str(error))
+        )
     else:
         raise error
 
 
-def _message(plan: EpisodePlan, *, key: int) -> PlayEpisode:
+def _message(plan: EpisodePlan, *, key: int) -> messages.PlayEpisode:
     point: dict[str, Any] = {}
     if (branch := plan.branch) is not None:
         point = {"turn": branch.turn.number, "at": branch.at, "root": branch.root}
         point["parent"] = schema.encode(branch.recording)
-    return PlayEpisode(
+    return messages.PlayEpisode(
         key=key,
         settings=msgspec.to_builtins(plan.settings),
         task=plan.task,

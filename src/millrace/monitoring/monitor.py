@@ -19,16 +19,7 @@ from millrace.core.errors import printable
 from millrace.core.files import reason as failure_reason
 from millrace.core.records import Group
 from millrace.core.spans import Span
-from millrace.monitoring.activity import (
-    ROLES,
-    STARTING,
-    Activity,
-    ScorerRates,
-    limit_text,
-    mean_by_role,
-    role_of,
-    waited_for_scores,
-)
+from millrace.monitoring import activity
 from millrace.monitoring.callbacks import CallbackList
 from millrace.monitoring.files.episodes import StepRecorder
 from millrace.monitoring.files.metrics import MetricsLog, read_metrics
@@ -74,8 +65,8 @@ class RunMonitor:
             settings = config.model_dump(mode="json")
             tracker.open(run_dir.path, settings=settings, resume_from=resume_from)
         self._callbacks = callbacks or CallbackList()
-        self._activity = Activity()
-        self._scorer_rates = ScorerRates()
+        self._activity = activity.Activity()
+        self._scorer_rates = activity.ScorerRates()
         earlier = read_metrics(run_dir.metrics)  # rows of the run that this one resumes
         self._last_row: dict[str, Any] = earlier[-1] if earlier else {}
         self._started_s = time.monotonic() - self._last_row.get("time_s", 0.0)
@@ -115,9 +106,9 @@ class RunMonitor:
         self, worker: str, *, spans: Sequence[Span], counters: dict[str, float]
     ) -> None:
         """A worker has reported what it did."""
-        if "generated_tokens" in counters and role_of(worker) == "engine":
+        if "generated_tokens" in counters and activity.role_of(worker) == "engine":
             self._throughput.report(worker, round(counters["generated_tokens"]))
-        phase = STARTING.get(spans[-1].name) if spans else None
+        phase = activity.STARTING.get(spans[-1].name) if spans else None
         if phase is not None and self._phases.get(worker) != phase:
             self.starting(worker, phase)
         if self._gauges is not None:
@@ -243,13 +234,13 @@ class RunMonitor:
             )
 
     def _busy(self, *roles: str) -> dict[str, float]:
-        found = mean_by_role(self._activity.recent())
+        found = activity.mean_by_role(self._activity.recent())
         return {role: found[role].busy if role in found else 0.0 for role in roles}
 
     def _gauge_metrics(self, gauges: RunGauges, *, num_replayed: int) -> dict[str, Any]:
         recent = self._activity.recent()
         return {
-            "busy": self._busy(*ROLES),
+            "busy": self._busy(*activity.ROLES),
             "waiting": {worker: shares.waiting for worker, shares in recent.items() if shares},
             "buffer": {"depth": gauges.buffer_depth},
             "groups": {"running": gauges.groups_running, "replayed": num_replayed},
@@ -292,7 +283,9 @@ class RunMonitor:
                 staleness_max=self._last_row.get("staleness/max", 0),
                 workers=workers,
                 phases=self._phases,
-                scoring=limit_text(gauges.scorers, waited=waited_for_scores(workers)),
+                scoring=activity.limit_text(
+                    gauges.scorers, waited=activity.waited_for_scores(workers)
+                ),
                 restarts=dict(self.restarts),
             )
         )

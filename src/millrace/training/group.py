@@ -22,17 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from millrace.cluster.messages import (
-    Lend,
-    Message,
-    Part,
-    Published,
-    Release,
-    SaveCheckpoint,
-    Saved,
-    Stepped,
-    TrainStep,
-)
+from millrace.cluster import messages
 from millrace.cluster.supervision.replica import DEATH_NOTICE_S
 from millrace.cluster.worker import Worker
 from millrace.core.errors import (
@@ -143,20 +133,20 @@ class TrainerGroup:
         self._replaced = asyncio.Event()
         self._unreleased: list[WeightUpdate] = []  # published by the present group
 
-    async def step(self, batch: Batch, *more: Batch, version: int) -> Stepped:
+    async def step(self, batch: Batch, *more: Batch, version: int) -> messages.Stepped:
         """Update on each batch; the weights become `version`, published in the background."""
-        step = TrainStep(batch=batch, version=version, more=more, publish=self.publishes)
+        step = messages.TrainStep(batch=batch, version=version, more=more, publish=self.publishes)
         reply = await self._call(step, timeout_s=self._step_timeout_s)
-        assert isinstance(reply, Stepped)
+        assert isinstance(reply, messages.Stepped)
         assert reply.version == version
         self.past.record(version, (batch, *more))
         return reply
 
     async def held_out_loss(self, batch: Batch, *, version: int) -> float:
         """Mean cross-entropy of the trained tokens; `version` is that of the weights."""
-        step = TrainStep(batch=batch, version=version, publish=False, updates=False)
+        step = messages.TrainStep(batch=batch, version=version, publish=False, updates=False)
         reply = await self._call(step, timeout_s=self._step_timeout_s)
-        assert isinstance(reply, Stepped)
+        assert isinstance(reply, messages.Stepped)
         return reply.metrics["loss"]
 
     async def save(
@@ -166,14 +156,14 @@ class TrainerGroup:
         run_state: dict[str, Any],
         is_last: bool,
         on_copied: Callable[[], None],
-    ) -> Saved:
+    ) -> messages.Saved:
         """Write a checkpoint and return when it is on the disk. Steps may continue after
         `on_copied`, unless this is the last checkpoint. If the group dies before `on_copied`, or
         during the last checkpoint, the next group writes it; otherwise that group may be at another
         version, and a CheckpointError is raised."""
         num_copied = 0
 
-        def count_copy(_: Part) -> None:
+        def count_copy(_: messages.Part) -> None:
             nonlocal num_copied
             num_copied += 1
             if num_copied == len(self._ranks):
@@ -186,12 +176,12 @@ class TrainerGroup:
             num_copied = 0
 
         reply = await self._call(
-            SaveCheckpoint(directory=str(directory), run_state=run_state),
+            messages.SaveCheckpoint(directory=str(directory), run_state=run_state),
             timeout_s=self._save_timeout_s,
             on_part=count_copy,
             on_death=check_retry,
         )
-        assert isinstance(reply, Saved)
+        assert isinstance(reply, messages.Saved)
         self.past.saved(reply.version)
         return reply
 
@@ -200,8 +190,8 @@ class TrainerGroup:
 
     async def borrow(self) -> WeightUpdate:
         """The newest version, which stays readable until it is released."""
-        reply = await self._call(Lend(), timeout_s=self._step_timeout_s)
-        assert isinstance(reply, Published)
+        reply = await self._call(messages.Lend(), timeout_s=self._step_timeout_s)
+        assert isinstance(reply, messages.Published)
         self._unreleased.append(reply.update)
         return reply.update
 
@@ -212,7 +202,7 @@ class TrainerGroup:
         self._unreleased = [other for other in self._unreleased if other is not update]
         ranks = self._ranks
         try:
-            await ranks[0].call(Release(version=update.version))
+            await ranks[0].call(messages.Release(version=update.version))
         except WorkerError:
             if not await _has_died(ranks):
                 raise
@@ -235,11 +225,13 @@ class TrainerGroup:
         newest version, as borrow() does."""
         timeout_s = self._step_timeout_s
         async for following, (batch, *more) in self.past.after(version):
-            step = TrainStep(batch=batch, version=following, more=tuple(more), publish=False)
+            step = messages.TrainStep(
+                batch=batch, version=following, more=tuple(more), publish=False
+            )
             await self._call_ranks(ranks, step, timeout_s=timeout_s)
             self.num_redone += 1
-        reply = await self._call_ranks(ranks, Lend(), timeout_s=timeout_s)
-        assert isinstance(reply, Published)
+        reply = await self._call_ranks(ranks, messages.Lend(), timeout_s=timeout_s)
+        assert isinstance(reply, messages.Published)
         self._unreleased.append(reply.update)
         self._ranks = ranks
         self._replaced.set()
@@ -250,12 +242,12 @@ class TrainerGroup:
 
     async def _call(
         self,
-        message: Message,
+        message: messages.Message,
         *,
         timeout_s: float | None,
-        on_part: Callable[[Part], None] | None = None,
+        on_part: Callable[[messages.Part], None] | None = None,
         on_death: Callable[[int], None] = lambda num_ranks: None,
-    ) -> Message:
+    ) -> messages.Message:
         """Call the group, and the next one if this one dies. `on_death` gets the number of ranks
         and may raise to prevent the retry."""
         while True:
@@ -274,16 +266,16 @@ class TrainerGroup:
     async def _call_ranks(
         self,
         ranks: Sequence[Worker],
-        message: Message,
+        message: messages.Message,
         *,
         timeout_s: float | None,
-        on_part: Callable[[Part], None] | None = None,
-    ) -> Message:
+        on_part: Callable[[messages.Part], None] | None = None,
+    ) -> messages.Message:
         """The reply of rank 0, once all ranks have replied; the first error is raised at once."""
-        if isinstance(message, TrainStep):
+        if isinstance(message, messages.TrainStep):
             message = msgspec.structs.replace(message, max_rows=self._max_rows)
 
-        async def call(rank: int, worker: Worker) -> Message:
+        async def call(rank: int, worker: Worker) -> messages.Message:
             try:
                 return await worker.call(
                     _share_of(message, data_rank=self._sizes.data_rank(rank)),
@@ -293,7 +285,7 @@ class TrainerGroup:
                     on_part=on_part,
                 )
             except OutOfMemory as error:
-                assert isinstance(message, TrainStep)
+                assert isinstance(message, messages.TrainStep)
                 self._max_rows = _most_rows(message, failed=error.num_tokens) // 2
                 worker.fail(_shortage(error, max_rows=self._max_rows), error=error)
                 raise worker.dead.result() from error
@@ -302,14 +294,14 @@ class TrainerGroup:
                 raise worker.dead.result() from error
 
         first, *others = await asyncio.gather(*map(call, range(len(ranks)), ranks))
-        if not isinstance(message, Lend):  # which the other ranks only confirm
+        if not isinstance(message, messages.Lend):  # which the other ranks only confirm
             kinds = {type(reply) for reply in (first, *others)}
             assert len(kinds) == 1, "ranks take the same decisions"
         return first
 
 
-def _share_of(message: Message, *, data_rank: int) -> Message:
-    if not isinstance(message, TrainStep) or message.batch.num_ranks == 1:
+def _share_of(message: messages.Message, *, data_rank: int) -> messages.Message:
+    if not isinstance(message, messages.TrainStep) or message.batch.num_ranks == 1:
         return message
     return msgspec.structs.replace(
         message,
@@ -318,7 +310,7 @@ def _share_of(message: Message, *, data_rank: int) -> Message:
     )
 
 
-def _most_rows(step: TrainStep, *, failed: int | None) -> int:
+def _most_rows(step: messages.TrainStep, *, failed: int | None) -> int:
     """Rows of the microbatch that failed, or else of the largest, as far as it can be split."""
     rows = [len(part.tokens) for batch in (step.batch, *step.more) for part in batch.microbatches]
     return min(failed or max(rows), step.max_rows or max(rows))

@@ -14,22 +14,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from millrace.cluster import messages
 from millrace.cluster.link import Link, WorkerCall, run_worker, serve
-from millrace.cluster.messages import (
-    Copied,
-    Done,
-    Lend,
-    Message,
-    Published,
-    Release,
-    SaveCheckpoint,
-    Saved,
-    StartTrainer,
-    Stepped,
-    Stop,
-    TrainStep,
-    WorkerProgress,
-)
 from millrace.config import RunConfig
 from millrace.core import files as storage
 from millrace.core.errors import CheckpointError, RankUnreachable, RunFailed
@@ -48,13 +34,13 @@ MERGED = "merged"  # subfolder of a checkpoint
 
 
 def main(link: Link, name: str) -> None:
-    serve(link, name, message=StartTrainer, start=TrainerWorker)
+    serve(link, name, message=messages.StartTrainer, start=TrainerWorker)
 
 
 class TrainerWorker:
     def __init__(
         self,
-        message: StartTrainer,
+        message: messages.StartTrainer,
         link: Link,
         timeline: Timeline,
         make_writer: type[CheckpointWriter] = CheckpointWriter,
@@ -135,20 +121,20 @@ class TrainerWorker:
     def _handle(self, call: WorkerCall) -> bool:
         """Answer one call; False = stop."""
         message = call.message
-        if isinstance(message, Lend):
+        if isinstance(message, messages.Lend):
             self._lend(call)
             return True
-        reply: Message = Done()
+        reply: messages.Message = messages.Done()
         try:
             match message:
-                case TrainStep():
+                case messages.TrainStep():
                     reply = self._step(message)
-                case SaveCheckpoint():
+                case messages.SaveCheckpoint():
                     self._save(call, message)  # the writer's thread replies
                     return True
-                case Release():
+                case messages.Release():
                     self._publisher.release(message.version)
-                case Stop():
+                case messages.Stop():
                     pass
                 case _:
                     raise TypeError(f"a running trainer does not take {type(message).__name__}")
@@ -158,13 +144,13 @@ class TrainerWorker:
                 error = RankUnreachable(f"lost its connection to another rank ({reason})")
             call.fail(error)
             return True
-        if isinstance(message, TrainStep):
+        if isinstance(message, messages.TrainStep):
             self._timeline.enter("publish", busy=True)  # before the reply: the step is over
         call.reply(reply)
-        if isinstance(message, TrainStep) and message.publish:
+        if isinstance(message, messages.TrainStep) and message.publish:
             self._publisher.publish(self._trainer.steps_done, self._trainer.policy.weights())
             self._report_progress()
-        return not isinstance(message, Stop)
+        return not isinstance(message, messages.Stop)
 
     def _lend(self, call: WorkerCall) -> None:
         """Rank 0 replies when the weights can be read. The others offer it their shards, which it
@@ -172,20 +158,22 @@ class TrainerWorker:
         version, weights = self._trainer.steps_done, self._trainer.policy.weights()
         if self._ranks.rank == 0:
             self._publisher.lend(
-                version, weights, answer=lambda update: call.reply(Published(update=update))
+                version,
+                weights,
+                answer=lambda update: call.reply(messages.Published(update=update)),
             )
         else:
             self._publisher.publish(version, weights)
-            call.reply(Done())
+            call.reply(messages.Done())
 
     def _announce(self, update: WeightUpdate) -> None:
         """In the publisher's thread."""
         if self._ranks.rank == 0:
-            self._link.emit(Published(update=update))
+            self._link.emit(messages.Published(update=update))
         else:
             self._publisher.release(update.version)  # rank 0 holds its bytes
 
-    def _step(self, message: TrainStep) -> Stepped:
+    def _step(self, message: messages.TrainStep) -> messages.Stepped:
         made = message.version if message.updates else message.version + 1
         assert made == self._trainer.steps_done + 1, "a step makes the next version"
         self._timeline.enter("step" if message.updates else "evaluate", busy=True)
@@ -198,14 +186,16 @@ class TrainerWorker:
             metrics = {"loss": self._trainer.held_out_loss(message.batch)}
         self._is_stepping = False
         if not message.updates:
-            return Stepped(version=message.version, metrics=metrics)
+            return messages.Stepped(version=message.version, metrics=metrics)
         if self._gives_memory_back:
             torch.cuda.empty_cache()
         self._trained_tokens += metrics["batch/trained_tokens"]
         skipped, reported = self._trainer.skipped, self._trainer.reported
-        return Stepped(version=message.version, metrics=metrics, skipped=skipped, reported=reported)
+        return messages.Stepped(
+            version=message.version, metrics=metrics, skipped=skipped, reported=reported
+        )
 
-    def _save(self, call: WorkerCall, message: SaveCheckpoint) -> None:
+    def _save(self, call: WorkerCall, message: messages.SaveCheckpoint) -> None:
         """Copy the state. A thread writes it and replies while steps continue."""
         self._timeline.enter("checkpoint", busy=True)
         self._writer.wait()  # before the copy: the host holds one snapshot at a time
@@ -223,7 +213,7 @@ class TrainerWorker:
                 f" copied to the host ({storage.reason(error)}); it needs"
                 f" {self._trainer.state_bytes()} bytes of memory there."
             ) from error
-        call.send_part(Copied())
+        call.send_part(messages.Copied())
         # While a sharded model is written, its parts are on the disk as well.
         is_sharded = not self._ranks.is_alone and (is_exported or not self._has_adapter)
         num_models = is_exported + is_sharded
@@ -239,7 +229,7 @@ class TrainerWorker:
             if error is not None:
                 call.fail(error)
             else:
-                call.reply(Saved(version=version, complaint=complaint))
+                call.reply(messages.Saved(version=version, complaint=complaint))
 
         self._writer.begin(
             directory,
@@ -252,7 +242,7 @@ class TrainerWorker:
 
     def _report_progress(self) -> None:
         steps_done = float(self._trainer.steps_done)
-        progress = WorkerProgress(
+        progress = messages.WorkerProgress(
             spans=self._timeline.drain(),
             counters={"steps": steps_done, "trained_tokens": self._trained_tokens},
             work=self._num_forwards,
@@ -269,7 +259,11 @@ class TrainerWorker:
 
 
 def _join_ranks(
-    message: StartTrainer, config: RunConfig, *, devices: Sequence[str], device: torch.device
+    message: messages.StartTrainer,
+    config: RunConfig,
+    *,
+    devices: Sequence[str],
+    device: torch.device,
 ) -> Ranks:
     shares_gpu = message.shares_gpu
     if shares_gpu is None:

@@ -13,15 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from millrace.core import records
 from millrace.core.errors import RunFailed, TaskError
-from millrace.core.records import (
-    CompletionChunk,
-    Finish,
-    Request,
-    Sampling,
-    ScoreRequest,
-    TokenLogprobs,
-)
 from millrace.inference.backend import EngineCore, EngineStats, FinishedCompletions
 from millrace.inference.embedded.adapters import AdapterMerger
 from millrace.inference.embedded.decode.loop import NO_TOKEN, DecodeLoop, DecodeResult
@@ -131,7 +124,7 @@ class EmbeddedEngine(EngineCore):
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return self._weights.shapes
 
-    def add_request(self, request: Request, *, stream: bool = False) -> None:
+    def add_request(self, request: records.Request, *, stream: bool = False) -> None:
         if request.id in self._outputs:
             raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
         check_request(request, max_context=self._max_context, vocab_size=self._vocab_size)
@@ -167,8 +160,8 @@ class EmbeddedEngine(EngineCore):
         # Two lengths compile prefill for any length; two tokens, so that no prefix is reused.
         for token, length in enumerate((24, 16)):
             prompt = np.full(min(length, self._max_context - 1), token, dtype=np.int32)
-            sampling = Sampling(max_new_tokens=1)
-            self.add_request(Request(id="warm-up", prompt=prompt, sampling=sampling))
+            sampling = records.Sampling(max_new_tokens=1)
+            self.add_request(records.Request(id="warm-up", prompt=prompt, sampling=sampling))
             while self.has_work:
                 self.step()
         self._num_generated = self._num_prefilled = 0
@@ -190,7 +183,7 @@ class EmbeddedEngine(EngineCore):
         return self._outputs.take()
 
     @torch.inference_mode()
-    def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
+    def score(self, requests: Sequence[records.ScoreRequest]) -> list[records.TokenLogprobs]:
         """Score given tokens with the served version, in one forward pass between two steps."""
         if self.bank is not None:
             rows = torch.full((num_rows(requests),), self.bank.slot_of(None))
@@ -199,10 +192,12 @@ class EmbeddedEngine(EngineCore):
             self._routes.discard_next(num_rows(requests))
         return self._scorer.score([requests], version=self.version)[0]
 
-    def take_chunks(self, *, coalesced: bool = False) -> dict[str, list[CompletionChunk]]:
+    def take_chunks(self, *, coalesced: bool = False) -> dict[str, list[records.CompletionChunk]]:
         return self._streams.take(coalesced=coalesced)
 
-    def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[FinishedCompletions]:
+    def abort(
+        self, ids: Iterable[str], *, finish: records.Finish = "abort"
+    ) -> list[FinishedCompletions]:
         self._record_ended()
         for id in ids:
             for sequence in self._scheduler.remove(id):

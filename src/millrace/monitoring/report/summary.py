@@ -14,14 +14,7 @@ from typing import Any
 
 from millrace.config import ModelConfig, RunConfig
 from millrace.core.errors import ConfigError
-from millrace.monitoring.activity import (
-    MIN_SHARE,
-    Shares,
-    total_shares,
-    total_text,
-    waited_for_scores,
-    without_idle,
-)
+from millrace.monitoring import activity
 from millrace.monitoring.files.metrics import flatten, read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.run_dir import RunDir
@@ -94,20 +87,20 @@ def _results(metrics: list[dict[str, Any]], final: Mapping[str, Any]) -> Rows:
 
 
 def _workers(run_dir: RunDir, last: Mapping[str, Any]) -> Rows:
-    workers = total_shares(read_trace(run_dir.trace))
-    for worker, shares in without_idle(workers).items():
+    workers = activity.total_shares(read_trace(run_dir.trace))
+    for worker, shares in activity.without_idle(workers).items():
         yield worker, "never started serving" if shares is None else _worker(shares)
-    if (waited := waited_for_scores(workers)) >= MIN_SHARE:
+    if (waited := activity.waited_for_scores(workers)) >= activity.MIN_SHARE:
         yield "scoring", f"limited the run: the trainer waited for scores {waited:.0%} of its time"
     scorers: dict[str, dict[str, float]] = {}
     for key, value in table(last, "scorer").items():
         name, _, metric = key.rpartition("/")
         scorers.setdefault(name, {})[metric] = value
     for name, load in scorers.items():
-        yield f"scorer {name}", total_text(load)
+        yield f"scorer {name}", activity.total_text(load)
 
 
-def _worker(shares: Shares) -> str:
+def _worker(shares: activity.Shares) -> str:
     doing, waiting = _by_share(shares.doing), _by_share(shares.waiting)
     text = f"{shares.busy:.0%} busy ({doing})" if doing else "0% busy"
     return f"{text}, waits: {waiting}" if waiting else text

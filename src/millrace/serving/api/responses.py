@@ -16,20 +16,7 @@ from uuid import uuid4
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from millrace.core.errors import MillraceError
-from millrace.serving.api.bodies import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    Body,
-    ChatBody,
-    Count,
-    NumTop,
-    StreamOptions,
-    Temperature,
-    Text,
-    TopP,
-    check_function,
-    validate_body,
-)
+from millrace.serving.api import bodies
 from millrace.serving.api.errors import ApiError, as_api_error
 
 Json = dict[str, Any]
@@ -43,7 +30,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 def _check_tool(tool: Json) -> Json:
     if tool.get("type") != "function":
         raise ValueError("only tools of type 'function' are supported; the server runs none itself")
-    check_function(_chat_tool(tool))
+    bodies.check_function(_chat_tool(tool))
     return tool
 
 
@@ -58,36 +45,39 @@ def _check_format(format: Json) -> Json:
 FlatTool = Annotated[Json, AfterValidator(_check_tool)]
 
 
-class TextSettings(Body):
+class TextSettings(bodies.Body):
     format: Annotated[Json, AfterValidator(_check_format)] | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class FlatNamedTool(Body):
+class FlatNamedTool(bodies.Body):
     type: Literal["function"]
-    name: Text
+    name: bodies.Text
 
 
-class ResponsesBody(Body):
+class ResponsesBody(bodies.Body):
     """The body of /v1/responses."""
 
     model: str
     input: (
-        Text | Annotated[list[Json], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+        bodies.Text
+        | Annotated[list[Json], Field(min_length=1, max_length=bodies.MAX_MESSAGES, fail_fast=True)]
     )
     instructions: str | None = None
-    max_output_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    max_output_tokens: bodies.Count | None = None
+    temperature: bodies.Temperature | None = None
+    top_p: bodies.TopP | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=bodies.MAX_TOOLS, fail_fast=True)] | None = (
+        None
+    )
     tool_choice: Literal["auto", "none", "required"] | FlatNamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     # The model writes no items of reasoning, so there is no encrypted content to include.
     include: Annotated[list[Included], Field(max_length=16, fail_fast=True)] | None = None
-    top_logprobs: NumTop | None = None
+    top_logprobs: bodies.NumTop | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: bodies.StreamOptions | None = None
     reasoning: Annotated[Json, Field(max_length=0)] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
@@ -101,7 +91,7 @@ class ResponsesBody(Body):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
-    _chat: ChatBody = PrivateAttr()
+    _chat: bodies.ChatBody = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
         """Translate here, because a large body is read in a thread."""
@@ -129,10 +119,10 @@ class ResponsesBody(Body):
             "logprobs": wants_logprobs,
             "stream_options": {"include_usage": True} if self.stream else None,
         }
-        self._chat = validate_body(ChatBody, table)
+        self._chat = bodies.validate_body(bodies.ChatBody, table)
 
     @property
-    def chat(self) -> ChatBody:
+    def chat(self) -> bodies.ChatBody:
         """The same request to /v1/chat/completions."""
         return self._chat
 

@@ -24,14 +24,8 @@ from millrace.core.errors import ConfigError, TaskError
 from millrace.environments.agent import Agent, Reply
 from millrace.environments.replay.schema import EpisodeOver
 from millrace.environments.tools.functions import Tool
+from millrace.serving.api import chat
 from millrace.serving.api.bodies import ChatBody, CompletionBody, OpenAIBody
-from millrace.serving.api.chat import (
-    CHUNK_KIND,
-    chat_choice,
-    chunk_choice,
-    logprob_rows,
-    read_messages,
-)
 from millrace.serving.api.completions import Json, reply_head, usage_of
 from millrace.serving.api.errors import ApiError, json_response
 from millrace.serving.api.responses import ResponsesBody, ResponseWriter
@@ -205,7 +199,7 @@ async def _chat_reply(session: GatewaySession, agent: Agent, body: ChatBody) -> 
             " chat_template_kwargs, and set environment.template.",
             param="chat_template_kwargs",
         )
-    messages = read_messages(body.messages, form=agent.tool_format)
+    messages = chat.read_messages(body.messages, form=agent.tool_format)
     tools = [_tool(schema["function"]) for schema in body.offered_tools]
     settings = _settings(body, agent, max_tokens=body.token_limit)
     settings["grammar"] = body.grammar(agent.tool_format)
@@ -257,8 +251,8 @@ def _chat_choice(index: int, reply: Reply, agent: Agent, body: ChatBody) -> Json
     done = reply.exchange.completion
     logprobs = None
     if body.logprobs:
-        logprobs = logprob_rows(done, text=lambda token: agent.decode(np.array([token])))
-    return chat_choice(
+        logprobs = chat.logprob_rows(done, text=lambda token: agent.decode(np.array([token])))
+    return chat.chat_choice(
         index,
         content=reply.message["content"],
         calls=body.allowed_calls(reply.tool_calls),
@@ -283,15 +277,15 @@ def _tool(function: dict[str, Any]) -> Tool:
 
 async def _as_chunks(whole: Json, body: ChatBody) -> AsyncGenerator[Json]:
     """Stream a reply that is already complete."""
-    head = {**{key: whole[key] for key in ("id", "created", "model")}, "object": CHUNK_KIND}
+    head = {**{key: whole[key] for key in ("id", "created", "model")}, "object": chat.CHUNK_KIND}
     for choice in whole["choices"]:
         index, message = choice["index"], choice["message"]
         calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
         delta = {"role": "assistant", "content": message["content"] or ""}
-        chunks = [chunk_choice(index, delta, logprobs=choice["logprobs"])]
+        chunks = [chat.chunk_choice(index, delta, logprobs=choice["logprobs"])]
         if calls:
-            chunks.append(chunk_choice(index, {"tool_calls": calls}))
-        chunks.append(chunk_choice(index, {}, finish_reason=choice["finish_reason"]))
+            chunks.append(chat.chunk_choice(index, {"tool_calls": calls}))
+        chunks.append(chat.chunk_choice(index, {}, finish_reason=choice["finish_reason"]))
         for chunk in chunks:
             yield {**head, "choices": [chunk]}
     if body.wants_usage:
