@@ -8,11 +8,8 @@ from synthetic_run import make_run, metrics_row, spans
 from millrace.core.spans import Span
 from millrace.monitoring.files.metrics import MetricsLog
 from millrace.monitoring.report.plots import (
-    MAX_TRACKS,
     _colours,
-    _examples,
     _from_first_work,
-    _joined,
     _share_per_bin,
     _tracks,
     render_plots,
@@ -68,14 +65,6 @@ def test_shares_per_bin_split_spans_at_the_edges():
     np.testing.assert_allclose(_share_per_bin([], np.array([0.0, 1.0])), [0.0])
 
 
-def test_touching_spans_of_one_activity_are_joined():
-    pieces = [
-        Span(worker="w", name="step", busy=True, start_s=start, end_s=start + 1.0)
-        for start in (0.0, 1.0, 5.0)
-    ]
-    assert [(s.start_s, s.end_s, s.count) for s in _joined(pieces)] == [(0, 2, 2), (5, 6, 1)]
-
-
 def test_work_and_waiting_never_share_a_colour():
     colours = _colours(spans(5))
     busy = {colour for (_, is_busy), colour in colours.items() if is_busy}
@@ -104,7 +93,4 @@ def test_timeline_starts_with_the_first_work_of_an_engine_or_the_trainer():
 def test_many_workers_share_tracks_by_role():
     workers = [*(f"engine-{n}" for n in range(16)), "trainer", "scorer-0", "scorer-1"]
     assert list(_tracks(workers)) == ["16 engines", "trainer", "2 scorers"]
-    shown = _examples(_tracks(workers))
-    assert len(shown) <= MAX_TRACKS
-    assert {"engine-0", "trainer", "scorer-0"} <= set(shown)
-    assert _examples(_tracks(workers[-3:])) == list(_tracks(workers[-3:])) == workers[-3:]
+    assert list(_tracks(workers[-3:])) == workers[-3:]

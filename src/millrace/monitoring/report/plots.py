@@ -4,7 +4,7 @@ Matplotlib is imported only when a plot is drawn, and without pyplot: no window,
 """
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +36,7 @@ STARTING_COLOUR = "#cfd6dc"
 IDLE, IDLE_COLOUR = "no work", "#eff2f4"  # an idle scorer is no reason to worry
 TRACK_HEIGHT = 0.72  # tracks are 1 apart
 MAX_TRACKS = 10
-BINS = 160  # columns of the whole run
-SPANS_IN_CLOSE_UP = 60  # about, of the engine or trainer with the fewest
+BINS = 400  # columns of the timeline
 
 Activity = tuple[str, bool]  # name, busy
 Grouped = defaultdict[tuple[str, Activity], list[Span]]  # by worker and activity
@@ -172,41 +171,21 @@ def _staleness(figure: "Figure", rows: Sequence[dict[str, Any]]) -> None:
 
 
 def draw_timeline(figure: "Figure", spans: Sequence[Span]) -> None:
-    """A track per worker, with work in strong colours and waiting in pale ones.
-
-    Time starts with the first work of an engine or the trainer, so start-up takes no room. A long
-    run is drawn twice: as shares of time from start to end, and as single spans in a close-up of
-    its middle, short enough that steps and swaps can be seen. With many workers, the first drawing
-    has one track per role, and the second shows some workers of each role.
-    """
-    spans = _from_first_work(_joined(spans))
-    workers = in_order({span.worker for span in spans})
-    tracks = _tracks(workers)
-    examples = _examples(tracks)
+    """A track per worker, or with many workers per role: shares of time, with work in strong
+    colours and waiting in pale ones. Time starts with the first work of an engine or the trainer,
+    so start-up takes no room."""
+    spans = _from_first_work(spans)
+    tracks = _tracks(in_order({span.worker for span in spans}))
     colours = _colours(spans)
     grouped: Grouped = defaultdict(list)
-    for span in spans:
+    for span in sorted(spans, key=lambda span: span.start_s):
         grouped[span.worker, (span.name, span.busy)].append(span)
     end_s = max(span.end_s for span in spans)
-    window_s = end_s * min(1.0, SPANS_IN_CLOSE_UP / _num_spans_of_main_worker(spans))
-    if window_s > end_s / 2:
-        figure.set_figheight(1.9 + 0.55 * len(examples))
-        axes = figure.subplots()
-        title, begin_s = "Activity of the workers", 0.0
-    else:
-        figure.set_figheight(3.0 + 0.55 * (len(tracks) + len(examples)))
-        whole, axes = figure.subplots(2, 1, height_ratios=(len(tracks) + 1, len(examples) + 1))
-        whole.set_title("Whole run: share of time")
-        _draw_shares(whole, grouped, tracks, colours, np.linspace(0.0, end_s, BINS + 1))
-        _set_axes(whole, list(tracks), 0.0, end_s)
-        whole.set_xlabel("")
-        length = duration(window_s) if window_s >= 10 else f"{window_s:.1f} s"
-        title, begin_s = f"Close-up of {length}", (end_s - window_s) / 2
-    _draw_spans(axes, grouped, examples, colours)
-    if len(examples) < len(workers):
-        title += f", {len(examples)} of {len(workers)} workers"
-    axes.set_title(title)
-    _set_axes(axes, examples, begin_s, end_s - begin_s)
+    figure.set_figheight(1.9 + 0.55 * len(tracks))
+    axes = figure.subplots()
+    axes.set_title("Activity of the workers: share of time")
+    _draw_shares(axes, grouped, tracks, colours, np.linspace(0.0, end_s, BINS + 1))
+    _set_axes(axes, list(tracks), end_s)
     _add_legend(figure, colours)
 
 
@@ -223,7 +202,7 @@ def _from_first_work(spans: Sequence[Span]) -> list[Span]:
 
 
 def _tracks(workers: Sequence[str]) -> dict[str, list[str]]:
-    """Workers by track of the whole run: one each, or with many workers one per role."""
+    """Workers by track: one each, or with many workers one per role."""
     if len(workers) <= MAX_TRACKS:
         return {worker: [worker] for worker in workers}
     roles: dict[str, list[str]] = {}
@@ -233,23 +212,6 @@ def _tracks(workers: Sequence[str]) -> dict[str, list[str]]:
         f"{len(members)} {role}s" if len(members) > 1 else members[0]: members
         for role, members in roles.items()
     }
-
-
-def _examples(tracks: Mapping[str, list[str]]) -> list[str]:
-    """The workers whose single spans are drawn: about equally many of each track."""
-    per_track = max(MAX_TRACKS // len(tracks), 1)
-    return [worker for members in tracks.values() for worker in members[:per_track]]
-
-
-def _draw_spans(
-    axes: "Axes", grouped: Grouped, workers: Sequence[str], colours: dict[Activity, str]
-) -> None:
-    for track, worker in enumerate(workers):
-        for activity, colour in colours.items():
-            own = grouped[worker, activity]
-            ranges = [(span.start_s, span.end_s - span.start_s) for span in own]
-            bounds = (track - TRACK_HEIGHT / 2, TRACK_HEIGHT)
-            axes.broken_barh(ranges, bounds, facecolors=colour, linewidth=0)
 
 
 def _draw_shares(
@@ -280,17 +242,16 @@ def _share_per_bin(spans: Sequence[Span], edges_s: np.ndarray) -> np.ndarray:
     return np.diff(covered_at_s) / np.diff(edges_s)
 
 
-def _set_axes(axes: "Axes", tracks: Sequence[str], begin_s: float, end_s: float) -> None:
+def _set_axes(axes: "Axes", tracks: Sequence[str], end_s: float) -> None:
     axes.set_yticks(range(len(tracks)), tracks)
     axes.set_ylim(len(tracks) - 0.5, -0.5)
-    axes.set_xlim(begin_s, end_s)
+    axes.set_xlim(0.0, end_s)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     if end_s < 120:
         axes.set_xlabel("seconds since the first work")
         return
-    step_s = _tick_step(end_s - begin_s)
-    axes.set_xticks(np.arange(np.ceil(begin_s / step_s) * step_s, end_s + 1e-9, step_s))
+    axes.set_xticks(np.arange(0.0, end_s + 1e-9, _tick_step(end_s)))
     axes.xaxis.set_major_formatter(lambda seconds, _: duration(seconds))
     axes.set_xlabel("time since the first work, [h:]mm:ss")
 
@@ -324,24 +285,3 @@ def _colours(spans: Sequence[Span]) -> dict[Activity, str]:
         # Rare activities share the last colour: a legend must stay readable.
         colours |= {key: palette[min(i, len(palette) - 1)] for i, key in enumerate(keys)}
     return colours | {key: colour for key, colour in special.items() if key in seconds}
-
-
-def _num_spans_of_main_worker(spans: Sequence[Span]) -> int:
-    """Of the engine or trainer with the fewest; scorers may change a hundred times a second."""
-    counts = Counter(span.worker for span in spans)
-    main = [n for worker, n in counts.items() if role_of(worker) in ROLES]
-    return max(min(main or counts.values()), 1)
-
-
-def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Adjacent spans of one activity become one, so that no hairlines show between them."""
-    tracks: dict[str, list[Span]] = {}
-    for span in sorted(spans, key=lambda span: span.start_s):
-        track = tracks.setdefault(span.worker, [])
-        last = track[-1] if track else span
-        touches = span.start_s - last.end_s < 1e-3
-        if track and touches and (last.name, last.busy) == (span.name, span.busy):
-            track[-1] = replace(last, end_s=span.end_s, count=last.count + span.count)
-        else:
-            track.append(span)
-    return [span for track in tracks.values() for span in track]
