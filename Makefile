@@ -40,7 +40,7 @@ test-gpu:
 VLLM := $(VENV)-vllm
 test-vllm: $(VLLM)/.installed $(VENV)/.installed-dev
 	MILLRACE_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/python -m pytest -m vllm --timeout 900 \
-		tests/inference/vllm
+		tests/inference/servers
 
 $(VLLM)/.installed: Makefile
 	$(PYTHON) -m venv $(VLLM)

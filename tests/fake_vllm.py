@@ -1,7 +1,7 @@
 """A stand-in for a vLLM server: its wire format, and a tiny transformers model behind it.
 
-The answers have the form of those of vLLM 0.32.0 (tests/inference/vllm/recorded.json). Faults are
-switched on by name, each as it was seen on a real server or at one that was started wrongly:
+The answers have the form of those of vLLM 0.32.0 (tests/inference/servers/recorded.json). Faults
+are switched on by name, each as it was seen on a real server or at one that was started wrongly:
 
 - "torn": new weights arrive in one layer only; "stale_head": a tied head keeps its old weights;
   "stale_adapter": so does an adapter
@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import xxhash
@@ -45,6 +45,8 @@ class _Job:
 
 
 class FakeVllm:
+    guarded: ClassVar = ("/v1", "/inference")  # paths that want the key
+
     def __init__(self, path: str, *, faults: Sequence[str] = (), api_key: str | None = None):
         self.faults = set(faults)
         self.calls: list[str] = []  # paths, in order
@@ -82,7 +84,7 @@ class FakeVllm:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         self.calls.append(request.path)
-        is_guarded = request.path.startswith(("/v1", "/inference"))
+        is_guarded = request.path.startswith(self.guarded)
         given = request.headers.get("Authorization")
         if self._api_key and is_guarded and given != f"Bearer {self._api_key}":
             return _json({"error": "Unauthorized"}, status=401)
@@ -307,14 +309,19 @@ def _json(data: Any, *, status: int = 200) -> web.Response:
     return web.json_response(data, status=status) if data is not None else web.Response()
 
 
+Fake = TypeVar("Fake", bound=FakeVllm)
+
+
 @contextlib.contextmanager
-def serving(path: Path, *, port: int = 0, **settings: Any) -> Iterator[tuple[str, FakeVllm]]:
+def serving(
+    path: Path, *, port: int = 0, kind: type[Fake] = FakeVllm, **settings: Any
+) -> Iterator[tuple[str, Fake]]:
     """A fake server in a thread of this process, and its URL."""
     started = threading.Event()
     found: dict[str, Any] = {}
 
     async def run() -> None:
-        fake = FakeVllm(str(path), **settings)
+        fake = kind(str(path), **settings)
         runner = web.AppRunner(fake.app(), shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", port)

@@ -1,10 +1,11 @@
-"""Runs on vLLM servers that Millrace starts; here each is a fake (tests/fake_vllm.py)."""
+"""Runs on servers that Millrace starts; here each is a fake (fake_vllm.py, fake_sglang.py)."""
 
 import json
 import threading
 import time
 from pathlib import Path
 
+import fake_sglang
 import psutil
 import pytest
 from digits import TASKS, share_of_digits
@@ -17,7 +18,10 @@ from millrace.monitoring.files.metrics import read_metrics
 pytestmark = pytest.mark.slow
 
 
-def train(model: Path, run_dir: Path, *, python: Path, steps: int, **settings) -> mr.RunResult:
+def train(
+    model: Path, run_dir: Path, *, python: Path, steps: int, kind: str = "vllm", **settings
+) -> mr.RunResult:
+    kv = "recompute" if kind == "sglang" else "keep"
     return mr.train(
         {
             "model": str(model),
@@ -26,7 +30,7 @@ def train(model: Path, run_dir: Path, *, python: Path, steps: int, **settings) -
             "rollout": {"group_size": 4},
             "trainer": {"steps": steps, "groups_per_step": 4},
             "optimizer": {"learning_rate": 3e-3},
-            "engine": {"type": "vllm", "options": {"python": str(python)}},
+            "engine": {"type": kind, "kv": kv, "options": {"python": str(python)}},
             "cluster": {"threads": 1},
             "scoring": {"workers": 1},
             "monitoring": {"progress": "off"},
@@ -39,11 +43,14 @@ def train(model: Path, run_dir: Path, *, python: Path, steps: int, **settings) -
 
 def servers() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if "--uds" in child.cmdline()]
+    return [child for child in children if {"--uds", "--model-path"} & {*child.cmdline()}]
 
 
 @pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 4}}], ids=["weights", "adapter"])
-def test_killed_server_is_replaced(model, tmp_path, sections):
+@pytest.mark.parametrize(
+    ("kind", "python"), [("vllm", write_python), ("sglang", fake_sglang.write_python)]
+)
+def test_killed_server_is_replaced(model, tmp_path, sections, kind, python):
     def kill() -> None:
         metrics = tmp_path / "run" / "metrics.jsonl"
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
@@ -53,7 +60,7 @@ def test_killed_server_is_replaced(model, tmp_path, sections):
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    train(model, tmp_path / "run", python=write_python(tmp_path), steps=8, **sections)
+    train(model, tmp_path / "run", python=python(tmp_path), steps=8, kind=kind, **sections)
     killer.join()
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [*range(1, 9)]

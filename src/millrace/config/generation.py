@@ -71,18 +71,18 @@ class RolloutConfig(Section):
 
 class EngineConfig(Section):
     type: str = "embedded"
-    """Engine backend: "embedded" (Millrace's own engine), "vllm" (vLLM servers; see
-    docs/how-to/vllm.md), or "module:Class"."""
+    """Engine backend: "embedded" (Millrace's own engine), "vllm" or "sglang" (servers of vLLM or
+    SGLang; see docs/how-to/vllm.md), or "module:Class"."""
     options: dict[str, Any] = Field(default={})
     """Options of the backend. "embedded" has kv_bytes (maximum size of the KV cache in bytes; by
     default 1 GiB on a CPU, and 40 % of the free memory on a GPU, which a trainer may share),
     prefix_cache (reuse of the KV cache of known prefixes, true), compile (torch.compile of the
     layers on a GPU, true), prefill_tokens (prompt tokens per forward pass; by default 2048 on a CPU
     and 16384 on a GPU), block_tokens (tokens per KV block, 16) and decode_steps (decode steps per
-    launch on the device; by default 1 on a CPU and 32 on a GPU). "vllm" has python (interpreter of
-    the environment with vLLM), arguments (further arguments of `vllm serve`), attach (URLs of
-    running servers instead), api_key ("env:NAME", for these) and directory (folder for new
-    weights that the servers can read). A class of your own has its fields."""
+    launch on the device; by default 1 on a CPU and 32 on a GPU). "vllm" and "sglang" have python
+    (interpreter of the environment with vLLM or SGLang), arguments (further arguments of the
+    server), attach (URLs of running servers instead), api_key ("env:NAME", for these) and directory
+    (folder for new weights that the servers can read). A class of your own has its fields."""
     count: NonNegativeIntOrAuto = "auto"
     """Number of engine processes on this host. "auto" is one for each GPU that the trainer and
     other models leave free, and 1 if they leave none."""
@@ -95,7 +95,7 @@ class EngineConfig(Section):
     docs/how-to/join-hosts.md."""
     tp: PositiveInt = 1
     """Number of GPUs that hold one engine's model together, by tensor parallelism. Only vLLM
-    offers more than 1."""
+    and SGLang offer more than 1."""
     dtype: Dtype = "auto"
     """Data type of the engine's weights and KV cache. "auto" is bfloat16 on CUDA, which decodes
     at twice the speed of float32 in half the memory, and float32 on a CPU."""
@@ -112,6 +112,11 @@ class EngineConfig(Section):
     adapters: dict[str, str] = Field(default={})
     """Additional LoRA adapters by name: PEFT folders that requests can select and that are never
     trained; see docs/how-to/lora.md."""
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether each engine passes its requests to an HTTP server."""
+        return self.type in ("vllm", "sglang")
 
     @property
     def num_local(self) -> int:
@@ -135,7 +140,7 @@ class WeightsConfig(Section):
     docs/explanation/weights.md."""
     probe: bool | None = None
     """Check of every swap: the engine scores a fixed passage, and is replaced if its logprobs are
-    not those of the trainer. By default only engines of type "vllm" are checked."""
+    not those of the trainer. By default only engines of type "vllm" or "sglang" are checked."""
     directory: str | None = None
     """Directory for transport "disk", under the same path on all hosts. By default weights/ in
     run_dir."""

@@ -216,19 +216,19 @@ class LoraSettings(TypedDict, total=False):
 
 class EngineSettings(TypedDict, total=False):
     type: str
-    """Engine backend: "embedded" (Millrace's own engine), "vllm" (vLLM servers; see docs/how-
-    to/vllm.md), or "module:Class"."""
+    """Engine backend: "embedded" (Millrace's own engine), "vllm" or "sglang" (servers of vLLM or
+    SGLang; see docs/how-to/vllm.md), or "module:Class"."""
     options: str | Mapping[str, Any]
     """Options of the backend. "embedded" has kv_bytes (maximum size of the KV cache in bytes; by
     default 1 GiB on a CPU, and 40 % of the free memory on a GPU, which a trainer may share),
     prefix_cache (reuse of the KV cache of known prefixes, true), compile (torch.compile of
     the layers on a GPU, true), prefill_tokens (prompt tokens per forward pass; by default
     2048 on a CPU and 16384 on a GPU), block_tokens (tokens per KV block, 16) and decode_steps
-    (decode steps per launch on the device; by default 1 on a CPU and 32 on a GPU). "vllm" has
-    python (interpreter of the environment with vLLM), arguments (further arguments of `vllm
-    serve`), attach (URLs of running servers instead), api_key ("env:NAME", for these) and
-    directory (folder for new weights that the servers can read). A class of your own has its
-    fields."""
+    (decode steps per launch on the device; by default 1 on a CPU and 32 on a GPU). "vllm" and
+    "sglang" have python (interpreter of the environment with vLLM or SGLang), arguments
+    (further arguments of the server), attach (URLs of running servers instead), api_key
+    ("env:NAME", for these) and directory (folder for new weights that the servers can read).
+    A class of your own has its fields."""
     count: int | Literal["auto"]
     """Number of engine processes on this host. "auto" is one for each GPU that the trainer and
     other models leave free, and 1 if they leave none."""
@@ -240,8 +240,8 @@ class EngineSettings(TypedDict, total=False):
     """Number of additional engines that other hosts bring with `millrace join`; see docs/how-
     to/join-hosts.md."""
     tp: int
-    """Number of GPUs that hold one engine's model together, by tensor parallelism. Only vLLM
-    offers more than 1."""
+    """Number of GPUs that hold one engine's model together, by tensor parallelism. Only vLLM and
+    SGLang offer more than 1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     """Data type of the engine's weights and KV cache. "auto" is bfloat16 on CUDA, which decodes
     at twice the speed of float32 in half the memory, and float32 on a CPU."""
@@ -273,7 +273,8 @@ class WeightsSettings(TypedDict, total=False):
     see docs/explanation/weights.md."""
     probe: bool | None
     """Check of every swap: the engine scores a fixed passage, and is replaced if its logprobs
-    are not those of the trainer. By default only engines of type "vllm" are checked."""
+    are not those of the trainer. By default only engines of type "vllm" or "sglang" are
+    checked."""
     directory: str | None
     """Directory for transport "disk", under the same path on all hosts. By default weights/ in
     run_dir."""

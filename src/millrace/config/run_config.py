@@ -232,7 +232,7 @@ class RunConfig(Section):
     def probes_weights(self) -> bool:
         """weights.probe, with its default resolved."""
         if self.weights.probe is None:
-            return self.engine.type == "vllm"
+            return self.engine.has_servers
         return self.weights.probe
 
     def placed_on(self, device: str) -> Self:

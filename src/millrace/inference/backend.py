@@ -205,11 +205,13 @@ class VllmBackend:
     python: str | None = None
     # URLs of running servers, one for each engine, instead of servers that Millrace starts.
     attach: list[str] = field(default_factory=list[str])
-    arguments: list[str] = field(default_factory=list[str])  # further ones of `vllm serve`
+    # Further ones of the command that starts a server.
+    arguments: list[str] = field(default_factory=list[str])
     # "env:NAME" if the servers of `attach` want a key.
     api_key: str | None = None
     # Folder for new weights that the server reads, too. By default shared memory of this host.
     directory: str | None = None
+    dialect: ClassVar[str] = "vllm"
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.PARTIALS, Capability.TOKEN_VERSIONS, Capability.LORA}
     )
@@ -221,12 +223,26 @@ class VllmBackend:
             raise ValueError("api_key is 'env:NAME', and belongs to the servers of attach")
 
     def load(self, spec: EngineSpec) -> EngineCore:
-        from millrace.inference.vllm.build import build_vllm_engine
+        from millrace.inference.servers.build import build_server_engine
 
-        return build_vllm_engine(spec, options=self)
+        return build_server_engine(spec, options=self)
 
 
-BACKENDS: dict[str, type] = {"embedded": EmbeddedBackend, "vllm": VllmBackend}
+@plugin
+class SglangBackend(VllmBackend):
+    """An SGLang server for each engine, in place of a vLLM server. It was never run against a real
+    server. It offers what vLLM's offers."""
+
+    # Python interpreter of the environment that has SGLang. By default Millrace's own.
+    python: str | None = None
+    dialect: ClassVar[str] = "sglang"
+
+
+BACKENDS: dict[str, type] = {
+    "embedded": EmbeddedBackend,
+    "vllm": VllmBackend,
+    "sglang": SglangBackend,
+}
 
 
 def load_backend(config: EngineConfig) -> EngineBackend:
@@ -248,7 +264,7 @@ def load_backend(config: EngineConfig) -> EngineBackend:
 
 
 def check_servers(config: RunConfig) -> None:
-    """Refuse settings that do not fit the servers: their number, their key, a merged adapter."""
+    """Refuse settings that do not fit the servers: their number, key, adapters and KV."""
     servers = config.engine.options.get("attach", ())
     num_engines = config.engine.num_local + config.evaluate.engines
     if servers and (config.engine.remote or len(servers) != num_engines):
@@ -258,10 +274,16 @@ def check_servers(config: RunConfig) -> None:
             " evaluate.engines, and set engine.remote to 0."
         )
     server_secrets(config.engine)
-    if config.engine.type == "vllm" and config.lora is not None and config.lora.apply == "merged":
+    is_merged = config.lora is not None and config.lora.apply == "merged"
+    if config.engine.has_servers and is_merged:
         raise ConfigError(
-            "lora.apply = 'merged' is not possible with engine.type = 'vllm', which applies"
-            " adapters beside the weights; set it to 'auto'."
+            f"lora.apply = 'merged' is not possible with engine.type = {config.engine.type!r},"
+            " which applies adapters beside the weights; set it to 'auto'."
+        )
+    if config.engine.type == "sglang" and config.engine.kv == "keep":
+        raise ConfigError(
+            "engine.kv = 'keep' is not possible with engine.type = 'sglang', which prefills running"
+            " sequences again after an update; set it to 'recompute'."
         )
 
 
@@ -317,7 +339,7 @@ def _needs(config: RunConfig, *, has_experts: bool) -> Iterator[tuple[str, Capab
         yield f"environment.recipe = {kind!r}", Capability.PARTIALS, "leave it out"
         if kind == "pivot" and recipe.get("by") == "entropy":
             yield by, Capability.SCORING, "set it to 'surprisal'"
-    if config.weights.probe and config.engine.type != "vllm":  # which scores at temperature 1
+    if config.weights.probe and not config.engine.has_servers:  # which score at temperature 1
         yield "weights.probe = true", Capability.SCORING, "set it to false"
     if config.cluster.share_gpu == "sleep":
         yield "cluster.share_gpu = 'sleep'", Capability.SLEEP, "set it to 'take_turns'"

@@ -39,8 +39,8 @@ def check_mesh(config: RunConfig) -> None:
     if config.probes_weights and config.lora is not None and (config.lora.dora or ranks > 1):
         reason = "lora.dora = true" if config.lora.dora else f"[lora] on trainer.ranks = {ranks}"
         raise ConfigError(
-            f"The swap probe, which is on with engine.type = 'vllm' or weights.probe = true, cannot"
-            f" score {reason}; train without it, or set weights.probe to false."
+            "The swap probe, which is on with engine.type = 'vllm' or 'sglang' or weights.probe ="
+            f" true, cannot score {reason}; train without it, or set weights.probe to false."
         )
     if sizes.tp > 1 and config.lora is not None and config.lora.dora:
         raise ConfigError(

@@ -15,14 +15,14 @@ from millrace.config import EngineConfig, LoraConfig
 from millrace.core.errors import ConfigError, EngineLost
 from millrace.core.records import SwapProbe, TensorSpec, WeightUpdate
 from millrace.inference.backend import EngineSpec, VllmBackend
-from millrace.inference.vllm.engine import VllmEngine
+from millrace.inference.servers.engine import ServerEngine
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.weights.probe import ProbeReference, check_probe, probe_request
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 
 
-def attached(url: str, model_path: Path, **settings: Any) -> VllmEngine:
+def attached(url: str, model_path: Path, **settings: Any) -> ServerEngine:
     spec = EngineSpec(
         config=EngineConfig(type="vllm"),
         device="cpu",
@@ -31,7 +31,7 @@ def attached(url: str, model_path: Path, **settings: Any) -> VllmEngine:
         **{"lora": LORA, **settings},
     )
     engine = VllmBackend(attach=[url]).load(spec)
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, ServerEngine)
     return engine
 
 

@@ -25,7 +25,7 @@ from millrace.config import EngineConfig, LoraConfig
 from millrace.core.errors import EngineLost
 from millrace.core.records import Completion, Request, Sampling, TensorSpec, WeightUpdate
 from millrace.inference.backend import EngineSpec, VllmBackend
-from millrace.inference.vllm.engine import VllmEngine
+from millrace.inference.servers.engine import ServerEngine
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.monitoring.files.metrics import read_metrics
 from millrace.weights.probe import ProbeReference, check_probe, probe_request
@@ -80,11 +80,11 @@ def models(paths: list[Path]) -> list[PreTrainedModel]:
 @contextlib.contextmanager
 def serving(
     path: Path, *, kv: str = "recompute", lora: LoraConfig | None = None, **options: Any
-) -> Iterator[VllmEngine]:
+) -> Iterator[ServerEngine]:
     config = EngineConfig(type="vllm", kv=kv, max_sequences=8)
     spec = EngineSpec(config=config, device="cpu", model_path=str(path), version=0, lora=lora)
     engine = VllmBackend(**{"python": vllm_python(), **options}).load(spec)
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, ServerEngine)
     try:
         yield engine
     finally:
@@ -92,7 +92,7 @@ def serving(
 
 
 @pytest.fixture(scope="module")
-def engine(paths: list[Path]) -> Iterator[VllmEngine]:
+def engine(paths: list[Path]) -> Iterator[ServerEngine]:
     with serving(paths[0]) as engine:
         yield engine
 
@@ -101,7 +101,7 @@ def weights(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def swap(engine: VllmEngine, model: PreTrainedModel, *, version: int) -> None:
+def swap(engine: ServerEngine, model: PreTrainedModel, *, version: int) -> None:
     engine.commit(engine.prepare(weights(model), version=version))
 
 
@@ -130,7 +130,7 @@ def probe_of(model: PreTrainedModel, *, version: int) -> WeightUpdate:
     )
 
 
-def probe_difference(engine: VllmEngine, update: WeightUpdate) -> float:
+def probe_difference(engine: ServerEngine, update: WeightUpdate) -> float:
     assert update.probe is not None
     (scored,) = engine.score([probe_request(update.probe)])
     return float(np.abs(scored.logprobs - update.probe.logprobs).mean())

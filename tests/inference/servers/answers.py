@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from millrace.inference.vllm.client import VllmClient
+from millrace.inference.servers.vllm import VllmClient
 
 PROMPT = (3, 4, 5, 6)
 

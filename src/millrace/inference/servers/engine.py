@@ -1,12 +1,13 @@
-"""An engine whose tokens come from a vLLM server.
+"""An engine whose tokens come from a server: vLLM or SGLang.
 
-Promise: weights change only while the server is paused between two passes. A completion carries the
-versions that vLLM itself reports for its tokens. Tokens that were sampled after a commit leave
-this process only after the commit has been checked (weights/probe.py). A server that dies, breaks a
-stream or refuses a call raises EngineLost, which ends the process; its supervisor starts another.
+Promise: weights change only while the server is paused between two passes, or has no requests. A
+completion carries the versions that the server itself reports for its tokens. Tokens that were
+sampled after a commit leave this process only after the commit has been checked (weights/probe.py).
+A server that dies, breaks a stream or refuses a call raises EngineLost, which ends the process; its
+supervisor starts another.
 
 Each completion is a request of its own at the server, so that a stop string ends one of several.
-vLLM's prefix cache does not know of new weights, so the version is part of its key.
+A server's prefix cache may not know of new weights, so the version is part of its key.
 
 The worker's main thread calls everything except prepare().
 """
@@ -26,9 +27,9 @@ from millrace.core.records import CompletionChunk, Finish, Request, ScoreRequest
 from millrace.inference.backend import EngineStats, FinishedCompletions
 from millrace.inference.embedded.scheduling import sequence as sequences
 from millrace.inference.embedded.scheduling.outputs import ChunkStreams, OutputProcessor, StopRules
-from millrace.inference.vllm.client import ServedChunk, VllmClient
-from millrace.inference.vllm.server import VllmServer
-from millrace.inference.vllm.staging import StagedVersion, WeightStaging
+from millrace.inference.servers.client import ServedChunk, ServerClient
+from millrace.inference.servers.process import ServerProcess
+from millrace.inference.servers.staging import StagedVersion, WeightStaging
 
 _POLL_S = 0.01  # how long a step waits for tokens
 _ABORT_AGAIN_S = 0.25  # an abort that overtakes its request has no effect
@@ -39,10 +40,11 @@ _ABORT_TIMEOUT_S = 60.0
 class ServedSequence(sequences.Sequence):
     """A completion in progress at the server; it never has a slot."""
 
-    num_given: int = 0  # tokens of the partial completion
+    num_given: int = 0  # sampled tokens that the server got with the prompt
     num_received: int = 0  # tokens since then, with those behind a stop string
     has_stop: bool = False
     ending: Finish | None = None  # why it was aborted at the server
+    will_return: bool = False  # it was aborted there only for a pause
 
     @property
     def id(self) -> str:
@@ -50,12 +52,12 @@ class ServedSequence(sequences.Sequence):
         return f"{self.request.id}.{self.member}.{self.arrival}"
 
 
-class VllmEngine:
+class ServerEngine:
     """An EngineCore; see there for its methods."""
 
     def __init__(
         self,
-        client: VllmClient,
+        client: ServerClient,
         *,
         staging: WeightStaging,
         rules: StopRules,
@@ -64,7 +66,7 @@ class VllmEngine:
         vocab_size: int,
         kv: str,
         resources: contextlib.ExitStack,  # closed with the engine
-        server: VllmServer | None = None,  # None = started by somebody else
+        server: ServerProcess | None = None,  # None = started by somebody else
     ) -> None:
         self.version: int | None = client.version
         self._client = client
@@ -80,13 +82,14 @@ class VllmEngine:
         self._streams = ChunkStreams(ServedSequence.sampled)
         self._running: dict[str, ServedSequence] = {}  # by id at the server
         self._held: list[ServedSequence] = []  # wait for release_new()
+        self._suspended: list[ServedSequence] = []  # wait for _resume(): the server keeps none
         self._holds_new = self._is_paused = False
         self._expired_before = 0
         self._num_arrived = self._num_generated = self._num_prefilled = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running) or self._outputs.has_pending
+        return bool(self._running or self._suspended) or self._outputs.has_pending
 
     @property
     def has_held(self) -> bool:
@@ -96,7 +99,7 @@ class VllmEngine:
         if self._server is not None and (end := self._server.end) is not None:
             raise EngineLost(f"{self._client} {end}.")
         return EngineStats(
-            running=len(self._running),
+            running=len(self._running) + len(self._suspended),
             waiting=len(self._held),
             free_blocks=0,
             generated_tokens=self._num_generated,
@@ -146,13 +149,16 @@ class VllmEngine:
         return self._streams.take(coalesced=coalesced)
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
-        """Logprobs at temperature 1 alone: vLLM reports neither others nor entropies."""
-        was_paused = self._is_paused
-        self._resume()
+        """Logprobs at temperature 1 alone, which is what all servers report for given tokens."""
+        was_paused = self._is_paused and self._client.keeps_requests
+        if was_paused:
+            self._resume()
         scored = []
         for request in requests:
             if request.temperature != 1.0 or request.top_k or request.wants_entropies:
-                raise TaskError("A vLLM server scores tokens at temperature 1 only.")
+                raise TaskError(
+                    f"A server of {self._client.product} scores tokens at temperature 1 only."
+                )
             logprobs = self._client.prompt_logprobs(request.tokens.tolist())
             scored.append(
                 TokenLogprobs(
@@ -171,28 +177,22 @@ class VllmEngine:
         ending = [s for s in self._running.values() if s.request.id in wanted]
         for sequence in ending:
             sequence.ending = sequence.ending or finish
-        for sequence in [s for s in self._held if s.request.id in wanted]:
-            self._held.remove(sequence)
-            self._outputs.end(sequence, finish=finish)
-        deadline_s = time.monotonic() + _ABORT_TIMEOUT_S
-        while left := [sequence.id for sequence in ending if sequence.finish is None]:
-            if time.monotonic() > deadline_s:
-                raise EngineLost(f"{self._client} did not end {len(left)} aborted requests.")
-            self._client.abort(left)
-            again_s = time.monotonic() + _ABORT_AGAIN_S
-            while time.monotonic() < again_s and any(s.finish is None for s in ending):
-                self._receive(wait_s=_POLL_S)
+        for waiting in (self._held, self._suspended):
+            for sequence in [s for s in waiting if s.request.id in wanted]:
+                waiting.remove(sequence)
+                self._outputs.end(sequence, finish=finish)
+        self._abort(ending)
         return self._outputs.take()
 
     def expire(self, before: int) -> list[FinishedCompletions]:
         self._expired_before = max(before, self._expired_before)
-        unfinished = (*self._running.values(), *self._held)
+        unfinished = (*self._running.values(), *self._held, *self._suspended)
         expiring = [(s.request.id, s.versions) for s in unfinished if s.request.expires]
         return self.abort(self._outputs.older_than(before, expiring), finish="expire")
 
     def interrupt(self) -> list[FinishedCompletions]:
-        running = dict.fromkeys(sequence.request.id for sequence in self._running.values())
-        return self.abort(running, finish="interrupt")
+        running = (*self._running.values(), *self._suspended)
+        return self.abort(dict.fromkeys(s.request.id for s in running), finish="interrupt")
 
     def preempt_all(self) -> list[FinishedCompletions]:
         self.pause()
@@ -212,8 +212,7 @@ class VllmEngine:
     def commit(self, prepared: StagedVersion) -> None:
         was_paused = self._is_paused
         self.version = None
-        self._client.pause(forget_kv=self._kv == "recompute")
-        self._is_paused = True
+        self._stop(forget_kv=self._kv == "recompute")
         if prepared.is_adapter:
             self._client.load_adapter(prepared.folder.name)
         else:
@@ -226,8 +225,7 @@ class VllmEngine:
 
     def pause(self) -> None:
         if not self._is_paused:
-            self._client.pause()
-            self._is_paused = True
+            self._stop()
 
     def close(self) -> None:
         self._client.close()
@@ -241,17 +239,61 @@ class VllmEngine:
     def wake(self) -> None:
         raise NotImplementedError("needs Capability.SLEEP")
 
-    def _resume(self) -> None:
-        if self._is_paused:
-            self._client.resume()
-            self._is_paused = False
+    def _stop(self, *, forget_kv: bool = False) -> None:
+        """Pause the server, or end its requests until _resume()."""
+        if self._client.keeps_requests:
+            self._client.pause(forget_kv=forget_kv)
+        else:
+            running = list(self._running.values())
+            for sequence in running:
+                sequence.will_return = True
+            self._abort(running)
+        self._is_paused = True
 
-    def _send(self, new: Iterable[ServedSequence]) -> None:
+    def _resume(self) -> None:
+        if not self._is_paused:
+            return
+        self._client.resume()
+        self._is_paused = False
+        suspended, self._suspended = self._suspended, []
+        for sequence in suspended:
+            self._send_again(sequence)
+
+    def _send_again(self, sequence: ServedSequence) -> None:
+        """Continue a sequence from its last token."""
+        sequence.will_return = False
+        sequence.num_given = len(sequence.tokens) - sequence.num_prompt
+        sequence.num_received = 0
+        sequence.arrival = self._num_arrived  # the server may still know the old id
+        self._num_arrived += 1
+        finish = self._rules.finish_on_arrival(
+            sequence, max_context=self._max_context, expired_before=self._expired_before
+        )
+        if finish is not None:
+            self._outputs.end(sequence, finish=finish)
+        else:
+            self._send([sequence])
+
+    def _abort(self, ending: Sequence[ServedSequence]) -> None:
+        """End requests at the server, and take their last tokens."""
+        deadline_s = time.monotonic() + _ABORT_TIMEOUT_S
+        while left := [s.id for s in ending if s.id in self._running]:
+            if time.monotonic() > deadline_s:
+                raise EngineLost(f"{self._client} did not end {len(left)} aborted requests.")
+            self._client.abort(left)
+            again_s = time.monotonic() + _ABORT_AGAIN_S
+            while time.monotonic() < again_s and any(s.id in self._running for s in ending):
+                self._receive(wait_s=_POLL_S)
+
+    def _send(self, new: Sequence[ServedSequence]) -> None:
+        if self._is_paused and not self._client.keeps_requests:
+            self._suspended += new
+            return
         for sequence in new:
             request = sequence.request
             prompt = sequence.tokens.tolist()
             room = min(request.sampling.max_new_tokens, self._max_context - sequence.num_prompt)
-            # vLLM takes few characters in a salt.
+            # Servers take few characters in a salt.
             salt = f"{self.version}-{hashlib.sha256(request.cache_salt.encode()).hexdigest()}"
             self._num_prefilled += len(prompt)
             self._running[sequence.id] = sequence
@@ -303,7 +345,7 @@ class VllmEngine:
         sequence.versions = np.concatenate([sequence.versions, versions])
 
     def _end(self, sequence: ServedSequence, chunk: ServedChunk) -> None:
-        """Record the end, and the versions that vLLM reports for all tokens it has sampled."""
+        """Record the end at the server, and the versions of all tokens that it has sampled."""
         spans = chunk.spans or []
         if sequence.num_received != sum(end - start for start, end, _ in spans):
             raise EngineLost(
@@ -316,7 +358,10 @@ class VllmEngine:
         finish = natural.get(chunk.finish) or sequence.ending
         if sequence.has_stop:
             finish = "stop"
-        if finish is None:
+        if finish is None and not sequence.will_return:
             raise EngineLost(f"{self._client} ended a request by itself: {chunk.finish!r}.")
         del self._running[sequence.id]
-        self._outputs.end(sequence, finish=finish)
+        if finish is None:
+            self._suspended.append(sequence)
+        else:
+            self._outputs.end(sequence, finish=finish)

@@ -1,4 +1,4 @@
-"""New weights on their way from Millrace's receiver to a vLLM server: Hugging Face directories, or
+"""New weights on their way from Millrace's receiver to a server: Hugging Face directories, or
 PEFT directories of an adapter.
 
 Promise: a directory is complete before its path is used, and it is removed after its commit, or
@@ -7,7 +7,7 @@ when nothing refers to it any more.
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +60,7 @@ class WeightStaging:
         *,
         trust_remote_code: bool,
         lora: LoraConfig | None = None,
+        engine_type: str,
     ) -> None:
         """`folder`: where versions are written; with `lora`, they are adapters."""
         config = read_config(model_path, trust_remote_code=trust_remote_code)
@@ -69,9 +70,9 @@ class WeightStaging:
             )
         tensors = {name: tuple(p.shape) for name, p in policy_tensors(self._model).items()}
         self._lora = lora
-        self.shapes: dict[str, tuple[int, ...]] = (
-            tensors if lora is None else _checked(adapter_of(self._model, lora)).shapes()
-        )
+        if lora is not None:
+            tensors = _checked(adapter_of(self._model, lora), engine_type).shapes()
+        self.shapes: dict[str, tuple[int, ...]] = tensors
         self._folder = folder
 
     def write_first(self, checkpoint: Path | None, *, version: int) -> StagedVersion:
@@ -98,27 +99,31 @@ class WeightStaging:
         return StagedVersion(version=version, folder=folder, is_adapter=self._lora is not None)
 
 
-def _checked(adapter: Adapter) -> Adapter:
-    """Raise ConfigError for an adapter that vLLM cannot apply."""
+def _checked(adapter: Adapter, engine_type: str) -> Adapter:
+    """Raise ConfigError for an adapter that the server cannot apply."""
     experts = [name for name, shape in adapter.layers.items() if len(shape) == 3]
     if experts or adapter.is_dora:
         what = f"adapters of experts ({experts[0]})" if experts else "lora.dora = true"
         raise ConfigError(
-            f"engine.type = 'vllm' cannot apply {what}; list the linear layers to adapt in"
+            f"engine.type = {engine_type!r} cannot apply {what}; list the linear layers to adapt in"
             " lora.target_modules and set lora.dora to false, or choose another engine.type."
         )
     return adapter
 
 
+def lora_layers(tensors: Iterable[str]) -> list[str]:
+    """Names of the linear layers that an adapter with these tensors changes."""
+    return sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in tensors})
+
+
 def _write_adapter(lora: LoraConfig, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in tensors}
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,
-        "target_modules": sorted(layers),
+        "target_modules": lora_layers(tensors),
         "bias": "none",
     }
     (folder / SETTINGS_FILE).write_text(json.dumps(settings))

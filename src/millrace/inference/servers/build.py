@@ -1,4 +1,4 @@
-"""Starts a vLLM engine, and refuses a server that would give wrong numbers.
+"""Starts an engine at a vLLM or SGLang server, and refuses a server that would give wrong numbers.
 
 Promise: every refusal is one sentence, and no server that was started here is left running.
 """
@@ -15,10 +15,12 @@ from millrace.core.files import private_folder
 from millrace.core.secrets import Secrets
 from millrace.inference.backend import EngineSpec, VllmBackend
 from millrace.inference.embedded.scheduling.outputs import StopRules
-from millrace.inference.vllm.client import ServerRefused, VllmClient
-from millrace.inference.vllm.engine import VllmEngine
-from millrace.inference.vllm.server import EXTENSION, VllmServer, lora_arguments
-from millrace.inference.vllm.staging import WeightStaging, weight_folder
+from millrace.inference.servers.client import Launch, ServerClient, ServerRefused
+from millrace.inference.servers.engine import ServerEngine
+from millrace.inference.servers.process import ServerProcess
+from millrace.inference.servers.sglang import SglangClient
+from millrace.inference.servers.staging import WeightStaging, lora_layers, weight_folder
+from millrace.inference.servers.vllm import VllmClient
 from millrace.models.directory import context_length, load_tokenizer, read_config, text_config
 from millrace.models.loading import generation_stop_ids, resolve_device, resolve_dtype
 
@@ -26,9 +28,11 @@ _SHARED_MEMORY = Path("/dev/shm")
 _POLL_S = 0.2
 _TOP = 5  # likeliest tokens that are compared
 _CHECKED_PROMPT = (1, 2, 3, 4)
+_DIALECTS: dict[str, type[ServerClient]] = {"vllm": VllmClient, "sglang": SglangClient}
 
 
-def build_vllm_engine(spec: EngineSpec, *, options: VllmBackend) -> VllmEngine:
+def build_server_engine(spec: EngineSpec, *, options: VllmBackend) -> ServerEngine:
+    dialect = _DIALECTS[options.dialect]
     path, trust = spec.model_path, spec.trust_remote_code
     device = resolve_device(spec.device)
     dtype = str(resolve_dtype(spec.config.dtype, device)).removeprefix("torch.")
@@ -41,25 +45,27 @@ def build_vllm_engine(spec: EngineSpec, *, options: VllmBackend) -> VllmEngine:
     resources = contextlib.ExitStack()
     # Of processes that were killed, the next engine in the same directory removes it.
     folder = resources.enter_context(private_folder(parent if parent.is_dir() else None))
-    staging = WeightStaging(path, folder, trust_remote_code=trust, lora=spec.lora)
+    staging = WeightStaging(
+        path, folder, trust_remote_code=trust, lora=spec.lora, engine_type=options.dialect
+    )
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     stop_ids = generation_stop_ids(path, tokenizer)
     server = None
-    if not options.attach:
-        socket = folder / "http.sock"
-        server = VllmServer(
-            spec,
-            options,
-            socket=socket,
+    if options.attach:
+        client = _attached(dialect, options)
+    else:
+        launch = Launch(
+            spec=spec,
+            options=options,
+            folder=folder,
             dtype=dtype,
             device=spec.device if device.type == "cuda" else "cpu",
             max_context=max_context,
+            lora_layers=lora_layers(staging.shapes) if spec.lora else (),
             threads=torch.get_num_threads(),
         )
-        client = VllmClient("http://localhost", socket=str(socket))
-    else:
-        client = _attached(options)
-    engine = VllmEngine(
+        client, server = dialect.launch(launch)
+    engine = ServerEngine(
         client,
         staging=staging,
         rules=StopRules(tokenizer, eos_ids=stop_ids),
@@ -83,16 +89,16 @@ def build_vllm_engine(spec: EngineSpec, *, options: VllmBackend) -> VllmEngine:
     return engine
 
 
-def _attached(options: VllmBackend) -> VllmClient:
+def _attached(dialect: type[ServerClient], options: VllmBackend) -> ServerClient:
     if options.api_key is None:
-        return VllmClient(options.attach[0])
+        return dialect(options.attach[0])
     header = {"Authorization": f"Bearer {options.api_key}"}
     secrets = Secrets(header, owner="engine.options.api_key")
     filled = {name: secrets.filled(value) for name, value in header.items()}
-    return VllmClient(options.attach[0], headers=filled)
+    return dialect(options.attach[0], headers=filled)
 
 
-def _await(client: VllmClient, server: VllmServer | None) -> None:
+def _await(client: ServerClient, server: ServerProcess | None) -> None:
     """Wait for a server that was started here; the controller limits the time."""
     while True:
         try:
@@ -101,18 +107,18 @@ def _await(client: VllmClient, server: VllmServer | None) -> None:
         except EngineLost as error:
             if server is None:
                 raise ConfigError(
-                    f"No vLLM server can be reached at {client.url} ({error}); start it, or correct"
-                    " engine.options.attach."
+                    f"No {client.product} server can be reached at {client.url} ({error}); start"
+                    " it, or correct engine.options.attach."
                 ) from None
         if server.end is not None:
             raise ConfigError(
-                f"The vLLM server {server.end} before it served; its reason is in the log of this"
-                " engine: correct the model or engine.options."
+                f"The {client.product} server {server.end} before it served; its reason is in the"
+                " log of this engine: correct the model or engine.options."
             )
         time.sleep(_POLL_S)
 
 
-def _check_server(client: VllmClient, *, max_context: int) -> None:
+def _check_server(client: ServerClient, *, max_context: int) -> None:
     try:
         (model, *_) = client.call("/v1/models", method="GET")["data"]
     except ServerRefused as error:
@@ -126,22 +132,12 @@ def _check_server(client: VllmClient, *, max_context: int) -> None:
     if (limit := model.get("max_model_len")) is not None and limit < max_context:
         raise ConfigError(
             f"{client} serves sequences of {limit} tokens, and engine.max_context is {max_context};"
-            " lower it, or start the server with a larger --max-model-len."
+            f" lower it, or start the server with a larger {client.context_flag}."
         )
 
 
-def _check_model(client: VllmClient, spec: EngineSpec, *, dtype: str) -> None:
-    try:
-        found = client.rpc("millrace_model")
-    except ServerRefused as error:
-        remedy = (
-            "VLLM_SERVER_DEV_MODE=1"
-            if error.status == 404
-            else f"--worker-extension-cls {EXTENSION}, and its folder in PYTHONPATH"
-        )
-        raise ConfigError(
-            f"{client} cannot receive weights ({error}); start it with {remedy}."
-        ) from None
+def _check_model(client: ServerClient, spec: EngineSpec, *, dtype: str) -> None:
+    found = client.served_model()
     config = read_config(spec.model_path, trust_remote_code=spec.trust_remote_code)
     text = config.get_text_config()
     wanted = {"architectures": list(config.architectures or ()), "dtype": dtype}
@@ -153,15 +149,10 @@ def _check_model(client: VllmClient, spec: EngineSpec, *, dtype: str) -> None:
                 f"{client} serves another model than {spec.model_path!r}: its {name} is {served},"
                 f" not {value}; serve that model there."
             )
-    if (mode := found["logprobs_mode"]) != "processed_logprobs":
-        raise ConfigError(
-            f"{client} reports {mode}, which are not those of the sampled distribution; start it"
-            " with --logprobs-mode processed_logprobs."
-        )
 
 
 def _serve_version(
-    client: VllmClient, spec: EngineSpec, *, staging: WeightStaging, is_attached: bool
+    client: ServerClient, spec: EngineSpec, *, staging: WeightStaging, is_attached: bool
 ) -> None:
     """A server that was started elsewhere may hold the weights of an earlier run."""
     client.pause(forget_kv=True)
@@ -170,10 +161,9 @@ def _serve_version(
         try:
             client.add_adapter(first.folder.name)
         except ServerRefused as error:
-            remedy = " ".join(lora_arguments(spec.lora.rank))
             raise ConfigError(
                 f"{client} cannot load the adapter of [lora] ({error}); start it with"
-                f" VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and {remedy}."
+                f" {client.lora_remedy(spec.lora.rank)}."
             ) from None
     elif is_attached:
         client.load_weights(weight_folder(spec.model_path))
@@ -181,7 +171,7 @@ def _serve_version(
     client.resume()
 
 
-def _check_logprobs(client: VllmClient) -> None:
+def _check_logprobs(client: ServerClient) -> None:
     """At half the temperature, differences of logprobs are twice as large."""
     cold, warm = (_likeliest(client, temperature) for temperature in (0.5, 1.0))
     shared = sorted(warm.keys() & cold.keys(), key=warm.__getitem__)  # the sampled one may differ
@@ -190,31 +180,22 @@ def _check_logprobs(client: VllmClient) -> None:
         raise ConfigError(
             f"{client} does not apply the temperature to its logprobs: they differ by"
             f" {gaps[1]:.3f} at temperature 1 and by {gaps[0]:.3f} at 0.5, not {2 * gaps[1]:.3f};"
-            " start it with --logprobs-mode processed_logprobs."
+            f" {client.logprobs_remedy}."
         )
 
 
-def _likeliest(client: VllmClient, temperature: float) -> dict[int, float]:
+def _likeliest(client: ServerClient, temperature: float) -> dict[int, float]:
     """Logprobs of the next token after a short prompt, of the likeliest ids and of one sampled."""
     try:
-        answer = client.sample_once(
-            _CHECKED_PROMPT, max_tokens=1, temperature=temperature, logprobs=_TOP
-        )
-        (choice,) = answer["choices"]
-        top = choice["logprobs"]["content"][0]["top_logprobs"]
-        rows = {row["token_id"]: row["logprob"] for row in top}
+        rows = client.likeliest(_CHECKED_PROMPT, temperature=temperature, top=_TOP)
     except (ServerRefused, KeyError, TypeError, ValueError, IndexError) as error:
         raise ConfigError(
-            f"{client} does not take and return token ids with logprobs ({error}); start vLLM 0.32"
-            " or newer with --enable-scale-out."
+            f"{client} does not take and return token ids with logprobs ({error});"
+            f" {client.ids_remedy}."
         ) from None
-    if not choice.get("weight_versions"):
-        raise ConfigError(
-            f"{client} does not report the weight version of each token; start vLLM 0.32 or newer."
-        )
     if (total := sum(map(math.exp, rows.values()))) > 1.01:
         raise ConfigError(
-            f"{client} reports logprobs whose probabilities add up to {total:.3g}; start it with"
-            " --logprobs-mode processed_logprobs."
+            f"{client} reports logprobs whose probabilities add up to {total:.3g};"
+            f" {client.logprobs_remedy}."
         )
     return rows

@@ -16,16 +16,16 @@ from millrace.inference.backend import (
     load_backend,
     of_engine,
 )
-from millrace.inference.vllm.engine import VllmEngine
-from millrace.inference.vllm.staging import weight_folder
+from millrace.inference.servers.engine import ServerEngine
+from millrace.inference.servers.staging import weight_folder
 from millrace.run.mesh_checks import check_mesh
 
 
-def load(model_path: Path, options: VllmBackend, **settings: Any) -> VllmEngine:
+def load(model_path: Path, options: VllmBackend, **settings: Any) -> ServerEngine:
     config = EngineConfig(type="vllm", **settings)
     spec = EngineSpec(config=config, device="cpu", model_path=str(model_path), version=0)
     engine = options.load(spec)
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, ServerEngine)
     return engine
 
 

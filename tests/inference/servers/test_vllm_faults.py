@@ -14,17 +14,17 @@ from millrace.config import EngineConfig
 from millrace.core.errors import EngineLost, TaskError
 from millrace.core.records import ScoreRequest, TensorSpec, WeightUpdate
 from millrace.inference.backend import EngineSpec, VllmBackend
-from millrace.inference.vllm.engine import VllmEngine
+from millrace.inference.servers.engine import ServerEngine
 from millrace.weights.probe import ProbeReference, check_probe, probe_request
 
 
-def swapped(url: str, model_path: Path, **settings: str) -> VllmEngine:
+def swapped(url: str, model_path: Path, **settings: str) -> ServerEngine:
     """An engine that has swapped to version 1."""
     config = EngineConfig(type="vllm", **settings)
     spec = EngineSpec(config=config, device="cpu", model_path=str(model_path), version=0)
     engine = VllmBackend(attach=[url]).load(spec)
     engine.commit(engine.prepare(weights(seed=1), version=1))
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, ServerEngine)
     return engine
 
 
