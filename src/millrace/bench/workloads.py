@@ -62,6 +62,7 @@ def shapes() -> dict[str, PreTrainedConfig]:
     untied = {"tie_word_embeddings": False}
     experts = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
     mixture = {**untied, **experts, "norm_topk_prob": True}
+    few = {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2}
     return {
         "qwen3-1.7b": shape_of(Qwen3Config, 151936, 2048, 6144, 28, 16, 8, 128, 40960),
         "qwen3-8b": shape_of(Qwen3Config, 151936, 4096, 12288, 36, 32, 8, 128, 40960, **untied),
@@ -70,6 +71,7 @@ def shapes() -> dict[str, PreTrainedConfig]:
         ),
         "smollm2-135m": shape_of(LlamaConfig, 49152, 576, 1536, 30, 9, 3, 64, 8192),
         "tiny": shape_of(Qwen3Config, 1024, 128, 512, 4, 4, 2, 32, 2048),
+        "tiny-moe": shape_of(Qwen3MoeConfig, 1024, 128, 512, 2, 4, 2, 32, 2048, **few),
     }
 
 

@@ -93,7 +93,7 @@ def engine_of(
     """An engine with these settings, ready for its first request."""
     on_gpu = model.device.type == "cuda"
     block_tokens, probe = options.block_tokens, measure_cache(model)
-    decode_steps = _decode_steps(model, options.decode_steps, probe, exact=exact)
+    decode_steps = _decode_steps(model, options.decode_steps, probe)
     text_config, path = model.config.get_text_config(), str(model.name_or_path)
     setting = "engine.max_context"
     context = context_limit(text_config, path, wanted=config.max_context, setting=setting)
@@ -158,13 +158,11 @@ def applied_adapters(
     return None, {None: policy, **residents}
 
 
-def _decode_steps(
-    model: PreTrainedModel, wanted: int | None, probe: CacheProbe, *, exact: bool
-) -> int:
+def _decode_steps(model: PreTrainedModel, wanted: int | None, probe: CacheProbe) -> int:
     """Decode steps per launch; warns if a GPU decodes in single steps that were not asked for."""
     if model.device.type != "cuda" or wanted == 1:
         return wanted or 1
-    if reason := _single_steps(model, wanted, probe, exact=exact):
+    if reason := _single_steps(model, wanted, probe):
         warnings.warn(reason, stacklevel=2)
         return 1
     # Triton builds its launchers with a C compiler; without one it fails in the first step.
@@ -176,17 +174,10 @@ def _decode_steps(
     return wanted or 32
 
 
-def _single_steps(
-    model: PreTrainedModel, wanted: int | None, probe: CacheProbe, *, exact: bool
-) -> str:
+def _single_steps(model: PreTrainedModel, wanted: int | None, probe: CacheProbe) -> str:
     """Why a GPU decodes in single steps; "" if it does not. Experts without a grouped kernel loop
     over experts and read token counts from the device, which a CUDA graph cannot do."""
     name = type(model).__name__
-    if exact and wanted is None:
-        return (
-            "In exact mode a GPU decodes in single steps, several times slower than with the decode"
-            " loop (engine.options.decode_steps), which has not been exact in every measurement."
-        )
     if probe.has_sinks and wanted is None:
         return (
             f"{name} has attention sinks and decodes in single steps, five times slower than with"
