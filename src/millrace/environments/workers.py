@@ -12,8 +12,7 @@ Runs on the controller's event loop. Admission bounds the number of episodes.
 
 import asyncio
 import itertools
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -36,31 +35,16 @@ OPEN_TO_HOSTS = (
 MAX_LOST = 3  # workers that may die under one episode; it may be what kills them
 
 
+@dataclass(eq=False, kw_only=True)
 class EnvironmentReplica(ModuleReplica):
-    """One worker. `num_live` counts the episodes that it plays now."""
-
-    def __init__(self, name: str, *, is_remote: bool = False, **options: Any) -> None:
-        """`is_remote`: it joins from another host."""
-        super().__init__(name, **options)
-        self.is_remote = is_remote
-        self.num_live = 0
-        self.failure: Exception | None = None  # why it will not be restarted
-        self.on_change: Callable[[], None] = lambda: None
+    is_remote: bool = False  # it joins from another host
+    num_live: int = 0  # episodes that it plays now
 
     @property
     def serving_worker(self) -> Worker | None:
         # Supervision notices a death a little later than the calls do.
         worker = self._worker
         return None if worker is None or worker.dead.done() else worker
-
-    async def start(self, *, is_restart: bool) -> None:
-        await super().start(is_restart=is_restart)
-        self.on_change()
-
-    def give_up(self, error: Exception) -> None:
-        super().give_up(error)
-        self.failure = error
-        self.on_change()
 
 
 class EnvironmentWorkers:
@@ -113,7 +97,7 @@ class EnvironmentWorkers:
             serving = [(each, worker) for each in self._replicas if (worker := each.serving_worker)]
             if serving:
                 return min(serving, key=lambda pair: pair[0].num_live)
-            failures = [replica.failure for replica in self._replicas]
+            failures = [replica.given_up for replica in self._replicas]
             if None not in failures:
                 raise RunFailed(f"No environment worker is left: {failures[-1]}")
             self._changed.clear()

@@ -10,6 +10,7 @@ Runs on the controller's event loop; torch-free.
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from millrace.cluster import messages
 from millrace.cluster.messages import Message
@@ -123,46 +124,28 @@ class RemoteEngine:
         task.add_done_callback(self._aborting.discard)
 
 
+@dataclass(eq=False, kw_only=True)
 class EngineReplica(WorkerReplica):
     """A supervised engine process that is a member of a pool while it serves."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        pool: EnginePool,
-        start: Callable[[bool], Awaitable[Worker]],
-        load_newest: Callable[[Engine], Awaitable[None]] | None,
-        hang_timeout_s: float,
-        start_timeout_s: float,
-        joins_late: bool = False,
-        capabilities: frozenset[Capability] = EmbeddedBackend.capabilities,
-        on_lost: Callable[[], object] = lambda: None,
-    ) -> None:
-        """`start(is_late)` starts a process with any weights.
-
-        A late engine, which joins a run under way or restarts, gets the newest weights from
-        `load_newest`; None if the weights never change.
-        """
-        super().__init__(name, hang_timeout_s=hang_timeout_s, first_hang_timeout_s=start_timeout_s)
-        self._pool = pool
-        self._start = start
-        self._load_newest = load_newest
-        self._joins_late = joins_late
-        self._capabilities = capabilities
-        self._on_lost = on_lost
-        self._engine: RemoteEngine | None = None
+    pool: EnginePool
+    launcher: Callable[[bool], Awaitable[Worker]]  # is late -> a process with any weights
+    # Sends the newest weights to a late engine, which joins a run under way or restarts; None if
+    # the weights never change.
+    load_newest: Callable[[Engine], Awaitable[None]] | None
+    joins_late: bool = False
+    capabilities: frozenset[Capability] = EmbeddedBackend.capabilities
+    on_lost: Callable[[], object] = lambda: None
+    _engine: RemoteEngine | None = None
 
     async def launch(self, *, is_restart: bool) -> Worker:
-        return await self._start(is_restart or self._joins_late)
+        return await self.launcher(is_restart or self.joins_late)
 
     async def attach(self, worker: Worker, *, is_restart: bool) -> None:
-        engine = RemoteEngine(
-            worker, swap_timeout_s=SWAP_TIMEOUT_S, capabilities=self._capabilities
-        )
-        prepare = self._load_newest if is_restart or self._joins_late else None
+        engine = RemoteEngine(worker, swap_timeout_s=SWAP_TIMEOUT_S, capabilities=self.capabilities)
+        prepare = self.load_newest if is_restart or self.joins_late else None
         try:
-            await self._pool.join(engine, prepare=prepare)
+            await self.pool.join(engine, prepare=prepare)
         except EngineLost as error:
             # Raise the WorkerError: it says whether a signal killed the process.
             raise error.__cause__ or error from None
@@ -170,12 +153,12 @@ class EngineReplica(WorkerReplica):
 
     def detach(self) -> None:
         if self._engine is not None:
-            self._pool.lose(self._engine)
+            self.pool.lose(self._engine)
             self._engine = None
-        self._on_lost()
+        self.on_lost()
 
     async def stop(self) -> None:
         """Let the engine finish its sequences, then stop its process."""
         if self._engine is not None:
-            await self._pool.leave(self._engine)
+            await self.pool.leave(self._engine)
         await super().stop()

@@ -208,8 +208,8 @@ def build_workers(
             f"environment-{i}",
             is_remote=i >= settings.workers,
             module=WORKER_MODULE,
-            start=start,
-            launch=worker_pool.launch if i < settings.workers else join,
+            message=start,
+            launcher=worker_pool.launch if i < settings.workers else join,
             start_timeout_s=config.cluster.start_timeout_s,
             hang_timeout_s=config.supervision.hang_timeout_s,
         )

@@ -170,10 +170,10 @@ class RunWorkers:
         return EngineReplica(
             name,
             pool=pool,
-            start=partial(start, name),
+            launcher=partial(start, name),
             load_newest=self._load_newest if fixed is None and self.trains else None,
             hang_timeout_s=self._config.supervision.hang_timeout_s,
-            start_timeout_s=self._config.cluster.start_timeout_s,
+            first_hang_timeout_s=self._config.cluster.start_timeout_s,
             joins_late=joins_late,
             capabilities=load_backend(fixed or self._config.engine).capabilities,
         )

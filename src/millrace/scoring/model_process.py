@@ -34,8 +34,8 @@ class ModelProcess:
         self._replica = ModuleReplica(
             f"{name}-0",
             module=self.MODULE,
-            start=start,
-            launch=worker_pool.launch,
+            message=start,
+            launcher=worker_pool.launch,
             start_timeout_s=start_timeout_s,
         )
 

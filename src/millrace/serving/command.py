@@ -124,10 +124,10 @@ def _engine_replica(
     return EngineReplica(
         name,
         pool=pool,
-        start=start,
+        launcher=start,
         load_newest=None,
         hang_timeout_s=config.supervision.hang_timeout_s,
-        start_timeout_s=timeout_s,
+        first_hang_timeout_s=timeout_s,
         capabilities=load_backend(config.engine).capabilities,
         on_lost=lambda: metrics.engines.pop(name, None),
     )

@@ -49,10 +49,11 @@ class WorkerReplica:
     _: KW_ONLY
     hang_timeout_s: float | None = None  # without progress while a call expects some
     first_hang_timeout_s: float = 0.0  # until the first progress, as kernels may compile first
+    on_change: Callable[[], None] = lambda: None  # called when it serves, or never will again
     num_deaths: int = 0  # serving processes that died or were killed
+    given_up: Exception | None = None  # why it will not be started again
     _process: Worker | None = None  # the latest one started
     _worker: Worker | None = None  # the same while it serves
-    _given_up: Exception | None = None
 
     def __post_init__(self) -> None:
         self._changed = asyncio.Event()  # set when it serves again, or never will
@@ -76,7 +77,7 @@ class WorkerReplica:
             worker.kill()
             raise
         self._worker = worker
-        self._changed.set()
+        self._notify()
 
     async def health(self) -> Exception:
         worker = self._process
@@ -90,14 +91,14 @@ class WorkerReplica:
             await self._process.stop()
 
     def give_up(self, error: Exception) -> None:
-        self._given_up = error
-        self._changed.set()
+        self.given_up = error
+        self._notify()
 
     async def serving(self) -> Worker:
         """The worker, once it serves; raises RunFailed if it will not be started again."""
         while self._worker is None:
-            if self._given_up is not None:
-                raise RunFailed(str(self._given_up)) from self._given_up
+            if self.given_up is not None:
+                raise RunFailed(str(self.given_up)) from self.given_up
             self._changed.clear()
             await self._changed.wait()
         return self._worker
@@ -110,29 +111,23 @@ class WorkerReplica:
             self.num_deaths += 1
             self.detach()
 
+    def _notify(self) -> None:
+        self._changed.set()
+        self.on_change()
 
+
+@dataclass(eq=False, kw_only=True)
 class ModuleReplica(WorkerReplica):
     """A worker of one module that is loaded by one start message."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        module: str,
-        start: Message,
-        launch: Callable[[str, str], Awaitable[Worker]],
-        start_timeout_s: float,
-        hang_timeout_s: float | None = None,
-    ) -> None:
-        super().__init__(name, hang_timeout_s=hang_timeout_s)
-        self._module = module
-        self._start = start
-        self._launch = launch
-        self._start_timeout_s = start_timeout_s
+    module: str
+    message: Message
+    launcher: Callable[[str, str], Awaitable[Worker]]
+    start_timeout_s: float
 
     async def launch(self, *, is_restart: bool) -> Worker:
-        worker = await self._launch(self.name, self._module)
-        await worker.start_as(self._start, timeout_s=self._start_timeout_s)
+        worker = await self.launcher(self.name, self.module)
+        await worker.start_as(self.message, timeout_s=self.start_timeout_s)
         return worker
 
 

@@ -9,15 +9,14 @@ bound the queue: each scorer limits its own concurrency.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from millrace.cluster.messages import GroupScored, ScoreGroup, StartScorer
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.cluster.supervision.replica import ModuleReplica
 from millrace.cluster.worker import Worker
-from millrace.core.errors import RunFailed, WorkerError
+from millrace.core.errors import RunFailed, WorkerError, run_all
 
 MODULE = "millrace.scoring.functions.worker"
 CALLS_PER_WORKER = 64  # async calls that share one process
@@ -33,28 +32,19 @@ class _Slot:
     was_shared: bool = False  # when the process was lost
 
 
+@dataclass(eq=False)
 class _ScorerReplica(ModuleReplica):
     """A scorer process that offers a slot while it serves."""
 
-    def __init__(self, name: str, *, on_change: Callable[[], None], **options: Any) -> None:
-        super().__init__(name, module=MODULE, **options)
-        self.slot: _Slot | None = None
-        self.failure: Exception | None = None  # why it will not be restarted
-        self._on_change = on_change
+    slot: _Slot | None = field(default=None, kw_only=True)
 
     async def attach(self, worker: Worker, *, is_restart: bool) -> None:
         self.slot = _Slot(worker, self)
-        self._on_change()
 
     def detach(self) -> None:
         assert self.slot is not None
         self.slot.was_shared = self.slot.num_calls > 1
         self.slot = None
-
-    def give_up(self, error: Exception) -> None:
-        super().give_up(error)
-        self.failure = error
-        self._on_change()
 
 
 class ScorerWorkers:
@@ -89,8 +79,9 @@ class ScorerWorkers:
         self._replicas = [
             _ScorerReplica(
                 f"scorer-{i}",
-                launch=self._worker_pool.launch,
-                start=StartScorer(functions=dict(functions)),
+                module=MODULE,
+                launcher=self._worker_pool.launch,
+                message=StartScorer(functions=dict(functions)),
                 start_timeout_s=self._start_timeout_s,
                 on_change=self._changed.set,
             )
@@ -98,11 +89,7 @@ class ScorerWorkers:
         ]
         # User code may kill its process any number of times: each time costs one group.
         policy = replace(self._worker_pool.policy, limit_deaths=False)
-        starts = (self._worker_pool.add(each, policy=policy) for each in self._replicas)
-        outcomes = await asyncio.gather(*starts, return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        await run_all(self._worker_pool.add(each, policy=policy) for each in self._replicas)
 
     async def call(self, message: ScoreGroup, *, exclusive: bool, timeout_s: float) -> GroupScored:
         """Run one function. `exclusive`: on a process that runs nothing else meanwhile. `timeout_s`
@@ -152,7 +139,7 @@ class ScorerWorkers:
     def _check_open(self) -> None:
         if self._is_closing:
             raise RunFailed(CLOSED)
-        failures = [replica.failure for replica in self._replicas]
+        failures = [replica.given_up for replica in self._replicas]
         if failures and None not in failures:
             raise RunFailed(f"No scorer process is left: {failures[-1]}")
 
