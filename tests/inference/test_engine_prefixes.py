@@ -271,7 +271,7 @@ def test_number_of_remembered_sessions_is_bounded_by_blocks():
     for number in range(30):
         request = make_request(prompt=prompt_of(6, seed=number), max_new_tokens=2)
         computed(engine, in_session(request, str(number)))
-    prefixes = engine._scheduler._prefixes
+    prefixes = engine._scheduler.prefixes
     assert len(prefixes._sessions) == 8
     assert len(prefixes._index) <= 8
     assert not prefixes._leaving

@@ -224,7 +224,7 @@ async def test_call_withdrawn_before_its_retry_is_not_retried():
         pausing.set()
         await asyncio.Event().wait()
 
-    bench.queue._sleep = sleep
+    bench.queue.sleep = sleep
     bench.scorer.fails = lambda group: TransientScoreError("later")
     ask = bench.submit("a")
     await pausing.wait()

@@ -9,7 +9,7 @@ Used by one thread.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -52,30 +52,22 @@ _FILE_ERRORS = (OSError, EOFError, UnpicklingError, SafetensorError)
 _READING_ERRORS = (*_FILE_ERRORS, RuntimeError, ValueError, KeyError)
 
 
+@dataclass(eq=False)
 class Trainer:
-    def __init__(
-        self,
-        policy: PolicyModel,
-        *,
-        loss: Loss,
-        critic: Critic | None = None,  # None = batches bring their advantages
-        schedule: Schedule,
-        epochs: int = 1,  # passes of a step over its batches
-        router_aux_loss: float = 0.0,  # coefficient of PolicyModel.router_aux_loss()
-        router_bias_rate: float = 0.0,  # of balance_experts()
-        exact_kv: str | None = None,  # engine.kv in exact mode; None = logprobs may differ
-    ) -> None:
-        self.policy = policy
+    policy: PolicyModel
+    _: KW_ONLY
+    loss: Loss
+    critic: Critic | None = None  # None = batches bring their advantages
+    schedule: Schedule
+    epochs: int = 1  # passes of a step over its batches
+    router_aux_loss: float = 0.0  # coefficient of PolicyModel.router_aux_loss()
+    router_bias_rate: float = 0.0  # of balance_experts()
+    exact_kv: str | None = None  # engine.kv in exact mode; None = logprobs may differ
+
+    def __post_init__(self) -> None:
         self.steps_done = 0  # = the Version of the weights
         self.skipped: tuple[int, ...] = ()  # batches of the last step whose updates were skipped
         self.reported: dict[int, np.ndarray] = {}  # of the last step, see HostSums
-        self._loss = loss
-        self.critic = critic
-        self._schedule = schedule
-        self._epochs = epochs
-        self._router_aux_loss = router_aux_loss
-        self._router_bias_rate = router_bias_rate
-        self._exact_kv = exact_kv
         self._has_updated = False  # since the step began
 
     def step(self, *batches: Batch) -> dict[str, float]:
@@ -85,9 +77,9 @@ class Trainer:
         if self.critic is not None:
             batches = self.critic.estimate_advantages(batches)
         batches, num_proximal = self._with_logprobs(batches)
-        batches *= self._epochs
+        batches *= self.epochs
         self._has_updated = False
-        learning_rate = 0.0 if self._is_critic_warmup else self._schedule.at(self.steps_done)
+        learning_rate = 0.0 if self._is_critic_warmup else self.schedule.at(self.steps_done)
         updates = [self._update(batch, learning_rate=learning_rate) for batch in batches]
         self.skipped = tuple(i for i, update in enumerate(updates) if not update.is_finite)
         self.steps_done += 1
@@ -108,14 +100,14 @@ class Trainer:
                 " or set it to 'fast'."
             )
         self.reported = {number: own for rank in sums for number, own in rank.reported.items()}
-        if self._router_bias_rate and counted[0].is_finite and learning_rate:
+        if self.router_bias_rate and counted[0].is_finite and learning_rate:
             load = expert_load(sums)
-            balance_experts(self.policy.module, load, rate=self._router_bias_rate)
-        if isinstance(self._loss, AdaptiveLoss) and counted[0].is_finite:
-            self._loss = self._loss.adapted(summary)
+            balance_experts(self.policy.module, load, rate=self.router_bias_rate)
+        if isinstance(self.loss, AdaptiveLoss) and counted[0].is_finite:
+            self.loss = self.loss.adapted(summary)
         if self.critic is not None:
             summary |= self.critic.step_metrics()
-        if scales_step(self._loss):
+        if scales_step(self.loss):
             summary["step_scale"] = sum(update.step_scale for update in counted) / len(counted)
         if self.policy.replays_routes:
             summary["routing/replayed_share"] = sum(replayed) / sum(computed)
@@ -152,7 +144,7 @@ class Trainer:
             "steps_done": self.steps_done,
             "optimizer": self.policy.optimizer_state(),
             "random": random_state(self.policy.device),
-            "loss": self._loss.state() if isinstance(self._loss, AdaptiveLoss) else {},
+            "loss": self.loss.state() if isinstance(self.loss, AdaptiveLoss) else {},
         }
         parts[OPTIMIZER] = own_parts(sharded_tensors(state["optimizer"]))
         if self.critic is not None:
@@ -169,8 +161,8 @@ class Trainer:
             state = load_state(folder)
             self.policy.load_optimizer_state(state["optimizer"], shards=folder / OPTIMIZER)
             self.steps_done = state["steps_done"]
-            if isinstance(self._loss, AdaptiveLoss):
-                self._loss = self._loss.with_state(state["loss"])
+            if isinstance(self.loss, AdaptiveLoss):
+                self.loss = self.loss.with_state(state["loss"])
             if self.critic is not None:
                 self.critic.restore(folder / CRITIC, state["critic"])
         except _READING_ERRORS as error:
@@ -198,24 +190,24 @@ class Trainer:
         microbatches took a forward pass for the proximal ones."""
         num_proximal = 0
         # In the first update of a step, proximal logprobs are the trainer's own.
-        if len(batches) * self._epochs > 1 and loss_needs(self._loss, "proximal"):
+        if len(batches) * self.epochs > 1 and loss_needs(self.loss, "proximal"):
             batches = tuple(map(self.policy.with_proximal_logprobs, batches))
             parts = [part for batch in batches for part in batch.microbatches]
             num_proximal = sum(len(part.targets) > 0 for part in parts)
-        if loss_needs(self._loss, "reference"):
+        if loss_needs(self.loss, "reference"):
             batches = tuple(map(self.policy.with_reference_logprobs, batches))
         return batches, num_proximal
 
     def _update(self, batch: Batch, *, learning_rate: float) -> Gradient:
         assert batch.num_trained_tokens > 0, "a batch has trained tokens"
-        if self._router_aux_loss:
+        if self.router_aux_loss:
             self.policy.set_batch_load(batch)
         gradient = self.policy.clipped_gradient(
             batch, lambda part: self._microbatch_loss(part, batch)
         )
         # The critic learns first: either both learn from a batch or neither does.
         is_finite = gradient.is_finite and (self.critic is None or self.critic.update(batch))
-        scale = self._step_scale(gradient) if is_finite and scales_step(self._loss) else 1.0
+        scale = self._step_scale(gradient) if is_finite and scales_step(self.loss) else 1.0
         if is_finite and not self._is_critic_warmup:
             self.policy.apply_gradient(learning_rate=scale * learning_rate)
             self._has_updated = True
@@ -228,20 +220,20 @@ class Trainer:
         return math.sqrt(ratios**2 / (num_tokens * squares))
 
     def _microbatch_loss(self, part: Microbatch, batch: Batch) -> tuple[Tensor, StepMetrics]:
-        topk_ids = part.topk_ids if loss_needs(self._loss, "topk") else None
+        topk_ids = part.topk_ids if loss_needs(self.loss, "topk") else None
         output = self.policy.logprobs(part, topk_ids=topk_ids)
         tokens = token_batch(part, batch, output=output, version=self.steps_done)
-        loss, named = self._loss(tokens)
-        if self._router_aux_loss:
+        loss, named = self.loss(tokens)
+        if self.router_aux_loss:
             penalties = self.policy.router_aux_loss(part)
-            loss = loss + self._router_aux_loss * penalties.sum() / batch.num_trained_tokens
+            loss = loss + self.router_aux_loss * penalties.sum() / batch.num_trained_tokens
             named = {**named, "moe/aux_loss": penalties}
         metrics = StepMetrics()
         load = self.policy.expert_load(part)
         metrics.add(tokens, loss=loss.detach(), named=named, expert_load=load)
         metrics.report(tokens, part.reported)
-        if self._exact_kv is not None and not self._has_updated:
-            is_mixed = mixed_context(part) if self._exact_kv == "keep" else None
+        if self.exact_kv is not None and not self._has_updated:
+            is_mixed = mixed_context(part) if self.exact_kv == "keep" else None
             metrics.compare_bits(tokens, is_mixed)
         return loss, metrics
 

@@ -17,7 +17,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -162,27 +162,20 @@ class _ScoreCall:
                 result.set_exception(error)
 
 
+@dataclass(eq=False)
 class ScorerQueue:
-    def __init__(
-        self,
-        scorer: Scorer,
-        *,
-        calls: CallSettings,
-        warn: Callable[[str], None],
-        gate: ScoreGate | None = None,
-        now: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
-        draw: Callable[[], float] = random.random,
-    ) -> None:
-        """The caller applies `gate`. `draw` returns the random part of a backoff, from 0 to 1."""
-        self.scorer = scorer
-        self.gate = gate
-        self._settings = calls
-        self._warn = warn
-        self._sleep = sleep
-        self._draw = draw
+    scorer: Scorer
+    _: KW_ONLY
+    calls: CallSettings
+    warn: Callable[[str], None]
+    gate: ScoreGate | None = None  # the caller applies it
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep
+    draw: Callable[[], float] = random.random  # the random part of a backoff, from 0 to 1
+
+    def __post_init__(self) -> None:
+        calls, now = self.calls, self.now
         self._breaker = Breaker(failures=calls.breaker_failures, open_s=calls.breaker_s, now=now)
-        self._now = now
         self._load = ScorerLoad(concurrency=calls.concurrency)
         self._counted_s = now()
         self._queue: list[_ScoreCall] = []  # sorted by order
@@ -194,7 +187,7 @@ class ScorerQueue:
     @property
     def takes_groups(self) -> bool:
         """True if the scorer gets all episodes of a group in one call."""
-        return self._settings.batch == 0
+        return self.calls.batch == 0
 
     async def score(self, episodes: Sequence[Episode], *, group: GroupRef) -> list[ScorerResult]:
         """Score the episodes; raises ScoreError. Cancelling withdraws them from the queue."""
@@ -245,7 +238,7 @@ class ScorerQueue:
 
     def _count(self, *, waiting: int = 0, in_flight: int = 0) -> None:
         """Add to the episodes that wait, to the calls in flight, and to the totals over time."""
-        now_s, load = self._now(), self._load
+        now_s, load = self.now(), self._load
         load.busy_s += load.in_flight * (now_s - self._counted_s)
         load.waiting_s += load.waiting * (now_s - self._counted_s)
         self._counted_s = now_s
@@ -255,7 +248,7 @@ class ScorerQueue:
     def _call_with_room(self, num_episodes: int, group: GroupRef) -> _ScoreCall:
         """Return a queued call of the group that has room for these episodes, or a new one."""
         call = self._open.get(group)
-        if call is None or len(call.entries) + num_episodes > self._settings.batch:
+        if call is None or len(call.entries) + num_episodes > self.calls.batch:
             call = self._open[group] = _ScoreCall(group, group.order)
             self._enqueue(call)
         return call
@@ -274,7 +267,7 @@ class ScorerQueue:
 
     def _start_calls(self) -> None:
         """Start queued calls as far as concurrency and the breaker allow."""
-        while self._queue and self._load.in_flight < self._settings.concurrency:
+        while self._queue and self._load.in_flight < self.calls.concurrency:
             wait_s = self._breaker.wait_s()
             if wait_s is None:
                 return  # the end of the probe calls this method again
@@ -330,13 +323,13 @@ class ScorerQueue:
                 pause_s = 0.0
                 if not self._breaker.is_open:  # otherwise the breaker decides when to retry
                     num_failed += 1
-                    if num_failed > self._settings.retries:
+                    if num_failed > self.calls.retries:
                         if num_attempts > 1:
                             tried = f"(tried {num_attempts} times)"
                             error.args = (f"{str(error).rstrip('.')} {tried}.",)
                         raise
-                    pause_s = min(self._settings.backoff_s * 2 ** (num_failed - 1), MAX_BACKOFF_S)
-                    pause_s = max(pause_s * (0.5 + 0.5 * self._draw()), error.retry_after_s or 0.0)
+                    pause_s = min(self.calls.backoff_s * 2 ** (num_failed - 1), MAX_BACKOFF_S)
+                    pause_s = max(pause_s * (0.5 + 0.5 * self.draw()), error.retry_after_s or 0.0)
             await self._pause(call, pause_s)
 
     async def _attempt(self, call: _ScoreCall) -> Sequence[ScorerResult]:
@@ -364,7 +357,7 @@ class ScorerQueue:
         num_opened = self._breaker.num_opened
         self._breaker.failed(is_probe=call.is_probe, retry_after_s=error.retry_after_s)
         if num_opened == 0 and self._breaker.is_open:
-            self._warn(
+            self.warn(
                 f"scorer {self.scorer.name!r} is unreachable; its calls wait until it answers"
                 f" (later outages are only counted): {error}"
             )
@@ -374,7 +367,7 @@ class ScorerQueue:
         self._count(waiting=len(call.entries), in_flight=-1)
         self._drop_cancelled(call)
         self._start_calls()
-        await self._sleep(pause_s)
+        await self.sleep(pause_s)
         # Behind everything that waits now: if this call crashes the scorer, the others still run.
         call.order = self._queue[-1].order if self._queue else call.order
         self._enqueue(call)

@@ -11,6 +11,8 @@ others, so the earliest arrival always makes progress.
 The engine's thread calls everything.
 """
 
+from dataclasses import KW_ONLY, dataclass
+
 import numpy as np
 
 from millrace.inference.embedded.kv.blocks import BlockTables
@@ -29,23 +31,18 @@ from millrace.inference.embedded.scheduling.wait_queue import WaitQueue
 _MIN_PREFILL_TOKENS = 16  # smaller passes would save no memory worth having
 
 
+@dataclass(eq=False)
 class Scheduler:
-    def __init__(
-        self,
-        slots: BatchSlots,
-        tables: BlockTables,
-        *,
-        prefixes: PrefixCache,
-        prefill_tokens: int,
-        routes: RoutesPool | None = None,
-        states: StatePool | None = None,
-    ) -> None:
-        self._slots = slots
-        self._routes, self._states = routes, states
-        self._tables = tables
-        self._prefixes = prefixes
-        self._prefill_tokens = prefill_tokens
-        self.waiting = WaitQueue(tables.pool, prefixes=prefixes)
+    slots: BatchSlots
+    tables: BlockTables
+    _: KW_ONLY
+    prefixes: PrefixCache
+    prefill_tokens: int
+    routes: RoutesPool | None = None
+    states: StatePool | None = None
+
+    def __post_init__(self) -> None:
+        self.waiting = WaitQueue(self.tables.pool, prefixes=self.prefixes)
         # Sequences in slots when the weights last changed, and num_cached of all slots then.
         self._unrecorded: tuple[list[Sequence], np.ndarray] | None = None
         self.num_preemptions = 0
@@ -54,7 +51,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True if there is something to compute; held sequences do not count."""
-        return bool(self.waiting) or bool(self._slots.occupied.any())
+        return bool(self.waiting) or bool(self.slots.occupied.any())
 
     def add(self, sequences: list[Sequence]) -> None:
         leader, *followers = sequences
@@ -65,17 +62,17 @@ class Scheduler:
         """The next pass, or its prefill if a decode loop does the rest; None without work."""
         self._free_blocks_for_writes()
         self._admit()
-        slots = np.flatnonzero(self._slots.occupied)
-        pending = self._slots.num_tokens[slots] - self._slots.num_cached[slots]
+        slots = np.flatnonzero(self.slots.occupied)
+        pending = self.slots.num_tokens[slots] - self.slots.num_cached[slots]
         single, chunked = slots[pending == 1], slots[pending > 1]
         if prefill_only:
             # A leader's last prompt token is prefill, too: its followers fork when it is computed.
-            single, chunked = slots[:0], slots[(pending > 1) | self._slots.leads[slots]]
+            single, chunked = slots[:0], slots[(pending > 1) | self.slots.leads[slots]]
         if not len(single) + len(chunked):
             return None
         # Shortest first, so that sequences of similar length lie side by side and attend together.
-        single = single[np.argsort(self._slots.num_cached[single], kind="stable")]
-        copies = self._tables.prepare_writes(single, self._slots.num_cached[single])
+        single = single[np.argsort(self.slots.num_cached[single], kind="stable")]
+        copies = self.tables.prepare_writes(single, self.slots.num_cached[single])
         chunked, chunks = self._chunks(chunked)
         return BatchPlan(
             slots=np.concatenate([single, chunked]),
@@ -88,24 +85,24 @@ class Scheduler:
         """A launch for the slots that are up to date, with as many steps as free blocks allow."""
         self._free_blocks_for_writes()
         slots = self._single_slots()
-        slots = slots[~self._slots.leads[slots]]
+        slots = slots[~self.slots.leads[slots]]
         if not len(slots):
             return None
-        num_cached, limits = self._slots.num_cached[slots], self._slots.limits[slots]
+        num_cached, limits = self.slots.num_cached[slots], self.slots.limits[slots]
         num_steps = min(max_steps, int((limits - num_cached).max()) - 1)
-        while num_steps > 1 and not self._tables.has_room(
+        while num_steps > 1 and not self.tables.has_room(
             slots, positions=num_cached, num_tokens=np.minimum(num_cached + num_steps, limits - 1)
         ):
             num_steps //= 2
-        copies = self._tables.prepare_writes(slots, num_cached)
-        self._tables.extend(slots, num_tokens=np.minimum(num_cached + num_steps, limits - 1))
+        copies = self.tables.prepare_writes(slots, num_cached)
+        self.tables.extend(slots, num_tokens=np.minimum(num_cached + num_steps, limits - 1))
         return DecodePlan(slots=slots, num_steps=num_steps, copies=copies)
 
     def shrink_prefill(self) -> bool:
         """Plan smaller passes from now on; False if they are as small as they can be."""
-        if self._prefill_tokens <= _MIN_PREFILL_TOKENS:
+        if self.prefill_tokens <= _MIN_PREFILL_TOKENS:
             return False
-        self._prefill_tokens //= 2
+        self.prefill_tokens //= 2
         return True
 
     def complete(self, plan: BatchPlan) -> tuple[np.ndarray, np.ndarray]:
@@ -114,7 +111,7 @@ class Scheduler:
         Returns (slots, rows): the slots that now need a token, and for each the row of the plan
         with its logits. Followers of a finished prefill join on their leader's row.
         """
-        slots = self._slots
+        slots = self.slots
         slots.num_cached[plan.slots] += plan.counts
         due = np.flatnonzero(slots.num_cached[plan.slots] == slots.num_tokens[plan.slots])
         joined: list[int] = []
@@ -132,7 +129,7 @@ class Scheduler:
 
     def remove(self, request_id: str) -> list[Sequence]:
         """Remove and return all unfinished members of a request, running or waiting."""
-        removed = [s for s in self._slots.running() if s.request.id == request_id]
+        removed = [s for s in self.slots.running() if s.request.id == request_id]
         for sequence in removed:
             self.finish(sequence)
         removed += self.waiting.remove(request_id)
@@ -140,21 +137,21 @@ class Scheduler:
 
     def sequences(self) -> list[Sequence]:
         """All unfinished sequences, running or waiting."""
-        leaders = [*self._slots.running(), *self.waiting.sequences()]
+        leaders = [*self.slots.running(), *self.waiting.sequences()]
         return [member for leader in leaders for member in (leader, *leader.followers)]
 
     def preempt_all(self) -> None:
         """Move all running sequences to the wait queue. They keep the blocks of their KV, unless
         their prefill is still under way."""
-        slots = self._slots
+        slots = self.slots
         self._record_sources()
         for sequence in slots.running():
             slot = sequence.slot
             assert slot is not None
             is_decoding = slots.num_tokens[slot] - slots.num_cached[slot] == 1
-            if is_decoding and not slots.leads[slot] and self._states is None:
+            if is_decoding and not slots.leads[slot] and self.states is None:
                 self._free_slot(sequence)
-                sequence.held_blocks = self._tables.take(slot)
+                sequence.held_blocks = self.tables.take(slot)
             else:
                 self._leave(sequence, ends=False)
             self.waiting.add(sequence)
@@ -163,10 +160,10 @@ class Scheduler:
         """Drop all KV, so that other weights recompute it; or that of sequences without a sampled
         token, whose record would not tell that several weights computed their context."""
         self._record_sources()
-        for sequence in self._slots.running():
+        for sequence in self.slots.running():
             slot = sequence.slot
-            if not only_prompts or self._slots.num_tokens[slot] == self._slots.num_prompt[slot]:
-                self._tables.pool.release(self._tables.take(self._free_slot(sequence)))
+            if not only_prompts or self.slots.num_tokens[slot] == self.slots.num_prompt[slot]:
+                self.tables.pool.release(self.tables.take(self._free_slot(sequence)))
                 self.waiting.add(sequence)
         self.waiting.forget_kv(only_prompts=only_prompts)
 
@@ -176,37 +173,37 @@ class Scheduler:
         Decoding waits for this call, so the KV history of each sequence is left to settle().
         """
         self._record_sources()
-        self._prefixes.begin(version)
-        self._unrecorded = self._slots.running(), self._slots.num_cached.copy()
+        self.prefixes.begin(version)
+        self._unrecorded = self.slots.running(), self.slots.num_cached.copy()
 
     def settle(self) -> None:
         """Do the bookkeeping that was put off; called while the device works."""
         self._record_sources()
-        self._prefixes.settle()
+        self.prefixes.settle()
 
     def _chunks(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which of these slots prefill now, first in the queue first, and how many tokens each."""
-        ranks = [self._slots.sequence(slot).rank for slot in slots]
+        ranks = [self.slots.sequence(slot).rank for slot in slots]
         slots = slots[np.argsort(ranks, kind="stable")]
-        pending = self._slots.num_tokens[slots] - self._slots.num_cached[slots]
-        budgets = self._prefill_tokens - (pending.cumsum() - pending)
+        pending = self.slots.num_tokens[slots] - self.slots.num_cached[slots]
+        budgets = self.prefill_tokens - (pending.cumsum() - pending)
         chunks = np.minimum(pending, budgets)
         return slots[chunks > 0], chunks[chunks > 0]
 
     def _single_slots(self) -> np.ndarray:
-        slots = self._slots
+        slots = self.slots
         return np.flatnonzero(slots.occupied & (slots.num_tokens - slots.num_cached == 1))
 
     def _blocks_to_write(self) -> int:
         single = self._single_slots()
-        return self._tables.blocks_to_write(single, self._slots.num_cached[single])
+        return self.tables.blocks_to_write(single, self.slots.num_cached[single])
 
     def _free_blocks_for_writes(self) -> None:
         """Preempt until every running slot can write its next token."""
-        while self._blocks_to_write() > self._tables.pool.num_free:
+        while self._blocks_to_write() > self.tables.pool.num_free:
             if self.waiting.drop_latest_held():
                 continue
-            latest = max(self._slots.running(), key=lambda sequence: sequence.arrival)
+            latest = max(self.slots.running(), key=lambda sequence: sequence.arrival)
             self._leave(latest, ends=False)
             self.waiting.add(latest)
             self.num_preemptions += 1
@@ -215,7 +212,7 @@ class Scheduler:
         """Give slots to waiting sequences, in order, as far as slots, blocks and prefill go."""
         if not self.waiting:
             return
-        slots, tables = self._slots, self._tables
+        slots, tables = self.slots, self.tables
         running = slots.running()
         # Slots for the followers of a prefill in progress are reserved.
         num_free_slots = slots.num_free - sum(len(s.followers) for s in running)
@@ -230,10 +227,10 @@ class Scheduler:
             is_forked = sequence.held_blocks is not None
             # Prefill of sequences that it passes does not delay it.
             is_before = (pending > 1) & (ranks <= sequence.rank)
-            budget = self._prefill_tokens - num_started - int(pending[is_before].sum())
+            budget = self.prefill_tokens - num_started - int(pending[is_before].sum())
             if not is_forked and budget <= 0:
                 break
-            prefix = None if is_forked else self._prefixes.find(sequence)
+            prefix = None if is_forked else self.prefixes.find(sequence)
             cost, num_new = self._cost(sequence, prefix)
             # One spare block per running slot, or the new sequence might be preempted at once.
             headroom = int(slots.occupied.sum())
@@ -252,9 +249,9 @@ class Scheduler:
         if prefix is None:
             return 1, 0  # it writes into a shared block, which takes a copy
         # A cached block without references counts as free until it is taken.
-        num_in_use = int((self._tables.pool.references[prefix.blocks] > 0).sum())
+        num_in_use = int((self.tables.pool.references[prefix.blocks] > 0).sum())
         num_tokens = len(sequence.tokens)
-        return self._tables.blocks_for(num_tokens) - num_in_use, num_tokens - prefix.num_tokens
+        return self.tables.blocks_for(num_tokens) - num_in_use, num_tokens - prefix.num_tokens
 
     def _start(self, sequence: Sequence, prefix: Prefix | None) -> None:
         """Give a sequence a slot, with the KV of this prefix, or with the KV that it holds."""
@@ -264,12 +261,12 @@ class Scheduler:
             sequence.held_blocks = None
         else:
             blocks, num_cached = prefix.blocks, prefix.num_tokens
-            self._tables.pool.share(blocks)
+            self.tables.pool.share(blocks)
             self.num_cached_tokens += num_cached
             sequence.kv_history = prefix.kv_history
-        slot = self._slots.assign(sequence, num_cached=num_cached)
-        self._tables.assign(slot, blocks)
-        self._tables.extend(np.array([slot]), num_tokens=np.array([len(sequence.tokens)]))
+        slot = self.slots.assign(sequence, num_cached=num_cached)
+        self.tables.assign(slot, blocks)
+        self.tables.extend(np.array([slot]), num_tokens=np.array([len(sequence.tokens)]))
         self._record_source(sequence, at=num_cached)
 
     def _record_sources(self) -> None:
@@ -282,7 +279,7 @@ class Scheduler:
             self._record_source(sequence, at=int(num_cached[sequence.slot]))
 
     def _record_source(self, sequence: Sequence, *, at: int) -> None:
-        source = self._prefixes.source_for(sequence.request)
+        source = self.prefixes.source_for(sequence.request)
         sequence.kv_history = extend_history(sequence.kv_history, at=at, source=source)
 
     def _fork(self, leader: Sequence) -> list[int]:
@@ -290,43 +287,43 @@ class Scheduler:
         self._record_sources()
         followers, leader.followers = leader.followers, []
         assert leader.slot is not None
-        self._slots.leads[leader.slot] = False
+        self.slots.leads[leader.slot] = False
         forked = []
         for follower in followers:
-            if not self._slots.num_free and self._states is not None:
+            if not self.slots.num_free and self.states is not None:
                 self.waiting.add(follower)
                 continue
             follower.kv_history = leader.kv_history
-            blocks = self._tables.share(leader.slot)
-            if not self._slots.num_free:
+            blocks = self.tables.share(leader.slot)
+            if not self.slots.num_free:
                 follower.held_blocks = blocks
                 self.waiting.add(follower)
                 continue
-            slot = self._slots.assign(follower, num_cached=len(follower.tokens))
-            self._tables.assign(slot, blocks)
+            slot = self.slots.assign(follower, num_cached=len(follower.tokens))
+            self.tables.assign(slot, blocks)
             forked.append(slot)
-        if self._states is not None and forked:
-            self._states.copy(leader.slot, forked)
+        if self.states is not None and forked:
+            self.states.copy(leader.slot, forked)
         return forked
 
     def _leave(self, sequence: Sequence, *, ends: bool) -> None:
         self._record_sources()
         slot = self._free_slot(sequence)
-        self._prefixes.leave(
+        self.prefixes.leave(
             sequence,
-            blocks=self._tables.take(slot),
-            num_cached=int(self._slots.num_cached[slot]),
+            blocks=self.tables.take(slot),
+            num_cached=int(self.slots.num_cached[slot]),
             ends=ends,
         )
 
     def _free_slot(self, sequence: Sequence) -> int:
         """Free its slot, after a request to read the routes of the tokens that it fed there."""
-        slot, slots, routes = sequence.slot, self._slots, sequence.routes
+        slot, slots, routes = sequence.slot, self.slots, sequence.routes
         assert slot is not None
         # Without a sampled token, the whole prompt is prefilled again, and its routes with it.
         has_begun = slots.num_tokens[slot] > slots.num_prompt[slot]
-        if self._routes is not None and routes is not None and has_begun:
+        if self.routes is not None and routes is not None and has_begun:
             positions = np.arange(routes.end, slots.num_cached[slot])
             if len(positions):
-                routes.append(self._routes.read(self._tables.kv_slots(slot, positions)))
+                routes.append(self.routes.read(self.tables.kv_slots(slot, positions)))
         return slots.free(sequence)
