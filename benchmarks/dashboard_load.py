@@ -28,6 +28,16 @@ import aiohttp
 KEYS = "reward/mean,reward/std,throughput/samples_per_s,staleness/mean,staleness/max,entropy"
 
 
+def start_dashboard(run_dir: Path) -> tuple[subprocess.Popen[str], str]:
+    """The process, and the URL that it prints."""
+    command = [sys.executable, "-m", "millrace", "dashboard", str(run_dir), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    found = re.search(r"http://\S+", process.stdout.readline())
+    assert found is not None, "the dashboard did not start"
+    return process, found[0]
+
+
 async def view(url: str, written: dict[int, float], delays: list[float], ready: asyncio.Event):
     token = url.partition("token=")[2]
     headers = {"Authorization": f"Bearer {token}"}
@@ -79,15 +89,11 @@ def main() -> None:
         copy.mkdir()
         for name in ("config.toml", "metrics.jsonl"):
             shutil.copyfile(args.run_dir / name, copy / name)
-        command = [sys.executable, "-m", "millrace", "dashboard", str(copy), "--port", "0"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
-        assert found is not None, "the dashboard did not start"
+        process, url = start_dashboard(copy)
         metrics = copy / "metrics.jsonl"
         last = json.loads(metrics.read_text().splitlines()[-1])
         delays = asyncio.run(
-            measure(found[0], metrics, last, viewers=args.viewers, seconds=args.seconds)
+            measure(url, metrics, last, viewers=args.viewers, seconds=args.seconds)
         )
         process.send_signal(signal.SIGTERM)
         _, _, usage = os.wait4(process.pid, 0)

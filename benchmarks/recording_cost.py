@@ -1,10 +1,12 @@
 """What rollouts/ and lifecycle/ cost: samples/s of a short CPU run with and without them.
 
     python benchmarks/recording_cost.py --pairs 5 --steps 24
+    python benchmarks/recording_cost.py --pairs 5 --steps 60 --dashboard
 
 Pairs alternate, so that a machine that becomes slower does not count against one side. Each run is
 the demo's, with a process of its own. `monitoring.samples_per_step = 0` turns both records off. The
-last line is the time of the writing thread for one step of long episodes, without a run.
+last line is the time of the writing thread for one step of long episodes, without a run. With
+--dashboard, all runs have records, and one of each pair has `millrace dashboard` and a viewer.
 """
 
 import argparse
@@ -18,6 +20,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from dashboard_load import start_dashboard, view
 
 from millrace.config import load_config
 from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Turn
@@ -33,27 +36,35 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--samples", type=int, default=4, help="monitoring.samples_per_step")
+    parser.add_argument("--dashboard", action="store_true", help="measure the dashboard instead")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         make_model(model, 0)
         losses: list[float] = []
         for pair in range(args.pairs):
-            order = (0, args.samples) if pair % 2 else (args.samples, 0)
-            rates = {n: measure(Path(folder), model, steps=args.steps, samples=n) for n in order}
-            losses.append(1 - rates[args.samples] / rates[0])
+            rates: dict[bool, float] = {}
+            for is_with in (False, True) if pair % 2 else (True, False):
+                samples = args.samples if is_with or args.dashboard else 0
+                watched = is_with and args.dashboard
+                rates[is_with] = measure(
+                    Path(folder), model, steps=args.steps, samples=samples, watched=watched
+                )
+            losses.append(1 - rates[True] / rates[False])
             print(
-                f"pair {pair + 1}: {rates[0]:.1f} samples/s without,"
-                f" {rates[args.samples]:.1f} with, loss {losses[-1]:+.1%}",
+                f"pair {pair + 1}: {rates[False]:.1f} samples/s without,"
+                f" {rates[True]:.1f} with, loss {losses[-1]:+.1%}",
                 flush=True,
             )
         print(f"median loss of samples/s: {median(losses):+.1%}")
+        if args.dashboard:
+            return
         seconds = asyncio.run(write_seconds(Path(folder), model, samples=args.samples))
         print(f"writing one step of {args.samples} episodes of 1024 tokens: {1e3 * seconds:.1f} ms")
 
 
-def measure(folder: Path, model: Path, *, steps: int, samples: int) -> float:
-    """Samples/s of a run, without its start."""
+def measure(folder: Path, model: Path, *, steps: int, samples: int, watched: bool) -> float:
+    """Samples/s of a run, without its start; `watched` by a viewer of the dashboard."""
     run_dir = folder / f"run_{time.monotonic_ns()}"
     overrides = {
         "model": str(model),
@@ -68,10 +79,28 @@ def measure(folder: Path, model: Path, *, steps: int, samples: int) -> float:
     file = folder / "config.json"
     file.write_text(config.model_dump_json())
     code = "import json, sys, millrace; millrace.train(json.load(open(sys.argv[1])))"
-    subprocess.run([sys.executable, "-c", code, str(file)], check=True)
+    run = subprocess.Popen([sys.executable, "-c", code, str(file)])
     written = RunDir(run_dir)
+    if watched:
+        while not written.metrics.exists() and run.poll() is None:
+            time.sleep(0.1)
+        asyncio.run(watch(run_dir, run))
+    assert run.wait() == 0
     assert written.lifecycle.exists() == bool(samples)
     return json.loads(written.summary.read_text())["samples_per_s"]
+
+
+async def watch(run_dir: Path, run: subprocess.Popen[bytes]) -> None:
+    """Show the run to a viewer until it ends."""
+    dashboard, url = start_dashboard(run_dir)
+    seen: list[float] = []
+    steps = dict.fromkeys(range(1_000_000), 0.0)
+    viewer = asyncio.create_task(view(url, steps, seen, asyncio.Event()))
+    await asyncio.to_thread(run.wait)
+    viewer.cancel()
+    dashboard.terminate()
+    dashboard.wait()
+    assert len(seen) > 2, "the viewer saw no steps"
 
 
 async def write_seconds(folder: Path, model: Path, *, samples: int) -> float:
