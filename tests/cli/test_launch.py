@@ -43,7 +43,19 @@ def launch(*arguments: str) -> str:
         (["--engine.remote", "4"], "engine.remote = 4 needs nodes beside the controller's, and"),
         (
             ["--trainer.ranks", "2", "--trainer.remote", "1"],
-            "trainer.remote = 1 needs `millrace join --role trainer` on other nodes",
+            "trainer.remote = 1 needs nodes beside the controller's, and --nodes is 1; give",
+        ),
+        (
+            ["--nodes=2", "--trainer.ranks=2", "--trainer.remote=1", "--engine.remote=1"],
+            "engine.remote = 1 needs nodes beside the trainer's, and --nodes is 2; give --nodes 3",
+        ),
+        (
+            ["--nodes=3", "--trainer.ranks=5", "--trainer.remote=2"],
+            "trainer.remote = 2 cannot be shared by nodes with 3 ranks each",
+        ),
+        (
+            ["--environment.remote", "1"],
+            "environment.remote = 1 needs `millrace join --role environment` on other nodes",
         ),
         (["--nodes", "2"], "engine.remote = 0 cannot be shared equally by the 1 node"),
         (["--nodes", "4", "--engine.remote", "5"], "set engine.remote to 6, or change --nodes"),
@@ -103,6 +115,27 @@ def test_sbatch_script_has_a_step_for_each_role_and_no_secret(folder):
     assert "--auto-resume --engine.remote 4 --trainer.steps 7 --cluster.address" in script
     assert 'join "$ticket" --count 2 --log-dir' in script
     assert f"export ticket='{folder}/run.ticket'-" in script
+
+
+def test_ranks_on_other_nodes_have_a_step_and_pods_of_their_own(folder):
+    given = ("--nodes", "4", "--trainer.ranks", "16", "--trainer.remote", "8", "--gpus", "8")
+    given = (*given, "--engine.count", "0", "--engine.remote", "16")
+    script = launch("slurm", "run.toml", *given)
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    steps = [line for line in script.splitlines() if "exec srun" in line]
+    assert "--nodes=1 --ntasks=1 --relative=1 " in steps[0]
+    assert 'join "$ticket" --role trainer --count 8 ' in steps[0]
+    assert "--nodes=2 --ntasks=2 --relative=2 " in steps[1]
+    assert 'join "$ticket" --count 8 ' in steps[1]
+    text = launch("kubernetes", "run.toml", *PODS, *given)
+    pods = [made["spec"] for made in yaml.safe_load_all(text) if made["kind"] == "StatefulSet"]
+    assert [(spec["serviceName"], spec["replicas"]) for spec in pods] == [
+        ("my-run-trainer", 1),
+        ("my-run-engines", 2),
+    ]
+    (rank,) = pods[0]["template"]["spec"]["containers"]
+    assert "--role trainer --count 8 " in rank["command"][-1]
+    assert rank["resources"]["limits"] == {"nvidia.com/gpu": 8}
 
 
 FAKES = {

@@ -5,14 +5,16 @@ import math
 import tomllib
 
 import pytest
+import tomli_w
 
+from millrace.cli.launch.plan import plan_launch
 from millrace.cli.main import main
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.plan.lengths import Lengths, read_lengths
 from millrace.plan.model_costs import GPUS, DeviceCosts, ModelShape, gpu_named
 from millrace.plan.report import compared
-from millrace.plan.search import PlannedRun, search
+from millrace.plan.search import PlannedRun, Split, _fitting, search
 
 QWEN_8B = {
     "hidden_size": 4096,
@@ -93,6 +95,26 @@ def test_a_plan_uses_all_gpus_and_fits():
     assert split.engines + split.ranks == 8
     assert max(split.engine_bytes, split.trainer_bytes) <= run.memory_bytes
     assert prediction.staleness_max <= split.max_staleness <= 2
+
+
+@pytest.mark.parametrize("num_gpus", [8, 9, 12, 20, 32, 48, 128])
+@pytest.mark.parametrize("engine_type", ["embedded", "vllm"])
+def test_every_split_can_be_launched(tmp_path, num_gpus, engine_type):
+    """On hosts with 8 GPUs each, of which none has more workers than GPUs."""
+    run = planned(QWEN_30B, num_gpus, "h100", engine={"type": engine_type}, lora={})
+    num_nodes = -(-num_gpus // 8)
+    splits = [Split(**split, groups_per_step=4, max_staleness=1) for split in _fitting(run)]
+    assert max(split.ranks for split in splits) >= num_gpus // 2
+    for split in splits:
+        file = tmp_path / "run.plan.toml"
+        file.write_text(tomli_w.dumps({"model": "m", **run.settings(split)}))
+        plan = plan_launch(file, num_nodes=num_nodes, gpus=["8"], settings={})
+        assert 1 + sum(nodes.num_nodes for nodes in plan.joining) == num_nodes
+        here = plan.config.trainer.num_ranks - plan.config.trainer.remote
+        assert here + plan.config.engine.num_local * split.tp <= 8
+        for nodes in plan.joining:
+            assert nodes.num_workers * (split.tp if nodes.role == "engines" else 1) <= 8
+        assert split.ranks + split.engines * split.tp <= num_gpus
 
 
 @pytest.mark.parametrize(

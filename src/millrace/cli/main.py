@@ -86,8 +86,9 @@ example:
 
 LAUNCH = """\
 Write what a scheduler needs to run RUN.toml on several nodes: an sbatch script for SLURM, or
-manifests for Kubernetes. The first node has the controller and the trainer; the others share
-engine.remote engines equally. The job writes a checkpoint at SIGTERM, is requeued, and resumes.
+manifests for Kubernetes. The first node has the controller and its ranks of the trainer, the next
+ones the trainer.remote ranks, and the others share engine.remote engines equally. The job writes a
+checkpoint at SIGTERM, is requeued, and resumes.
 
 Any setting can be overridden, as with `millrace train`: --section.key value. Options after -- are
 lines of the sbatch script.
@@ -275,7 +276,7 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     add("scheduler", choices=["slurm", "kubernetes"], metavar="slurm|kubernetes")
     add("config", type=Path, metavar="RUN.toml")
     add("--nodes", type=int, default=1, metavar="N", help="nodes or pods (default: 1)")
-    text = "GPUs per node, of all roles or of one: controller or engines; may be repeated"
+    text = "GPUs per node, of all roles or of one: controller, trainer, engines; may be repeated"
     add("--gpus", action="append", default=[], metavar="[ROLE=]N", help=text)
     add("--output", type=Path, metavar="FILE", help="write to this file (default: stdout)")
     text = "a Job and a StatefulSet (default), or a RayJob for the KubeRay operator"

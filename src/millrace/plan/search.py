@@ -68,7 +68,7 @@ class PlannedRun:
         )
 
     def settings(self, split: Split) -> dict[str, dict[str, Any]]:
-        """That differ from those of the run, by section. The first host has all ranks it can."""
+        """That differ from those of the run, by section; `millrace launch` accepts them."""
         num_here = min(self.num_gpus, HOST_GPUS)
         ranks_here = min(split.ranks, num_here)
         engines_here = min(split.engines, (num_here - ranks_here) // split.tp)
@@ -157,10 +157,21 @@ def _fitting(run: PlannedRun) -> Iterator[dict[str, Any]]:
     if engine is None:
         return
     wanted = {run.num_gpus * part // 16 for part in range(1, 16)} | {1, 2, 4}
-    for ranks in sorted(wanted - {0}):
-        engines = (run.num_gpus - ranks) // engine["tp"]
+    whole = {n if n <= HOST_GPUS else n - n % HOST_GPUS for n in wanted}  # hosts of ranks are full
+    for ranks in sorted(whole - {0}):
+        engines = _num_engines(run.num_gpus, ranks=ranks, tp=engine["tp"])
         if engines > 0 and (trainer := _trainer_fit(run, ranks)) is not None:
             yield {"engines": engines, "ranks": ranks, **engine, **trainer}
+
+
+def _num_engines(num_gpus: int, *, ranks: int, tp: int) -> int:
+    """Beside the ranks; hosts without ranks have equally many."""
+    if num_gpus <= HOST_GPUS:
+        return (num_gpus - ranks) // tp
+    here = max(0, HOST_GPUS - ranks) // tp
+    hosts = -(-num_gpus // HOST_GPUS) - max(1, ranks // HOST_GPUS)
+    remote = (num_gpus - ranks) // tp - here
+    return here + remote // hosts * hosts if hosts else here
 
 
 def _engine_fit(run: PlannedRun, tp: int) -> dict[str, int] | None:

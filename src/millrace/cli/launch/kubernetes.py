@@ -1,4 +1,4 @@
-"""Kubernetes manifests of a run: a Job and a StatefulSet, or a RayJob for the KubeRay operator.
+"""Kubernetes manifests of a run: a Job and StatefulSets, or a RayJob for the KubeRay operator.
 
 All pods mount one volume at MOUNT, which holds the folder of the settings and the run directory.
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from textwrap import indent
 
 from millrace.cli.commands import PREEMPTED
-from millrace.cli.launch.plan import LaunchPlan
+from millrace.cli.launch.plan import JoiningNodes, LaunchPlan
 from millrace.core.errors import ConfigError
 
 MOUNT = "/workspace"
@@ -28,11 +28,11 @@ def manifests(plan: LaunchPlan, *, image: str, claim: str, kind: str) -> str:
 
 
 def _job(plan: LaunchPlan, pods: Mapping[str, str]) -> str:
-    """The controller is a Job, because it ends; engines are a StatefulSet, because they rejoin."""
+    """The controller is a Job, because it ends; others are StatefulSets, because they rejoin."""
     ticket = shlex.quote(f"{_run_dir(plan)}.ticket")
     address = f"--cluster.address {shlex.quote(plan.config.cluster.address)}"
     joining = [address, '--cluster.advertise "$POD_IP"', f"--cluster.ticket {ticket}"]
-    more = joining if plan.num_engine_nodes else []
+    more = joining if plan.joining else []
     train = f"rm -f {ticket}; exec millrace {plan.train(_file(plan), *more)}"
     controller = _pod(plan, pods, "controller", command=train, restart="Never")
     job = f"""\
@@ -52,34 +52,38 @@ spec:
         onExitCodes: {{containerName: controller, operator: In, values: [2]}}
   template:
 {indent(controller, "    ")}"""
-    return f"{job}---\n{_engines(plan, pods, ticket=ticket)}" if plan.num_engine_nodes else job
+    sets = (_stateful_set(plan, pods, nodes, ticket=ticket) for nodes in plan.joining)
+    return "---\n".join([job, *sets])
 
 
-def _engines(plan: LaunchPlan, pods: Mapping[str, str], *, ticket: str) -> str:
-    name = f"{plan.name}-engines"
+def _stateful_set(
+    plan: LaunchPlan, pods: Mapping[str, str], nodes: JoiningNodes, *, ticket: str
+) -> str:
+    name = f"{plan.name}-{nodes.role}"
     logs = shlex.quote(f"{_run_dir(plan)}/logs")
     join = (
         f"trap 'exit 0' TERM; until [ -e {ticket} ]; do sleep 1; done;"
-        f" exec millrace join {ticket} --count {plan.engines_per_node} --log-dir {logs}"
+        f" exec millrace join {ticket} {nodes.options} --log-dir {logs}"
     )
     return f"""\
-# Engines. Each pod waits for the ticket of the run, joins, and joins again when the run resumes.
+# The role {nodes.role}. Each pod waits for the ticket of the run and joins; it joins again when the
+# run resumes.
 apiVersion: apps/v1
 kind: StatefulSet
 metadata: {{name: {name}}}
 spec:
-  replicas: {plan.num_engine_nodes}
+  replicas: {nodes.num_nodes}
   serviceName: {name}
   podManagementPolicy: Parallel
-  selector: {{matchLabels: {{app: {plan.name}, role: engines}}}}
+  selector: {{matchLabels: {{app: {plan.name}, role: {nodes.role}}}}}
   template:
-{indent(_pod(plan, pods, "engines", command=join), "    ")}---
+{indent(_pod(plan, pods, nodes.role, command=join), "    ")}---
 apiVersion: v1
 kind: Service
 metadata: {{name: {name}}}
 spec:
   clusterIP: None
-  selector: {{app: {plan.name}, role: engines}}
+  selector: {{app: {plan.name}, role: {nodes.role}}}
 """
 
 
@@ -92,9 +96,9 @@ def _rayjob(plan: LaunchPlan, pods: Mapping[str, str]) -> str:
     workers = f"""
     workerGroupSpecs:
       - groupName: engines
-        replicas: {plan.num_engine_nodes}
-        minReplicas: {plan.num_engine_nodes}
-        maxReplicas: {plan.num_engine_nodes}
+        replicas: {plan.num_nodes - 1}
+        minReplicas: {plan.num_nodes - 1}
+        maxReplicas: {plan.num_nodes - 1}
         rayStartParams: {{}}
         template:
 {indent(_pod(plan, pods, "engines"), " " * 10)}"""
@@ -111,7 +115,7 @@ spec:
     headGroupSpec:
       rayStartParams: {{}}
       template:
-{indent(head, " " * 8).rstrip()}{workers if plan.num_engine_nodes else ""}
+{indent(head, " " * 8).rstrip()}{workers if plan.num_nodes - 1 else ""}
 """
 
 

@@ -1,7 +1,8 @@
 """What a job of `millrace launch` consists of: its nodes, the GPUs of its roles, its commands.
 
-The controller and the trainer run on one node; each of the others brings the same number of
-engines. Promise: a plan that cannot run is refused in one sentence before anything is written.
+The controller and the first ranks of the trainer run on one node. The next nodes bring as many
+ranks each, until there are all, and each of the others brings the same number of engines. Promise:
+a plan that cannot run is refused in one sentence before anything is written.
 """
 
 import math
@@ -15,9 +16,25 @@ from millrace.config import RunConfig, load_config, parse_override
 from millrace.core.errors import ConfigError, suggestion
 from millrace.run.checks import check_settings
 
-ROLES = ("controller", "engines")
+ROLES = ("controller", "trainer", "engines")
 # Between checkpoint.grace_s and the kill by the scheduler: workers stop, and signals may be late.
 KILL_MARGIN_S = 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoiningNodes:
+    """Nodes whose workers come with `millrace join`."""
+
+    role: str  # "trainer" or "engines"
+    first: int  # number of the first of these nodes
+    num_nodes: int
+    num_workers: int  # on each
+
+    @property
+    def options(self) -> str:
+        """Of `millrace join`."""
+        role = "--role trainer " if self.role == "trainer" else ""
+        return f"{role}--count {self.num_workers}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,14 +45,7 @@ class LaunchPlan:
     num_nodes: int
     gpus: Mapping[str, int]  # by role, per node
     settings: Mapping[str, str]  # as given on the command line
-
-    @property
-    def num_engine_nodes(self) -> int:
-        return self.num_nodes - 1
-
-    @property
-    def engines_per_node(self) -> int:
-        return self.config.engine.remote // self.num_engine_nodes
+    joining: Sequence[JoiningNodes]
 
     @property
     def kill_after_s(self) -> int:
@@ -65,21 +75,18 @@ def plan_launch(
     check_settings(config)
     if num_nodes < 1:
         raise ConfigError(f"--nodes {num_nodes} leaves no node for the controller; give 1 or more.")
-    # Of workers on other nodes, jobs start engines only.
-    others = {"trainer": config.trainer.remote, "environment": config.environment.remote}
-    for role, count in others.items():
-        if count > 0:
-            raise ConfigError(
-                f"{role}.remote = {count} needs `millrace join --role {role}` on other nodes, which"
-                " `millrace launch` does not start; set it to 0, or use cluster.launcher = 'ray'."
-            )
-    if joins:
-        _check_engines(num_nodes=num_nodes, remote=config.engine.remote)
-    elif config.engine.remote > 0:
+    if (count := config.environment.remote) > 0:
         raise ConfigError(
-            f"engine.remote = {config.engine.remote} is for hosts that join, and Ray places the"
-            " engines of a RayJob; set engine.count instead."
+            f"environment.remote = {count} needs `millrace join --role environment` on other nodes,"
+            " which `millrace launch` does not start; set it to 0, or use cluster.launcher = 'ray'."
         )
+    if not joins:
+        for role, count in (("engine", config.engine.remote), ("trainer", config.trainer.remote)):
+            if count > 0:
+                raise ConfigError(
+                    f"{role}.remote = {count} is for hosts that join, and Ray places the workers of"
+                    " a RayJob; set it to 0."
+                )
     # The folder of the settings, as Kubernetes allows names.
     name = re.sub(r"[^a-z0-9]+", "-", file.resolve().parent.name.lower())[:40].strip("-")
     return LaunchPlan(
@@ -89,6 +96,7 @@ def plan_launch(
         num_nodes=num_nodes,
         gpus=read_gpus(gpus),
         settings=settings,
+        joining=_joining(config, num_nodes=num_nodes) if joins else (),
     )
 
 
@@ -106,17 +114,40 @@ def read_gpus(given: Sequence[str]) -> dict[str, int]:
     return gpus
 
 
-def _check_engines(*, num_nodes: int, remote: int) -> None:
-    others = num_nodes - 1
-    if remote > 0 and others == 0:
+def _joining(config: RunConfig, *, num_nodes: int) -> list[JoiningNodes]:
+    """The nodes beside the controller's: first those of the trainer, then those of engines."""
+    ranks, engines = config.trainer.remote, config.engine.remote
+    ranks_here = config.trainer.num_ranks - ranks
+    if ranks % ranks_here:
         raise ConfigError(
-            f"engine.remote = {remote} needs nodes beside the controller's, and --nodes is 1; give"
-            " --nodes 2 or more."
+            f"trainer.remote = {ranks} cannot be shared by nodes with {ranks_here} ranks each, as"
+            f" many as trainer.ranks = {config.trainer.num_ranks} leaves for the first; set it so"
+            " that all nodes have equally many."
         )
-    if others > 0 and (remote < others or remote % others):
+    others = num_nodes - 1 - ranks // ranks_here
+    if others < 0 or (engines > 0 and others == 0):
+        needed = num_nodes - others + (engines > 0)
+        setting = f"trainer.remote = {ranks}" if others < 0 else f"engine.remote = {engines}"
+        beside = "the trainer's" if others >= 0 and ranks else "the controller's"
+        raise ConfigError(
+            f"{setting} needs nodes beside {beside}, and --nodes is {num_nodes}; give --nodes"
+            f" {needed} or more."
+        )
+    if others > 0 and (engines < others or engines % others):
         nodes = "1 node" if others == 1 else f"{others} nodes"
         raise ConfigError(
-            f"engine.remote = {remote} cannot be shared equally by the {nodes} that --nodes"
+            f"engine.remote = {engines} cannot be shared equally by the {nodes} that --nodes"
             f" {num_nodes} leaves for engines; set engine.remote to"
-            f" {others * max(1, round(remote / others))}, or change --nodes."
+            f" {others * max(1, round(engines / others))}, or change --nodes."
         )
+    joining = list[JoiningNodes]()
+    for role, count, workers in (
+        ("trainer", ranks // ranks_here, ranks_here),
+        ("engines", others, engines // max(1, others)),
+    ):
+        if count > 0:
+            first = 1 + sum(step.num_nodes for step in joining)
+            joining.append(
+                JoiningNodes(role=role, first=first, num_nodes=count, num_workers=workers)
+            )
+    return joining

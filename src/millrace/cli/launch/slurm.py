@@ -1,4 +1,4 @@
-"""The sbatch script of a run: one srun step for the controller, and one for engines that join.
+"""The sbatch script of a run: one srun step for the controller, and one for each role that joins.
 
 Promise: the script requeues its job after a preemption or before the time limit, and never after
 scancel. The ticket is a file of mode 0600 beside run_dir; no secret is on a command line.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from millrace.cli.commands import PREEMPTED
-from millrace.cli.launch.plan import LaunchPlan
+from millrace.cli.launch.plan import JoiningNodes, LaunchPlan
 
 REJOIN_S = 5  # between two attempts of a node to join
 
@@ -34,7 +34,9 @@ def slurm_script(plan: LaunchPlan, *, options: Sequence[str]) -> str:
     python = f"{shlex.quote(sys.executable)} -m millrace"
     address = shlex.quote(plan.config.cluster.address)
     joining = [f"--cluster.address {address}", '--cluster.ticket "$ticket"']
-    more = joining if plan.num_engine_nodes else []
+    more = joining if plan.joining else []
+    logs = run_dir / "logs"
+    steps = "".join(_step(plan, nodes, python=python, logs=logs) for nodes in plan.joining)
     return f"""\
 #!/bin/bash
 # Trains {plan.file}; written by `millrace launch slurm`.
@@ -50,7 +52,7 @@ trap 'was_signalled=1; scancel --signal=TERM "$SLURM_JOB_ID.0"' TERM
 {_srun(plan, "controller", nodes=1, first=0)} \\
     {python} {plan.train(str(plan.file), *more)} &
 controller=$!
-{_engines(plan, python=python, logs=run_dir / "logs") if plan.num_engine_nodes else ""}
+{steps}
 # A signal ends `wait` early.
 code=
 while [ -z "$code" ]; do
@@ -68,13 +70,13 @@ exit "$code"
 """
 
 
-def _engines(plan: LaunchPlan, *, python: str, logs: Path) -> str:
-    count = f"--count {plan.engines_per_node} --log-dir {shlex.quote(str(logs))}"
-    join = f'{python} join "$ticket" {count}'
+def _step(plan: LaunchPlan, nodes: JoiningNodes, *, python: str, logs: Path) -> str:
+    join = f'{python} join "$ticket" {nodes.options} --log-dir {shlex.quote(str(logs))}'
     loop = f'while [ -e "$ticket" ]; do {join} || sleep {REJOIN_S}; done'
-    step = _srun(plan, "engines", nodes=plan.num_engine_nodes, first=1)
+    step = _srun(plan, nodes.role, nodes=nodes.num_nodes, first=nodes.first)
+    workers = "Ranks of the trainer" if nodes.role == "trainer" else "Engines"
     return f"""
-# Engines, on the other nodes. A node joins again until the run ends and removes its ticket.
+# {workers}, on other nodes. A node joins again until the run ends and removes its ticket.
 (
     while [ ! -e "$ticket" ] && kill -0 "$controller" 2>/dev/null; do sleep 1; done
     exec {step} bash -c {shlex.quote(loop)}
