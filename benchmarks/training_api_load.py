@@ -54,7 +54,7 @@ class LoadTenant:
             how = {"data": body, "headers": {**self._headers, **kind}}
         async with self._http.post(f"/api/v1/{path}", **how) as reply:
             is_json = reply.content_type == "application/json"
-            result = await (reply.json() if is_json else reply.read())
+            result: Any = await (reply.json() if is_json else reply.read())
         if reply.status != 200 or (is_json and "error" in result):
             raise RuntimeError(f"{path}: {reply.status} {result}")
         return result

@@ -37,8 +37,10 @@ class ServeSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSettings:
-    folder: Path  # of saved states
+    folder: Path  # of saved states and the audit log
     max_rank: int
+    max_tokens: int | None = None  # of a key per minute; None = any number
+    max_bytes: int | None = None  # of the saved states of a key
 
 
 def read_options(args: argparse.Namespace, settings: Mapping[str, object]) -> ServeSettings:
@@ -88,7 +90,16 @@ def _training(args: argparse.Namespace, config: RunConfig) -> TrainingSettings:
             f"--train --engines {args.engines} --engine.type {config.engine.type} --train-max-rank"
             f" {args.train_max_rank} cannot serve adapters; use embedded engines and a rank from 1."
         )
-    return TrainingSettings(folder=args.train_dir.absolute(), max_rank=args.train_max_rank)
+    for option in ("--train-max-tokens", "--train-max-bytes"):
+        value = getattr(args, option.removeprefix("--").replace("-", "_"))
+        if value is not None and value < 1:
+            raise ConfigError(f"{option} {value} is not allowed; give a number above 0.")
+    return TrainingSettings(
+        folder=args.train_dir.absolute(),
+        max_rank=args.train_max_rank,
+        max_tokens=args.train_max_tokens,
+        max_bytes=args.train_max_bytes,
+    )
 
 
 def _limits(args: argparse.Namespace) -> ServerLimits:

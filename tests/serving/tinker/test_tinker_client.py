@@ -182,6 +182,42 @@ def test_tenants_do_not_see_each_other(server: str, client: Any):
     assert client.create_training_client_from_state(path).get_info().lora_rank == 4
 
 
+def test_the_client_lists_and_deletes_states(server: str):
+    client = tinker.ServiceClient(base_url=server, api_key=KEYS[1])
+    model = client.create_lora_training_client(base_model=NAME, rank=4)
+    path = model.save_state("kept", ttl_seconds=1000).result().path
+    removed = model.save_weights_for_sampler("removed").result().path
+    rest = tinker.RestClient(base_url=server, api_key=KEYS[1])
+    (run,) = rest.list_training_runs().result().training_runs
+    assert (run.training_run_id, run.lora_rank, run.base_model) == (model.model_id, 4, NAME)
+    assert rest.get_training_run_by_tinker_path(path).result().last_checkpoint.tinker_path == path
+    found = rest.list_checkpoints(model.model_id).result().checkpoints
+    assert {(each.tinker_path, each.checkpoint_type) for each in found} == {
+        (path, "training"),
+        (removed, "sampler"),
+    }
+    rest.delete_checkpoint_from_tinker_path(removed).result()
+    (left,) = rest.list_user_checkpoints().result().checkpoints
+    assert left.tinker_path == path
+    assert left.expires_at is not None
+    with pytest.raises(tinker.NotFoundError):
+        client.create_sampling_client(model_path=removed)
+
+
+def test_weights_that_are_saved_again_under_a_name_are_sampled(server: str, client: Any):
+    model = client.create_lora_training_client(base_model=NAME, rank=4, seed=1)
+    path = model.save_weights_for_sampler("name").result().path
+    sampler = client.create_sampling_client(model_path=path)
+    before = greedy(sampler)
+    train(model, steps=20)
+    rest = tinker.RestClient(base_url=server, api_key=KEYS[0])
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    assert model.save_weights_for_sampler("name").result().path == path
+    after = greedy(client.create_sampling_client(model_path=path))
+    assert after != before
+    assert after == greedy(model.save_weights_and_get_sampling_client())
+
+
 def test_errors_name_the_mistake(client: Any):
     with pytest.raises(tinker.BadRequestError, match="this server has my-model"):
         client.create_lora_training_client(base_model="large", rank=4)

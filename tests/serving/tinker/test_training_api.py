@@ -1,6 +1,7 @@
 """The training API over HTTP, without its client: isolation, order, retries and fairness."""
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
 from millrace.serving.served_model import ServedModel
 from millrace.serving.server import http_listener, make_app
+from millrace.serving.settings import TrainingSettings
 from millrace.serving.tinker import protobuf, wire
 from millrace.serving.tinker.computing import AdapterSlots, TrainingThread
 from millrace.serving.tinker.routes import add_routes
@@ -70,6 +72,14 @@ class Caller:
         async with self._http.post(f"/api/v1/{path}", headers=headers, **how) as reply:
             is_json = reply.content_type == "application/json"
             return reply.status, await (reply.json() if is_json else reply.read())
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self._http.get(f"/api/v1/{path}", headers=self._headers) as reply:
+            return reply.status, await reply.json()
+
+    async def delete(self, path: str) -> int:
+        async with self._http.delete(f"/api/v1/{path}", headers=self._headers) as reply:
+            return reply.status
 
     async def future(self, path: str, body: Any) -> Any:
         status, reply = await self.post(path, body)
@@ -118,7 +128,7 @@ def adapter_set(model_path: Path, kind: type[AdapterSet] = AdapterSet) -> Adapte
 
 
 @asynccontextmanager
-async def callers(model_path: Path, folder: Path) -> AsyncIterator[list[Caller]]:
+async def callers(model_path: Path, folder: Path, **quotas: int) -> AsyncIterator[list[Caller]]:
     served = ServedModel(
         ScriptedEngine("Yes."),
         tokenizer=chat_tokenizer(),
@@ -133,9 +143,8 @@ async def callers(model_path: Path, folder: Path) -> AsyncIterator[list[Caller]]
         served,
         thread,
         AdapterSlots(["place"]),
-        folder=folder,
+        settings=TrainingSettings(folder=folder, max_rank=8, **quotas),
         model_path=str(model_path),
-        max_rank=8,
     )
     add_routes(app, service, client_config={}, timeout_s=5.0)
     async with (
@@ -226,6 +235,95 @@ async def test_a_name_is_not_replaced_unless_the_client_wants_it(model_path: Pat
         again = {**body, "seq_id": 3, "overwrite": True}
         assert "path" in await one.future("save_weights", again)
         assert (await one.post("save_weights", {**body, "seq_id": 4, "path": "../x"}))[0] == 400
+
+
+async def test_states_are_listed_and_deleted(model_path: Path, tmp_path: Path):
+    async with callers(model_path, tmp_path) as (one, two):
+        model, empty = await one.new_model(), await one.new_model()
+        for seq_id, (call, more) in enumerate(
+            (
+                ("save_weights", {"path": "first"}),
+                ("save_weights_for_sampler", {"path": "second", "ttl_seconds": 1000}),
+                ("save_weights", {"path": "old", "ttl_seconds": 1}),
+                ("save_weights_for_sampler", {}),
+            ),
+            start=1,
+        ):
+            await one.future(call, {"model_id": model, "seq_id": seq_id, **more})
+        await asyncio.sleep(1.1)
+        _, reply = await one.get(f"training_runs/{model}/checkpoints")
+        first, second = sorted(reply["checkpoints"], key=lambda each: each["checkpoint_id"])[::-1]
+        assert first["tinker_path"] == f"tinker://{model}/weights/first"
+        assert (first["checkpoint_type"], first["expires_at"]) == ("training", None)
+        assert first["size_bytes"] > 1000
+        assert (second["checkpoint_type"], second["expires_at"] > "2") == ("sampler", True)
+        assert (await one.get("checkpoints?limit=1&offset=1"))[1]["cursor"] == {
+            "offset": 1,
+            "limit": 1,
+            "total_count": 2,
+        }
+        assert (await one.get("checkpoints?limit=x"))[0] == 400
+        _, runs = await one.get("training_runs?limit=20")
+        assert {run["training_run_id"] for run in runs["training_runs"]} == {model, empty}
+        _, run = await one.get(f"training_runs/{model}")
+        assert (run["lora_rank"], run["last_checkpoint"]["tinker_path"]) == (
+            4,
+            first["tinker_path"],
+        )
+
+        assert (await two.get("checkpoints"))[1]["checkpoints"] == []
+        assert (await two.get(f"training_runs/{model}"))[0] == 404
+        path = f"training_runs/{model}/checkpoints/weights"
+        assert await two.delete(f"{path}/first") == 404
+        assert await one.delete(f"{path}/..") in (404, 405)
+        assert await one.delete(f"{path}/first") == 204
+        assert await one.delete(f"{path}/first") == 404
+        again = {"model_id": model, "seq_id": 5, "path": "first"}
+        assert "path" in await one.future("save_weights", again)  # also removes what has expired
+    names = {folder.name for folder in tmp_path.rglob("*")}  # noqa: ASYNC240 - the server has ended
+    assert "old" not in names
+    assert not any(name.startswith(".") for name in names)
+
+
+async def test_a_key_over_its_quota_is_refused_and_others_are_not(model_path: Path, tmp_path: Path):
+    async with callers(model_path, tmp_path, max_tokens=10, max_bytes=20_000) as (one, two):
+        model, other = await one.new_model(), await two.new_model()
+        first = await one.train(model, 1)
+        assert await one.train(model, 1) == first
+        await one.train(model, 2)  # 16 of 10 tokens are used
+        status, refused = await one.post("forward_backward", a_pass(model, 3))
+        assert (status, refused["error"]["code"]) == (429, "quota_exceeded")
+        assert await one.train(model, 1) == first  # a repeated request is not counted
+        assert (await two.post("forward_backward", a_pass(other, 1)))[0] == 200
+
+        for seq_id in (3, 4, 5):
+            body = {"model_id": model, "seq_id": seq_id, "path": f"state-{seq_id}"}
+            saved = await one.future("save_weights", body)
+            if "error" in saved:
+                break
+        assert "quota of 20000" in saved["error"]
+        await one.delete(f"training_runs/{model}/checkpoints/weights/state-3")
+        body = {"model_id": model, "seq_id": seq_id + 1, "path": "fits"}
+        assert "path" in await one.future("save_weights", body)
+
+
+async def test_the_audit_log_has_a_line_for_each_request(model_path: Path, tmp_path: Path):
+    for _ in range(2):  # a restarted server appends
+        async with callers(model_path, tmp_path) as (one, two):
+            model, _ = await one.new_model(), await two.new_model()
+            await one.train(model, 1)
+            await one.train(model, 1)
+            await one.step(model, 2)
+    log = tmp_path / "audit.jsonl"
+    assert log.stat().st_mode & 0o777 == 0o600
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    operations = ["create_session", "create_model", "create_session", "create_model"]
+    operations += ["forward_backward", "optim_step"]
+    assert [line["operation"] for line in lines] == operations * 2
+    assert [line["tokens"] for line in lines[:6]] == [0, 0, 0, 0, 8, 0]
+    tenants = [line["tenant"] for line in lines]
+    assert tenants[0] == tenants[1] == tenants[5] != tenants[2] == tenants[3]
+    assert not any(key in log.read_text() for key in KEYS)
 
 
 async def test_a_finished_session_frees_its_models(model_path: Path, tmp_path: Path):

@@ -143,6 +143,12 @@ class AdapterSlots:
                 self._users[name] -= 1
                 self._changed.notify_all()
 
+    def forget(self, folder: Path) -> None:
+        """The adapter in this folder has changed or is gone. Running requests keep the old one."""
+        for name, own in self._folders.items():
+            if own == folder:
+                self._folders[name] = None
+
     def _place_of(self, folder: Path) -> str | None:
         held = [name for name, own in self._folders.items() if own == folder]
         free = [name for name in self._folders if not self._users[name]]

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from millrace.config import EngineConfig
 from millrace.serving.api.bodies import Body
-from millrace.serving.api.errors import json_response
+from millrace.serving.api.errors import ApiError, json_response
 from millrace.serving.served_model import ServedModel
 from millrace.serving.server import CLIENT, read_bytes, read_request
 from millrace.serving.settings import ServeSettings
@@ -19,6 +19,7 @@ from millrace.serving.tinker.service import Reply, TrainingService
 from millrace.serving.tinker.tenants import Tenant
 
 NUM_SLOTS = 4  # adapters that engines hold at a time; each makes every pass slower
+MAX_LISTED = 1000  # entries of one reply
 POLL_S = 20.0  # that a request for a result waits, at most
 _PROTOBUF = "application/x-protobuf"
 B = TypeVar("B", bound=Body)
@@ -51,9 +52,8 @@ class TrainingRuntime:
             served,
             self.thread,
             self.slots,
-            folder=settings.training.folder,
+            settings=settings.training,
             model_path=settings.config.model.path,
-            max_rank=settings.training.max_rank,
         )
         # The client sizes its chunks of data, and a request has to hold one.
         chunk = {"fwdbwd_max_chunk_bytes_count": settings.limits.body_bytes // 2}
@@ -86,6 +86,21 @@ def add_routes(
 
         app.router.add_route(method, f"/api/v1/{path}", handle)
 
+    def listing(path: str, name: str, answer: Callable[..., Awaitable[list[Reply]]]) -> None:
+        """A path that returns a part of a list, from `offset` and of at most `limit` entries."""
+
+        async def handle(request: web.Request) -> web.Response:
+            try:
+                offset, limit = (int(request.query.get(key, "0")) for key in ("offset", "limit"))
+            except ValueError:
+                raise ApiError("limit and offset must be integers.") from None
+            found = await answer(tenant(request), *request.match_info.values())
+            offset, limit = max(offset, 0), min(limit, MAX_LISTED) if limit > 0 else MAX_LISTED
+            cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+            return json_response({name: found[offset : offset + limit], "cursor": cursor})
+
+        app.router.add_get(f"/api/v1/{path}", handle)
+
     async def compute(request: web.Request) -> web.Response:
         data = await read_bytes(request, timeout_s=timeout_s, content_type=_PROTOBUF)
         body = await asyncio.to_thread(wire.read_pass, data)
@@ -115,6 +130,11 @@ def add_routes(
     post("save_weights_for_sampler", wire.SaveBody, service.save_for_sampler)
     post("load_weights", wire.LoadBody, service.load_weights)
     post("weights_info", wire.PathBody, service.weights_info)
+    listing("checkpoints", "checkpoints", service.list_states)
+    listing("training_runs", "training_runs", service.list_runs)
+    listing("training_runs/{run}/checkpoints", "checkpoints", service.list_states)
+    plain("GET", "training_runs/{run}", service.get_run)
+    plain("DELETE", "training_runs/{run}/checkpoints/{kind}/{name}", service.delete_state)
     post("create_sampling_session", wire.CreateSamplerBody, service.create_sampler)
     plain("GET", "samplers/{sampler}", service.get_sampler)
     post("asample", wire.SampleBody, service.sample)

@@ -9,8 +9,9 @@ import secrets
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,26 @@ from millrace.serving.api.bodies import MIN_TEMPERATURE, MIN_TOP_P
 from millrace.serving.api.errors import ApiError
 from millrace.serving.clients import Client
 from millrace.serving.served_model import ServedModel
+from millrace.serving.settings import TrainingSettings
 from millrace.serving.tinker import wire
 from millrace.serving.tinker.computing import AdapterSlots, TrainingThread
+from millrace.serving.tinker.states import (
+    EXPIRES,
+    SavedState,
+    delete_expired,
+    delete_state,
+    iso_time,
+    saved_states,
+)
 from millrace.serving.tinker.tenants import Result, Tenant, TenantModel, TenantSession, Work
+from millrace.serving.tinker.usage import AuditLog, TokenQuota
 from millrace.training.adapters.requests import AdapterShape
 
 MAX_MODELS = 16  # of a tenant at a time
 MAX_UNSAVED = 32  # samplers of unsaved weights of a tenant; older ones are removed
 SILENT_S = 3600.0  # after the last heartbeat of a session, its models are freed
 _STEP_TOKENS = 256  # that a request without data counts as, when tenants take turns
+_AUDIT_FILE = "audit.jsonl"
 _UNSAVED = "unsaved"  # folder of weights that only samplers of this process use
 
 Reply = dict[str, Any]
@@ -43,18 +55,39 @@ class TrainingService:
         thread: TrainingThread,
         slots: AdapterSlots,
         *,
-        folder: Path,
+        settings: TrainingSettings,
         model_path: str,
-        max_rank: int,
     ) -> None:
-        """`folder`: of saved states."""
         self._served, self._thread, self._slots = served, thread, slots
-        self._folder, self._model_path, self._max_rank = folder, model_path, max_rank
+        self._settings, self._model_path = settings, model_path
         self._tenants: dict[str, Tenant] = {}
-        shutil.rmtree(folder / _UNSAVED, ignore_errors=True)
+        shutil.rmtree(settings.folder / _UNSAVED, ignore_errors=True)
+        self._audit = AuditLog(settings.folder / _AUDIT_FILE)
 
     def tenant(self, client: Client) -> Tenant:
-        return self._tenants.setdefault(client.tenant, Tenant(client, self._folder))
+        if client.tenant not in self._tenants:
+            quota = TokenQuota(self._settings.max_tokens)
+            self._tenants[client.tenant] = Tenant(client, self._settings.folder, quota)
+        return self._tenants[client.tenant]
+
+    def _submit(
+        self,
+        tenant: Tenant,
+        key: Hashable,
+        work: Work,
+        *,
+        operation: str,
+        about: str,
+        tokens: int = 0,
+    ) -> str:
+        """The id of a future. A repeated request is neither counted nor recorded."""
+        if key in tenant.futures.ids:
+            return tenant.futures.ids[key]
+        if tokens:
+            tenant.quota.take(tokens)
+        id = tenant.futures.submit(key, work)
+        self._audit.write(tenant.name, operation, about=about, tokens=tokens)
+        return id
 
     async def capabilities(self, _tenant: Tenant) -> Reply:
         size = {"max_context_length": self._thread.max_context}
@@ -68,6 +101,7 @@ class TrainingService:
                 await self.finish_session(tenant, id)
         id = uuid.uuid4().hex
         tenant.sessions[id] = TenantSession()
+        self._audit.write(tenant.name, "create_session", about=id)
         return {"session_id": id}
 
     async def heartbeat(self, tenant: Tenant, body: wire.SessionBody) -> Reply:
@@ -84,8 +118,8 @@ class TrainingService:
     async def create_model(self, tenant: Tenant, body: wire.CreateModelBody) -> Reply:
         session, lora = tenant.session(body.session_id), body.lora_config
         self._check_base(body.base_model)
-        if lora.rank > self._max_rank:
-            raise ApiError(f"Rank {lora.rank} exceeds --train-max-rank {self._max_rank}.")
+        if lora.rank > (most := self._settings.max_rank):
+            raise ApiError(f"Rank {lora.rank} exceeds --train-max-rank {most}.")
 
         async def create() -> Result:
             if len(tenant.models) >= MAX_MODELS:
@@ -99,7 +133,9 @@ class TrainingService:
             return {"model_id": id}
 
         key = ("model", body.session_id, body.model_seq_id)
-        return {"request_id": tenant.futures.submit(key, create)}
+        about = body.session_id
+        id = self._submit(tenant, key, create, operation="create_model", about=about)
+        return {"request_id": id}
 
     def _check_base(self, name: str) -> None:
         if name not in (self._served.name, self._model_path):
@@ -111,17 +147,28 @@ class TrainingService:
         info = {"is_lora": True, "lora_rank": rank, "model_name": self._served.name}
         return {"model_id": body.model_id, "model_data": names, **info}
 
-    def _turn(self, tenant: Tenant, body: wire.TurnBody | wire.PassBody, work: Work) -> Reply:
+    def _turn(
+        self,
+        tenant: Tenant,
+        body: wire.TurnBody | wire.PassBody,
+        work: Work,
+        operation: str,
+        tokens: int = 0,
+    ) -> Reply:
         """The future of work on a model, which comes after its earlier requests."""
         model, key = tenant.model(body.model_id), (body.model_id, body.seq_id)
         if body.seq_id < model.next_seq and key not in tenant.futures.ids:
             raise ApiError(f"Request {body.seq_id} of the model was executed long ago.")
 
+        model.used_s = time.time()
+
         async def in_turn() -> Result:
             async with model.turn(body.seq_id):
                 return await work()
 
-        return {"request_id": tenant.futures.submit(key, in_turn)}
+        about = body.model_id
+        id = self._submit(tenant, key, in_turn, operation=operation, about=about, tokens=tokens)
+        return {"request_id": id}
 
     # Training and saved states
 
@@ -130,25 +177,28 @@ class TrainingService:
             logprobs, loss = await self._thread.compute(tenant.name, body)
             return await asyncio.to_thread(wire.pass_result, logprobs, loss)
 
-        return self._turn(tenant, body, compute)
+        operation = "forward_backward" if body.backward else "forward"
+        return self._turn(tenant, body, compute, operation, body.num_tokens)
 
     async def optim_step(self, tenant: Tenant, body: wire.OptimStepBody) -> Reply:
         async def step() -> Result:
             adam, id = body.adam_params.settings(), body.model_id
             return {"metrics": await self._brief(tenant, lambda a: a.step(id, adam))}
 
-        return self._turn(tenant, body, step)
+        return self._turn(tenant, body, step, "optim_step")
 
     async def save_weights(self, tenant: Tenant, body: wire.SaveBody) -> Reply:
-        return self._turn(tenant, body, lambda: self._save(tenant, body, kind="weights"))
+        save = partial(self._save, tenant, body, kind="weights")
+        return self._turn(tenant, body, save, "save_weights")
 
     async def save_for_sampler(self, tenant: Tenant, body: wire.SaveBody) -> Reply:
-        return self._turn(tenant, body, lambda: self._save(tenant, body, kind="sampler_weights"))
+        save = partial(self._save, tenant, body, kind="sampler_weights")
+        return self._turn(tenant, body, save, "save_weights_for_sampler")
 
     async def _save(self, tenant: Tenant, body: wire.SaveBody, *, kind: str) -> Result:
         if body.path is None:
             id = uuid.uuid4().hex
-            folder, reply = self._folder / _UNSAVED / id, {"sampling_session_id": id}
+            folder, reply = self._settings.folder / _UNSAVED / id, {"sampling_session_id": id}
             tenant.samplers[id] = folder
             unsaved = [(id, own) for id, own in tenant.samplers.items() if own and own.name == id]
             for old, removed in unsaved[:-MAX_UNSAVED]:
@@ -159,12 +209,21 @@ class TrainingService:
             folder = tenant.path_of(reply["path"])
 
         def save(adapters: Any) -> None:
+            delete_expired(tenant.folder)
             if folder.exists() and not body.overwrite:
                 raise TaskError(f"{body.path!r} exists; choose another name, or overwrite it.")
-            about = {"base_model": self._served.name}
+            used = 0 if body.path is None else sum(s.num_bytes for s in saved_states(tenant.folder))
+            if self._settings.max_bytes is not None and used >= self._settings.max_bytes:
+                raise TaskError(
+                    f"Your saved states take {used} bytes of the quota of"
+                    f" {self._settings.max_bytes}; delete some of them."
+                )
+            expires_s = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
+            about = {"base_model": self._served.name, EXPIRES: expires_s}
             adapters.save(body.model_id, folder, optimizer=kind == "weights", about=about)
 
         await self._brief(tenant, save)
+        self._slots.forget(folder)
         return reply
 
     async def load_weights(self, tenant: Tenant, body: wire.LoadBody) -> Reply:
@@ -174,7 +233,7 @@ class TrainingService:
             await self._brief(tenant, lambda a: a.load(id, folder, optimizer=optimizer))
             return {"path": body.path, "model_id": id}
 
-        return self._turn(tenant, body, load)
+        return self._turn(tenant, body, load, "load_weights")
 
     async def weights_info(self, tenant: Tenant, body: wire.PathBody) -> Reply:
         about = await self._about(tenant.path_of(body.tinker_path))
@@ -182,6 +241,50 @@ class TrainingService:
         layers = {"train_attn": shape.attention, "train_mlp": shape.mlp}
         base = {"base_model": about["base_model"], "is_lora": True, "lora_rank": shape.rank}
         return {**base, **layers, "train_unembed": False}
+
+    async def list_states(self, tenant: Tenant, model: str | None = None) -> list[Reply]:
+        found = await asyncio.to_thread(saved_states, tenant.folder)
+        return [state.reply() for state in found if model in (None, state.model)]
+
+    async def list_runs(self, tenant: Tenant) -> list[Reply]:
+        """The models in training and those with saved states, the last used one first."""
+        states: dict[str, list[SavedState]] = {id: [] for id in tenant.models}
+        for state in await asyncio.to_thread(saved_states, tenant.folder):
+            states.setdefault(state.model, []).append(state)
+        runs = [self._run(tenant, id, own) for id, own in states.items()]
+        return sorted(runs, key=lambda run: run["last_request_time"], reverse=True)
+
+    def _run(self, tenant: Tenant, id: str, states: list[SavedState]) -> Reply:
+        """A TrainingRun of the client. `states`: the newest first; empty only while it trains."""
+        last = {state.kind: state.reply() for state in reversed(states)}
+        model, base = tenant.models.get(id), self._served.name
+        if model is None:
+            newest = states[0]
+            used_s, rank = newest.saved_s, newest.about["shape"]["rank"]
+            base = newest.about["base_model"]
+        else:
+            used_s, rank = model.used_s, model.shape.rank
+        kind = {"base_model": base, "is_lora": True, "lora_rank": rank, "model_owner": tenant.name}
+        saved = {
+            "last_checkpoint": last.get("training"),
+            "last_sampler_checkpoint": last.get("sampler"),
+        }
+        return {"training_run_id": id, "last_request_time": iso_time(used_s), **kind, **saved}
+
+    async def get_run(self, tenant: Tenant, id: str) -> Reply:
+        for run in await self.list_runs(tenant):
+            if run["training_run_id"] == id:
+                return run
+        raise ApiError(f"Training run {id!r:.80} does not exist.", status=404)
+
+    async def delete_state(self, tenant: Tenant, model: str, kind: str, name: str) -> None:
+        path = f"tinker://{model}/{kind}/{name}"
+        folder = tenant.path_of(path)
+        if not folder.is_dir():
+            raise ApiError(f"There is no saved state {path!r:.200}.", status=404)
+        await self._brief(tenant, lambda _: delete_state(folder))
+        self._slots.forget(folder)
+        self._audit.write(tenant.name, "delete_checkpoint", about=path)
 
     async def _about(self, folder: Path) -> dict[str, Any]:
         from millrace.training.adapters.adapter_set import read_about  # imports torch
@@ -234,9 +337,15 @@ class TrainingService:
                 async with self._slots.holding(folder) as name:
                     adapted = replace(request, adapter=name)
                     done = await self._served.complete([adapted], client=tenant.client)
+            num_sampled = sum(len(completion.tokens) for completion in done)
+            tenant.quota.take(num_sampled, is_checked=False)
+            sampler = body.sampling_session_id
+            self._audit.write(tenant.name, "sampled", about=sampler, tokens=num_sampled)
             return wire.sample_result(done, scored)
 
-        id = tenant.futures.submit((body.sampling_session_id, body.seq_id), sample)
+        key, about = (body.sampling_session_id, body.seq_id), body.sampling_session_id
+        tokens = len(request.prompt)
+        id = self._submit(tenant, key, sample, operation="sample", about=about, tokens=tokens)
         numbers = range(body.num_samples)
         return {"request_id": id, "sample_sequence_ids": [f"{id}:{number}" for number in numbers]}
 
@@ -259,6 +368,13 @@ class TrainingService:
             ),
             n=body.num_samples,
             seed=secrets.randbits(63) if params.seed is None else params.seed % 2**63,
-            # A place in the engines holds one adapter after another.
-            cache_salt=f"{tenant.client.cache_salt}{folder or ''}",
+            # A place in the engines holds one adapter after another, and a name may be saved again.
+            cache_salt=f"{tenant.client.cache_salt}{folder or ''}{_saved_ns(folder)}",
         )
+
+
+def _saved_ns(folder: Path | None) -> int:
+    try:
+        return 0 if folder is None else folder.stat().st_mtime_ns
+    except OSError:
+        raise ApiError("The weights of the sampler were deleted.", status=404) from None

@@ -18,6 +18,7 @@ from typing import Any
 from millrace.core.errors import CheckpointError, MillraceError
 from millrace.serving.api.errors import ApiError, as_api_error
 from millrace.serving.clients import Client
+from millrace.serving.tinker.usage import TokenQuota
 from millrace.training.adapters.requests import AdapterShape
 
 MAX_FUTURES = 4096  # of a tenant; the oldest results are dropped
@@ -74,6 +75,7 @@ async def _outcome(work: Work) -> Result:
 @dataclass(eq=False, kw_only=True, slots=True)
 class TenantModel:
     shape: AdapterShape
+    used_s: float = field(default_factory=time.time)  # since 1970
     next_seq: int = 1
     waiting: dict[int, asyncio.Event] = field(default_factory=dict[int, asyncio.Event])
 
@@ -97,15 +99,15 @@ class TenantSession:
 
 
 class Tenant:
-    def __init__(self, client: Client, folder: Path) -> None:
+    def __init__(self, client: Client, folder: Path, quota: TokenQuota) -> None:
         """`folder`: of the saved states of all tenants."""
-        self.client = client
+        self.client, self.quota = client, quota
         self.name = client.tenant
         self.futures = RequestFutures()
         self.sessions: dict[str, TenantSession] = {}
         self.models: dict[str, TenantModel] = {}
         self.samplers: dict[str, Path | None] = {}  # their adapters; None = the model itself
-        self._folder = folder / client.tenant
+        self.folder = folder / client.tenant
 
     def session(self, id: str) -> TenantSession:
         if id not in self.sessions:  # 410 ends the heartbeats of a client
@@ -126,4 +128,4 @@ class Tenant:
         """The folder of a saved state; it may not exist."""
         if (found := _PATH.fullmatch(tinker_path)) is None:
             raise ApiError(f"{tinker_path!r:.200} is not a path like tinker://MODEL/weights/NAME.")
-        return self._folder.joinpath(*found.groups())
+        return self.folder.joinpath(*found.groups())

@@ -90,7 +90,7 @@ class OptimStepBody(TurnBody):
 class SaveBody(TurnBody):
     path: Name | None = None  # None = only for a sampler of this session
     sampling_session_seq_id: SeqId | None = None
-    ttl_seconds: None = None  # states are kept until they are deleted
+    ttl_seconds: Count | None = None  # None = it is kept until it is deleted
     overwrite: bool = False
 
 

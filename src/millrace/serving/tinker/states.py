@@ -1,0 +1,89 @@
+"""The saved states of a tenant, `MODEL/weights/NAME` and `MODEL/sampler_weights/NAME`.
+
+Promise: a state is listed only when it is complete, and a deleted one is gone at once. Any thread
+may list states; only the thread that saves states deletes them.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from millrace.training.checkpoints.directory import HIDDEN, read_run_state
+
+EXPIRES = "expires_s"  # in what a state says about itself: seconds since 1970, or None
+_KINDS = {"weights": "training", "sampler_weights": "sampler"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SavedState:
+    folder: Path
+    saved_s: float  # since 1970
+    num_bytes: int
+    about: dict[str, Any]
+
+    @property
+    def model(self) -> str:
+        return self.folder.parts[-3]
+
+    @property
+    def kind(self) -> str:
+        return _KINDS[self.folder.parts[-2]]
+
+    @property
+    def is_expired(self) -> bool:
+        expires_s = self.about.get(EXPIRES)
+        return expires_s is not None and expires_s < time.time()
+
+    def reply(self) -> dict[str, Any]:
+        """A Checkpoint of the client."""
+        expires_s, id = self.about.get(EXPIRES), "/".join(self.folder.parts[-2:])
+        return {
+            "checkpoint_id": id,
+            "checkpoint_type": self.kind,
+            "time": iso_time(self.saved_s),
+            "tinker_path": f"tinker://{self.model}/{id}",
+            "size_bytes": self.num_bytes,
+            "expires_at": None if expires_s is None else iso_time(expires_s),
+        }
+
+
+def saved_states(tenant_folder: Path) -> list[SavedState]:
+    """The states that have not expired, the newest first."""
+    found = [state for state in _all_states(tenant_folder) if not state.is_expired]
+    return sorted(found, key=lambda state: state.saved_s, reverse=True)
+
+
+def _all_states(tenant_folder: Path) -> Iterator[SavedState]:
+    for folder in tenant_folder.glob("*/*/*"):
+        try:
+            if folder.parent.name in _KINDS and not folder.name.startswith(HIDDEN):
+                yield SavedState(
+                    folder=folder,
+                    saved_s=folder.stat().st_mtime,
+                    num_bytes=sum(file.stat().st_size for file in folder.iterdir()),
+                    about=read_run_state(folder),
+                )
+        except (OSError, json.JSONDecodeError):  # it was deleted meanwhile, or is damaged
+            continue
+
+
+def delete_state(folder: Path) -> None:
+    hidden = folder.parent / f"{HIDDEN}deleted_{folder.name}"  # removed later if the process dies
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def delete_expired(tenant_folder: Path) -> None:
+    for state in _all_states(tenant_folder):
+        if state.is_expired:
+            delete_state(state.folder)
+
+
+def iso_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
