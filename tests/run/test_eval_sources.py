@@ -1,5 +1,7 @@
 """What `millrace eval` evaluates: settings and models of a folder, a run directory or a file."""
 
+from pathlib import Path
+
 import pytest
 import tomli_w
 
@@ -97,3 +99,12 @@ def test_standard_error_is_that_of_the_mean_over_tasks():
 
 def _scores(*totals: float) -> tuple[Score, ...]:
     return tuple(Score(total=total, parts={}) for total in totals)
+
+
+def test_a_name_that_is_no_file_is_a_model_of_the_hub(tmp_path):
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"prompt": "a", "answer": "b"}')
+    options = EvalOptions(source=Path("organisation/model"), tasks=str(tasks), scorers=("exact",))
+    config, checkpoints = read_source(options)
+    assert config.model.path == "organisation/model"
+    assert list(checkpoints.values()) == [None]

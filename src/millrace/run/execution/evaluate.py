@@ -31,7 +31,7 @@ LAST, ALL = "last", "all"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalOptions:
-    source: Path  # a model folder, a run directory, or a TOML file
+    source: Path  # a model, by folder or hub name, a run directory, or a TOML file
     tasks: str | None = None  # path; None = evaluate.path of the settings
     scorers: tuple[str, ...] = ()  # instead of those of the settings
     model: str | None = None  # instead of that of the settings
@@ -99,7 +99,7 @@ def read_source(options: EvalOptions) -> tuple[RunConfig, dict[int, Path | None]
         overrides |= {"model.path": options.model, "lora": None}
     overrides |= options.settings
     is_run = folder.config.is_file()
-    if is_run or not source.is_dir():
+    if is_run or source.is_file() or source.suffix == ".toml":
         settings: Any = folder.config if is_run else source
     else:
         # A run needs tasks to train on; they are only read here.
