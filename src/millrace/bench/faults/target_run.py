@@ -23,8 +23,8 @@ from typing import Any
 
 import tomli_w
 
+from millrace.dashboard.tail import FileTail
 from millrace.demo.task import make_tasks
-from millrace.monitoring.files.metrics import read_metrics
 from millrace.monitoring.run_dir import RunDir
 
 NUM_DIGITS = (3,)
@@ -196,8 +196,7 @@ class RunChecker:
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
-        self._file: tuple[int, int] | None = None  # inode and size when last read
-        self._num_rows = 0
+        self._rows = FileTail(run_dir.metrics)
         self.step = 0  # the last step that was ever completed
         self.steps_seen: list[StepSeen] = []
         self.began_s = self.ended_s = time.monotonic()  # of the run
@@ -206,17 +205,16 @@ class RunChecker:
 
     def look(self) -> None:
         """Read what the run has written since the last call."""
-        try:
-            status = self._run_dir.metrics.stat()
-        except FileNotFoundError:
-            return
-        file = (status.st_ino, status.st_size)
-        if file == self._file:
-            return
-        if self._file is not None and file[0] != self._file[0]:
-            self._num_rows = 0  # a resumed run rewrites the rows that it keeps
-        self._file = file
-        self._read()
+        are_kept = self._rows.has_restarted()  # a resumed run rewrites the rows that it keeps
+        now_s = time.monotonic()
+        for line in b"\n".join(self._rows.chunks()).splitlines():
+            step = json.loads(line)["step"]
+            if step > self.step or not are_kept:
+                self.steps_seen.append(StepSeen(at_s=now_s, step=step, is_new=step > self.step))
+            self.step = max(self.step, step)
+            # A step's episodes are written after its row and before the next row.
+            if step > 1:
+                self._read_groups(step - 1)
 
     def conclude(self) -> None:
         """The run is over."""
@@ -224,20 +222,6 @@ class RunChecker:
         self.look()
         if self.step:
             self._read_groups(self.step)
-
-    def _read(self) -> None:
-        rows = read_metrics(self._run_dir.metrics)
-        now_s = time.monotonic()
-        are_kept = self._num_rows == 0  # rows from before a restart, if there was one
-        for row in rows[self._num_rows :]:
-            step = row["step"]
-            if step > self.step or not are_kept:
-                self.steps_seen.append(StepSeen(at_s=now_s, step=step, is_new=step > self.step))
-            self.step = max(self.step, step)
-            # A step's episodes are written after its row and before the next row.
-            if step > 1:
-                self._read_groups(step - 1)
-        self._num_rows = len(rows)
 
     def _read_groups(self, step: int) -> None:
         path = self._run_dir.rollouts / f"step_{step}.jsonl"
