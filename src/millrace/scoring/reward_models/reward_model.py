@@ -130,7 +130,6 @@ class RewardModelSettings:
         return load_tokenizer(self.model, trust_remote_code=self.trust_remote_code)
 
 
-Reduce = Literal["value", "difference"]
 Aggregate = Literal["min", "mean", "last"]
 AGGREGATES: dict[Aggregate, Callable[[list[float]], Any]] = {
     "min": min,
@@ -187,7 +186,7 @@ class ProcessRewardModel(RewardModelSettings):
     steps: Mapping[str, Any] = field(default_factory=lambda: {"by": "delimiter"})
     """Definition of a step: {by = "delimiter", delimiter = "\\n\\n"}, {by = "turn"}, or
     {by = "entropy", threshold = 2.0} (or quantile = 0.9)."""
-    reduce: Reduce = "value"
+    reduce: Literal["value", "difference"] = "value"
     """Reward of a step: its value, or the difference to the value of the step before."""
     score: Aggregate | None = None
     """Score of the episode: the minimum, the mean or the last of its step values. Default: none."""

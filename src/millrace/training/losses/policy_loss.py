@@ -55,12 +55,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-Distil = Literal["none", "reverse_kl", "forward_kl", "jsd"]
-
-
 @plugin
 class Distillation:
-    distil: Distil = "none"
+    distil: Literal["none", "reverse_kl", "forward_kl", "jsd"] = "none"
     """Divergence from the teacher: "none", "reverse_kl", "forward_kl" or "jsd". By default as the
     teacher's [[scorers]] says, or none."""
     distil_weight: NonNegative = 1.0
@@ -116,15 +113,12 @@ def jsd(topk: TopK, beta: float) -> "Tensor":  # [N]
     return beta * from_teacher + (1 - beta) * from_policy
 
 
-Estimator = Literal["k1", "k2", "k3"]
-
-
 @plugin
 class ReferenceKl:
     kl: NonNegative = 0.0
     """KL coefficient (beta of GRPO), at least 0; 0 = off. Above 0 the run needs a reference
     model."""
-    kl_estimator: Estimator = "k3"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """KL estimator: "k1", "k2" or "k3" (Schulman 2020)."""
     kl_weighted: bool = False
     """Whether each token's KL is weighted by its importance ratio, which makes it unbiased

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-Reference = Literal["engine", "reference"]
-
-
 @plugin
 class PreferenceLoss:
     """DPO (arXiv 2305.18290) on fresh pairs: -log sigmoid(beta * margin), averaged over pairs.
@@ -38,7 +35,7 @@ class PreferenceLoss:
 
     beta: Positive = 0.1
     """DPO beta: coefficient of the implicit reward, above 0."""
-    reference: Reference = "engine"
+    reference: Literal["engine", "reference"] = "engine"
     """Reference policy of DPO: "engine", the logprobs that tokens were sampled with, or
     "reference", a reference model."""
 

@@ -91,9 +91,6 @@ class Clip:
         return (1 - self.low * scale).clamp(min=0).log(), (1 + self.high * scale).log()
 
 
-Outside = Literal["truncate", "zero"]
-
-
 @plugin
 class Reinforce:
     """REINFORCE with importance weights: sg(w) A log pi, w = clip(r, floor, cap), or 0 outside.
@@ -106,7 +103,7 @@ class Reinforce:
     """Smallest importance weight, from 0 to 1."""
     cap: AtLeastOne = math.inf
     """Largest importance weight, at least 1; inf disables it."""
-    outside: Outside = "truncate"
+    outside: Literal["truncate", "zero"] = "truncate"
     """Weight of tokens outside of floor and cap: "truncate" = the bound; "zero" masks them."""
 
     def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Level = Literal["token", "turn", "sequence", "geometric"]
-Anchor = Literal["engine", "proximal", "interpolated"]
 Denominator = Literal["policy", "token", "sequence"]
 
 LOG_BOUND = 20.0  # ratios are bounded to e^-20 .. e^20
@@ -64,7 +63,7 @@ class Ratio:
     ratio: Level = "token"
     """Level of the importance ratio: "token"; "turn" or "geometric" (GSPO), the geometric mean over
     a turn or a sequence; "sequence", the product over a sequence."""
-    anchor: Anchor = "engine"
+    anchor: Literal["engine", "proximal", "interpolated"] = "engine"
     """Denominator of the importance ratio: the "engine" logprobs that tokens were sampled with; the
     "proximal" policy, which is the trainer before the first update of the step (decoupled PPO);
     "interpolated" between engine and trainer with engine share 1 / staleness (A-3PO)."""
@@ -93,9 +92,6 @@ class Ratio:
                 return current + engine_share * (tokens.engine_logprobs - current)
 
 
-CorrectionKind = Literal["none", "truncate", "mask", "reject"]
-
-
 @plugin
 class Correction:
     """Importance sampling correction from the engine's distribution to the anchor's, with
@@ -105,7 +101,7 @@ class Correction:
     logprobs instead of the anchor's, and "truncate" is refused.
     """
 
-    correction: CorrectionKind = "none"
+    correction: Literal["none", "truncate", "mask", "reject"] = "none"
     """Importance sampling correction: "truncate" weighs by w within the bounds, "mask" by w inside
     of them and 0 outside, "reject" by 1 inside and 0 outside (rejection sampling)."""
     correction_level: Level = "token"
