@@ -60,33 +60,38 @@ class TrainingRuntime:
         add_routes(app, service, client_config=chunk, timeout_s=settings.limits.timeout_s)
 
 
-def add_routes(
-    app: web.Application, service: TrainingService, *, client_config: Reply, timeout_s: float
-) -> None:
-    def tenant(request: web.Request) -> Tenant:
-        return service.tenant(request[CLIENT])
+class TrainingRoutes:
+    """Adds paths to an app, each with the method of the service that answers it."""
 
-    def post(path: str, kind: type[B], answer: Callable[[Tenant, B], Awaitable[Reply]]) -> None:
+    def __init__(self, app: web.Application, service: TrainingService, *, timeout_s: float) -> None:
+        self._app, self._service, self._timeout_s = app, service, timeout_s
+
+    def _tenant(self, request: web.Request) -> Tenant:
+        return self._service.tenant(request[CLIENT])
+
+    def post(
+        self, path: str, kind: type[B], answer: Callable[[Tenant, B], Awaitable[Reply]]
+    ) -> None:
         async def handle(request: web.Request) -> web.Response:
-            body = await read_request(request, kind, timeout_s=timeout_s)
-            return json_response(await answer(tenant(request), body))
+            body = await read_request(request, kind, timeout_s=self._timeout_s)
+            return json_response(await answer(self._tenant(request), body))
 
-        app.router.add_post(f"/api/v1/{path}", handle)
+        self._app.router.add_post(f"/api/v1/{path}", handle)
 
-    def plain(method: str, path: str, answer: Callable[..., Awaitable[Any]] | Reply) -> None:
+    def plain(self, method: str, path: str, answer: Callable[..., Awaitable[Any]] | Reply) -> None:
         """A path whose body does not matter; variable parts of the path are arguments."""
 
         async def handle(request: web.Request) -> web.Response:
             if method == "POST":
-                await read_bytes(request, timeout_s=timeout_s)
+                await read_bytes(request, timeout_s=self._timeout_s)
             if isinstance(answer, dict):
                 return json_response(answer)
-            reply = await answer(tenant(request), *request.match_info.values())
+            reply = await answer(self._tenant(request), *request.match_info.values())
             return web.Response(status=204) if reply is None else json_response(reply)
 
-        app.router.add_route(method, f"/api/v1/{path}", handle)
+        self._app.router.add_route(method, f"/api/v1/{path}", handle)
 
-    def listing(path: str, name: str, answer: Callable[..., Awaitable[list[Reply]]]) -> None:
+    def listing(self, path: str, name: str, answer: Callable[..., Awaitable[list[Reply]]]) -> None:
         """A path that returns a part of a list, from `offset` and of at most `limit` entries."""
 
         async def handle(request: web.Request) -> web.Response:
@@ -94,26 +99,33 @@ def add_routes(
                 offset, limit = (int(request.query.get(key, "0")) for key in ("offset", "limit"))
             except ValueError:
                 raise ApiError("limit and offset must be integers.") from None
-            found = await answer(tenant(request), *request.match_info.values())
+            found = await answer(self._tenant(request), *request.match_info.values())
             offset, limit = max(offset, 0), min(limit, MAX_LISTED) if limit > 0 else MAX_LISTED
             cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
             return json_response({name: found[offset : offset + limit], "cursor": cursor})
 
-        app.router.add_get(f"/api/v1/{path}", handle)
+        self._app.router.add_get(f"/api/v1/{path}", handle)
 
-    async def compute(request: web.Request) -> web.Response:
-        data = await read_bytes(request, timeout_s=timeout_s, content_type=_PROTOBUF)
+    async def compute(self, request: web.Request) -> web.Response:
+        data = await read_bytes(request, timeout_s=self._timeout_s, content_type=_PROTOBUF)
         body = await asyncio.to_thread(wire.read_pass, data)
-        return json_response(await service.compute(tenant(request), body))
+        return json_response(await self._service.compute(self._tenant(request), body))
 
-    async def retrieve(request: web.Request) -> web.Response:
-        body = await read_request(request, wire.FutureBody, timeout_s=timeout_s)
-        result = await tenant(request).futures.result(body.request_id, timeout_s=POLL_S)
+    async def retrieve(self, request: web.Request) -> web.Response:
+        body = await read_request(request, wire.FutureBody, timeout_s=self._timeout_s)
+        futures = self._tenant(request).futures
+        result = await futures.result(body.request_id, timeout_s=POLL_S)
         if isinstance(result, bytes):
             return web.Response(body=result, content_type=_PROTOBUF)
         pending = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
         return json_response(pending if result is None else result)
 
+
+def add_routes(
+    app: web.Application, service: TrainingService, *, client_config: Reply, timeout_s: float
+) -> None:
+    routes = TrainingRoutes(app, service, timeout_s=timeout_s)
+    post, plain, listing = routes.post, routes.plain, routes.listing
     plain("POST", "client/config", client_config)
     plain("POST", "client/dynamic_config", {})
     plain("POST", "telemetry", {"status": "accepted"})
@@ -124,7 +136,7 @@ def add_routes(
     post("session_heartbeat", wire.SessionBody, service.heartbeat)
     post("create_model", wire.CreateModelBody, service.create_model)
     post("get_info", wire.ModelBody, service.get_info)
-    app.router.add_post("/api/v1/forward_backward", compute)
+    app.router.add_post("/api/v1/forward_backward", routes.compute)
     post("optim_step", wire.OptimStepBody, service.optim_step)
     post("save_weights", wire.SaveBody, service.save_weights)
     post("save_weights_for_sampler", wire.SaveBody, service.save_for_sampler)
@@ -138,4 +150,4 @@ def add_routes(
     post("create_sampling_session", wire.CreateSamplerBody, service.create_sampler)
     plain("GET", "samplers/{sampler}", service.get_sampler)
     post("asample", wire.SampleBody, service.sample)
-    app.router.add_post("/api/v1/retrieve_future", retrieve)
+    app.router.add_post("/api/v1/retrieve_future", routes.retrieve)
