@@ -10,7 +10,7 @@ from transformers.models.hyperclovax import HyperCLOVAXConfig, HyperCLOVAXForCau
 
 from millrace.core.errors import ConfigError
 from millrace.models.attention.packed import PACKED, PACKED_ATTENTION, PackedLayout
-from millrace.models.directory import context_length, load_tokenizer
+from millrace.models.directory import check_directory, context_length, load_tokenizer
 from millrace.models.loading import (
     hidden_states,
     load_model,
@@ -167,3 +167,9 @@ def test_devices_are_resolved_or_refused():
         resolve_device("quantum")
     with pytest.raises(ConfigError, match="'cuda:99' does not exist"):
         resolve_device("cuda:99")
+
+
+def test_an_adapter_is_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"is a LoRA adapter .* lora\.export_merged"):
+        check_directory(str(tmp_path))

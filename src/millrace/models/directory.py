@@ -150,6 +150,12 @@ def check_directory(path: str, *, setting: str = "model.path") -> None:
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
+            if (folder / "adapter_config.json").is_file():
+                raise ConfigError(
+                    f"Model {path!r} is a LoRA adapter without its base model; set {setting} to a"
+                    " model into which it is merged (lora.export_merged of the run that trained it,"
+                    " or merge_and_unload of PEFT)."
+                )
             raise ConfigError(
                 f"Model {path!r} is not a model directory: it has no config.json;"
                 f" point {setting} at what save_pretrained wrote."
