@@ -1,10 +1,12 @@
-"""Self-play with one policy in two roles: a proposer writes a number, a solver sorts its digits.
+"""Self-play of two roles: a proposer writes a number, a solver sorts its digits.
 
     python examples/self_play.py
+    python examples/self_play.py --policies
 
-The proposer is rewarded for numbers that the solver gets wrong, and the solver for sorting them
-correctly, so each role makes the other's task harder as it learns. Held-out numbers measure the
-solver alone, before and after training.
+One policy plays both roles, or with --policies each role is a policy of its own. The proposer is
+rewarded for numbers that the solver gets wrong, and the solver for sorting them correctly, so each
+role makes the other's task harder as it learns. Held-out numbers measure the solver alone, before
+and after training.
 """
 
 import argparse
@@ -37,6 +39,7 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, default=Path("runs/self_play"))
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policies", action="store_true", help="train a model for each role")
     args = parser.parse_args()
     make_model(args.run_dir / "model", args.seed)
     result = mr.train(
@@ -49,6 +52,7 @@ def main() -> None:
         sampling={"max_new_tokens": 10},
         rollout={"group_size": 16},
         trainer={"steps": args.steps, "groups_per_step": 16},
+        policies={"solver": {}, "proposer": {}} if args.policies else {},
         optimizer={"learning_rate": 1.5e-4},
         engine={"max_sequences": 128},
         scoring={"workers": 1},

@@ -81,10 +81,3 @@ def test_enough_fresh_tokens_outweigh_a_stale_one_otherwise(limit):
     assert not limit.one_token_decides
     assert not limit.allows(Stamps(counts={0: 10}), version=9)
     assert limit.allows(Stamps(counts={0: 10, 9: 10_000}), version=9)
-
-
-def test_versions_of_different_policies_are_not_counted_together():
-    ours, theirs = Stamps(counts={1: 2}), Stamps(counts={1: 2}, policy="critic")
-    assert Stamps.joined([theirs]).policy == "critic"
-    with pytest.raises(AssertionError, match="critic"):
-        Stamps.joined([ours, theirs])

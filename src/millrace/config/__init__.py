@@ -7,7 +7,7 @@ before any worker starts. Nothing is accepted and ignored. Torch-free.
 from millrace.config.episodes import HUB, RoleModelConfig, ScorerConfig, TaskPlace, TasksConfig
 from millrace.config.generation import EngineConfig, Interrupt, ModelConfig, WeightsConfig
 from millrace.config.loading import anchored, load_config, parse_override
-from millrace.config.run_config import RunConfig
+from millrace.config.run_config import PolicyConfig, RunConfig
 from millrace.config.training import ALL_LINEAR, CriticConfig, JournalConfig, LoraConfig
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "JournalConfig",
     "LoraConfig",
     "ModelConfig",
+    "PolicyConfig",
     "RoleModelConfig",
     "RunConfig",
     "ScorerConfig",

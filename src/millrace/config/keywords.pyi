@@ -214,6 +214,14 @@ class LoraSettings(TypedDict, total=False):
     export_merged: bool
     """Export of the whole model, with the adapter merged into it, beside the last checkpoint."""
 
+class PolicySettings(TypedDict, total=False):
+    model: str | None
+    """Model that this policy starts from, as in model.path. By default that of the run."""
+    optimizer: str | Mapping[str, Any]
+    """Keys of [optimizer] that differ for this policy, such as {learning_rate = 1e-5}."""
+    loss: str | Mapping[str, Any]
+    """Objective of this policy, as in [loss]. By default that of the run."""
+
 class EngineSettings(TypedDict, total=False):
     type: str
     """Engine backend: "embedded" (Millrace's own engine), "vllm" or "sglang" (servers of vLLM or
@@ -438,6 +446,10 @@ class TrainArguments(TypedDict, total=False):
     group; see docs/reference/losses.md."""
     lora: LoraSettings | None
     """Training of a LoRA adapter instead of all weights. It needs the extra millrace[lora]."""
+    policies: Mapping[str, PolicySettings]
+    """Policies of a run that trains several, by the role that each plays: `[policies.solver]` is
+    what `agent.role("solver")` samples and trains. By default one policy plays all roles; see
+    docs/how-to/several-policies.md."""
     engine: EngineSettings
     """Engines: the processes that generate."""
     weights: WeightsSettings

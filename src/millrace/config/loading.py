@@ -21,6 +21,7 @@ _DIRECTORIES = {"run_dir", "weights.directory", "engine.options.directory"}
 # Settings that may be a path or a hub name, and a path or another word of a command line.
 _MODELS = {"model", "model.path", "critic.path", "scorers.model"}
 _COMMANDS = {"environment.command", "environment.mcp.command", "engine.options.python"}
+_POLICY = re.compile(r"^policies\.[^.]+\.")  # its table takes tables of the run
 _ROLE = re.compile(r"^environment\.models\.[^.]+\.")  # its table takes the keys of [engine]
 
 
@@ -92,7 +93,7 @@ def anchored(value: Any, *, folder: Path, key: str = "") -> Any:
     if not isinstance(value, str):
         return value
     is_of_role = _ROLE.match(key) is not None and key.endswith(".path")
-    key = _ROLE.sub("engine.", key)
+    key = _POLICY.sub("", _ROLE.sub("engine.", key))
     is_found = (key in _MODELS | _COMMANDS or is_of_role) and (folder / value).exists()
     is_of_source = key.startswith("tasks.source.") and key.endswith(".path")
     is_path = (key in _PATHS | _DIRECTORIES or is_of_source) and not value.startswith(HUB)
@@ -135,6 +136,7 @@ def _clauses(error: ValidationError) -> Iterator[str]:
 
 def _suggestion(path: list[str]) -> str:
     """The key that was probably meant, or all keys of the table."""
+    path = path[2:] if path[0] == "policies" and len(path) > 3 else path  # of a table of the run
     section = _section_of(path)
     known = list(section.model_fields)
     if section is RoleModelConfig:

@@ -3,7 +3,7 @@ supervision. Checks between sections are in millrace.run.checks. Torch-free."""
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from millrace.config import episodes, generation, training
 from millrace.config.section import (
@@ -137,6 +137,22 @@ class SupervisionConfig(Section):
         return max(MIN_STALL_TIMEOUT_S, 2 * self.hang_timeout_s)
 
 
+def _optimizer_keys(value: dict[str, Any]) -> dict[str, Any]:
+    training.OptimizerConfig.model_validate(value)
+    return value
+
+
+class PolicyConfig(Section):
+    """A policy of a run with several. What its table leaves out is that of the run."""
+
+    model: str | None = None
+    """Model that this policy starts from, as in model.path. By default that of the run."""
+    optimizer: Annotated[dict[str, Any], AfterValidator(_optimizer_keys)] = Field(default={})
+    """Keys of [optimizer] that differ for this policy, such as {learning_rate = 1e-5}."""
+    loss: Plugin = Field(default={})
+    """Objective of this policy, as in [loss]. By default that of the run."""
+
+
 class RunConfig(Section):
     run_dir: str = "runs/run"
     """Directory for everything that the run writes. A finished run is never overwritten."""
@@ -174,6 +190,10 @@ class RunConfig(Section):
     group; see docs/reference/losses.md."""
     lora: training.LoraConfig | None = None
     """Training of a LoRA adapter instead of all weights. It needs the extra millrace[lora]."""
+    policies: dict[str, PolicyConfig] = Field(default={})
+    """Policies of a run that trains several, by the role that each plays: `[policies.solver]` is
+    what `agent.role("solver")` samples and trains. By default one policy plays all roles; see
+    docs/how-to/several-policies.md."""
     engine: generation.EngineConfig = generation.EngineConfig()
     """Engines: the processes that generate."""
     weights: generation.WeightsConfig = generation.WeightsConfig()

@@ -2,18 +2,19 @@
 
 Promise: a batch is `groups_per_step` groups, each within its staleness limit at the version it is
 taken for. The journal holds the choice before the batch is used, so a repeated step gets the same
-groups in the same order. Runs on the controller's event loop; packing runs in a thread.
+groups in the same order. Of several policies, each trains the rollouts that it sampled. Runs on the
+controller's event loop; packing runs in a thread.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from millrace.config import RunConfig
 from millrace.controller.buffer import Buffer, ReplayBuffer, interleave
 from millrace.controller.group_tracker import GroupTracker
 from millrace.core.microbatch import Batch
-from millrace.core.records import Group
+from millrace.core.records import Group, Rollout
 from millrace.journal import Journal, NoJournal
 from millrace.journal.ledger import LedgerStep
 from millrace.monitoring.files.samples import reported_rollouts
@@ -28,6 +29,8 @@ class TakenBatch:
     groups: list[Group]
     replayed: frozenset[int]  # numbers of the groups that were trained before
     batches: tuple[Batch, ...]
+    others: Mapping[str, tuple[Batch, ...]]  # of the policies besides the first, by name
+    policies: tuple[str, ...] = ()  # names of all of them, if there are several
 
     @property
     def fresh(self) -> list[Group]:
@@ -74,12 +77,13 @@ class Batches:
         return await asyncio.to_thread(self._pack, fresh, replayed)
 
     async def redo(
-        self, *, after: int, through: int
+        self, *, after: int, through: int, policy: str | None = None
     ) -> AsyncIterator[tuple[int, tuple[Batch, ...]]]:
-        """The versions after `after` and the batches that made them, for a restarted trainer."""
+        """The versions after `after` and the batches that made them, for a restarted trainer.
+        `policy`: which trainer's; None = the first."""
         for version in range(after + 1, through + 1):
             taken = await self._read(self.journal.ledger.steps[version])
-            yield version, taken.batches
+            yield version, taken.batches if policy is None else taken.others[policy]
 
     def applied(self, taken: TakenBatch, *, version: int, was_skipped: bool) -> None:
         """The trainer has reached `version`. Unless it was skipped, its groups may be replayed."""
@@ -112,23 +116,71 @@ class Batches:
 
     def _pack(self, fresh: list[Group], replayed: list[Group]) -> TakenBatch:
         groups, trainer = self.in_batch(interleave(fresh, replayed)), self.config.trainer
-        sizes, numbers = trainer.mesh_sizes, frozenset(group.number for group in replayed)
+        numbers = frozenset(group.number for group in replayed)
         reported = reported_rollouts(
             [group for group in groups if group.number not in numbers],
             self.config.monitoring.samples_per_step,
         )
-        batches = tuple(
-            pack(
-                minibatch,
-                microbatch_tokens=trainer.microbatch_tokens * sizes.cp,
-                pairs=self.config.scoring.advantages.get("type") == PAIRS,
-                critic=self.config.critic is not None,
-                num_ranks=sizes.num_data_ranks,
-                reported=reported,
+        minibatches = minibatches_of(groups, num_minibatches=trainer.minibatches)
+        if not self.config.policies:
+            batches = tuple(self._packed(minibatch, reported) for minibatch in minibatches)
+            return TakenBatch(groups=groups, replayed=numbers, batches=batches, others={})
+        of_policies = {
+            name: tuple(
+                self._packed(own, reported)
+                for minibatch in minibatches
+                if (own := rollouts_of(minibatch, policy=name))
             )
-            for minibatch in minibatches_of(groups, num_minibatches=trainer.minibatches)
+            or (Batch(microbatches=(), num_sequences=0, num_trained_tokens=0),)
+            for name in self.config.policies
+        }
+        first, *others = of_policies
+        return TakenBatch(
+            groups=groups,
+            replayed=numbers,
+            batches=of_policies[first],
+            others={name: of_policies[name] for name in others},
+            policies=tuple(of_policies),
         )
-        return TakenBatch(groups=groups, replayed=numbers, batches=batches)
+
+    def _packed(self, minibatch: Sequence[Group], reported: Mapping[Rollout, int]) -> Batch:
+        sizes = self.config.trainer.mesh_sizes
+        return pack(
+            minibatch,
+            microbatch_tokens=self.config.trainer.microbatch_tokens * sizes.cp,
+            pairs=self.config.scoring.advantages.get("type") == PAIRS,
+            critic=self.config.critic is not None,
+            num_ranks=sizes.num_data_ranks,
+            reported=reported,
+        )
+
+
+def rollouts_of(groups: Iterable[Group], *, policy: str) -> list[Group]:
+    """The groups with the rollouts of one policy alone, without groups and episodes in which it has
+    no trained token."""
+    found: list[Group] = []
+    for group in groups:
+        assert group.advantages is not None, "a group is scored before it is packed"
+        own = [
+            tuple(r for r in episode.rollouts if r.policy == policy and r.num_sampled)
+            for episode in group.episodes
+        ]
+        kept = [index for index, rollouts in enumerate(own) if rollouts]
+        by_token = group.token_advantages
+        if by_token is not None:
+            pairs = zip(group.rollouts, by_token, strict=True)
+            by_token = tuple(a for r, a in pairs if r.policy == policy and r.num_sampled)
+        if kept:
+            found.append(
+                replace(
+                    group,
+                    episodes=tuple(replace(group.episodes[i], rollouts=own[i]) for i in kept),
+                    scores=tuple(group.scores[i] for i in kept),
+                    advantages=group.advantages[kept],
+                    token_advantages=by_token,
+                )
+            )
+    return found
 
 
 def _numbers(groups: Sequence[Group]) -> list[int]:

@@ -17,6 +17,7 @@ from typing import Any
 from millrace.config import RunConfig
 from millrace.config.training import CheckpointConfig
 from millrace.controller.batches import Batches
+from millrace.controller.policies import OtherPolicy, prune_others, save_others
 from millrace.core.errors import CheckpointError, WorkerError
 from millrace.training.checkpoints.store import CheckpointStore
 from millrace.training.group import TrainerGroup
@@ -88,7 +89,8 @@ class CheckpointUploads:
 class Checkpointing:
     """Promise: a step waits for the copy of the trainer's state and never for the disk. One
     checkpoint is written at a time; another one that is due meanwhile is skipped and counted,
-    except the last, which waits. `on_saved` is called when a checkpoint is on the disk."""
+    except the last, which waits. `on_saved` is called when a checkpoint is on the disk. With
+    several policies, a step does wait until those of the others are on the disk."""
 
     trainer: TrainerGroup
     _: KW_ONLY
@@ -97,6 +99,7 @@ class Checkpointing:
     version: InitVar[int] = 0  # of the checkpoint that the run resumes from; 0 = none
     settings: InitVar[CheckpointConfig | None] = None
     uploads: CheckpointUploads | None = None
+    others: Sequence[OtherPolicy] = ()
     num_skipped: int = 0
     _writing: asyncio.Task[None] | None = None
     _version: int = 0  # of the checkpoint being written
@@ -182,11 +185,13 @@ class Checkpointing:
         on_copied: Callable[[], None] = lambda: None,
     ) -> None:
         directory = self.folder / f"step_{version}"
+        complaints = await save_others(self.others, directory.name, run_state=run_state)
         saved = await self.trainer.save(
             directory, run_state=run_state, is_last=is_last, on_copied=on_copied
         )
-        if saved.complaint is not None:
-            self.warn(saved.complaint)
+        complaints += await prune_others(self.others, first=self.folder)
+        for complaint in filter(None, (*complaints, saved.complaint)):
+            self.warn(complaint)
         self.newest = directory
         if self.uploads is not None:
             self.uploads.add(directory)
@@ -235,6 +240,7 @@ class RunCheckpoints:
         at = Covered(version=version, position=journal.position)
         run_state = {
             "policy": self.policy,
+            "policies": list(self.config.policies),
             "version": version,
             "journal": at.position,
             **self.batches.tracker.cursor(),

@@ -8,9 +8,9 @@ Three activities run side by side on one event loop: the dispatcher fills the bu
 loop empties it, and the broadcaster sends each new version to the engines. Torch-free: everything
 heavy is a call to a worker. run/build.py makes the parts.
 
-Promise: one batch is one step is one version. The next batch is taken while the current one is
-trained. A resumed run first repeats the steps that its journal holds beyond its checkpoint, with
-the same batches.
+Promise: one batch is one step is one version, of every policy that the run trains. The next batch
+is taken while the current one is trained. A resumed run first repeats the steps that its journal
+holds beyond its checkpoint, with the same batches.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from millrace.controller.batches import Batches, TakenBatch
 from millrace.controller.checkpointing import RunCheckpoints
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.evaluation import EvalScheduler
+from millrace.controller.policies import OtherPolicy, step_all
 from millrace.controller.preemption import Preemption
 from millrace.controller.reporting import RunReporter, TrainingState
 from millrace.core.errors import Preempted
-from millrace.core.microbatch import Batch
 from millrace.inference.pool import EnginePool
 from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.training.group import TrainerGroup
@@ -50,6 +50,7 @@ class Controller:
     eval_scheduler: EvalScheduler
     checkpoints: RunCheckpoints
     reporter: RunReporter
+    others: Sequence[OtherPolicy] = ()  # besides the first policy, whose parts are those above
     paused: Sequence[EnginePool] = ()  # engines that stand still during a step
     paused_engines_sleep: bool = False  # they give their memory back, too
     preemption: Preemption = field(default_factory=Preemption)
@@ -58,7 +59,7 @@ class Controller:
         self._stalls = StallWatchdog(
             limit_s=self.config.supervision.stall_timeout_s,
             explain=self.reporter.standstill,
-            moved=lambda: self.trainer.num_redone,
+            moved=lambda: self._num_redone,
             warn=self.reporter.monitor.warn,
         )
 
@@ -72,19 +73,24 @@ class Controller:
                 await self.eval_scheduler.begin(activities)
                 monitor.begin_training()
                 dispatching = activities.create_task(self.dispatcher.run(waiting))
-                broadcasting = activities.create_task(self.broadcaster.run(self.trainer))
+                policies = (self, *self.others)
+                broadcasting = [
+                    activities.create_task(policy.broadcaster.run(policy.trainer))
+                    for policy in policies
+                ]
                 self.checkpoints.writer.begin_uploads()
                 if self._has_next:  # False after a crash that followed the last step
                     with self.preemption.deferred():
                         await self._train(activities)
                 dispatching.cancel()  # cancelling a group aborts its requests in the engines
-                await self.engine_versions.reached(self.state.version)
+                for versions in (self.engine_versions, *(p.versions for p in self.others)):
+                    await versions.reached(self.state.version)
                 await self.eval_scheduler.finish()
                 if self.notified_versions is not None:
                     await self.notified_versions.idle()
                 await self.checkpoints.writer.finish_uploads()
-                broadcasting.cancel()
-                reporting.cancel()
+                for task in (*broadcasting, reporting):
+                    task.cancel()
         self.reporter.warn_of_failed_posts()
         return self.reporter.gauges()
 
@@ -100,7 +106,7 @@ class Controller:
                 # For the version that this step makes, which the trainer has when it is used.
                 activities.create_task(self.dispatcher.expire(state.version + 1))
                 upcoming = activities.create_task(self.batches.next(state.version + 1))
-            stepped = await self._stalls.until(self._step(taken.batches))
+            stepped = await self._stalls.until(self._step(taken))
             await self.reporter.record(stepped, taken)
             state.version += 1
             self.batches.applied(taken, version=state.version, was_skipped=bool(stepped.skipped))
@@ -110,6 +116,10 @@ class Controller:
         if self.preemption.is_requested:
             await self.checkpoints.save_now(state.version, activities)
             raise Preempted(f"{self.preemption.reason} stopped the run after step {state.version}.")
+
+    @property
+    def _num_redone(self) -> int:
+        return sum(policy.trainer.num_redone for policy in (self, *self.others))
 
     @property
     def _has_next(self) -> bool:
@@ -127,11 +137,12 @@ class Controller:
             barrier.close()  # until the evaluation after this step is over
         return taken
 
-    async def _step(self, batches: tuple[Batch, ...]) -> Stepped:
+    async def _step(self, taken: TakenBatch) -> Stepped:
         self.state.step_began_s = self.reporter.monitor.now()
         sleep = self.paused_engines_sleep
         await asyncio.gather(*(engines.pause(sleep=sleep) for engines in self.paused))
-        stepped = await self.trainer.step(*batches, version=self.state.version + 1)
+        version = self.state.version + 1
+        stepped = await step_all(self.trainer, self.others, taken, version=version)
         # Publishing the weights is copying and needs no pause. After a step that failed the engines
         # stay paused, as it ends the run.
         await asyncio.gather(*(engines.resume() for engines in self.paused))

@@ -7,7 +7,7 @@ number.
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -46,6 +46,7 @@ class Dispatcher:
     tracker: GroupTracker
     partials: PartialRollouts
     engines: EnginePool
+    others: Sequence[EnginePool] = ()  # of the policies besides the first
     group_size: int  # episodes started for each group
     barrier: SyncBarrier | None = None
     _running: dict[int, _Running] = field(default_factory=dict[int, _Running])  # by number
@@ -92,7 +93,8 @@ class Dispatcher:
                 running.is_expired = running.task.cancel()
         limit = self.admission.limit
         if limit.one_token_decides:
-            await self.engines.expire(limit.oldest_at(version))
+            for engines in (self.engines, *self.others):
+                await engines.expire(limit.oldest_at(version))
 
     def _start(
         self, attempt: Attempt, groups: asyncio.TaskGroup, *, admitted: Group | None = None

@@ -121,6 +121,8 @@ class RunReporter:
         parts = minibatches_of(groups, num_minibatches=trainer.minibatches)
         num_updates = len(parts) * trainer.epochs
         bad = sorted({index % len(parts) for index in stepped.skipped})
+        if self.config.policies:  # each has batches of its own
+            bad = list(range(len(parts)))
         groups = [group for index in bad for group in parts[index]]
         path = await asyncio.to_thread(self.skipped.write, stepped.version, groups)
         which = f" ({len(stepped.skipped)} of its {num_updates} updates)" if num_updates > 1 else ""

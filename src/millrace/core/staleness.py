@@ -1,8 +1,9 @@
 """How stale tokens may be when they are trained: one rule for admission, for running groups and for
 take().
 
-A token's staleness is the trainer's version of its policy minus the version that sampled it. It
-only grows, so a group that is too stale for its earliest take stays too stale.
+A token's staleness is the trainer's version minus the version that sampled it. It only grows, so a
+group that is too stale for its earliest take stays too stale. A step makes one version of each
+policy of a run, so tokens of several policies are counted together.
 """
 
 from collections import Counter
@@ -13,17 +14,16 @@ from typing import Literal, Self
 
 import numpy as np
 
-from millrace.core.records import DEFAULT_POLICY, Group, Rollout
+from millrace.core.records import Group, Rollout
 
 Measure = Literal["oldest", "mean", "share"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Stamps:
-    """How many tokens each version of a policy sampled."""
+    """How many tokens each version sampled."""
 
     counts: dict[int, int]  # by version, ascending; none is 0
-    policy: str = DEFAULT_POLICY
 
     @classmethod
     def of(cls, versions: np.ndarray) -> Self:
@@ -40,8 +40,7 @@ class Stamps:
     @classmethod
     def of_rollout(cls, rollout: Rollout) -> Self:
         """Counts its trained tokens."""
-        counts = cls.of(rollout.versions[rollout.mask]).counts
-        return cls(counts=counts, policy=rollout.policy)
+        return cls.of(rollout.versions[rollout.mask])
 
     @classmethod
     def of_group(cls, group: Group) -> Self:
@@ -49,15 +48,10 @@ class Stamps:
 
     @classmethod
     def joined(cls, parts: Iterable["Stamps"]) -> Self:
-        """Of one policy: versions of different ones cannot be compared."""
         counts: Counter[int] = Counter()
-        policies: set[str] = set()
         for part in parts:
-            policies.add(part.policy)
             counts.update(part.counts)
-        assert len(policies) <= 1, f"tokens of {sorted(policies)} are counted together"
-        policy = next(iter(policies), DEFAULT_POLICY)
-        return cls(counts=dict(sorted(counts.items())), policy=policy)
+        return cls(counts=dict(sorted(counts.items())))
 
     @property
     def num_tokens(self) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from millrace.core.errors import TaskError
+from millrace.core.errors import TaskError, suggestion
 from millrace.core.records import Ending, Finish, Message, Prompt, Rollout, Sampling
 from millrace.environments.conversation import Beginning, Conversation
 from millrace.environments.replay.schema import AgentRow, EpisodeOver
@@ -92,8 +92,9 @@ class Agent:
     ) -> "Agent":
         """Return the agent of this episode with that name; it keeps conversations of its own. The
         policy plays the role, unless the role names an adapter of engine.adapters, "base", or a
-        model of environment.models. Tokens of the policy are trained unless `trained` is False;
-        tokens of other models never are."""
+        model of environment.models. If the run has several policies, the one with that name plays
+        it. Tokens of a policy are trained unless `trained` is False; tokens of other models never
+        are."""
         if not name:
             raise TaskError("agent.role needs a name; give the role one.")
         if adapter is not None and model is not None:
@@ -109,6 +110,15 @@ class Agent:
                 f" trained=True, or the {other.partition(' ')[0]}."
             )
         is_trained = is_policy if trained is None else trained
+        policies = self._state.settings.policies
+        if is_policy and name in policies[1:]:
+            model = name
+        elif is_trained and policies and name not in policies:
+            raise TaskError(
+                f"The role {name!r} is none of [policies];"
+                f" {suggestion(name, policies, otherwise='policies')} A role that is not trained"
+                " needs trained=False."
+            )
         row = AgentRow(name=name, adapter=adapter, model=model, is_trained=is_trained)
         return self._state.agent(row)
 
@@ -214,8 +224,9 @@ class Agent:
         """Return the trained tokens sampled so far; `places` as in TokenRecord."""
         if not self.row.is_trained:
             return ()
+        policy = self._state.settings.policy_of(self.row)
         rollouts = self.record.rollouts(places)
-        return tuple(replace(rollout, agent=self.row.name) for rollout in rollouts)
+        return tuple(replace(r, agent=self.row.name, policy=policy) for r in rollouts)
 
     async def _turn(
         self,

@@ -247,6 +247,7 @@ class EpisodeRunner:
             history=env.history,
             policy=model.row,
             sampling=policy.sampling,
+            policies=env.policies,
         )
         plan = EpisodePlan(
             settings=settings,
@@ -295,6 +296,7 @@ class FunctionEnvironment:
     ended_reward: float = 0.0  # reward of an episode that reached a limit
     tool_format: ToolFormatName = "auto"
     history: History = "template"
+    policies: tuple[str, ...] = ()  # see EpisodeSettings
     recipe: "Recipe | None" = None  # replaces n independent episodes per training group
 
     async def play(self, task: Task, policy: GroupPolicy, n: int) -> list[Episode]:

@@ -91,6 +91,7 @@ class _Simulation:
             journal=NoJournal(),
             monitor=monitor,
             tasks=_NumberedTasks(),
+            others=(),
             is_synchronous=self.config.weights.interrupt == "barrier",
             **dict.fromkeys(("player", "scorers", "engines"), self),
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from millrace.config import RunConfig
@@ -14,6 +15,7 @@ from millrace.controller.controller import Controller
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.group_tracker import GroupTracker
 from millrace.controller.orders import InOrder, build_sampler
+from millrace.controller.policies import OtherPolicy
 from millrace.controller.preemption import Preemption
 from millrace.controller.reporting import RunReporter, TrainingState
 from millrace.core.records import Task
@@ -48,6 +50,7 @@ class RunParts:
     run_dir: RunDir
     journal: Journal | NoJournal
     cursor: Cursor
+    others: Sequence[OtherPolicy] = ()  # besides the first policy
     preemption: Preemption = field(default_factory=Preemption)
 
     @property
@@ -56,7 +59,7 @@ class RunParts:
 
 
 def build_controller(run: RunParts) -> Controller:
-    version, warn, folder = run.cursor.version, run.monitor.warn, run.run_dir.checkpoints
+    version, warn = run.cursor.version, run.monitor.warn
     state = TrainingState(version=version)
     dispatcher = build_dispatcher(run)
     batches = Batches(
@@ -66,10 +69,8 @@ def build_controller(run: RunParts) -> Controller:
         in_batch=run.scorers.in_batch,
         journal=run.journal,
     )
-    if isinstance(run.journal, Journal):
-        run.trainer.past = StepsOnRecord(batches.redo, version=version)
-    admission = dispatcher.admission
-    engine_versions = run.broadcaster.subscribe(run.engines.swap, on_version=admission.advance)
+    _record_steps(run, batches)
+    engine_versions = _follow_engines(run, dispatcher.admission)
     for scorer in run.scorers.version_subscribers:
         run.broadcaster.subscribe(scorer.swap)
     notifier, notified_versions = None, None
@@ -77,10 +78,7 @@ def build_controller(run: RunParts) -> Controller:
         notifier = HttpNotifier(urls, timeout_s=run.config.weights.timeout_s, warn=warn)
         notified_versions = run.broadcaster.subscribe(notifier.receive)
     eval_set, eval_scheduler = _build_evaluation(run, engine_versions)
-    writer = Checkpointing(
-        run.trainer, folder=folder, version=version, warn=warn, settings=run.config.checkpoint
-    )
-    pools = [run.engines] if run.evaluators is None else [run.engines, run.evaluators]
+    writer = _build_writer(run)
     return Controller(
         config=run.config,
         state=state,
@@ -91,6 +89,7 @@ def build_controller(run: RunParts) -> Controller:
         engine_versions=engine_versions,
         notified_versions=notified_versions,
         eval_scheduler=eval_scheduler,
+        others=run.others,
         checkpoints=RunCheckpoints(
             config=run.config,
             writer=writer,
@@ -109,10 +108,53 @@ def build_controller(run: RunParts) -> Controller:
             notifier=notifier,
             uploads=writer.uploads,
         ),
-        paused=pools if run.config.cluster.share_gpu in ("take_turns", "sleep") else (),
+        paused=_paused_engines(run),
         paused_engines_sleep=run.config.cluster.share_gpu == "sleep",
         preemption=run.preemption,
     )
+
+
+def _record_steps(run: RunParts, batches: Batches) -> None:
+    """A trainer that is replaced repeats steps from the journal, if there is one."""
+    if not isinstance(run.journal, Journal):
+        return
+    version = run.cursor.version
+    run.trainer.past = StepsOnRecord(batches.redo, version=version)
+    for other in run.others:
+        redo = partial(batches.redo, policy=other.name)
+        other.trainer.past = StepsOnRecord(redo, version=version)
+
+
+def _build_writer(run: RunParts) -> Checkpointing:
+    return Checkpointing(
+        run.trainer,
+        folder=run.run_dir.checkpoints,
+        version=run.cursor.version,
+        warn=run.monitor.warn,
+        settings=run.config.checkpoint,
+        others=run.others,
+    )
+
+
+def _paused_engines(run: RunParts) -> Sequence[EnginePool]:
+    """Engines that stand still during a step."""
+    if run.config.cluster.share_gpu not in ("take_turns", "sleep"):
+        return ()
+    pools = [run.engines, *(other.engines for other in run.others)]
+    return pools if run.evaluators is None else [*pools, run.evaluators]
+
+
+def _follow_engines(run: RunParts, admission: Admission) -> Subscription:
+    """Send versions to the engines; one is visible once the engines of all policies hold it."""
+    own = run.broadcaster.subscribe(run.engines.swap)
+    followed = [own, *(other.versions for other in run.others)]
+
+    def advance(_version: int) -> None:
+        admission.advance(min(versions.version for versions in followed))
+
+    for versions in followed:
+        versions.on_version = advance
+    return own
 
 
 def build_dispatcher(run: RunParts) -> Dispatcher:
@@ -160,6 +202,7 @@ def build_dispatcher(run: RunParts) -> Dispatcher:
             run.journal, every_s=config.journal.partial_every_s if has_partials else 0
         ),
         engines=run.engines,
+        others=[other.engines for other in run.others],
         group_size=config.rollout.group_size + config.rollout.oversample,
         barrier=barrier,
     )

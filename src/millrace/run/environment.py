@@ -170,6 +170,7 @@ async def open_environment(
             tool_format=settings.tool_format,
             history=settings.history,
             recipe=prepared.recipe,
+            policies=tuple(config.policies),
         )
         yield environment, workers
 

@@ -19,6 +19,7 @@ from millrace.config import RunConfig
 from millrace.config.training import ADAMW_8BIT, MeshConfig
 from millrace.core.errors import ConfigError
 from millrace.models.directory import num_weights
+from millrace.run.policies import policy_config
 from millrace.scoring.registry import ScorerSpec
 from millrace.scoring.reward_models.reward_model import RewardModelSettings
 from millrace.scoring.teachers.process import LogprobModelSettings
@@ -188,6 +189,9 @@ def placed_processes(
     for rank in range(ranks - config.trainer.remote if trains else 0):
         name = "trainer" if ranks == 1 else f"trainer-{rank}"
         add(name, placement.rank(rank), state_bytes, "and activations")
+    for policy in list(config.policies)[1:]:
+        own_bytes = _rank_bytes(policy_config(config, policy))
+        add(f"trainer-{policy}", placement.rank(0), own_bytes, "and activations")
     num_local, tp = config.engine.num_local, config.engine.tp
     policy_bytes = _weight_bytes(config.model.path, config.engine.dtype)
     for i in range(num_local + config.evaluate.engines):

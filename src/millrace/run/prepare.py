@@ -27,6 +27,12 @@ from millrace.models import directory
 from millrace.run import checks, placement
 from millrace.run.environment import build_environment, check_prompts, load_models, resolve_recipe
 from millrace.run.mesh_checks import check_mesh, check_model_mesh, rank_warnings
+from millrace.run.policies import (
+    FurtherPolicy,
+    check_policies,
+    expand_policies,
+    further_policies,
+)
 from millrace.run.resume import Cursor, find_resume_point
 from millrace.scoring.advantages import CRITIC, TREE, build_advantages
 from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer, resolve_scorers
@@ -60,15 +66,18 @@ class PreparedRun:
     given_environment: EnvironmentFunction | None = None  # what of it is no setting, but an object
     recipe: Recipe | None = None
     models: Mapping[str, RoleModel] = field(default_factory=dict[str, RoleModel])  # by name
+    policies: Mapping[str, FurtherPolicy] = field(default_factory=dict[str, FurtherPolicy])
 
     @property
     def portable_config(self) -> RunConfig:
         """The settings without what holds on this host only: it may be resumed on another one."""
-        given = self.given
+        given, models = self.given, self.config.environment.models
         return with_sections(
             self.config.model_copy(update={"placement": given.placement}),
             engine={"count": given.engine.count},
             trainer={"ranks": given.trainer.ranks},
+            # Those of policies are made from their tables.
+            environment={"models": {k: v for k, v in models.items() if k not in self.policies}},
         )
 
     @property
@@ -109,6 +118,7 @@ def prepare(
     resume: bool = False,
     trains: bool = True,  # False: there is no trainer, which would need memory
 ) -> PreparedRun:
+    config = expand_policies(config)
     checks.check_settings(config)
     sources = load_sources(config.tasks, tasks)
     train_tasks = [task for source in sources for task in source.tasks]
@@ -120,6 +130,7 @@ def prepare(
     check_scorers(specs, all_tasks, may_be_empty=may_be_empty)
     checks.check_roles(config, specs, num_held_out=len(held_out))
     config = _resolve_objective(config, specs)
+    check_policies(config, specs, has_roles=function is not None, trains=trains)
     advantages = build_advantages(config.scoring.advantages)
     shaping = _shaping(config, scorers=[spec.name for spec in specs])
     checks.check_trackers(config)
@@ -151,13 +162,18 @@ def prepare(
         given_environment=function if isinstance(function, EnvironmentFactory) else environment,
         recipe=recipe,
         models=load_models(config, has_roles=function is not None),
+        policies=further_policies(config, checkpoint=point.checkpoint),
         max_context=max_context,
         **point._replace(warnings=(*point.warnings, *warnings))._asdict(),
     )
-    for spec in specs:
+    _check_teachers(prepared)
+    return prepared
+
+
+def _check_teachers(prepared: PreparedRun) -> None:
+    for spec in prepared.scorers:
         if isinstance(spec.type, Teacher | SelfTeacher | Reference):
             spec.type.check_model(prepared.run_info, name=spec.name)
-    return prepared
 
 
 def with_sections(config: RunConfig, **sections: Mapping[str, Any]) -> RunConfig:
@@ -304,7 +320,8 @@ def _resolve_auto(config: RunConfig) -> RunConfig:
     engine, trainer, placement = config.engine, config.trainer, config.placement
     num_engines = engine.num_local + config.evaluate.engines
     num_engines += sum(model.engine.num_local for model in config.environment.models.values())
-    threads = max(1, available_cores() // (num_engines + trainer.num_ranks))
+    num_ranks = trainer.num_ranks * max(1, len(config.policies))
+    threads = max(1, available_cores() // (num_engines + num_ranks))
     engine_device = placement.engine(0) if engine.num_local > 0 else placement.trainer[0]
     return with_sections(
         config,

@@ -114,7 +114,7 @@ def _newest_checkpoint(
     from millrace.models.lora.folders import check_same_kind  # only here: it imports torch
 
     check_same_kind(checkpoint, config.lora)
-    _check_same_model(checkpoint, config.model)
+    check_same_model(checkpoint, config.model)
     directory.check_same_critic(checkpoint, has_critic=config.critic is not None)
     is_over = RunDir(config.run_dir).is_finished or state["version"] > config.trainer.steps
     if is_over and state["version"] >= config.trainer.steps:
@@ -132,7 +132,7 @@ def _newest_checkpoint(
     )
 
 
-def _check_same_model(checkpoint: Path, model: ModelConfig) -> None:
+def check_same_model(checkpoint: Path, model: ModelConfig) -> None:
     """Refuse to resume from the weights of another model; an adapter is compared when it loads."""
     if not (checkpoint / "config.json").is_file():
         return

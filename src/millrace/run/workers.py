@@ -8,22 +8,16 @@ Engines can be added and removed while the run lasts. Runs on the controller's e
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from millrace.cluster import address as addresses
 from millrace.cluster.hub import Hub
 from millrace.cluster.launchers.hosts import JoinLauncher
 from millrace.cluster.launchers.launcher import Launcher, Resources
-from millrace.cluster.messages import Message, StartEngine, StartTrainer
-from millrace.cluster.mps import below_normal
+from millrace.cluster.messages import Message, StartEngine
 from millrace.cluster.supervision.pool import WorkerPool
-from millrace.cluster.supervision.replica import GroupReplica
 from millrace.cluster.worker import Worker
 from millrace.config import EngineConfig, RunConfig, WeightsConfig
 from millrace.core.errors import ConfigError, WeightError
@@ -33,12 +27,11 @@ from millrace.inference.backend import load_backend, of_engine, server_secrets
 from millrace.inference.pool import EnginePool
 from millrace.inference.remote import EngineReplica
 from millrace.run.cluster import absolute, portable
+from millrace.run.execution.trainer_replica import TrainerReplica
 from millrace.run.prepare import PreparedRun, with_sections
-from millrace.training.checkpoints.directory import newest_checkpoint, read_run_state
-from millrace.training.group import StepsInMemory, TrainerGroup
+from millrace.training.group import TrainerGroup
+from millrace.weights.broadcaster import VersionBroadcaster
 
-MIN_STEP_TIMEOUT_S = 3600.0  # a trainer that hangs is found earlier, by supervision.hang_timeout_s
-SAVE_TIMEOUT_S = 1800.0  # until a checkpoint is on the disk, which may be a slow network disk
 ENGINE_MODULE = "millrace.inference.worker"
 OPEN_TO_HOSTS = "Its host starts another; if that has left, run `millrace join` on any host."
 
@@ -55,8 +48,7 @@ class RunWorkers:
     # and with MPS such a death disturbs every process on that GPU.
     gpu_env: Mapping[str, str]
     on_phase: Callable[[str, str | None], None]  # worker, start-up phase; None when it is ready
-    # Gets the newest version, and must release it, after a trainer was restarted.
-    on_restored: Callable[[WeightUpdate], None]
+    broadcasters: Mapping[str | None, VersionBroadcaster]  # by policy; None = the first
     trains: bool = True  # False: there is no trainer, and the engines keep their weights
 
     def __post_init__(self) -> None:
@@ -67,14 +59,29 @@ class RunWorkers:
         self.engines = EnginePool(replaces=True)
         self.evaluators = EnginePool(replaces=True) if config.evaluate.engines else None
         self.models = {name: EnginePool(replaces=True) for name in config.environment.models}
-        """Models besides the policy, by name; their weights never change."""
-        self._trainer = _TrainerReplica(self)
+        """Models besides the policy, by name; their weights never change, except for policies."""
+        self._trainers = {
+            policy: TrainerReplica(self, policy=policy) for policy in self.broadcasters
+        }
         self.engine_names: list[str] = []  # engines of the rollouts, serving or restarting
         self._numbers = itertools.count(config.engine.num_local + config.engine.remote)
 
     @property
     def trainer(self) -> TrainerGroup:
-        return self._trainer.trainer
+        """Of the first policy."""
+        return self._trainers[None].trainer
+
+    @property
+    def other_trainers(self) -> dict[str, TrainerGroup]:
+        """Of the policies besides the first, by name."""
+        return {name: self._trainers[name].trainer for name in self.prepared.policies}
+
+    def published(self, worker: str, update: WeightUpdate) -> None:
+        """A trainer has published a version of its policy."""
+        for policy, replica in self._trainers.items():
+            if worker in replica.members:
+                replica.trainer.published(update)
+                self.broadcasters[policy].publish(update)
 
     async def start(self, *others: Coroutine[Any, Any, object]) -> None:
         """Start all workers concurrently, and run `others` beside them."""
@@ -96,11 +103,13 @@ class RunWorkers:
                 start = partial(self._start_model, model)
                 for i in range(settings.engine.num_local):
                     name, pool = f"model-{model}-{i}", self.models[model]
-                    engine = self._replica(name, pool, start, fixed=settings.engine)
+                    policy = model if model in self.prepared.policies else None
+                    fixed = None if policy else settings.engine
+                    engine = self._replica(name, pool, start, fixed=fixed, policy=policy)
                     starting.create_task(add(engine))
-            if self.trains:
-                is_joined = self._config.trainer.remote > 0
-                starting.create_task(add(self._trainer, policy=joining if is_joined else None))
+            is_joined = self._config.trainer.remote > 0
+            for trainer in self._trainers.values() if self.trains else ():
+                starting.create_task(add(trainer, policy=joining if is_joined else None))
             for other in others:
                 starting.create_task(other)
 
@@ -134,10 +143,12 @@ class RunWorkers:
     async def reserve(self) -> None:
         """Hold what all workers need before the first one starts."""
         config, placement = self._config, self._config.placement
+        trainers = self._trainers.values() if self.trains else ()
         await self.launcher.reserve(
             {
                 name: self._resources(placement.rank(rank))
-                for rank, name in enumerate(self._trainer.members_here if self.trains else ())
+                for trainer in trainers
+                for rank, name in enumerate(trainer.members_here)
             }
         )
         num_engines = config.engine.num_local
@@ -165,13 +176,16 @@ class RunWorkers:
         *,
         joins_late: bool = False,
         fixed: EngineConfig | None = None,
+        policy: str | None = None,
     ) -> EngineReplica:
-        """`fixed`: settings of an engine whose weights never change; None for the policy."""
+        """`fixed`: settings of an engine whose weights never change; None for that of a `policy`,
+        where None = the first."""
+        load_newest = partial(self._load_newest, self._trainers[policy])
         return EngineReplica(
             name,
             pool=pool,
             launcher=partial(start, name),
-            load_newest=self._load_newest if fixed is None and self.trains else None,
+            load_newest=load_newest if fixed is None and self.trains else None,
             hang_timeout_s=self._config.supervision.hang_timeout_s,
             first_hang_timeout_s=self._config.cluster.start_timeout_s,
             joins_late=joins_late,
@@ -200,8 +214,18 @@ class RunWorkers:
         except ConfigError as error:
             raise ConfigError(f"On {worker.host}, for {name}: {error}") from error
 
-    async def _start_model(self, model: str, name: str, _is_late: bool) -> Worker:
+    async def _start_model(self, model: str, name: str, is_late: bool) -> Worker:
         settings, index = self._config.environment.models[model], int(name.rpartition("-")[2])
+        if (policy := self.prepared.policies.get(model)) is not None:
+            own = policy.config.placed_on(self._config.placement.model(model, index))
+            path = own.model.path if is_late else policy.checkpoint or own.model.path
+            start = StartEngine(
+                config=own.model_dump(mode="json"),
+                model_path=absolute(str(path)),
+                version=0 if is_late else self.prepared.cursor.version,
+                records_routes=own.trainer.replay_routes,
+            )
+            return await self._launch(name, start, own.engine)
         own = {
             "model": settings.model,
             "engine": of_engine(settings.engine, index),
@@ -257,114 +281,15 @@ class RunWorkers:
         self.on_phase(worker.name, None)
         return worker
 
-    async def _load_newest(self, engine: Engine) -> None:
+    async def _load_newest(self, replica: TrainerReplica, engine: Engine) -> None:
+        trainer = replica.trainer
         while True:
-            update = await self.trainer.borrow()
+            update = await trainer.borrow()
             try:
                 await engine.swap(update)
                 return
             except WeightError:
-                if not await self.trainer.is_lost(update):
+                if not await trainer.is_lost(update):
                     raise
             finally:
-                await self.trainer.release(update)
-
-
-class _TrainerReplica(GroupReplica):
-    """The ranks of the trainer, restarted together from the newest checkpoint."""
-
-    def __init__(self, workers: RunWorkers) -> None:
-        prepared, config = workers.prepared, workers.prepared.config
-        ranks = config.trainer.num_ranks
-        members = ["trainer"] if ranks == 1 else [f"trainer-{rank}" for rank in range(ranks)]
-        self.members_here = members[: ranks - config.trainer.remote]  # the others join
-        super().__init__(
-            "trainer",
-            members=members,
-            hang_timeout_s=config.supervision.hang_timeout_s,
-            first_hang_timeout_s=config.cluster.start_timeout_s,
-        )
-        self._config = config
-        self._run_dir = Path(config.run_dir)
-        # A run that may go without a step for longer has steps that take longer.
-        self._step_timeout_s = max(MIN_STEP_TIMEOUT_S, config.supervision.stall_timeout_s)
-        self._run_workers = workers
-        self._checkpoint = prepared.checkpoint
-        self._version = prepared.cursor.version  # of the weights that the ranks have loaded
-        self._trainer: TrainerGroup | None = None
-
-    @property
-    def trainer(self) -> TrainerGroup:
-        assert self._trainer is not None, "the trainer is started first"
-        return self._trainer
-
-    async def launch(self, name: str) -> Worker:
-        workers = self._run_workers
-        if name in self.members_here:
-            env = below_normal(workers.gpu_env)
-            return await workers.launch(name, "millrace.training.worker", env=env)
-        timeout_s = None if self._trainer is not None else self._config.cluster.join_timeout_s
-        return await workers.join(name, role="trainer", timeout_s=timeout_s)
-
-    async def attach(self, workers: Sequence[Worker], *, is_restart: bool) -> None:
-        checkpoint = self._checkpoint
-        if is_restart:
-            found = await asyncio.to_thread(newest_checkpoint, self._run_dir)
-            checkpoint = found.directory or self._checkpoint
-            self._version = 0 if checkpoint is None else int(read_run_state(checkpoint)["version"])
-        await self._load(workers, checkpoint)
-        if is_restart:
-            update = await self.trainer.replace(workers, version=self._version)
-            self._run_workers.on_restored(update)
-            return
-        self._trainer = TrainerGroup(
-            workers,
-            sizes=self._config.trainer.mesh_sizes,
-            past=StepsInMemory(version=self._version),
-            step_timeout_s=self._step_timeout_s,
-            save_timeout_s=SAVE_TIMEOUT_S,
-        )
-
-    def detach(self) -> None:
-        self.trainer.lose()
-
-    async def _load(self, workers: Sequence[Worker], checkpoint: Path | None) -> None:
-        """Let all ranks load at once; they find each other at a port of rank 0's host."""
-        host, port = self._address(workers[0]), workers[0].free_address[1]
-        config, folder = self._config, {"run_dir": str(self._run_dir.absolute())}
-        if config.trainer.remote:
-            config = portable(config).model_copy(update=folder)
-        start = StartTrainer(
-            config=config.model_dump(mode="json"),
-            checkpoint=None if checkpoint is None else absolute(str(checkpoint)),
-            rendezvous="" if len(workers) == 1 else f"tcp://{host}:{port}",
-            shares_gpu=self._shares_gpu(workers),
-        )
-
-        async def load(rank: int, worker: Worker) -> None:
-            self._run_workers.on_phase(worker.name, "loading")
-            others = [other for other in workers if other.host != worker.host]
-            message = msgspec.structs.replace(
-                start,
-                rank=rank,
-                own_address="" if worker.host is None else worker.free_address[0],
-                peer_address=self._address(others[0]) if others else "",
-            )
-            await worker.call(message, timeout_s=self._config.cluster.start_timeout_s)
-            self._run_workers.on_phase(worker.name, None)
-
-        await asyncio.gather(*(load(rank, worker) for rank, worker in enumerate(workers)))
-
-    def _address(self, rank: Worker) -> str:
-        """Of its host, as the other ranks reach it."""
-        if rank.host is None and self._config.trainer.remote:
-            return addresses.split(self._run_workers.hub.ticket().address)[0]
-        address = rank.free_address[0]
-        return f"[{address}]" if ":" in address else address
-
-    def _shares_gpu(self, workers: Sequence[Worker]) -> bool | None:
-        """Whether two ranks use one GPU; None on one host, whose placement says it."""
-        if not self._config.spans_hosts:
-            return None
-        places = [(rank.host, self._config.placement.rank(i)) for i, rank in enumerate(workers)]
-        return self._config.cluster.is_local and len(set(places)) < len(places)
+                await trainer.release(update)

@@ -74,6 +74,10 @@ class Trainer:
         """Make one version: in each epoch one optimizer update per batch. Returns the metrics of
         all updates, without those that were skipped, unless all were."""
         assert batches, "a step needs a batch"
+        if not batches[0].microbatches:  # of several policies, this one sampled none of the tokens
+            self.steps_done += 1
+            self.skipped, self.reported = (), {}
+            return {"batch/trained_tokens": 0.0}
         if self.critic is not None:
             batches = self.critic.estimate_advantages(batches)
         batches, num_proximal = self._with_logprobs(batches)

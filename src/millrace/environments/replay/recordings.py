@@ -68,7 +68,7 @@ def episode_of(recording: Recording) -> Episode:
     return Episode(
         turns=tuple(turns),
         rollouts=tuple(
-            replace(rollout, agent=agent.name)
+            replace(rollout, agent=agent.name, policy=recording.policy_of(agent))
             for agent in recording.agents
             if agent.is_trained
             for rollout in records[agent.name].rollouts(places)

@@ -12,7 +12,15 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from millrace.core.records import Branching, Completion, Ending, Message, Sampling, Task
+from millrace.core.records import (
+    DEFAULT_POLICY,
+    Branching,
+    Completion,
+    Ending,
+    Message,
+    Sampling,
+    Task,
+)
 from millrace.environments.tools.functions import Fault
 
 SCHEMA = 2
@@ -106,6 +114,12 @@ class EpisodeSettings(Row, frozen=True, kw_only=True):
     history: Literal["template", "sampled"] = "template"
     policy: ModelRow
     sampling: Sampling
+    # Roles that are policies of their own, if there are several; `policy` is the first.
+    policies: tuple[str, ...] = ()
+
+    def policy_of(self, agent: AgentRow) -> str:
+        """The name of the policy that samples and trains a role."""
+        return agent.model or (self.policies or (DEFAULT_POLICY,))[0]
 
 
 class Recording(EpisodeSettings, frozen=True, kw_only=True):

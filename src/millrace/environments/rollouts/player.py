@@ -126,9 +126,8 @@ class GroupPolicy:
         routes_from: int = 0,
     ) -> Completion:
         """Sample one turn of one episode, after the tokens of `partial` if given. `model`: another
-        model that samples it; its tokens are never trained. If routes are replayed, the completion
-        has those from position `routes_from` on."""
-        assert model is None or not is_trained, "only the policy is trained"
+        model that samples it, whose tokens are trained only if it is a policy, too. If routes are
+        replayed, the completion has those from position `routes_from` on."""
         request = Request(
             id=f"{self.name}/{episode}.{call}",
             prompt=prompt,
@@ -144,11 +143,10 @@ class GroupPolicy:
             routes_from=routes_from if self.wants_routes and is_trained else None,
         )
         start_s = 0.0 if self.attempt is None else self.attempt.now()
-        if model is None:
+        engine, on_tokens = self.engine if model is None else self.others[model], None
+        if model is None or is_trained:
             request, on_tokens = self._streamed(request)
-            (completion,) = await self.engine.generate(request, on_tokens)
-        else:
-            (completion,) = await self.others[model].generate(request)
+        (completion,) = await engine.generate(request, on_tokens)
         if self.attempt is not None and is_trained:
             num_known = 0 if partial is None else len(partial.tokens)
             self.attempt.add_turn(episode, start_s, completion.versions[num_known:])

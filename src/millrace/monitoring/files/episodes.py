@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -147,9 +148,9 @@ class SkippedSteps:
         files = ", ".join(str(step_file(self._directory, step)) for step in self._in_a_row)
         raise RunFailed(
             f"Steps {steps} were skipped in a row, the last with loss"
-            f" {metrics['loss']:g} and gradient norm {metrics['grad_norm']:g}; their groups are in"
-            f" {files}. Lower optimizer.learning_rate or set trainer.dtype to float32, and look"
-            " there for values that the loss cannot handle."
+            f" {metrics.get('loss', nan):g} and gradient norm {metrics.get('grad_norm', nan):g};"
+            f" their groups are in {files}. Lower optimizer.learning_rate or set trainer.dtype to"
+            " float32, and look there for values that the loss cannot handle."
         )
 
 

@@ -26,6 +26,7 @@ from millrace.config import RunConfig
 from millrace.controller.checkpointing import Checkpointing
 from millrace.controller.controller import Controller
 from millrace.controller.evaluation import Evaluation
+from millrace.controller.policies import OtherPolicy
 from millrace.controller.preemption import SIGTERM, Preemption
 from millrace.core import files as storage
 from millrace.core.errors import Preempted, RunFailed, first_cause
@@ -44,6 +45,7 @@ from millrace.run.checks import local_devices
 from millrace.run.cluster import offered_ticket, open_hub
 from millrace.run.environment import WORKER_MODULE, open_environment
 from millrace.run.episodes.external import external_server
+from millrace.run.policies import remove_later_checkpoints
 from millrace.run.prepare import PreparedRun, prepare
 from millrace.run.scaling import autoscale, scaling_server
 from millrace.run.workers import RunWorkers
@@ -158,6 +160,10 @@ class RunProcesses:
             curve=self.curve,
         )
         self._broadcaster = VersionBroadcaster(version=cursor.version, policy=cursor.policy)
+        self._broadcasters = {
+            name: VersionBroadcaster(version=cursor.version) for name in self.prepared.policies
+        }
+        remove_later_checkpoints(self._config, version=cursor.version)
         self._workers: RunWorkers | None = None
         self._controller: Controller | None = None
         self._writer: Checkpointing | None = None
@@ -218,7 +224,7 @@ class RunProcesses:
                     worker_pool=worker_pool,
                     gpu_env=gpu_env,
                     on_phase=self._monitor.starting,
-                    on_restored=self._broadcaster.publish,
+                    broadcasters={None: self._broadcaster, **self._broadcasters},
                     trains=self.trains,
                 )
                 self._monitor.starting("run", "starting the workers")
@@ -260,6 +266,7 @@ class RunProcesses:
             evaluators=workers.evaluators,
             trainer=workers.trainer,
             broadcaster=self._broadcaster,
+            others=self._other_policies(workers),
             monitor=self._monitor,
             run_dir=self.run_dir,
             journal=started.journal,
@@ -278,6 +285,19 @@ class RunProcesses:
             supervision.cancel()
             scaling.cancel()
         return gauges
+
+    def _other_policies(self, workers: RunWorkers) -> list[OtherPolicy]:
+        return [
+            OtherPolicy(
+                name=name,
+                trainer=trainer,
+                broadcaster=self._broadcasters[name],
+                engines=workers.models[name],
+                versions=self._broadcasters[name].subscribe(workers.models[name].swap),
+                checkpoints=RunDir(self.prepared.policies[name].config.run_dir).checkpoints,
+            )
+            for name, trainer in workers.other_trainers.items()
+        ]
 
     def _build_scorers(self, worker_pool: WorkerPool, *, private: Path) -> ScorerPool:
         return build_scorer_pool(
@@ -326,8 +346,7 @@ class RunProcesses:
             self._monitor.on_progress(worker, spans=message.spans, counters=message.counters)
         elif isinstance(message, Published):
             assert self._workers is not None, "the trainer publishes only after a step"
-            self._workers.trainer.published(message.update)
-            self._broadcaster.publish(message.update)
+            self._workers.published(worker, message.update)
 
     @property
     def _evaluations(self) -> dict[str, Evaluation | None]:

@@ -133,6 +133,7 @@ def supervised_settings(config: RunConfig) -> RunConfig:
             "loss": {"type": SUPERVISED},
             "scorers": (),
             "critic": None,
+            "policies": {},
             "engine": EngineConfig(count=0, max_context=config.engine.max_context),
             "weights": WeightsConfig(),
             "journal": JournalConfig(max_bytes=0),  # a step's batch follows from its number

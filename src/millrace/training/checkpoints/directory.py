@@ -10,6 +10,7 @@ does everything else; any process may read. Torch-free.
 
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -198,6 +199,13 @@ def prune_checkpoints(folder: Path, *, keep: int, good: set[str]) -> None:
         elif path.name in good or damage_to(path) is None:
             good.add(path.name)
             num_kept += 1
+
+
+def keep_steps(folder: Path, *, like: Path, through: float = math.inf) -> None:
+    """Remove the checkpoints in `folder` of steps that `like` has none of, or after `through`."""
+    for step, path in _numbered(folder):
+        if step > through or not (like / path.name).is_dir():
+            _remove(path)
 
 
 def _remove(checkpoint: Path) -> None:

@@ -1,0 +1,131 @@
+"""The trainer of a policy as a supervised group of rank processes.
+
+Promise: a trainer of which a rank dies is restarted from the policy's newest checkpoint. It repeats
+the steps since then with the same batches; calls to it wait meanwhile. Runs on the controller's
+event loop.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from millrace.cluster import address as addresses
+from millrace.cluster.messages import StartTrainer
+from millrace.cluster.mps import below_normal
+from millrace.cluster.supervision.replica import GroupReplica
+from millrace.cluster.worker import Worker
+from millrace.run.cluster import absolute, portable
+from millrace.training.checkpoints.directory import newest_checkpoint, read_run_state
+from millrace.training.group import StepsInMemory, TrainerGroup
+
+if TYPE_CHECKING:
+    from millrace.run.workers import RunWorkers
+
+MIN_STEP_TIMEOUT_S = 3600.0  # a trainer that hangs is found earlier, by supervision.hang_timeout_s
+SAVE_TIMEOUT_S = 1800.0  # until a checkpoint is on the disk, which may be a slow network disk
+
+
+class TrainerReplica(GroupReplica):
+    """The ranks of the trainer, restarted together from the newest checkpoint."""
+
+    def __init__(self, workers: "RunWorkers", *, policy: str | None = None) -> None:
+        """`policy`: the one that it trains; None = the first."""
+        own = workers.prepared if policy is None else workers.prepared.policies[policy]
+        config, ranks = own.config, own.config.trainer.num_ranks
+        name = "trainer" if policy is None else f"trainer-{policy}"
+        members = [name] if ranks == 1 else [f"trainer-{rank}" for rank in range(ranks)]
+        self.members_here = members[: ranks - config.trainer.remote]  # the others join
+        super().__init__(
+            name,
+            members=members,
+            hang_timeout_s=config.supervision.hang_timeout_s,
+            first_hang_timeout_s=config.cluster.start_timeout_s,
+        )
+        self._config = config
+        self._run_dir = Path(config.run_dir)
+        # A run that may go without a step for longer has steps that take longer.
+        self._step_timeout_s = max(MIN_STEP_TIMEOUT_S, config.supervision.stall_timeout_s)
+        self._run_workers = workers
+        self._checkpoint = own.checkpoint
+        self._broadcaster = workers.broadcasters[policy]
+        self._version = workers.prepared.cursor.version  # of the weights that the ranks have loaded
+        self._trainer: TrainerGroup | None = None
+
+    @property
+    def trainer(self) -> TrainerGroup:
+        assert self._trainer is not None, "the trainer is started first"
+        return self._trainer
+
+    async def launch(self, name: str) -> Worker:
+        workers = self._run_workers
+        if name in self.members_here:
+            env = below_normal(workers.gpu_env)
+            return await workers.launch(name, "millrace.training.worker", env=env)
+        timeout_s = None if self._trainer is not None else self._config.cluster.join_timeout_s
+        return await workers.join(name, role="trainer", timeout_s=timeout_s)
+
+    async def attach(self, workers: Sequence[Worker], *, is_restart: bool) -> None:
+        checkpoint = self._checkpoint
+        if is_restart:
+            found = await asyncio.to_thread(newest_checkpoint, self._run_dir)
+            checkpoint = found.directory or self._checkpoint
+            self._version = 0 if checkpoint is None else int(read_run_state(checkpoint)["version"])
+        await self._load(workers, checkpoint)
+        if is_restart:
+            update = await self.trainer.replace(workers, version=self._version)
+            self._broadcaster.publish(update)
+            return
+        self._trainer = TrainerGroup(
+            workers,
+            sizes=self._config.trainer.mesh_sizes,
+            past=StepsInMemory(version=self._version),
+            step_timeout_s=self._step_timeout_s,
+            save_timeout_s=SAVE_TIMEOUT_S,
+        )
+
+    def detach(self) -> None:
+        self.trainer.lose()
+
+    async def _load(self, workers: Sequence[Worker], checkpoint: Path | None) -> None:
+        """Let all ranks load at once; they find each other at a port of rank 0's host."""
+        host, port = self._address(workers[0]), workers[0].free_address[1]
+        config, folder = self._config, {"run_dir": str(self._run_dir.absolute())}
+        if config.trainer.remote:
+            config = portable(config).model_copy(update=folder)
+        start = StartTrainer(
+            config=config.model_dump(mode="json"),
+            checkpoint=None if checkpoint is None else absolute(str(checkpoint)),
+            rendezvous="" if len(workers) == 1 else f"tcp://{host}:{port}",
+            shares_gpu=self._shares_gpu(workers),
+        )
+
+        async def load(rank: int, worker: Worker) -> None:
+            self._run_workers.on_phase(worker.name, "loading")
+            others = [other for other in workers if other.host != worker.host]
+            message = msgspec.structs.replace(
+                start,
+                rank=rank,
+                own_address="" if worker.host is None else worker.free_address[0],
+                peer_address=self._address(others[0]) if others else "",
+            )
+            await worker.call(message, timeout_s=self._config.cluster.start_timeout_s)
+            self._run_workers.on_phase(worker.name, None)
+
+        await asyncio.gather(*(load(rank, worker) for rank, worker in enumerate(workers)))
+
+    def _address(self, rank: Worker) -> str:
+        """Of its host, as the other ranks reach it."""
+        if rank.host is None and self._config.trainer.remote:
+            return addresses.split(self._run_workers.hub.ticket().address)[0]
+        address = rank.free_address[0]
+        return f"[{address}]" if ":" in address else address
+
+    def _shares_gpu(self, workers: Sequence[Worker]) -> bool | None:
+        """Whether two ranks use one GPU; None on one host, whose placement says it."""
+        if not self._config.spans_hosts:
+            return None
+        places = [(rank.host, self._config.placement.rank(i)) for i, rank in enumerate(workers)]
+        return self._config.cluster.is_local and len(set(places)) < len(places)

@@ -1,0 +1,191 @@
+"""Several policies in one run: what [policies] means for the other settings.
+
+The first policy is that of every other section: engines, the trainer and checkpoints/ are its own.
+Each further one has engines like a model of environment.models, a trainer process, and a folder
+policies/NAME with its checkpoints. Promise: what a run with several policies cannot do yet is
+refused in one sentence before any worker starts.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.config import PolicyConfig, RoleModelConfig, RunConfig
+from millrace.config.episodes import OF_POLICY
+from millrace.config.training import OptimizerConfig
+from millrace.core.errors import CheckpointError, ConfigError
+from millrace.core.files import check_file_name
+from millrace.monitoring.run_dir import RunDir
+from millrace.run import checks
+from millrace.run.resume import check_same_model
+from millrace.scoring.registry import ScorerSpec
+from millrace.scoring.teachers.process import LogprobModelSettings
+from millrace.training.checkpoints.directory import damage_to, keep_steps, read_run_state
+from millrace.training.losses.recipes import build_loss
+
+FOLDER = "policies"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FurtherPolicy:
+    """A policy besides the first, as its trainer and engines see it."""
+
+    config: RunConfig
+    checkpoint: Path | None  # to resume from
+
+
+def expand_policies(config: RunConfig) -> RunConfig:
+    """The settings with complete tables of policies: the sections of the run are those of the
+    first, and environment.models has the others."""
+    if not config.policies:
+        return config
+    full = {
+        name: PolicyConfig(
+            model=own.model or config.model.path,
+            optimizer={**config.optimizer.model_dump(), **own.optimizer},
+            loss=own.loss or config.loss,
+        )
+        for name, own in config.policies.items()
+    }
+    engine = config.engine.model_dump(exclude={*OF_POLICY, "count"})
+    models = {
+        name: RoleModelConfig.model_validate(
+            {
+                **_sections(config, own)["model"].model_dump(),
+                **engine,
+                "template": config.environment.template,
+                "count": config.engine.num_local,
+            }
+        )
+        for name, own in list(full.items())[1:]
+    }
+    for name in full:
+        check_file_name(name, of="One of policies")
+        if name in config.environment.models:
+            raise ConfigError(
+                f"policies.{name} and environment.models.{name} have one name; rename one of them."
+            )
+    ranks = 1 if config.trainer.ranks == "auto" else config.trainer.ranks
+    return config.model_copy(
+        update={
+            "policies": full,
+            **_sections(config, next(iter(full.values()))),
+            "trainer": config.trainer.model_copy(update={"ranks": ranks}),
+            "environment": config.environment.model_copy(
+                update={"models": {**config.environment.models, **models}}
+            ),
+        }
+    )
+
+
+def _sections(config: RunConfig, policy: PolicyConfig) -> dict[str, Any]:
+    """The sections of a run with this policy alone; its table is complete."""
+    return {
+        "model": config.model.model_copy(update={"path": policy.model}),
+        "optimizer": OptimizerConfig.model_validate(policy.optimizer),
+        "loss": policy.loss,
+    }
+
+
+def check_policies(
+    config: RunConfig, specs: Sequence[ScorerSpec], *, has_roles: bool, trains: bool
+) -> None:
+    """Refuse what several policies cannot do. `has_roles`: there is an environment function."""
+    if not config.policies:
+        return
+    if not trains:
+        raise ConfigError(
+            f"Only a run that trains has several policies ({', '.join(config.policies)}); remove"
+            " [policies] to evaluate one model in all roles."
+        )
+    if not has_roles or config.environment.command:
+        raise ConfigError(
+            f"policies ({', '.join(config.policies)}) are roles of an environment.function, and"
+            " there is none; write one, or remove them."
+        )
+    engine, trainer = config.engine, config.trainer
+    obstacles = {
+        "[lora]": config.lora is not None,
+        "[critic]": config.critic is not None,
+        f"trainer.ranks = {trainer.ranks}": trainer.ranks != 1,
+        f"trainer.remote = {trainer.remote}": trainer.remote > 0,
+        f"engine.remote = {engine.remote}": engine.remote > 0,
+        f"engine.max_count = {engine.max_count}": engine.max_count is not None,
+        f"evaluate.engines = {config.evaluate.engines}": config.evaluate.engines > 0,
+        f"checkpoint.path = {config.checkpoint.path!r}": config.checkpoint.path is not None,
+        "weights.notify": bool(config.weights.notify),
+        "weights.interrupt = 'barrier'": config.weights.interrupt == "barrier",
+        "environment.recipe": config.environment.recipe is not None,
+        f"cluster.launcher of type {config.cluster.launcher.get('type')!r}": (
+            not config.cluster.is_local
+        ),
+    }
+    obstacles |= {
+        f"the scorer {spec.name!r}, which gives logprobs of one model": True
+        for spec in specs
+        if isinstance(spec.type, LogprobModelSettings)
+    }
+    if obstacle := next((name for name, is_set in obstacles.items() if is_set), None):
+        raise ConfigError(
+            f"A run with several policies does not support {obstacle}; remove it, or keep one"
+            " policy."
+        )
+    for name in config.policies:
+        own = policy_config(config, name)
+        checks.check_loss(own, build_loss(own.loss, max_new_tokens=own.sampling.max_new_tokens))
+
+
+def policy_config(config: RunConfig, name: str) -> RunConfig:
+    """The settings of the trainer and the engines of a further policy."""
+    folder, placement = Path(config.run_dir) / FOLDER / name, config.placement
+    changed = config.model_copy(
+        update={
+            "run_dir": str(folder),
+            **_sections(config, config.policies[name]),
+            # The controller removes its checkpoints, after those of the first policy.
+            "checkpoint": config.checkpoint.model_copy(update={"keep": sys.maxsize}),
+            "weights": config.weights.model_copy(update={"directory": None}),
+            "placement": placement.model_copy(
+                update={"engines": placement.models.get(name, placement.engines)}
+            ),
+        }
+    )
+    optimizer = changed.optimizer.model_copy(update={"learning_rate": changed.learning_rate})
+    return changed.model_copy(update={"optimizer": optimizer})
+
+
+def further_policies(config: RunConfig, *, checkpoint: Path | None) -> dict[str, FurtherPolicy]:
+    """The policies besides the first, each at the step of the first policy's `checkpoint`."""
+    names = list(config.policies)
+    if checkpoint is not None and (saved := _saved_policies(checkpoint)) != names:
+        raise ConfigError(
+            f"{str(checkpoint)!r} was trained with the policies {', '.join(saved) or 'none'}; to"
+            " resume, keep these [policies], in this order."
+        )
+    found: dict[str, FurtherPolicy] = {}
+    for name in names[1:]:
+        own = policy_config(config, name)
+        path = None if checkpoint is None else RunDir(own.run_dir).checkpoints / checkpoint.name
+        if path is not None and (damage := damage_to(path)) is not None:
+            raise CheckpointError(
+                f"The checkpoint {str(path)!r} of policy {name!r} cannot be used: it {damage};"
+                f" remove {str(checkpoint)!r} to resume from the one before it."
+            )
+        if path is not None:
+            check_same_model(path, own.model)
+        found[name] = FurtherPolicy(config=own, checkpoint=path)
+    return found
+
+
+def _saved_policies(checkpoint: Path) -> list[str]:
+    return read_run_state(checkpoint).get("policies", [])
+
+
+def remove_later_checkpoints(config: RunConfig, *, version: int) -> None:
+    """Remove checkpoints of further policies that the first has none of, as after a crash between
+    the two, and those after `version`, at which the run begins."""
+    for name in list(config.policies)[1:]:
+        own = RunDir(policy_config(config, name).run_dir)
+        keep_steps(own.checkpoints, like=RunDir(config.run_dir).checkpoints, through=version)

@@ -1,0 +1,120 @@
+"""Runs that train several policies, each from its own tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from metrics_page import unknown_metrics
+from safetensors.numpy import load_file
+from tiny_model import make_tiny_model
+
+import millrace as mr
+from millrace.core.errors import ConfigError
+from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.samples import read_samples
+from millrace.monitoring.run_dir import RunDir
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / "model.safetensors")
+
+
+def are_equal(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> bool:
+    return all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+async def only_the_solver_learns(task: mr.Task, agent: mr.Agent) -> dict[str, float]:
+    await agent.role("proposer").complete("1+")
+    solved = await agent.role("solver").complete(str(task.prompt))
+    return {"proposer": 0.5, "solver": float(len(solved.text))}
+
+
+def length(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def settings_of(folder: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "model": str(make_tiny_model(folder / "model")),
+        "run_dir": str(folder / "run"),
+        "tasks": [{"prompt": f"{n}+1="} for n in range(8)],
+        "environment": {"function": only_the_solver_learns, "max_turns": 2},
+        "policies": {"proposer": {}, "solver": {"optimizer": {"learning_rate": 1e-3}}},
+        "sampling": {"max_new_tokens": 6},
+        "rollout": {"group_size": 4},
+        "trainer": {"steps": 3, "groups_per_step": 2},
+        "optimizer": {"learning_rate": 1e-4},
+        "scoring": {"workers": 1},
+        "cluster": {"threads": 1},
+        "monitoring": {"progress": "off"},
+        **more,
+    }
+
+
+@pytest.mark.slow
+def test_each_policy_learns_only_from_its_own_rollouts(tmp_path):
+    # All episodes give the proposer the same reward, so its own rollouts change nothing.
+    result = mr.train(**settings_of(tmp_path))
+    before = weights(tmp_path / "model")
+    assert are_equal(before, weights(result.checkpoint))
+    solver = result.run_dir / "policies" / "solver" / "checkpoints" / "step_3"
+    assert not are_equal(before, weights(solver))
+    rows = read_metrics(result.run_dir / "metrics.jsonl")
+    assert unknown_metrics(rows[0]) == []
+    for row in rows:
+        assert row["policies/proposer/learning_rate"] == row["learning_rate"] == 1e-4
+        assert row["policies/solver/learning_rate"] == 1e-3
+        assert row["policies/proposer/loss"] == row["loss"] == 0.0
+        assert row["policies/solver/grad_norm"] > 0
+    # The engines of each policy sampled with its weights: both agree with their trainers.
+    assert abs(rows[0]["policies/proposer/mismatch/logprob"]) < 1e-5
+    assert abs(rows[0]["policies/solver/mismatch/logprob"]) < 1e-5
+    for step in (1, 2, 3):
+        for sample in read_samples(RunDir(result.run_dir), step):
+            for rollout in sample.rollouts:
+                assert rollout.policy == rollout.agent
+    logs = {path.name for path in (result.run_dir / "logs").glob("*.log")}
+    assert {"engine-0.log", "model-solver-0.log", "trainer.log", "trainer-solver.log"} <= logs
+
+
+@pytest.mark.slow
+def test_policy_without_a_turn_in_a_step_keeps_its_weights(tmp_path):
+    async def proposer_alone(task: mr.Task, agent: mr.Agent) -> dict[str, float]:
+        reply = await agent.role("proposer").complete("1+")
+        return {"proposer": float(len(reply.text))}
+
+    environment = {"function": proposer_alone, "max_turns": 2}
+    result = mr.train(**settings_of(tmp_path, environment=environment))
+    solver = result.run_dir / "policies" / "solver" / "checkpoints" / "step_3"
+    assert json.loads((solver / "run_state.json").read_text())["version"] == 3
+    assert are_equal(weights(tmp_path / "model"), weights(solver))
+    assert not are_equal(weights(tmp_path / "model"), weights(result.checkpoint))
+
+
+@pytest.mark.slow
+def test_role_that_is_no_policy_is_refused_with_the_nearest_name(tmp_path):
+    async def misspelled(task: mr.Task, agent: mr.Agent) -> float:
+        await agent.role("slover").complete(str(task.prompt))
+        return 1.0
+
+    environment = {"function": misspelled, "max_turns": 2}
+    with pytest.raises(mr.MillraceError, match=r"'slover' is none of.*did you mean 'solver'"):
+        mr.train(**settings_of(tmp_path, environment=environment))
+
+
+def test_unsupported_settings_are_refused_before_the_run(tmp_path):
+    for more, message in [
+        ({"evaluate": {"engines": 1}, "eval_tasks": [{"prompt": "1"}]}, "evaluate.engines = 1"),
+        ({"weights": {"interrupt": "barrier"}, "buffer": {"max_staleness": 0}}, "'barrier'"),
+        ({"trainer": {"ranks": 2}}, "trainer.ranks = 2"),
+        ({"critic": {}}, r"\[critic\]"),
+        ({"environment": {}, "scorers": length}, "roles of an environment.function"),
+        ({"policies": {"a": {"optimizer": {"learning_rat": 1.0}}}}, "did you mean 'learning_rate'"),
+        ({"policies": {"a": {"los": "grpo"}}}, "did you mean 'loss'"),
+        ({"policies": {"a": {}, "b": {"model": str(tmp_path / "absent/b")}}}, "does not exist"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            mr.train(**settings_of(tmp_path, **more))
+    assert not (tmp_path / "run").exists()
