@@ -171,5 +171,5 @@ def test_devices_are_resolved_or_refused():
 
 def test_an_adapter_is_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"is a LoRA adapter .* lora\.export_merged"):
+    with pytest.raises(ConfigError, match=r"is a LoRA adapter .*lora\.export_merged"):
         check_directory(str(tmp_path))
