@@ -109,6 +109,7 @@ def check_policies(
     obstacles = {
         "[lora]": config.lora is not None,
         "[critic]": config.critic is not None,
+        f"engine.type = {engine.type!r}": engine.type != "embedded",
         f"trainer.ranks = {trainer.ranks}": trainer.ranks != 1,
         f"trainer.remote = {trainer.remote}": trainer.remote > 0,
         f"engine.remote = {engine.remote}": engine.remote > 0,
@@ -146,6 +147,7 @@ def policy_config(config: RunConfig, name: str) -> RunConfig:
             **_sections(config, config.policies[name]),
             # The controller removes its checkpoints, after those of the first policy.
             "checkpoint": config.checkpoint.model_copy(update={"keep": sys.maxsize}),
+            "engine": config.engine.model_copy(update={"adapters": {}}),  # are of the first model
             "weights": config.weights.model_copy(update={"directory": None}),
             "placement": placement.model_copy(
                 update={"engines": placement.models.get(name, placement.engines)}
