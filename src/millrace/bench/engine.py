@@ -9,6 +9,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ import numpy as np
 import torch
 
 from millrace.bench import bench_parser, write_result
-from millrace.bench.workloads import chosen_device, copy_s, described, make_model, shapes
+from millrace.bench.workloads import (
+    chosen_device,
+    copy_s,
+    described,
+    kernel_times,
+    make_model,
+    shapes,
+)
 from millrace.config import EngineConfig
 from millrace.core.records import Request, Sampling
 from millrace.inference.backend import EmbeddedBackend
@@ -94,7 +102,11 @@ def measure(
         tokens = _generate(engine, batch, prompt_tokens=prompt_tokens, sampling=sampling)
         seconds = time.perf_counter() - before_s
         if args.profile:
-            print(_profile(engine, batch, prompt_tokens=prompt_tokens, sampling=sampling))
+            generate = partial(
+                _generate, engine, batch, prompt_tokens=prompt_tokens, sampling=sampling
+            )
+            print(f"{batch} sequences, prefill included")
+            print(kernel_times(generate, num_steps=new_tokens))
         # The context grows by one token per step; on average, half of the new tokens are there.
         live = batch * (prompt_tokens + new_tokens / 2)
         floor_s = (weight_bytes + live * token_bytes) / bytes_per_s
@@ -129,20 +141,6 @@ def _generate(engine: EmbeddedEngine, batch: int, *, prompt_tokens: int, samplin
     while engine.has_work:
         engine.step()
     return engine.stats().generated_tokens - before
-
-
-def _profile(engine: EmbeddedEngine, batch: int, *, prompt_tokens: int, sampling: Sampling) -> str:
-    """Kernels of a whole run, by their share of the time."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        num_tokens = _generate(engine, batch, prompt_tokens=prompt_tokens, sampling=sampling)
-    num_steps = num_tokens / batch
-    kernels = sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)
-    lines = [f"{'ms/step':>8}{'calls/step':>12}  kernel ({batch} sequences)"]
-    for kernel in kernels[:16]:
-        milliseconds = kernel.device_time_total / 1000 / num_steps
-        lines.append(f"{milliseconds:>8.3f}{kernel.count / num_steps:>12.1f}  {kernel.key[:90]}")
-    total = sum(kernel.device_time_total for kernel in kernels) / 1000 / num_steps
-    return "\n".join([*lines, f"{total:>8.3f}{'':>12}  all kernels, prefill included"])
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:

@@ -26,6 +26,7 @@ from millrace.bench.workloads import (
     completion_of,
     described,
     group_of,
+    kernel_times,
     make_model,
     shapes,
 )
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1, help="that share the step with FSDP2 (1)")
     parser.add_argument("--cp", type=int, default=1, help="ranks that share each microbatch (1)")
     parser.add_argument("--sharded", action="store_true", help="one rank with the code of several")
+    parser.add_argument("--profile", action="store_true", help="list what the GPU's time went to")
     args = parser.parse_args(argv)
     device, dtype = chosen_device(args)
     threads = max(1, torch.get_num_threads() // args.ranks)
@@ -105,6 +107,8 @@ def measure(
         torch.cuda.reset_peak_memory_stats(device)
     pass_s = best_s(lambda: trainer.accumulate(batch), repeats=args.repeats, device=device)
     step_s = best_s(lambda: trainer.step(batch), repeats=args.repeats, device=device)
+    if args.profile and on_gpu:
+        print(kernel_times(lambda: trainer.step(batch), num_steps=1))
     rate = matmul_rate(device, dtype)
     experts = expert_modules(model)
     return {

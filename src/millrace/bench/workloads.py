@@ -142,6 +142,19 @@ def best_s(work: Callable[[], Any], *, repeats: int, device: torch.device) -> fl
     return best
 
 
+def kernel_times(work: Callable[[], Any], *, num_steps: int) -> str:
+    """A table of what the GPU's time went to, per step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        work()
+    kernels = sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)
+    lines = [f"{'ms/step':>8}{'calls/step':>12}  kernel"]
+    for kernel in kernels[:24]:
+        milliseconds = kernel.device_time_total / 1000 / num_steps
+        lines.append(f"{milliseconds:>8.3f}{kernel.count / num_steps:>12.1f}  {kernel.key[:90]}")
+    total = sum(kernel.device_time_total for kernel in kernels) / 1000 / num_steps
+    return "\n".join([*lines, f"{total:>8.3f}{'':>12}  all kernels"])
+
+
 def copy_s(num_bytes: int, *, device: torch.device, repeats: int = 10) -> float:
     """Seconds of one copy of `num_bytes` within the memory of the device."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
