@@ -97,7 +97,11 @@ test-clients: $(VENV)/.installed-dev
 TINKER := $(VENV)-tinker
 test-tinker: $(VENV)/.installed-dev
 	$(call venv_over_main,$(TINKER))
-	$(TINKER)/bin/pip --disable-pip-version-check --quiet install --no-compile "tinker==0.36.0"
+	$(TINKER)/bin/pip --disable-pip-version-check --quiet install --no-compile "tinker==0.36.0" \
+		"chz>=0.4" blobfile termcolor tiktoken datasets tml-renderers pyrage
+	@# It pins an older transformers, of which it uses the tokenizers.
+	$(TINKER)/bin/pip --disable-pip-version-check --quiet install --no-compile --no-deps \
+		"tinker-cookbook==0.5.8"
 	$(TINKER)/bin/python -m pytest -m "slow or not slow" --timeout 600 tests/serving/tinker
 
 # Trackers with their real packages, offline, in a venv of their own: mlflow alone takes minutes to

@@ -1,0 +1,203 @@
+"""The training loops of tinker-cookbook, unmodified, against `millrace serve --train`: supervised,
+GRPO-like and on-policy distillation, with a local tokenizer and local data.
+
+`make test-tinker` installs the cookbook.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_model import make_chat_model
+
+pytest.importorskip("tinker_cookbook", reason="make test-tinker installs it")
+import chz
+import tinker
+from test_tinker_client import KEYS, training_server
+from tinker_cookbook import renderers
+from tinker_cookbook.distillation import train_on_policy
+from tinker_cookbook.distillation.datasets import (
+    DistillationDatasetConfig,
+    PromptOnlyDataset,
+    TeacherConfig,
+)
+from tinker_cookbook.rl import train as rl_train
+from tinker_cookbook.rl.problem_env import ProblemEnv, ProblemGroupBuilder
+from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
+from tinker_cookbook.supervised import train as supervised_train
+from tinker_cookbook.supervised.data import FromConversationFileBuilder
+from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+pytestmark = pytest.mark.slow
+RENDERER = "role_colon"
+ANSWER = "a mill turns"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The address of a server, and the path of its model."""
+    folder = tmp_path_factory.mktemp("server")
+    model = make_chat_model(folder / "model")
+    with training_server(folder) as (url, _):
+        yield url, str(model)
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", KEYS[0])
+
+
+def column(folder: Path, name: str) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [line[name] for line in map(json.loads, lines) if name in line]
+
+
+async def fine_tune(served: tuple[str, str], folder: Path) -> str:
+    """Train on one sentence. Returns the path of weights to sample from."""
+    url, model = served
+    question = {"role": "user", "content": "say it"}
+    messages = [question, {"role": "assistant", "content": ANSWER}]
+    data = folder / "data.jsonl"
+    data.write_text(f"{json.dumps({'messages': messages})}\n" * 16)
+    common = ChatDatasetBuilderCommonConfig(
+        model_name_for_tokenizer=model, renderer_name=RENDERER, max_length=128, batch_size=4
+    )
+    builder = FromConversationFileBuilder(common_config=common, file_path=str(data))
+    config = supervised_train.Config(
+        log_path=str(folder / "log"),
+        model_name=model,
+        recipe_name="recipe_sl_basic",
+        renderer_name=RENDERER,
+        dataset_builder=builder,
+        learning_rate=0.02,
+        num_epochs=4,
+        lora_rank=8,
+        base_url=url,
+        save_every=8,
+        eval_every=0,
+    )
+    await supervised_train.main(config)
+    (*_, last) = (folder / "log/checkpoints.jsonl").read_text().splitlines()
+    return json.loads(last)["sampler_path"]
+
+
+async def test_supervised_training(served: tuple[str, str], tmp_path: Path):
+    path = await fine_tune(served, tmp_path)
+    losses = column(tmp_path / "log", "train_mean_nll")
+    assert len(losses) == 16
+    assert losses[-1] < losses[0] - 0.05, losses
+    rest = tinker.RestClient(base_url=served[0])
+    states = (await rest.list_user_checkpoints_async()).checkpoints
+    assert path in {state.tinker_path for state in states}
+    assert any(state.expires_at for state in states)  # the periodic ones
+
+
+class LowerCaseEnv(ProblemEnv):
+    """Rewards completions that have many lower-case letters."""
+
+    def get_question(self) -> str:
+        return "write"
+
+    def check_answer(self, sample_str: str) -> bool:
+        return sum(each.islower() for each in sample_str) >= 3
+
+    def check_format(self, sample_str: str) -> bool:
+        return True
+
+    def get_reference_answer(self) -> str:
+        return "abc"
+
+
+class LowerCaseDataset(RLDataset):
+    def __init__(self, renderer: renderers.Renderer) -> None:
+        self._renderer = renderer
+
+    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        env = partial(LowerCaseEnv, self._renderer)
+        return [ProblemGroupBuilder(env_thunk=env, num_envs=16) for _ in range(2)]
+
+    def __len__(self) -> int:
+        return 10
+
+
+def renderer_of(model: str) -> Any:
+    return renderers.get_renderer(RENDERER, get_tokenizer(model))
+
+
+@chz.chz
+class LowerCaseBuilder(RLDatasetBuilder):
+    model: str
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        return LowerCaseDataset(renderer_of(self.model)), None
+
+
+async def test_group_relative_policy_optimization(served: tuple[str, str], tmp_path: Path):
+    url, model = served
+    config = rl_train.Config(
+        learning_rate=0.01,
+        dataset_builder=LowerCaseBuilder(model=model),
+        model_name=model,
+        recipe_name="recipe_rl_basic",
+        renderer_name=RENDERER,
+        max_tokens=8,
+        log_path=str(tmp_path),
+        lora_rank=8,
+        base_url=url,
+        eval_every=0,
+        save_every=5,
+    )
+    await rl_train.main(config)
+    assert len(column(tmp_path, "env/all/reward/total")) == 10
+    assert max(column(tmp_path, "grad_norm")) > 0
+    # Every sample comes from the weights of the step before, with the trainer's logprobs.
+    distances = column(tmp_path, "optim/kl_sample_train_v2")
+    assert len(distances) == 10
+    assert max(distances) < 1e-6, distances
+
+
+@chz.chz
+class PromptBuilder(RLDatasetBuilder):
+    model: str
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        dataset = PromptOnlyDataset(
+            prompts=["say it"] * 20,
+            batch_size=2,
+            group_size=4,
+            renderer=renderer_of(self.model),
+            tokenizer=get_tokenizer(self.model),
+        )
+        return dataset, None
+
+
+async def test_on_policy_distillation(served: tuple[str, str], tmp_path: Path):
+    url, model = served
+    teacher = await fine_tune(served, tmp_path)
+    config = train_on_policy.Config(
+        learning_rate=0.01,
+        dataset_configs=[
+            DistillationDatasetConfig(
+                dataset_builder=PromptBuilder(model=model),
+                teacher_config=TeacherConfig(base_model=model, load_checkpoint_path=teacher),
+                groups_per_batch=2,
+            )
+        ],
+        model_name=model,
+        recipe_name="recipe_on_policy_distillation",
+        renderer_name=RENDERER,
+        max_tokens=12,
+        lora_rank=8,
+        log_path=str(tmp_path / "student"),
+        base_url=url,
+        eval_every=0,
+        save_every=0,
+    )
+    await train_on_policy.main(config)
+    distances = column(tmp_path / "student", "teacher_kl")
+    assert len(distances) == 10
+    assert distances[-1] < distances[0] * 0.7, distances
