@@ -54,8 +54,8 @@ class TestCollective(DeltaContract, FaultContract, TransportContract):
         self, sender: WeightSender, update: WeightUpdate, *, is_delta: bool, how: Damage
     ) -> WeightUpdate:
         assert isinstance(sender, PackingSender)
-        assert isinstance(sender._backend, CollectiveSendBackend)
-        backend, field = sender._backend, "delta" if is_delta else "payload"
+        assert isinstance(sender.backend, CollectiveSendBackend)
+        backend, field = sender.backend, "delta" if is_delta else "payload"
         offer = backend._offers[update.version]
         blob = getattr(offer, field)
         if how == "corrupted":
@@ -98,7 +98,7 @@ def test_two_engines_receive_in_one_broadcast_and_the_group_is_kept(pair: Weight
         sent = some_tensors(seed=version)
         for received in together(pair.publish(version, sent), *receivers):
             assert_arrived(received, sent, torch.float32)
-        groups.add(pair._backend._group_number)  # type: ignore[attr-defined]
+        groups.add(pair.backend._group_number)  # type: ignore[attr-defined]
         pair.release(version)
     assert groups == {1}
     for receiver in receivers:
@@ -126,7 +126,7 @@ def test_evaluators_and_self_teachers_take_other_versions_in_groups_of_their_own
         for received in together(pair.publish(version, sent), *engines, other):
             assert_arrived(received, sent, torch.float32)
         pair.release(version)
-    assert pair._backend._group_number == 3  # type: ignore[attr-defined]
+    assert pair.backend._group_number == 3  # type: ignore[attr-defined]
     for receiver in (*engines, evaluator, teacher):
         receiver.close()
 

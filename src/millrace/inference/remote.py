@@ -10,7 +10,7 @@ Runs on the controller's event loop; torch-free.
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from millrace.cluster import messages
 from millrace.cluster.messages import Message
@@ -25,20 +25,15 @@ from millrace.inference.pool import EnginePool
 SWAP_TIMEOUT_S = 600.0  # for a weight update, sequences that finish first included
 
 
+@dataclass(eq=False)
 class RemoteEngine:
     """An Engine whose calls go to a worker process."""
 
-    def __init__(
-        self,
-        worker: Worker,
-        *,
-        swap_timeout_s: float | None = None,
-        capabilities: frozenset[Capability] = EmbeddedBackend.capabilities,
-    ) -> None:
-        self.capabilities = capabilities
-        self._worker = worker
-        self._swap_timeout_s = swap_timeout_s
-        self._aborting: set[asyncio.Task[None]] = set()
+    worker: Worker
+    _: KW_ONLY
+    swap_timeout_s: float | None = None
+    capabilities: frozenset[Capability] = EmbeddedBackend.capabilities
+    _aborting: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     async def generate(
         self,
@@ -62,7 +57,7 @@ class RemoteEngine:
 
         message = messages.Generate(request=request, stream=on_tokens is not None)
         try:
-            receive(await self._worker.call(message, expect_progress=True, on_part=receive))
+            receive(await self.worker.call(message, expect_progress=True, on_part=receive))
             return [received[member] for member in range(request.n)]
         except WorkerError as error:
             raise self._lost(error) from error
@@ -81,7 +76,7 @@ class RemoteEngine:
         # No progress expected: an engine reports none while it fetches and lays out weights.
         reply = await self._call(
             messages.SwapWeights(update=update),
-            timeout_s=self._swap_timeout_s,
+            timeout_s=self.swap_timeout_s,
             expect_progress=False,
         )
         assert isinstance(reply, messages.Swapped)
@@ -103,14 +98,14 @@ class RemoteEngine:
         self, message: Message, *, timeout_s: float | None = None, expect_progress: bool = True
     ) -> Message:
         try:
-            return await self._worker.call(
+            return await self.worker.call(
                 message, timeout_s=timeout_s, kill_on_timeout=True, expect_progress=expect_progress
             )
         except WorkerError as error:
             raise self._lost(error) from error
 
     def _lost(self, error: WorkerError) -> EngineLost:
-        self._worker.kill()
+        self.worker.kill()
         return EngineLost(str(error))
 
     def _abort_later(self, request_id: str) -> None:

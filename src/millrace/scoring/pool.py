@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -41,34 +41,29 @@ from millrace.scoring.shaping import Shaping
 ENVIRONMENT = "environment"  # name of the score part that an environment gives
 
 
+@dataclass(eq=False)
 class ScorerPool:
     """The scorers of a run and their processes. Used on the controller's event loop."""
 
-    def __init__(
-        self,
-        queues: Sequence[ScorerQueue],
-        *,
-        advantages: Advantages,
-        workers: ScorerWorkers,
-        functions: Mapping[str, str],
-        shaping: Shaping,
-    ) -> None:
-        """`functions`: where the workers load each reward function, see functions/shipping.py."""
+    queues: InitVar[Sequence[ScorerQueue]]
+    _: KW_ONLY
+    advantages: Advantages
+    workers: ScorerWorkers
+    functions: Mapping[str, str]  # where workers load them by name, see functions/shipping.py
+    shaping: Shaping
+
+    def __post_init__(self, queues: Sequence[ScorerQueue]) -> None:
         self.scorers: tuple[Scorer, ...] = tuple(queue.scorer for queue in queues)
-        self.workers = workers
         self._startable = [s for s in self.scorers if isinstance(s, StartableScorer)]
         self._queues = {queue.scorer.name: queue for queue in queues}
         self._orders = itertools.count()
-        self._advantages = advantages
-        name = getattr(advantages, "__qualname__", type(advantages).__name__)
+        name = getattr(self.advantages, "__qualname__", type(self.advantages).__name__)
         self._estimator_name = f"Advantages {name!r}"
-        self._functions = functions
-        self._shaping = shaping
         self.tokens_wasted: Counter[str] = Counter()  # sampled but never trained, by reason
 
     async def start(self) -> None:
         async with asyncio.TaskGroup() as starting:
-            starting.create_task(self.workers.start(self._functions))
+            starting.create_task(self.workers.start(self.functions))
             for scorer in self._startable:
                 starting.create_task(scorer.start())
 
@@ -103,9 +98,9 @@ class ScorerPool:
             with self.open(number=group.number, task=group.task) as scoring:
                 return await self.score(group, scoring)
         group = combine(group, await scoring.results(group), scorers=scoring.scorers)
-        if not self._shaping.penalties:
+        if not self.shaping.penalties:
             return group
-        return await asyncio.to_thread(self._shaping.penalize, group)
+        return await asyncio.to_thread(self.shaping.penalize, group)
 
     async def evaluate(self, group: Group) -> Group:
         """As score(), without the scorers that return token scores only."""
@@ -124,10 +119,10 @@ class ScorerPool:
 
     def in_batch(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups of one step with advantages that compare them. Called in a thread."""
-        if not isinstance(self._advantages, AdvantagesOverBatch):
+        if not isinstance(self.advantages, AdvantagesOverBatch):
             return list(groups)
         with user_code(self._estimator_name):
-            found = self._advantages.over_batch(groups)
+            found = self.advantages.over_batch(groups)
         return [with_advantages(group, own) for group, own in zip(groups, found, strict=True)]
 
     @property
@@ -138,10 +133,10 @@ class ScorerPool:
         return {name: queue.load() for name, queue in self._queues.items()}
 
     def _shape(self, group: Group, wasted: Counter[str]) -> Group:
-        selected = self._shaping.select(group, wasted=wasted)
+        selected = self.shaping.select(group, wasted=wasted)
         with user_code(self._estimator_name):
-            found = estimate_by_agent(self._advantages, selected)
-        return self._shaping.filters(with_advantages(selected, found), wasted=wasted)
+            found = estimate_by_agent(self.advantages, selected)
+        return self.shaping.filters(with_advantages(selected, found), wasted=wasted)
 
 
 def build_scorer_pool(

@@ -10,7 +10,7 @@ Used by one thread.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 import torch
@@ -87,22 +87,17 @@ class PayloadSlot:
         self.payload.close()
 
 
+@dataclass(eq=False)
 class PackingSender:
     """Trainer side of a transport; holds a bounded number of versions."""
 
-    def __init__(
-        self,
-        backend: SendBackend,
-        *,
-        dtype: torch.dtype,
-        payload: Payload = "full",
-        reference: Reference | None = None,
-    ) -> None:
-        """`reference`: computes the probe of each version; None = versions have none."""
-        self._reference = reference
-        self.dtype = dtype  # of floating-point weights during the transfer
-        self.payload: Payload = payload
-        self._backend = backend
+    backend: SendBackend
+    _: KW_ONLY
+    dtype: torch.dtype  # of floating-point weights during the transfer
+    payload: Payload = "full"
+    reference: Reference | None = None  # computes the probe of each version
+
+    def __post_init__(self) -> None:
         self._free: list[PayloadSlot] = []
         self._held: dict[int, PayloadSlot] = {}  # by version
         self._newest: PayloadSlot | None = None  # base of the next delta, released or not
@@ -128,19 +123,19 @@ class PackingSender:
         try:
             pack(tensors, specs, slot.payload.flat)
             probe = None
-            if self._reference is not None:
-                probe = self._reference(packing.unpack(specs, slot.payload.flat))
+            if self.reference is not None:
+                probe = self.reference(packing.unpack(specs, slot.payload.flat))
             update = WeightUpdate(
                 version=version,
                 tensors=specs,
                 num_bytes=num_bytes,
                 checksum=packing.checksum(slot.payload.flat),
-                transport=self._backend.transport,
+                transport=self.backend.transport,
                 location=slot.payload.location,
                 delta=self._find_delta(slot),
                 probe=probe,
             )
-            update = self._backend.offer(update, payload=slot.payload, delta=slot.delta)
+            update = self.backend.offer(update, payload=slot.payload, delta=slot.delta)
         except BaseException:
             slot.drop_delta()
             self._free.append(slot)
@@ -160,13 +155,13 @@ class PackingSender:
     def release(self, version: int) -> None:
         if version not in self._held:
             raise WeightError(f"Version {version} is not published, or was released before.")
-        self._backend.withdraw(version)
+        self.backend.withdraw(version)
         slot = self._held.pop(version)
         slot.drop_delta()
         self._recycle(slot)
 
     def close(self) -> None:
-        self._backend.close()
+        self.backend.close()
         slots = {*self._free, *self._held.values(), *([self._newest] if self._newest else [])}
         for slot in slots:
             slot.close()
@@ -183,7 +178,7 @@ class PackingSender:
             if slot.layout == layout:
                 return slot
             slot.close()
-        return PayloadSlot(layout=layout, payload=self._backend.allocate(num_bytes, device=device))
+        return PayloadSlot(layout=layout, payload=self.backend.allocate(num_bytes, device=device))
 
     def _find_delta(self, slot: PayloadSlot) -> Delta | None:
         """The difference between the slot and the newest version, written to its own memory."""
@@ -194,7 +189,7 @@ class PackingSender:
         if changes is None:
             return None
         num_bytes = sum(part.nbytes for part in changes)
-        slot.delta = self._backend.allocate(num_bytes, device=payload.device)
+        slot.delta = self.backend.allocate(num_bytes, device=payload.device)
         packing.write_delta(changes, into=slot.delta.flat)
         return Delta(
             base=base.checksum,
