@@ -123,6 +123,25 @@ async def test_swap_returns_version_of_slowest_engine():
     assert await EnginePool([ScriptedEngine("x"), Lagging("x")]).swap(update) == 4
 
 
+async def test_lent_engines_pause_alone_and_requests_go_to_the_others():
+    pool, lent, other = EnginePool(replaces=True), ScriptedEngine("x"), ScriptedEngine("y")
+    await pool.join(lent, prepare=None, is_lent=True)
+    await pool.pause(which="lent")  # requests wait for the only engine
+    await pool.generate(make_request("first"))
+    await pool.join(other, prepare=None)
+    assert (lent.is_paused, other.is_paused) == (True, False)
+    for i in range(4):
+        await pool.generate(make_request(str(i), session="s"))
+    assert (len(lent.requests), len(other.requests)) == (1, 4)
+    late = ScriptedEngine("z")
+    await pool.join(late, prepare=None, is_lent=True)
+    assert late.is_paused
+    await pool.resume()
+    assert (lent.is_paused, late.is_paused) == (False, False)
+    await pool.generate(make_request("last"))
+    assert len(lent.requests) == 2
+
+
 async def test_pause_and_resume_reach_every_engine():
     engines = [ScriptedEngine("x"), ScriptedEngine("y")]
     pool = EnginePool(engines)

@@ -108,9 +108,9 @@ class ClusterConfig(Section):
     share_gpu: ShareGpu = "auto"
     """Sharing of a GPU by engines and trainer: "mps" = concurrent kernels through NVIDIA MPS, whose
     daemon the run starts and stops; "time_slices" = without MPS; "auto" = MPS where it is installed
-    and several workers use a GPU; "take_turns" = as auto, and engines pause while the trainer
-    steps; "sleep" = as take_turns, and paused engines give the memory of their weights and KV back,
-    which needs as much host memory. See docs/how-to/share-one-gpu.md."""
+    and several workers use a GPU; "take_turns" = as auto, and engines on GPUs of the trainer pause
+    while it steps; "sleep" = as take_turns, and paused engines give the memory of their weights and
+    KV back, which needs as much host memory. See docs/how-to/share-one-gpu.md."""
 
     @property
     def is_local(self) -> bool:

@@ -51,7 +51,7 @@ class Controller:
     checkpoints: RunCheckpoints
     reporter: RunReporter
     others: Sequence[OtherPolicy] = ()  # besides the first policy, whose parts are those above
-    paused: Sequence[EnginePool] = ()  # engines that stand still during a step
+    paused: Sequence[EnginePool] = ()  # whose lent engines stand still during a step
     paused_engines_sleep: bool = False  # they give their memory back, too
     preemption: Preemption = field(default_factory=Preemption)
 
@@ -140,7 +140,8 @@ class Controller:
     async def _step(self, taken: TakenBatch) -> Stepped:
         self.state.step_began_s = self.reporter.monitor.now()
         sleep = self.paused_engines_sleep
-        await asyncio.gather(*(engines.pause(sleep=sleep) for engines in self.paused))
+        pauses = (engines.pause(sleep=sleep, which="lent") for engines in self.paused)
+        await asyncio.gather(*pauses)
         version = self.state.version + 1
         stepped = await step_all(self.trainer, self.others, taken, version=version)
         # Publishing the weights is copying and needs no pause. After a step that failed the engines

@@ -8,7 +8,8 @@ Promise: generate() returns whole completions, or those that the caller aborted.
 weight update interrupted is resumed on the least loaded engine. Where lost engines are replaced,
 sequences resume on another engine from their last streamed token; on a backend that cannot resume
 partial completions they are sampled again. Requests wait while no engine serves: requests that were
-placed before wait without limit, new ones for at most max_wait_s.
+placed before wait without limit, new ones for at most max_wait_s. While some engines are paused,
+requests go to the others.
 
 Runs on the controller's event loop; torch-free.
 """
@@ -18,7 +19,7 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from millrace.core.completions import TokenLog, chunk_of, cut, resume_request
 from millrace.core.errors import EngineLost, EnginesDown
@@ -42,6 +43,8 @@ class _PoolEntry:
     engine: Engine
     num_sequences: int = 0  # in flight
     serves: bool = True  # False until it holds the newest weights, and while it drains
+    is_lent: bool = False  # it computes on a device of the trainer, in turn with it
+    is_paused: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,7 +107,8 @@ class EnginePool:
         self._answered = asyncio.Event()  # set when a request is answered
         self._homes: OrderedDict[str, _PoolEntry] = OrderedDict()  # by session; last = latest
         self._open: dict[str, _OpenRequest] = {}  # by the caller's request id
-        self._is_paused = self._is_asleep = False
+        self._paused: Literal["all", "lent"] | None = None
+        self._is_asleep = False
         self._expired_before = 0
 
     @property
@@ -119,13 +123,19 @@ class EnginePool:
         return frozenset(Capability).intersection(*offered)
 
     async def join(
-        self, engine: Engine, *, prepare: Callable[[Engine], Awaitable[object]] | None
+        self,
+        engine: Engine,
+        *,
+        prepare: Callable[[Engine], Awaitable[object]] | None,
+        is_lent: bool = False,
     ) -> None:
-        """Add an engine. It gets requests once `prepare`, if any, has sent the newest weights."""
-        entry = _PoolEntry(engine=engine, serves=False)
+        """Add an engine. It gets requests once `prepare`, if any, has sent the newest weights.
+        `is_lent`: see pause()."""
+        entry = _PoolEntry(engine=engine, serves=False, is_lent=is_lent)
         self._entries.append(entry)
         try:
-            if self._is_paused:
+            if self._paused == "all" or (self._paused and is_lent):
+                entry.is_paused = True
                 await engine.pause(sleep=self._is_asleep)
             await engine.expire(self._expired_before)
             if prepare is not None:
@@ -258,12 +268,14 @@ class EnginePool:
 
     def _choose(self, session: str | None, *, pinned: bool) -> _PoolEntry:
         serving = [entry for entry in self._entries if entry.serves]
-        least_loaded = min(serving, key=lambda entry: entry.num_sequences)
+        awake = [entry for entry in serving if not entry.is_paused] or serving
+        least_loaded = min(awake, key=lambda entry: entry.num_sequences)
         if session is None:
             return least_loaded
         home = self._homes.pop(session, least_loaded)
         is_overloaded = home.num_sequences > 2 * least_loaded.num_sequences + _SPARE_SEQUENCES
-        chosen = home if home in serving and (pinned or not is_overloaded) else least_loaded
+        stays = home in serving if pinned else home in awake and not is_overloaded
+        chosen = home if stays else least_loaded
         self._homes[session] = chosen
         if len(self._homes) > self._max_sessions:
             self._homes.popitem(last=False)
@@ -295,14 +307,21 @@ class EnginePool:
         self._expired_before = max(before, self._expired_before)
         await self._each(lambda engine: engine.expire(before))
 
-    async def pause(self, *, sleep: bool = False) -> None:
-        """Returns when the last engine has finished its pass."""
-        self._is_paused, self._is_asleep = True, sleep
-        await self._each(lambda engine: engine.pause(sleep=sleep))
+    async def pause(self, *, sleep: bool = False, which: Literal["all", "lent"] = "all") -> None:
+        """Returns when the last engine has finished its pass. `which`: "lent" engines compute on
+        devices of the trainer; the others go on."""
+        self._paused, self._is_asleep = which, sleep
+        paused = [entry for entry in self._entries if which == "all" or entry.is_lent]
+        for entry in paused:
+            entry.is_paused = True
+        await self._each(lambda engine: engine.pause(sleep=sleep), entries=paused)
 
     async def resume(self) -> None:
-        self._is_paused = self._is_asleep = False
-        await self._each(lambda engine: engine.resume())
+        self._paused, self._is_asleep = None, False
+        paused = [entry for entry in self._entries if entry.is_paused]
+        for entry in paused:
+            entry.is_paused = False
+        await self._each(lambda engine: engine.resume(), entries=paused)
 
     @contextlib.asynccontextmanager
     async def together(self) -> AsyncIterator[None]:
@@ -316,9 +335,12 @@ class EnginePool:
         await asyncio.sleep(0)
         await self.resume()
 
-    async def _each(self, ask: Callable[[Engine], Awaitable[T]]) -> list[T]:
-        """The answers of all engines that are not lost before they answer."""
-        asked = (self._ask(entry, ask(entry.engine)) for entry in self._entries)
+    async def _each(
+        self, ask: Callable[[Engine], Awaitable[T]], *, entries: Sequence[_PoolEntry] | None = None
+    ) -> list[T]:
+        """The answers of these engines, by default of all, that are not lost before they answer."""
+        chosen = self._entries if entries is None else entries
+        asked = (self._ask(entry, ask(entry.engine)) for entry in chosen)
         return [answer for answers in await asyncio.gather(*asked) for answer in answers]
 
     async def _ask(self, entry: _PoolEntry, answer: Awaitable[T]) -> list[T]:

@@ -129,6 +129,7 @@ class EngineReplica(WorkerReplica):
     # the weights never change.
     load_newest: Callable[[Engine], Awaitable[None]] | None
     joins_late: bool = False
+    is_lent: bool = False  # it computes on a device of the trainer
     capabilities: frozenset[Capability] = EmbeddedBackend.capabilities
     on_lost: Callable[[], object] = lambda: None
     _engine: RemoteEngine | None = None
@@ -140,7 +141,7 @@ class EngineReplica(WorkerReplica):
         engine = RemoteEngine(worker, swap_timeout_s=SWAP_TIMEOUT_S, capabilities=self.capabilities)
         prepare = self.load_newest if is_restart or self.joins_late else None
         try:
-            await self.pool.join(engine, prepare=prepare)
+            await self.pool.join(engine, prepare=prepare, is_lent=self.is_lent)
         except EngineLost as error:
             # Raise the WorkerError: it says whether a signal killed the process.
             raise error.__cause__ or error from None

@@ -189,12 +189,32 @@ class RunWorkers:
             hang_timeout_s=self._config.supervision.hang_timeout_s,
             first_hang_timeout_s=self._config.cluster.start_timeout_s,
             joins_late=joins_late,
+            is_lent=self._is_lent(name),
             capabilities=load_backend(fixed or self._config.engine).capabilities,
         )
 
-    async def _start_local(self, name: str, is_late: bool) -> Worker:
+    def _is_lent(self, name: str) -> bool:
+        """Whether an engine may compute on a device of the trainer."""
+        config, placement, tp = self._config, self._config.placement, self._config.engine.tp
+        if self.prepared.policies:  # any of their trainers
+            return True
+        role, index = self._place(name)
+        if role not in ("engine", "evaluator"):
+            return False
+        num_local = config.engine.num_local
+        if role == "engine" and num_local <= index < num_local + config.engine.remote:
+            return config.trainer.remote > 0  # only its host knows its devices
+        ranks = range(config.trainer.num_ranks - config.trainer.remote)
+        own = {placement.engine(index * tp + i) for i in range(tp)}
+        return not own.isdisjoint(placement.rank(rank) for rank in ranks)
+
+    def _place(self, name: str) -> tuple[str, int]:
+        """The role of an engine, and its number among all engines of this host."""
         role, _, number = name.rpartition("-")
-        index = int(number) + (self._config.engine.num_local if role == "evaluator" else 0)
+        return role, int(number) + (self._config.engine.num_local if role == "evaluator" else 0)
+
+    async def _start_local(self, name: str, is_late: bool) -> Worker:
+        role, index = self._place(name)
         engine = of_engine(self._config.engine, index)
         device = self._config.placement.engine(index * engine.tp)
         config = self._config.model_copy(update={"engine": engine}).placed_on(device)

@@ -99,7 +99,7 @@ class VllmClient(ServerClient):
         )
 
     def read_chunk(self, id: str, data: Any, *, num_received: int) -> ServedChunk:
-        choice = data["choices"][0] if data["choices"] else {"token_ids": []}
+        choice: dict[str, Any] = data["choices"][0] if data["choices"] else {"token_ids": []}
         if (spans := choice.get("weight_versions")) is not None:
             spans = [(s["start"], s["end"], int(s["version"])) for s in spans]
         content = (choice.get("logprobs") or {}).get("content") or []
