@@ -33,7 +33,11 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def make_chat_model(directory: Path, *, max_context: int = 512) -> Path:
+def make_chat_model(
+    directory: Path, *, max_context: int = 512, initializer_range: float = 0.02
+) -> Path:
+    """With a small range, all tokens are about as likely whatever an adapter learns, because the
+    embeddings are the head."""
     chat_tokenizer().save_pretrained(directory)
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -45,6 +49,7 @@ def make_chat_model(directory: Path, *, max_context: int = 512) -> Path:
         num_key_value_heads=2,
         head_dim=8,
         max_position_embeddings=max_context,
+        initializer_range=initializer_range,
         tie_word_embeddings=True,
         eos_token_id=IM_END,
         pad_token_id=0,

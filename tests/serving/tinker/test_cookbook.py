@@ -41,7 +41,7 @@ ANSWER = "a mill turns"
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """The address of a server, and the path of its model."""
     folder = tmp_path_factory.mktemp("server")
-    model = make_chat_model(folder / "model")
+    model = make_chat_model(folder / "model", initializer_range=0.3)
     with training_server(folder) as (url, _):
         yield url, str(model)
 
@@ -89,7 +89,7 @@ async def test_supervised_training(served: tuple[str, str], tmp_path: Path):
     path = await fine_tune(served, tmp_path)
     losses = column(tmp_path / "log", "train_mean_nll")
     assert len(losses) == 16
-    assert losses[-1] < losses[0] - 0.05, losses
+    assert losses[-1] < losses[0] / 2, losses
     rest = tinker.RestClient(base_url=served[0])
     states = (await rest.list_user_checkpoints_async()).checkpoints
     assert path in {state.tinker_path for state in states}
@@ -152,7 +152,9 @@ async def test_group_relative_policy_optimization(served: tuple[str, str], tmp_p
         save_every=5,
     )
     await rl_train.main(config)
-    assert len(column(tmp_path, "env/all/reward/total")) == 10
+    rewards = column(tmp_path, "env/all/reward/total")
+    assert len(rewards) == 10
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.6, rewards
     assert max(column(tmp_path, "grad_norm")) > 0
     # Every sample comes from the weights of the step before, with the trainer's logprobs.
     distances = column(tmp_path, "optim/kl_sample_train_v2")
