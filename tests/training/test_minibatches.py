@@ -150,7 +150,7 @@ def test_the_state_of_an_adaptive_loss_is_in_the_checkpoint(tmp_path):
     first.snapshot().write(tmp_path)
     second = trainer()
     second.restore(tmp_path)
-    assert second._loss == first._loss
+    assert second.loss == first.loss
     assert second._loss.state() == {"entropy_bonus": 0.01}
 
 
