@@ -151,7 +151,7 @@ def test_the_state_of_an_adaptive_loss_is_in_the_checkpoint(tmp_path):
     second = trainer()
     second.restore(tmp_path)
     assert second.loss == first.loss
-    assert second._loss.state() == {"entropy_bonus": 0.01}
+    assert second.loss.state() == {"entropy_bonus": 0.01}
 
 
 def test_epochs_repeat_the_updates_and_make_one_version():
