@@ -96,9 +96,10 @@ class TrainingService:
     # Sessions and models
 
     async def create_session(self, tenant: Tenant) -> Reply:
-        for id, session in list(tenant.sessions.items()):
-            if time.monotonic() - session.heard_s > SILENT_S:
-                await self.finish_session(tenant, id)
+        for each in list(self._tenants.values()):
+            for id, session in list(each.sessions.items()):
+                if time.monotonic() - session.heard_s > SILENT_S:
+                    await self.finish_session(each, id)
         id = uuid.uuid4().hex
         tenant.sessions[id] = TenantSession()
         self._audit.write(tenant.name, "create_session", about=id)
