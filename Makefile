@@ -24,7 +24,7 @@ test: lint
 test-slow: $(VENV)/.installed-dev
 	$(MAKE) --jobs 2 types $(ADAPTERS)/.installed
 	$(BIN)/python tools/run_slow_tests.py
-	$(MAKE) test-adapters test-tinker
+	$(MAKE) --jobs 2 test-adapters test-tinker
 
 # For a machine with CUDA whose own Python has torch (see docs/how-to/gpu-machine.md). Other files may
 # import packages that are not there.
@@ -102,7 +102,8 @@ test-tinker: $(VENV)/.installed-dev
 	@# It pins an older transformers, of which it uses the tokenizers.
 	$(TINKER)/bin/pip --disable-pip-version-check --quiet install --no-compile --no-deps \
 		"tinker-cookbook==0.5.8"
-	$(TINKER)/bin/python -m pytest -m "slow or not slow" --timeout 600 tests/serving/tinker
+	$(TINKER)/bin/python -m pytest -m "slow or not slow" --timeout 600 \
+		tests/serving/tinker/test_tinker_client.py tests/serving/tinker/test_cookbook.py
 
 # Trackers with their real packages, offline, in a venv of their own: mlflow alone takes minutes to
 # install.
