@@ -56,6 +56,18 @@ class ServedChunk:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenRequest:
+    """A streamed request for one completion."""
+
+    id: str
+    prompt: Sequence[int]
+    sampling: Sampling
+    max_tokens: int
+    stop_ids: Sequence[int]
+    cache_salt: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """What a server that Millrace starts needs to know."""
 
@@ -112,17 +124,7 @@ class ServerClient:
         if the server cannot do what an engine needs."""
         raise NotImplementedError
 
-    def request_body(
-        self,
-        id: str,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        max_tokens: int,
-        stop_ids: Sequence[int],
-        cache_salt: str,
-    ) -> dict[str, Any]:
-        """Of a streamed request for one completion."""
+    def request_body(self, request: TokenRequest) -> dict[str, Any]:
         raise NotImplementedError
 
     def read_chunk(self, id: str, data: Any, *, num_received: int) -> ServedChunk:
@@ -173,21 +175,10 @@ class ServerClient:
     def version_body(self, version: int) -> dict[str, Any]:
         return {"new_version": str(version)}
 
-    def generate(
-        self,
-        id: str,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        max_tokens: int,
-        stop_ids: Sequence[int],
-        cache_salt: str,
-    ) -> None:
+    def generate(self, request: TokenRequest) -> None:
         """Start to sample one completion, whose chunks arrive in the queue."""
-        body = self.request_body(
-            id, prompt, sampling, max_tokens=max_tokens, stop_ids=stop_ids, cache_salt=cache_salt
-        )
-        self._loop.call_soon_threadsafe(self._start_stream, id, body)
+        body = self.request_body(request)
+        self._loop.call_soon_threadsafe(self._start_stream, request.id, body)
 
     def call(
         self,

@@ -27,7 +27,7 @@ from millrace.core.records import CompletionChunk, Finish, Request, ScoreRequest
 from millrace.inference.backend import EngineStats, FinishedCompletions
 from millrace.inference.embedded.scheduling import sequence as sequences
 from millrace.inference.embedded.scheduling.outputs import ChunkStreams, OutputProcessor, StopRules
-from millrace.inference.servers.client import ServedChunk, ServerClient
+from millrace.inference.servers.client import ServedChunk, ServerClient, TokenRequest
 from millrace.inference.servers.process import ServerProcess
 from millrace.inference.servers.staging import StagedVersion, WeightStaging
 
@@ -298,12 +298,14 @@ class ServerEngine:
             self._num_prefilled += len(prompt)
             self._running[sequence.id] = sequence
             self._client.generate(
-                sequence.id,
-                prompt,
-                request.sampling,
-                max_tokens=room - sequence.num_given,
-                stop_ids=self._stop_ids,
-                cache_salt=salt,
+                TokenRequest(
+                    id=sequence.id,
+                    prompt=prompt,
+                    sampling=request.sampling,
+                    max_tokens=room - sequence.num_given,
+                    stop_ids=self._stop_ids,
+                    cache_salt=salt,
+                )
             )
 
     def _receive(self, *, wait_s: float) -> None:

@@ -20,7 +20,6 @@ from typing import Any, Self
 
 from millrace.cluster.address import free_port
 from millrace.core.errors import ConfigError, EngineLost
-from millrace.core.records import Sampling
 from millrace.inference.servers.client import (
     ADAPTER,
     LOAD_TIMEOUT_S,
@@ -28,6 +27,7 @@ from millrace.inference.servers.client import (
     ServedChunk,
     ServerClient,
     ServerRefused,
+    TokenRequest,
 )
 from millrace.inference.servers.process import ServerProcess, checked_python, server_environment
 
@@ -78,28 +78,20 @@ class SglangClient(ServerClient):
         dtype = self.call("/server_info", method="GET")["dtype"]
         return {"architectures": model["architectures"], "dtype": dtype, "sizes": {}}
 
-    def request_body(
-        self,
-        id: str,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        max_tokens: int,
-        stop_ids: Sequence[int],
-        cache_salt: str,
-    ) -> dict[str, Any]:
+    def request_body(self, request: TokenRequest) -> dict[str, Any]:
+        sampling = request.sampling
         return self._body(
-            prompt,
-            rid=_request_id(id),
-            extra_key=cache_salt,
+            request.prompt,
+            rid=_request_id(request.id),
+            extra_key=request.cache_salt,
             stream=True,
             sampling_params={
-                "max_new_tokens": max_tokens,
+                "max_new_tokens": request.max_tokens,
                 "temperature": sampling.temperature,
                 "top_k": sampling.top_k or -1,
                 "top_p": sampling.top_p,
                 "min_p": sampling.min_p,
-                "stop_token_ids": list(stop_ids),  # ignore_eos would ignore them, too
+                "stop_token_ids": list(request.stop_ids),  # ignore_eos would ignore them, too
             },
         )
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from millrace.core.errors import ConfigError, EngineLost
-from millrace.core.records import Sampling
 from millrace.inference.servers.client import (
     ADAPTER,
     CALL_TIMEOUT_S,
@@ -18,6 +17,7 @@ from millrace.inference.servers.client import (
     ServedChunk,
     ServerClient,
     ServerRefused,
+    TokenRequest,
 )
 from millrace.inference.servers.process import ServerProcess, checked_python, server_environment
 
@@ -74,27 +74,19 @@ class VllmClient(ServerClient):
             )
         return found
 
-    def request_body(
-        self,
-        id: str,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        max_tokens: int,
-        stop_ids: Sequence[int],
-        cache_salt: str,
-    ) -> dict[str, Any]:
+    def request_body(self, request: TokenRequest) -> dict[str, Any]:
+        sampling = request.sampling
         return self._body(
-            id,
-            prompt,
-            cache_salt=cache_salt,
+            request.id,
+            request.prompt,
+            cache_salt=request.cache_salt,
             stream=True,
-            max_tokens=max_tokens,
+            max_tokens=request.max_tokens,
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             min_p=sampling.min_p,
-            stop_token_ids=list(stop_ids),
+            stop_token_ids=list(request.stop_ids),
             logprobs=0,
         )
 
