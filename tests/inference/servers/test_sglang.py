@@ -10,10 +10,10 @@ from architectures import tiny_model
 from engine_rig import Collected, finish_all, make_request, plain_logits, weights
 from fake_sglang import FakeSglang, write_python
 from fake_vllm import serving
+from probed import probed_update
 
 from millrace.config import EngineConfig, LoraConfig, load_config
 from millrace.core.errors import ConfigError, EngineLost
-from millrace.core.records import TensorSpec, WeightUpdate
 from millrace.inference.backend import (
     EngineSpec,
     SglangBackend,
@@ -22,7 +22,7 @@ from millrace.inference.backend import (
     load_backend,
 )
 from millrace.inference.servers.engine import ServerEngine
-from millrace.weights.probe import ProbeReference, check_probe, probe_request
+from millrace.weights.probe import check_probe, probe_request
 
 
 def load(model_path: Path, options: SglangBackend, **settings: Any) -> ServerEngine:
@@ -33,18 +33,6 @@ def load(model_path: Path, options: SglangBackend, **settings: Any) -> ServerEng
     engine = options.load(spec)
     assert isinstance(engine, ServerEngine)
     return engine
-
-
-def probed_update() -> WeightUpdate:
-    return WeightUpdate(
-        version=1,
-        tensors=(TensorSpec(name="w", dtype="float32", shape=(), offset=0),),
-        num_bytes=0,
-        checksum=0,
-        transport="shm",
-        location="",
-        probe=ProbeReference(tiny_model("qwen3"))(weights(seed=1)),
-    )
 
 
 @pytest.mark.parametrize("faults", [[], ["cumulative"]])

@@ -1,6 +1,5 @@
 """LoRA adapters at a vLLM server: the policy is an adapter, whose weights are replaced in place."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,11 @@ import torch
 from architectures import tiny_model
 from engine_rig import finish_all, make_request
 from fake_vllm import serving
+from probed import update_of
 
 from millrace.config import EngineConfig, LoraConfig
 from millrace.core.errors import ConfigError, EngineLost
-from millrace.core.records import SwapProbe, TensorSpec, WeightUpdate
+from millrace.core.records import SwapProbe, WeightUpdate
 from millrace.inference.backend import EngineSpec, VllmBackend
 from millrace.inference.servers.engine import ServerEngine
 from millrace.models.lora.trained import TrainedAdapter
@@ -43,18 +43,6 @@ def trained(model_path: Path) -> tuple[TrainedAdapter, dict[str, torch.Tensor], 
     for weight in adapter.named_weights().values():
         weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
     return adapter, adapter.named_weights(), ProbeReference(model, lora=LORA, dtype="float32")
-
-
-def update_of(reference: ProbeReference, factors: Mapping[str, torch.Tensor]) -> WeightUpdate:
-    return WeightUpdate(
-        version=1,
-        tensors=(TensorSpec(name="w", dtype="float32", shape=(), offset=0),),
-        num_bytes=0,
-        checksum=0,
-        transport="shm",
-        location="",
-        probe=reference(factors),
-    )
 
 
 def probe_of(update: WeightUpdate) -> SwapProbe:

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from answers import answers_of, assert_has_form
-from architectures import tiny_model
 from engine_rig import finish_all, make_request, weights
 from fake_vllm import serving
+from probed import probed_update
 
 from millrace.config import EngineConfig
 from millrace.core.errors import EngineLost, TaskError
-from millrace.core.records import ScoreRequest, TensorSpec, WeightUpdate
+from millrace.core.records import ScoreRequest
 from millrace.inference.backend import EngineSpec, VllmBackend
 from millrace.inference.servers.engine import ServerEngine
-from millrace.weights.probe import ProbeReference, check_probe, probe_request
+from millrace.weights.probe import check_probe, probe_request
 
 
 def swapped(url: str, model_path: Path, **settings: str) -> ServerEngine:
@@ -26,18 +26,6 @@ def swapped(url: str, model_path: Path, **settings: str) -> ServerEngine:
     engine.commit(engine.prepare(weights(seed=1), version=1))
     assert isinstance(engine, ServerEngine)
     return engine
-
-
-def probed_update() -> WeightUpdate:
-    return WeightUpdate(
-        version=1,
-        tensors=(TensorSpec(name="w", dtype="float32", shape=(), offset=0),),
-        num_bytes=0,
-        checksum=0,
-        transport="shm",
-        location="",
-        probe=ProbeReference(tiny_model("qwen3"))(weights(seed=1)),
-    )
 
 
 def test_fake_server_answers_as_a_real_one_did(model_path: Path):
