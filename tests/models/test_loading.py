@@ -16,6 +16,7 @@ from millrace.models.loading import (
     load_model,
     resolve_device,
     stop_token_ids,
+    use_threads,
 )
 
 CPU = torch.device("cpu")
@@ -173,3 +174,17 @@ def test_an_adapter_is_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"is a LoRA adapter .*lora\.export_merged"):
         check_directory(str(tmp_path))
+
+
+def test_workers_on_arm_leave_products_to_blas(monkeypatch):
+    """oneDNN would use all cores there, whatever the number of threads."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
+    try:
+        use_threads(1)
+        assert torch.get_num_threads() == 1
+        assert not torch.backends.mkldnn.enabled
+    finally:
+        torch.set_num_threads(threads)

@@ -13,6 +13,7 @@ import torch
 from millrace.cluster.address import free_port
 from millrace.core.errors import RunFailed
 from millrace.core.microbatch import MeshSizes
+from millrace.models.loading import use_threads
 from millrace.training.parallel.ranks import Ranks
 
 
@@ -63,7 +64,7 @@ def _run_rank(
     function: Callable[..., Any], args: tuple[Any, ...], rank: int, settings: Any, sender: Any
 ) -> None:
     sizes, rendezvous, device, threads, sharded = settings
-    torch.set_num_threads(threads)
+    use_threads(threads)
     ranks = Ranks.join(
         sizes,
         rank=rank,

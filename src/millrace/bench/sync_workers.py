@@ -20,7 +20,7 @@ from millrace.core.spans import Timeline
 from millrace.inference.embedded.build import applied_adapters, engine_of
 from millrace.inference.embedded.self_test import engine_path
 from millrace.inference.worker import EngineWorker, wire
-from millrace.models.loading import resolve_device, resolve_dtype
+from millrace.models.loading import resolve_device, resolve_dtype, use_threads
 from millrace.models.lora.factors import adapter_of
 from millrace.training.build import build_sender
 from millrace.weights.publisher import Publisher
@@ -33,7 +33,7 @@ def main(link: Link, name: str) -> None:
     assert call is not None
     assert isinstance(call.message, messages.StartEngine | messages.StartTrainer)
     config = RunConfig.model_validate(call.message.config)
-    torch.set_num_threads(config.cluster.threads or 1)
+    use_threads(config.cluster.threads or 1)
     if isinstance(call.message, messages.StartEngine):
         worker = build_engine_worker(config, link=link, name=name)
         call.reply()

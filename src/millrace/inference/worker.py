@@ -34,7 +34,7 @@ from millrace.inference.backend import (
 )
 from millrace.inference.interrupt import WeightInterrupt
 from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWorker
-from millrace.models.loading import resolve_device, resolve_dtype
+from millrace.models.loading import resolve_device, resolve_dtype, use_threads
 from millrace.weights.probe import check_probe, probe_request
 from millrace.weights.recv_backend import StagingReceiver
 from millrace.weights.transport import make_receiver
@@ -50,8 +50,7 @@ def main(link: Link, name: str) -> None:
 
 def _start(message: messages.StartEngine, link: Link, timeline: Timeline) -> "EngineWorker":
     config = load_config(message.config)
-    if config.cluster.threads is not None:
-        torch.set_num_threads(config.cluster.threads)
+    use_threads(config.cluster.threads)
     device = resolve_device(config.placement.engine(0))
     if device.index:  # streams, events and Triton kernels use the current device
         torch.cuda.set_device(device)

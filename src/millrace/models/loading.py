@@ -7,6 +7,7 @@ T = tokens of one forward pass, D = hidden size.
 """
 
 import json
+import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -170,6 +171,15 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, name)
+
+
+def use_threads(count: int | None) -> None:
+    """Of this process; None = as many as there are cores. On Arm, oneDNN uses all cores whatever
+    the count, so workers would wait for each other; only its products in bfloat16 are faster."""
+    if count is not None:
+        torch.set_num_threads(count)
+    if platform.machine() == "aarch64" and torch.backends.mkldnn.is_available():
+        torch.backends.mkldnn.enabled = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def resolve_device(name: str) -> torch.device:

@@ -22,7 +22,7 @@ from millrace.core.errors import CheckpointError, RankUnreachable, RunFailed
 from millrace.core.records import WeightUpdate
 from millrace.core.spans import Timeline
 from millrace.models.directory import load_tokenizer, text_config
-from millrace.models.loading import resolve_device, resolve_dtype
+from millrace.models.loading import resolve_device, resolve_dtype, use_threads
 from millrace.training.build import build_sender, build_trainer, seed_everything
 from millrace.training.checkpoints.snapshot import CheckpointWriter
 from millrace.training.parallel.ranks import Ranks, is_lost_connection, use_interface_to
@@ -48,10 +48,9 @@ class TrainerWorker:
         config = RunConfig.model_validate(message.config)
         devices = [config.placement.rank(i) for i in range(config.trainer.num_ranks)]
         config = config.trained_on(devices[message.rank])
-        if config.cluster.threads is not None:
-            torch.set_num_threads(config.cluster.threads)
+        use_threads(config.cluster.threads)
         device = resolve_device(config.placement.trainer[0])
-        if device.type == "cuda":
+        if device.index is not None:
             torch.cuda.set_device(device)
         # The checkpoint of an adapter holds no model, so the base model comes from the config.
         path = config.model.path if config.lora else message.checkpoint or config.model.path

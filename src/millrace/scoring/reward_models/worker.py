@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
 from millrace.cluster.messages import ReadSteps, StartRewardModel, StepReading, StepValues
@@ -25,7 +24,7 @@ from millrace.inference.model_worker import PROGRESS_S, ModelWorker
 from millrace.models.chat_template import ChatTemplate
 from millrace.models.classifier import ClassifierInput, SequenceKvCache, load_classifier
 from millrace.models.directory import load_tokenizer
-from millrace.models.loading import resolve_device, resolve_dtype
+from millrace.models.loading import resolve_device, resolve_dtype, use_threads
 from millrace.scoring.reward_models.reward_model import RewardModelSettings, Template
 
 GATHER_TOKENS = 512  # of partial sequences; a larger pass is not more efficient
@@ -123,7 +122,7 @@ class RewardModelWorker(ModelWorker):
     def __init__(self, message: StartRewardModel, link: Link, timeline: Timeline) -> None:
         super().__init__(link, timeline=timeline)
         self._settings = settings = RewardModelSettings(**message.settings)
-        torch.set_num_threads(settings.threads)
+        use_threads(settings.threads)
         device = resolve_device(message.device)
         self._classifier = load_classifier(
             settings.model,

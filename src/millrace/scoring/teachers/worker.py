@@ -41,6 +41,7 @@ from millrace.models.loading import (
     read_weights,
     resolve_device,
     resolve_dtype,
+    use_threads,
     write_weights,
 )
 from millrace.models.lora.factors import adapter_of
@@ -240,7 +241,7 @@ class TeacherWorker(ModelWorker):
     def __init__(self, message: StartTeacher, link: Link, timeline: Timeline) -> None:
         super().__init__(link, timeline=timeline)
         config, settings = load_config(message.config), LogprobModelSettings(**message.settings)
-        torch.set_num_threads(settings.threads)
+        use_threads(settings.threads)
         device = resolve_device(message.device)
         try:
             model = load_model(

@@ -86,14 +86,13 @@ class TrainingThread:
 
 
 def _load(config: RunConfig) -> "AdapterSet":
-    import torch
 
     from millrace.models.attention.packed import PACKED
     from millrace.models.directory import context_length
-    from millrace.models.loading import load_model, resolve_device, resolve_dtype
+    from millrace.models.loading import load_model, resolve_device, resolve_dtype, use_threads
     from millrace.training.adapters.adapter_set import AdapterSet
 
-    torch.set_num_threads(config.cluster.threads or 1)
+    use_threads(config.cluster.threads or 1)
     device, path = resolve_device(config.placement.engine(0)), config.model.path
     trusts = config.model.trust_remote_code
     dtype, wanted = resolve_dtype(config.engine.dtype, device), config.engine.max_context
