@@ -56,13 +56,14 @@ def _norm_kernel(
 
 
 class Norm(torch.autograd.Function):
-    """x / sqrt(mean(x^2) + epsilon) * (gain + offset) over the last dimension, in float32."""
+    """x / sqrt(mean(x^2) + epsilon) * (gain + offset) over the last dimension, computed in float32;
+    in the dtype of the gain, to which products would round it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, epsilon: float, offset: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty(rows.shape, dtype=gain.dtype, device=x.device)
         scales = torch.empty(len(rows), dtype=torch.float32, device=x.device)
         size = rows.shape[1]
         shape = {"SIZE": size, "PAD": triton.next_power_of_2(size), "ROUNDS": offset == 0}
