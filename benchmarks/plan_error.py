@@ -1,12 +1,16 @@
-"""Error of `millrace plan` on a CPU: predicted and measured runs that did not calibrate it.
+"""Error of `millrace plan` on this machine: predicted and measured runs, none of which
+calibrated it.
 
     python benchmarks/plan_error.py --folder plan_error
     python benchmarks/plan_error.py --folder plan_error --only 4
+    python benchmarks/plan_error.py --folder plan_error_gpu --device cuda
 
-Each configuration is a run of a tiny model whose lengths have a long tail. The machine is
-calibrated once with other settings (`millrace plan --calibrate`). The prediction gets the lengths
-that the run had, so its error is that of costs and simulation, not of a guess about lengths. Rates
-and staleness are means after the first steps. Memory is that of all processes together.
+Each configuration is a run of a model whose lengths have a long tail: one of 1M parameters on a
+CPU, and one with the layers of SmolLM2-135M on a GPU, which engine and trainer share. The machine
+is calibrated once with other settings (`millrace plan --calibrate`). The prediction gets the
+lengths that the run had, so its error is that of costs and simulation, not of a guess about
+lengths. Rates and staleness are means after the first steps. Memory is that of all processes
+together, on the GPU if there is one.
 
 Rows in FOLDER/rows.json are not measured again, so the script may be stopped at any time.
 """
@@ -24,20 +28,35 @@ from millrace.bench.workloads import make_long_tailed_model
 from millrace.compare.runs import train_process
 from millrace.config import load_config
 from millrace.monitoring.run_dir import RunDir
-from millrace.plan.calibrate import calibrate, predict, read_calibration
+from millrace.plan.calibrate import calibrate, predict, predicted_mib, read_calibration
 from millrace.plan.lengths import read_lengths
 from millrace.plan.model_costs import ModelShape
 from millrace.plan.report import measured
 
-STEPS, WARM_UP = 20, 4
+STEPS, WARM_UP = {"cpu": 20, "cuda": 40}, 4
 # Groups per step, episodes per group, sequences per engine, staleness limit, engines.
-CONFIGURATIONS = [
-    *product((3, 5), (4, 8), (8, 24), (1, 3), (1,)),
-    (4, 4, 16, 0, 1),
-    (4, 8, 48, 6, 1),
-    (4, 6, 8, 2, 2),
-    (6, 6, 16, 4, 2),
-]
+CONFIGURATIONS = {
+    "cpu": [
+        *product((3, 5), (4, 8), (8, 24), (1, 3), (1,)),
+        (4, 4, 16, 0, 1),
+        (4, 8, 48, 6, 1),
+        (4, 6, 8, 2, 2),
+        (6, 6, 16, 4, 2),
+    ],
+    "cuda": [
+        *product((8, 16), (8,), (64, 256), (1, 4), (1,)),
+        (8, 8, 128, 0, 1),
+        (12, 16, 256, 8, 1),
+    ],
+}
+_SIZES = (576, 1536, 30, 9, 3, 64, 2048)
+_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_NAMES += ("num_key_value_heads", "head_dim", "max_position_embeddings")
+MODEL = {"cpu": {}, "cuda": dict(zip(_NAMES, _SIZES, strict=True))}
+SETTINGS = {
+    "cpu": "max_new_tokens = 128\n[cluster]\nthreads = 1\n",
+    "cuda": "max_new_tokens = 512\n[engine]\noptions = {kv_bytes = 4_000_000_000}\n",
+}
 KEYS = ("groups", "size", "sequences", "staleness", "engines")
 REWARD = "def distinct(completions, **columns):\n    return [len(set(c)) for c in completions]\n"
 
@@ -45,46 +64,48 @@ REWARD = "def distinct(completions, **columns):\n    return [len(set(c)) for c i
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("plan_error"))
-    parser.add_argument("--only", type=int, default=len(CONFIGURATIONS), help="the first N")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--only", type=int, help="the first N")
     args = parser.parse_args()
-    folder = args.folder.resolve()
-    toml, calibration = prepare(folder)
+    folder, device = args.folder.resolve(), args.device
+    toml, calibration = prepare(folder, device)
+    found = CONFIGURATIONS[device]
     if not calibration.is_file():
         print("calibrating ...", flush=True)
         calibrate(toml, settings={}, file=calibration)
     # Spread over the list, so that a few differ in everything.
-    order = sorted(range(len(CONFIGURATIONS)), key=lambda i: i * 7 % len(CONFIGURATIONS))
+    order = sorted(range(len(found)), key=lambda i: i * 7 % len(found))
     rows = sweep(
-        [CONFIGURATIONS[i] for i in order[: args.only]],
-        lambda *values: measure(toml, calibration, dict(zip(KEYS, values, strict=True))),
+        [found[i] for i in order[: args.only]],
+        lambda *v: measure(toml, calibration, dict(zip(KEYS, v, strict=True)), STEPS[device]),
         key=KEYS,
         file=folder / "rows.json",
     )
     print(table(rows))
 
 
-def prepare(folder: Path) -> tuple[Path, Path]:
-    """The settings that all runs share."""
+def prepare(folder: Path, device: str) -> tuple[Path, Path]:
+    """The settings that all runs share, and the file of the calibration."""
     toml = folder / "run.toml"
     if not toml.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        make_long_tailed_model(folder / "model", seed=0)
+        make_long_tailed_model(folder / "model", seed=0, **MODEL[device])
         (folder / "reward.py").write_text(REWARD)
         tasks = [json.dumps({"prompt": f"task{number:04}"}) for number in range(512)]
         (folder / "tasks.jsonl").write_text("\n".join(tasks) + "\n")
         toml.write_text(
             'model = "model"\nscorers = ["reward.py:distinct"]\n'
-            '[tasks]\npath = "tasks.jsonl"\n[sampling]\nmax_new_tokens = 128\n'
-            "[optimizer]\nlearning_rate = 1e-7\n[cluster]\nthreads = 1\n[scoring]\nworkers = 1\n"
+            '[tasks]\npath = "tasks.jsonl"\n[scoring]\nworkers = 1\n'
+            f"[optimizer]\nlearning_rate = 1e-7\n[sampling]\n{SETTINGS[device]}"
         )
     return toml, folder / "calibration.json"
 
 
-def measure(toml: Path, calibration: Path, values: dict[str, int]) -> dict[str, Any]:
+def measure(toml: Path, calibration: Path, values: dict[str, int], steps: int) -> dict[str, Any]:
     run_dir = toml.parent / "_".join(str(value) for value in values.values())
     options = {
         "run_dir": str(run_dir),
-        "trainer.steps": STEPS,
+        "trainer.steps": steps,
         "trainer.groups_per_step": values["groups"],
         "rollout.group_size": values["size"],
         "engine.max_sequences": values["sequences"],
@@ -94,12 +115,12 @@ def measure(toml: Path, calibration: Path, values: dict[str, int]) -> dict[str, 
     }
     given = [f"--{key}={json.dumps(value)}" for key, value in options.items()]
     command = ["train", str(toml), "--auto-resume", *given]
-    error, peak_mib = train_process(command, log=run_dir.with_suffix(".log"))
-    assert error is None, error
+    ended = train_process(command, log=run_dir.with_suffix(".log"))
+    assert ended.error is None, ended.error
     config = load_config(toml, overrides=options)
     shape, found = ModelShape.read(config.model.path), read_calibration(calibration)
     lengths = read_lengths(str(run_dir), max_new_tokens=1)
-    predicted = predict(found, config, shape, lengths, steps=STEPS, warm_up=WARM_UP)
+    predicted = predict(found, config, shape, lengths, steps=steps, warm_up=WARM_UP)
     real = measured(RunDir(run_dir), warm_up=WARM_UP)
     return {
         **values,
@@ -107,8 +128,8 @@ def measure(toml: Path, calibration: Path, values: dict[str, int]) -> dict[str, 
         "predicted_samples_per_s": predicted.samples_per_s,
         "staleness_mean": real["staleness_mean"],
         "predicted_staleness_mean": predicted.staleness_mean,
-        "memory_mib": peak_mib,
-        "predicted_memory_mib": found.run_mib(config, shape),
+        "memory_mib": ended.peak_gpu_mib or ended.peak_mib,
+        "predicted_memory_mib": predicted_mib(found, config, shape, lengths),
     }
 
 

@@ -168,10 +168,11 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def make_long_tailed_model(directory: Path, *, seed: int) -> None:
-    """A model of about 1M parameters. EOS is one of 64 tokens, so the mean length is 64."""
+def make_long_tailed_model(directory: Path, *, seed: int, **sizes: int) -> None:
+    """A model of about 1M parameters, or with other `sizes`. EOS is one of 64 tokens, so the mean
+    length is 64."""
     tokenizer = build_tokenizer(string.ascii_letters + string.digits)
-    build_model(tokenizer, seed=seed).save_pretrained(directory)
+    build_model(tokenizer, seed=seed, **sizes).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 

@@ -27,6 +27,7 @@ _COLUMNS: Sequence[tuple[str, str, Callable[[float], str]]] = (
     ("trainer idle", "trainer_idle", "{:.1%}".format),
     ("engine time for weights", "sync_share", "{:.1%}".format),
     ("peak MiB", "peak_mib", "{:.0f}".format),
+    ("peak MiB on GPUs", "peak_gpu_mib", "{:.0f}".format),
 )
 _LAST = ("trained tokens by staleness", "wasted tokens by reason")
 _HEADERS = ("design", *(title for title, _, _ in _COLUMNS), *_LAST)

@@ -7,12 +7,13 @@ import argparse
 import itertools
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from millrace.compare.designs import Design, plan_designs
 from millrace.compare.measures import measure_run
@@ -66,32 +67,47 @@ def _row(design: Design, seed: int, *, folder: Path, target: float | None) -> di
         raise ConfigError(f"{file} is of a run with other settings; choose another --out.")
     if row.get("status") != "finished":
         print(f"{design.name}, seed {seed} ...", flush=True)
-        error, peak_mib = train_process(arguments, log=run_dir.with_suffix(".log"))
-        status = "finished" if error is None else "failed"
-        row |= {"status": status, "error": error, "peak_mib": peak_mib}
+        ended = train_process(arguments, log=run_dir.with_suffix(".log"))
+        row |= {"status": "failed" if ended.error else "finished", **ended._asdict()}
     row |= {"design": design.name, "seed": seed}
     file.write_text(json.dumps(row, indent=2) + "\n")
     is_measured = row["status"] == "finished"
     return row | (measure_run(RunDir(run_dir), target=target) if is_measured else {})
 
 
-def train_process(arguments: list[str], *, log: Path) -> tuple[str | None, float]:
-    """Why the run failed, or None; and the most memory that its processes had together, in MiB."""
+class EndedRun(NamedTuple):
+    error: str | None
+    peak_mib: float  # host memory of its processes together
+    peak_gpu_mib: float | None  # of all GPUs, beyond what was used before; None without a GPU
+
+
+def train_process(arguments: list[str], *, log: Path) -> EndedRun:
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "millrace", *arguments, "--monitoring.progress=lines"]
-    peak_mib = 0.0
+    peak_mib, gpu_mib = 0.0, [used_gpu_mib()]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
                 peak_mib = max(peak_mib, sum(map(_pss_kib, _family(process.pid))) / 1024)
+                gpu_mib.append(used_gpu_mib())
                 time.sleep(_SAMPLE_S)
         finally:
             process.terminate()  # after an interrupt; an ended process is not affected
     lines = log.read_text(errors="replace").splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     error = (errors or [f"exit code {process.returncode}; see {log}"])[-1]
-    return (error if process.returncode else None), peak_mib
+    used_mib = max(gpu_mib) - gpu_mib[0] or None
+    return EndedRun(error if process.returncode else None, peak_mib, used_mib)
+
+
+def used_gpu_mib() -> float:
+    """Of all GPUs of this host and all processes, as nvidia-smi reports it; 0 without a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return 0.0
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    reply = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return sum(float(line) for line in reply.split() if line.isdigit())
 
 
 def _family(pid: int) -> list[int]:

@@ -55,21 +55,24 @@ def build_tokenizer(pieces: Sequence[str] = PIECES) -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
-    """An untrained model."""
+def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, **sizes: int) -> Qwen3ForCausalLM:
+    """An untrained model of about 1M parameters, or with other `sizes`."""
+    small = {
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+    }
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
+        **{**small, **sizes},
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

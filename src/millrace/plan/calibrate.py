@@ -3,7 +3,8 @@
 Three short runs with the user's own settings measure all that a run costs, not only its kernels. In
 two of them generation and training alternate, with small batches and with large ones: their busy
 times give the costs per decode step and per sequence, per train step and per token, and the times
-between. In the third they overlap, which shows how much workers slow each other down.
+between. In the third they overlap, which shows how much workers slow each other down. The memory
+of all three gives that of a run and of each token in training.
 """
 
 import json
@@ -50,8 +51,26 @@ def predict(
         raise ConfigError("This machine was measured with another model; add --calibrate.")
     workers = config.engine.num_local + config.trainer.num_ranks
     threads = config.cluster.threads or max(1, found.num_cores // workers)
-    cores = SharedCores(cores=found.num_cores, threads=threads, slowdown=found.slowdown)
+    threads = 1 if found.device == "cuda" else threads  # its host has cores enough
+    cores = SharedCores(
+        cores=found.num_cores,
+        threads=threads,
+        engine_slowdown=found.engine_slowdown,
+        trainer_slowdown=found.trainer_slowdown,
+    )
     return simulate(config, found, lengths, cores=cores, **counts)
+
+
+def predicted_mib(
+    found: Calibration, config: RunConfig, shape: ModelShape, lengths: Lengths
+) -> float:
+    return found.run_mib(config, shape, tokens=_microbatch_tokens(config, lengths))
+
+
+def _microbatch_tokens(config: RunConfig, lengths: Lengths) -> float:
+    group_tokens = config.rollout.group_size * lengths.mean + lengths.prompt_tokens
+    step_tokens = config.trainer.groups_per_step * group_tokens
+    return min(step_tokens, config.trainer.microbatch_tokens)
 
 
 def calibration_file(given: Path | None) -> Path:
@@ -71,6 +90,8 @@ def read_calibration(file: Path) -> Calibration:
 
 def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calibration:
     """Measure with the settings of a TOML file, and save the result."""
+    from millrace.models.loading import resolve_device  # imports torch
+
     with tempfile.TemporaryDirectory(prefix="millrace-plan-") as folder:
         small, large, overlapping = (_Trial(source, settings, Path(folder) / t) for t in _TRIALS)
     shape, sync = ModelShape.read(small.config.model.path), (small, large)
@@ -78,7 +99,9 @@ def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calib
     # Busy times without any cost would be 0; with a cost of 1 per step they count the steps.
     nothing = dict.fromkeys(("sequence_s", "train_step_s", "publish_s", "score_s"), 0.0)
     ones = {"decode_step_s": 1.0, "train_token_s": 1.0}
-    unit = Calibration(shape=asdict(shape), num_cores=available_cores(), **nothing, **ones)
+    device = resolve_device(small.config.placement.rank(0)).type
+    machine = {"device": device, "num_cores": available_cores()}
+    unit = Calibration(shape=asdict(shape), **machine, **nothing, **ones)
     counted = np.array([trial.predicted_busy_s(unit, shape) for trial in sync])
     per_step, per_sequence = _solve(counted[:, 0], [trial.tokens for trial in sync], engine_s)
     per_update, per_token = _solve([trial.steps for trial in sync], counted[:, 1], trainer_s)
@@ -91,10 +114,16 @@ def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calib
         publish_s=fmean(trial.publish_s for trial in sync),
         score_s=fmean(trial.score_s for trial in sync),
     )
+    step_tokens = overlapping.predicted_busy_s(unit, shape)[1] / overlapping.steps
+    alone_s = per_update + per_token * step_tokens
+    found = replace(found, trainer_slowdown=max(1.0, overlapping.train_s / alone_s))
     predicted = predict(found, overlapping.config, shape, overlapping.lengths)
-    slowdown = max(1.0, overlapping.step_s / predicted.step_s)
-    base_mib = max(0.0, overlapping.peak_mib - found.run_mib(overlapping.config, shape))
-    found = replace(found, slowdown=slowdown, base_mib=base_mib)
+    found = replace(found, engine_slowdown=max(1.0, overlapping.step_s / predicted.step_s))
+    trials = (small, large, overlapping)
+    tokens = [_microbatch_tokens(trial.config, trial.lengths) for trial in trials]
+    mib = [trial.peak_mib - found.run_mib(trial.config, shape, tokens=0) for trial in trials]
+    token_mib, base_mib = np.polyfit(tokens, mib, 1)
+    found = replace(found, base_mib=float(base_mib), token_mib=max(0.0, float(token_mib)))
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(asdict(found), indent=2) + "\n")
     return found
@@ -121,9 +150,10 @@ class _Trial:
         changes = {**settings, **{key: json.dumps(value) for key, value in own.items()}}
         options = [f"--{key}={value}" for key, value in changes.items()]
         log = folder.with_suffix(".log")
-        error, self.peak_mib = train_process(["train", str(source), *options], log=log)
-        if error is not None:
-            raise RunFailed(f"A short run of the calibration failed: {error}")
+        ended = train_process(["train", str(source), *options], log=log)
+        if ended.error is not None:
+            raise RunFailed(f"A short run of the calibration failed: {ended.error}")
+        self.peak_mib = ended.peak_gpu_mib or ended.peak_mib
         overrides = {key: parse_override(key, value) for key, value in changes.items()}
         self.config = load_config(source, overrides=overrides)
         self.lengths = read_lengths(str(folder), max_new_tokens=1)
@@ -142,7 +172,9 @@ class _Trial:
         ready = (max(g.ended_s or 0.0 for g in life.groups) for life in lives)
         takes = [life.begin_s - end_s for life, end_s in zip(lives, ready, strict=True)]
         self.take_s = max(0.0, fmean(takes))
-        ends = [s.end_s for s in spans if role_of(s.worker) == "trainer" and s.name == "step"]
+        trained = [s for s in spans if role_of(s.worker) == "trainer" and s.name == "step"]
+        self.train_s = fmean(s.end_s - s.start_s for s in trained[_FIRST:])
+        ends = [s.end_s for s in trained]
         starts = sorted(s.start_s for s in spans if role_of(s.worker) == "engine" and s.busy)
         gaps = [next((s - end for s in starts if s >= end), None) for end in ends[_FIRST:-1]]
         self.publish_s = fmean(gap for gap in gaps if gap is not None)

@@ -7,7 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from millrace.config import load_config, parse_override
-from millrace.plan.calibrate import calibrate, calibration_file, predict, read_calibration
+from millrace.plan.calibrate import (
+    calibrate,
+    calibration_file,
+    predict,
+    predicted_mib,
+    read_calibration,
+)
 from millrace.plan.lengths import read_lengths
 from millrace.plan.model_costs import ModelShape, gpu_named
 from millrace.plan.report import FORMATS, lines, write_plan
@@ -26,7 +32,7 @@ def plan(args: argparse.Namespace) -> None:
             calibrate(args.config, settings=args.settings, file=file)
         found = read_calibration(file)
         prediction = predict(found, config, shape, lengths)
-        memory = {"cpu": int(found.run_mib(config, shape) * 2**20)}
+        memory = {found.device: int(predicted_mib(found, config, shape, lengths) * 2**20)}
         split = {"engines": config.engine.num_local, "ranks": config.trainer.num_ranks}
         notes = []
     else:

@@ -19,7 +19,7 @@ HOST_GPUS = 8  # per host; ranks and engines beyond it use the network
 # sequences is 66 % of its floor and 18 us per layer, the 135M shape 72 % and 36 us. Training: 459
 # TFLOP/s of 989 at the 1.7B shape. Prefill was not measured by itself.
 DECODE_SHARE, LAYER_S, TRAIN_MFU, PREFILL_MFU = 0.68, 25e-6, 0.46, 0.4
-_ENGINE_MIB = 100.0  # of one more engine process on a CPU, without its weights
+_ENGINE_MIB = 60.0  # of one more engine process on a CPU, without its weights
 STEP_S, PUBLISH_S, SCORE_S = 0.01, 0.02, 0.01  # per step, version and group: assumptions
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -215,18 +215,22 @@ class DeviceCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Measured seconds of one model on the CPU cores of this machine."""
+    """Measured seconds of one model on this machine: on its CPU cores, or on one GPU that engine
+    and trainer share."""
 
     shape: Mapping[str, Any]
     num_cores: int
+    device: str = "cpu"  # or "cuda"
     decode_step_s: float  # whatever the batch
     sequence_s: float  # per decode step
     train_step_s: float  # whatever the batch
     train_token_s: float
     publish_s: float  # from the end of a step until engines have its weights
     score_s: float  # per group
-    slowdown: float = 1.0  # of a worker while another one works
-    base_mib: float = 0.0  # of all processes, without weights and optimizer state
+    engine_slowdown: float = 1.0  # while the trainer works
+    trainer_slowdown: float = 1.0  # while an engine works
+    base_mib: float = 0.0  # of all processes, for a step of few tokens
+    token_mib: float = 0.0  # per token of a microbatch
     swap_s: ClassVar[float] = 0.0  # part of publish_s
 
     def decode_s(self, num_sequences: int, context_tokens: float) -> float:
@@ -238,12 +242,11 @@ class Calibration:
     def train_s(self, tokens: float, pairs: float) -> float:
         return self.train_step_s + tokens * self.train_token_s
 
-    def run_mib(self, config: RunConfig, shape: ModelShape) -> float:
-        """Of all processes: weights in every engine; weights, gradients, Adam's moments and a
-        published copy in the trainer."""
-        engines = config.engine.num_local
-        more_mib = (engines - 1) * _ENGINE_MIB
-        return self.base_mib + more_mib + shape.num_weights * 4 * (engines + 5) / 2**20
+    def run_mib(self, config: RunConfig, shape: ModelShape, *, tokens: float) -> float:
+        """Of all processes. `tokens`: of a microbatch."""
+        engine_mib = _ENGINE_MIB + shape.num_weights * 4 / 2**20
+        more_mib = (config.engine.num_local - 1) * engine_mib
+        return self.base_mib + tokens * self.token_mib + more_mib
 
 
 Costs = DeviceCosts | Calibration

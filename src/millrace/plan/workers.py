@@ -45,15 +45,19 @@ class VirtualClock(selectors.DefaultSelector):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedCores:
-    """Workers that share a device: each uses `threads` of its cores."""
+    """Workers that share a device: each uses `threads` of its cores. Even with cores for each, a
+    worker takes longer while another one works: `engine_slowdown`, `trainer_slowdown`."""
 
     cores: int
     threads: int = 1
-    slowdown: float = 1.0  # of a worker while another one works, with cores for each
+    engine_slowdown: float = 1.0
+    trainer_slowdown: float = 1.0
 
-    def speed(self, num_busy: int) -> float:
-        share = min(1.0, self.cores / max(1, num_busy * self.threads))
-        return share / (self.slowdown if num_busy > 1 else 1.0)
+    def speed(self, worker: str, num_busy: int) -> float:
+        if num_busy < 2:
+            return 1.0
+        slowdown = self.trainer_slowdown if worker == "trainer" else self.engine_slowdown
+        return min(1.0, self.cores / (num_busy * self.threads)) / slowdown
 
 
 class SimulatedHost:
@@ -67,11 +71,10 @@ class SimulatedHost:
         self.spans: list[Span] = []
         self.changed: list[asyncio.Event] = []  # set when the speed changes
 
-    @property
-    def speed(self) -> float:
+    def speed(self, worker: str) -> float:
         if self._cores is None:
             return 1.0
-        return self._cores.speed(sum(busy for _, busy, _ in self._doing.values()))
+        return self._cores.speed(worker, sum(busy for _, busy, _ in self._doing.values()))
 
     def enter(self, worker: str, name: str, *, busy: bool) -> None:
         before, now_s = self._doing.get(worker), asyncio.get_running_loop().time()
@@ -99,7 +102,7 @@ class SimulatedHost:
         changed, loop = asyncio.Event(), asyncio.get_running_loop()
         self.changed.append(changed)
         while seconds > 1e-12:
-            speed, began_s = self.speed, loop.time()
+            speed, began_s = self.speed(worker), loop.time()
             await event_or(changed, seconds / speed)
             seconds -= (loop.time() - began_s) * speed
         self.changed.remove(changed)
@@ -206,7 +209,7 @@ class SimulatedEngine:
                 heapq.heappop(self._ends)
             step_s = self._costs.decode_s(len(self._running), self._context)
             steps = min(_CHUNK_TOKENS, self._ends[0][0] - self.steps)
-            speed, began_s = host.speed, loop.time()
+            speed, began_s = host.speed(self.name), loop.time()
             await event_or(self._wake, (self._debt_s + steps * step_s) / speed)
             seconds = (loop.time() - began_s) * speed
             paid_s = min(seconds, self._debt_s)
