@@ -26,6 +26,15 @@ def make_tasks(num: int, *, seed: int, lengths: Lengths = "short") -> list[dict[
     return tasks
 
 
+def long_sums() -> list[dict[str, Any]]:
+    """Tasks of examples/designs/smollm2.toml."""
+    return make_tasks(8192, seed=0, lengths="long")
+
+
+def heldout_sums() -> list[dict[str, Any]]:
+    return make_tasks(256, seed=1, lengths="long")
+
+
 def exact_sum(
     completions: list[list[dict[str, str]]] | list[str], answer: list[str], **columns: Any
 ) -> list[float]:
