@@ -220,7 +220,7 @@ def _ended_share(run_dir: RunDir) -> float:
 
 def _override(text: str) -> tuple[str, Any]:
     key, _, value = text.partition("=")
-    return key, parse_override(value)
+    return key, parse_override(key, value)
 
 
 def _is_recorded_workload(workload: Workload) -> bool:
