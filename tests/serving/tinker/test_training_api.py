@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -390,6 +391,31 @@ async def test_passes_that_wait_at_the_same_time_are_computed_together(model_pat
     second = asyncio.create_task(thread.compute("small", passes["1"]))
     await asyncio.gather(first, second)
     assert together[0] == 1  # the bound of tokens is reached
+
+
+async def test_tenants_that_step_one_after_another_share_their_next_pass(model_path: Path):
+    """Otherwise two cohorts would form, which compute in turns: two passes for each round."""
+    together: list[int] = []
+
+    class SlowAdapters(AdapterSet):
+        def compute(self, passes: Any) -> Any:
+            together.append(len(passes))
+            time.sleep(0.3)
+            return [([], 0.0) for _ in passes]
+
+    thread = TrainingThread(adapter_set(model_path, kind=SlowAdapters), ThreadPoolExecutor(1))
+
+    async def train(name: str, *, begin_s: float) -> None:
+        await asyncio.sleep(begin_s)
+        for number in range(6):
+            one = wire.read_pass(a_pass(name, number + 1, size=4))
+            await thread.compute(f"tenant {name}", one)
+            await thread.run_next(lambda _: time.sleep(0.01))
+
+    await asyncio.gather(*(train(str(i), begin_s=0.1 * i) for i in range(3)))
+    assert together[0] == 1  # the others came while it was computed
+    assert max(together) == 3
+    assert len(together) <= 9, together
 
 
 def test_an_engine_samples_with_an_adapter_that_is_loaded_while_it_runs(

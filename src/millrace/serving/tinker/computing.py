@@ -5,6 +5,7 @@ Runs on the server's event loop, apart from the thread.
 
 import asyncio
 import contextlib
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from millrace.training.adapters.adapter_set import AdapterSet
 
 LOAD_TIMEOUT_S = 60.0  # of an adapter into an engine
+_WAIT_SHARE = 0.1  # of the duration of a pass, that the next one waits for its models
+_POLL_S = 0.001
 T = TypeVar("T")
 
 
@@ -33,7 +36,9 @@ class TrainingThread:
     """The adapters in training. Tenants take turns by the tokens that they have used.
 
     Passes whose turn comes while the thread is busy are computed together. Their tokens are bounded
-    by those of one forward pass, apart from the last of them.
+    by those of one forward pass, apart from the last of them. A pass begins after the steps that
+    wait, and waits briefly for the models of the last pass: otherwise tenants would divide into
+    cohorts, each of which waits for the passes of the others.
     """
 
     def __init__(self, adapters: "AdapterSet", thread: ThreadPoolExecutor) -> None:
@@ -41,6 +46,8 @@ class TrainingThread:
         self._adapters, self._thread = adapters, thread
         self._queue = FairQueue(PASS_TOKENS, separates_clients=False)
         self._ready: deque[tuple[AdapterPass, Future[PassResult]]] = deque()
+        self._last_models: set[str] = set()  # of the last pass
+        self._last_s = 0.0  # that it took
 
     @staticmethod
     async def start(config: RunConfig) -> "TrainingThread":
@@ -50,8 +57,12 @@ class TrainingThread:
 
     async def run(self, tenant: str, num_tokens: int, work: Callable[["AdapterSet"], T]) -> T:
         async with self._turn(tenant, num_tokens, places=PASS_TOKENS):
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, work, self._adapters)
+            return await self.run_next(work)
+
+    async def run_next(self, work: Callable[["AdapterSet"], T]) -> T:
+        """Without waiting for a turn: brief work that follows a pass."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, work, self._adapters)
 
     async def compute(self, tenant: str, one: AdapterPass) -> PassResult:
         """At most one pass of a model waits here at a time."""
@@ -72,21 +83,31 @@ class TrainingThread:
 
     def _compute_ready(self) -> None:
         """Runs in the thread. The first of several calls takes the passes of all of them."""
+        if not self._ready:
+            return
+        began_s = time.monotonic()
+        while self._is_early() and time.monotonic() < began_s + _WAIT_SHARE * self._last_s:
+            time.sleep(_POLL_S)
         ready = [self._ready.popleft() for _ in range(len(self._ready))]
+        self._last_models = {one.model_id for one, _ in ready}
         ready = [(one, result) for one, result in ready if result.set_running_or_notify_cancel()]
         try:
             outcomes: list[Any] = [*self._adapters.compute([one for one, _ in ready])]
         except BaseException as error:  # noqa: BLE001 - given to the callers
             outcomes = [error] * len(ready)
+        self._last_s = time.monotonic() - began_s
         for (_, result), outcome in zip(ready, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 result.set_exception(outcome)
             else:
                 result.set_result(outcome)
 
+    def _is_early(self) -> bool:
+        """Whether a model of the last pass has no pass yet."""
+        return not self._last_models <= {one.model_id for one, _ in [*self._ready]}
+
 
 def _load(config: RunConfig) -> "AdapterSet":
-
     from millrace.models.attention.packed import PACKED
     from millrace.models.directory import context_length
     from millrace.models.loading import load_model, resolve_device, resolve_dtype, use_threads

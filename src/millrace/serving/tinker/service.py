@@ -184,7 +184,7 @@ class TrainingService:
     async def optim_step(self, tenant: Tenant, body: wire.OptimStepBody) -> Reply:
         async def step() -> Result:
             adam, id = body.adam_params.settings(), body.model_id
-            return {"metrics": await self._brief(tenant, lambda a: a.step(id, adam))}
+            return {"metrics": await self._thread.run_next(lambda a: a.step(id, adam))}
 
         return self._turn(tenant, body, step, "optim_step")
 
