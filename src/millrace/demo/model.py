@@ -7,6 +7,7 @@ weights on the same machine. Nothing is downloaded.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -57,7 +58,7 @@ def build_tokenizer(pieces: Sequence[str] = PIECES) -> PreTrainedTokenizerFast:
 
 def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, **sizes: int) -> Qwen3ForCausalLM:
     """An untrained model of about 1M parameters, or with other `sizes`."""
-    small = {
+    shape: dict[str, Any] = {
         "hidden_size": 128,
         "intermediate_size": 512,
         "num_hidden_layers": 4,
@@ -65,6 +66,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, **sizes: int) 
         "num_key_value_heads": 2,
         "head_dim": 32,
         "max_position_embeddings": 512,
+        **sizes,
     }
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -72,7 +74,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, **sizes: int) 
         bos_token_id=None,
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
-        **{**small, **sizes},
+        **shape,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

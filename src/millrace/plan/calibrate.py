@@ -97,11 +97,12 @@ def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calib
     shape, sync = ModelShape.read(small.config.model.path), (small, large)
     engine_s, trainer_s = np.array([trial.busy_s for trial in sync]).T
     # Busy times without any cost would be 0; with a cost of 1 per step they count the steps.
-    nothing = dict.fromkeys(("sequence_s", "train_step_s", "publish_s", "score_s"), 0.0)
-    ones = {"decode_step_s": 1.0, "train_token_s": 1.0}
+    costs: dict[str, Any] = dict.fromkeys(
+        ("sequence_s", "train_step_s", "publish_s", "score_s"), 0.0
+    )
+    costs |= {"decode_step_s": 1.0, "train_token_s": 1.0}
     device = resolve_device(small.config.placement.rank(0)).type
-    machine = {"device": device, "num_cores": available_cores()}
-    unit = Calibration(shape=asdict(shape), **machine, **nothing, **ones)
+    unit = Calibration(shape=asdict(shape), device=device, num_cores=available_cores(), **costs)
     counted = np.array([trial.predicted_busy_s(unit, shape) for trial in sync])
     per_step, per_sequence = _solve(counted[:, 0], [trial.tokens for trial in sync], engine_s)
     per_update, per_token = _solve([trial.steps for trial in sync], counted[:, 1], trainer_s)
