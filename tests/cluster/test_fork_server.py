@@ -170,6 +170,25 @@ async def test_worker_whose_launch_is_cancelled_does_not_stay(tmp_path):
         server.close()
 
 
+def test_worker_whose_launch_is_cancelled_does_not_outlive_the_event_loop(tmp_path):
+    """The loop is about to end while the server still imports and forks the worker afterwards."""
+    server = ForkServer(["numpy"])
+
+    async def cancel_a_launch() -> None:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        arguments = ["mute_worker", "--name", "mute-1"]
+        forking = asyncio.create_task(server.fork(arguments, env=env, log=tmp_path / "log"))
+        await asyncio.sleep(0.01)
+        forking.cancel()
+        await asyncio.gather(forking, return_exceptions=True)
+
+    try:
+        asyncio.run(cancel_a_launch())
+        assert "mute-1" not in str([c.cmdline() for c in psutil.Process().children()])
+    finally:
+        server.close()
+
+
 def test_forked_workers_and_their_server_die_with_a_killed_controller(tmp_path):
     command = [sys.executable, str(TESTS / "doomed_controller.py"), str(tmp_path), "numpy"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -132,11 +132,24 @@ class ForkServer:
             "log": str(log.absolute()),  # noqa: ASYNC240 - reads no disk
             "parent": os.getpid(),
         }
-        asking = asyncio.create_task(asyncio.to_thread(self._ask, request))
+        lock, made, is_cancelled = threading.Lock(), list[int](), threading.Event()
+
+        def ask() -> int:
+            pid = self._ask(request)
+            with lock:
+                made.append(pid)
+                if is_cancelled.is_set():
+                    _end(pid)
+            return pid
+
         try:
-            pid = await asyncio.shield(asking)
+            pid = await asyncio.to_thread(ask)
         except asyncio.CancelledError:
-            asking.add_done_callback(_kill_result)
+            # The event loop may be closed before the thread ends, so the thread ends the worker.
+            with lock:
+                is_cancelled.set()
+                for pid in made:
+                    _end(pid)
             raise
         return ForkedChild(pid) if pid else None
 
@@ -198,10 +211,11 @@ def shared_fork_server(
                 server.close()
 
 
-def _kill_result(asking: asyncio.Task[int]) -> None:
-    """The launch was cancelled: end the worker that was forked meanwhile."""
-    if not asking.cancelled() and asking.exception() is None and (pid := asking.result()):
-        ForkedChild(pid).send_signal(signal.SIGKILL)
+def _end(pid: int) -> None:
+    """Kill and reap a worker whose launch was cancelled; 0 = none was made."""
+    if pid:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 _SUBREAPER = threading.Lock()  # held by the one fork in flight: the process has one such setting
