@@ -5,8 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ from echo_worker import answer, ask
 from hosts import is_forked
 
 from millrace.cluster.fork_server import (
+    ForkedChild,
     ForkServer,
     is_supported,
     shared_fork_server,
@@ -150,16 +152,24 @@ def test_server_that_died_is_replaced_for_the_next_user():
     assert servers_of(os.getpid()) == before
 
 
+def fork_mute(server: ForkServer, folder: Path) -> Coroutine[Any, Any, ForkedChild | None]:
+    """A worker that sends nothing."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return server.fork(["mute_worker", "--name", "mute-0"], env=env, log=folder / "log")
+
+
+async def cancel_launch(server: ForkServer, folder: Path) -> None:
+    forking = asyncio.create_task(fork_mute(server, folder))
+    await asyncio.sleep(0)
+    forking.cancel()
+    await asyncio.gather(forking, return_exceptions=True)
+
+
 async def test_worker_whose_launch_is_cancelled_does_not_stay(tmp_path):
     server = ForkServer(["numpy"])
     try:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        arguments = ["mute_worker", "--name", "mute-0"]
-        forking = asyncio.create_task(server.fork(arguments, env=env, log=tmp_path / "log"))
-        await asyncio.sleep(0)
-        forking.cancel()
-        await asyncio.gather(forking, return_exceptions=True)
-        child = await server.fork(arguments, env=env, log=tmp_path / "log")  # after the first
+        await cancel_launch(server, tmp_path)
+        child = await fork_mute(server, tmp_path)  # after the first
         assert child is not None
         child.send_signal(signal.SIGKILL)
         assert await child.wait() == -signal.SIGKILL
@@ -173,18 +183,9 @@ async def test_worker_whose_launch_is_cancelled_does_not_stay(tmp_path):
 def test_worker_whose_launch_is_cancelled_does_not_outlive_the_event_loop(tmp_path):
     """The loop is about to end while the server still imports and forks the worker afterwards."""
     server = ForkServer(["numpy"])
-
-    async def cancel_a_launch() -> None:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        arguments = ["mute_worker", "--name", "mute-1"]
-        forking = asyncio.create_task(server.fork(arguments, env=env, log=tmp_path / "log"))
-        await asyncio.sleep(0.01)
-        forking.cancel()
-        await asyncio.gather(forking, return_exceptions=True)
-
     try:
-        asyncio.run(cancel_a_launch())
-        assert "mute-1" not in str([c.cmdline() for c in psutil.Process().children()])
+        asyncio.run(cancel_launch(server, tmp_path))
+        assert "mute-0" not in str([c.cmdline() for c in psutil.Process().children()])
     finally:
         server.close()
 

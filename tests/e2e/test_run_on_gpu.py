@@ -1,6 +1,5 @@
 """Whole runs on one GPU, with real processes."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from digits import TASKS, share_of_digits
 
 import millrace as mr
+from millrace.monitoring.files.metrics import read_metrics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,7 +16,8 @@ pytestmark = [
 ]
 
 
-def trained_steps(model: Path, run_dir: Path, **settings: Any) -> list[int]:
+def trained(model: Path, run_dir: Path, **settings: Any) -> list[dict[str, Any]]:
+    """The metrics of a run of two steps."""
     trainer = {"steps": 2, "groups_per_step": 2, **settings.pop("trainer", {})}
     mr.train(
         model=str(model),
@@ -30,26 +31,24 @@ def trained_steps(model: Path, run_dir: Path, **settings: Any) -> list[int]:
         monitoring={"progress": "off"},
         **settings,
     )
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["step"] for line in lines]
+    return read_metrics(run_dir / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
 def test_engine_and_trainer_share_a_gpu_however_it_is_named(model, tmp_path, device):
     placement = {"trainer": device, "engines": device}
-    assert trained_steps(model, tmp_path / "run", placement=placement) == [1, 2]
+    assert len(trained(model, tmp_path / "run", placement=placement)) == 2
 
 
 def test_two_ranks_share_a_gpu(model, tmp_path):
     placement = {"trainer": ["cuda:0", "cuda:0"], "engines": "cuda:0"}
-    run_dir = tmp_path / "run"
-    assert trained_steps(model, run_dir, placement=placement, trainer={"ranks": 2}) == [1, 2]
+    rows = trained(model, tmp_path / "run", placement=placement, trainer={"ranks": 2})
+    assert len(rows) == 2
 
 
 def test_exact_mode_finds_no_differing_logprob(model, tmp_path):
     """A differing bit would end the run."""
-    run_dir = tmp_path / "run"
-    assert trained_steps(model, run_dir, fidelity={"mode": "exact"}) == [1, 2]
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = trained(model, tmp_path / "run", fidelity={"mode": "exact"})
+    assert len(rows) == 2
     assert rows[0]["mismatch/compared_logprobs"] > 0
     assert all(row["mismatch/differing_logprobs"] == 0 for row in rows)
