@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sums import Lengths, make_tasks
+
+from millrace.compare.runs import used_gpu_mib
 
 WARM_UP_STEPS = 10  # excluded from samples per second; half of a run with fewer than 20 steps
 WINDOW = 5  # steps over which the last rewards are averaged
@@ -129,13 +130,11 @@ def sampled_gpu_memory(device: str, *, period_s: float = 1.0) -> Iterator[list[i
     if device != "cuda" or shutil.which("nvidia-smi") is None:
         yield used
         return
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     done = threading.Event()
 
     def sample() -> None:
         while not done.wait(period_s):
-            reply = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            used.append(max(int(line) for line in reply.split()) * 2**20)
+            used.append(int(used_gpu_mib() * 2**20))
 
     thread = threading.Thread(target=sample, name="gpu-memory")
     thread.start()

@@ -24,7 +24,7 @@ from typing import Any
 
 from resumable_sweep import sweep
 
-from millrace.bench.workloads import make_long_tailed_model
+from millrace.bench.workloads import make_long_tailed_model, shape_named
 from millrace.compare.runs import train_process
 from millrace.config import load_config
 from millrace.monitoring.run_dir import RunDir
@@ -49,10 +49,12 @@ CONFIGURATIONS = {
         (12, 16, 256, 8, 1),
     ],
 }
-_SIZES = (576, 1536, 30, 9, 3, 64, 2048)
-_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_NAMES += ("num_key_value_heads", "head_dim", "max_position_embeddings")
-MODEL = {"cpu": {}, "cuda": dict(zip(_NAMES, _SIZES, strict=True))}
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
+SMOLLM2 = shape_named("smollm2-135m")
+MODEL = {"cpu": {}, "cuda": {name: getattr(SMOLLM2, name) for name in SIZES}}
 SETTINGS = {
     "cpu": "max_new_tokens = 128\n[cluster]\nthreads = 1\n",
     "cuda": "max_new_tokens = 512\n[engine]\noptions = {kv_bytes = 4_000_000_000}\n",
