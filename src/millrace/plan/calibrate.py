@@ -3,8 +3,8 @@
 Three short runs with the user's own settings measure all that a run costs, not only its kernels. In
 two of them generation and training alternate, with small batches and with large ones: their busy
 times give the costs per decode step and per sequence, per train step and per token, and the times
-between. In the third they overlap, which shows how much workers slow each other down. The memory
-of all three gives that of a run and of each token in training.
+between. In the third they overlap, which shows how much workers slow each other down. From
+their memory follows that of a run, and of each token in training.
 """
 
 import json
