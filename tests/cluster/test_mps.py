@@ -303,6 +303,18 @@ async def test_without_prerequisites_auto_does_nothing_and_on_names_what_is_miss
 USE_CUDA = "import torch; torch.ones(1).cuda(); print('ready', flush=True); input()"
 
 
+def mps_processes(env: dict[str, str]) -> list[str]:
+    """Those of the daemon in `env`; runs of other tests have their own."""
+    pipe = "CUDA_MPS_PIPE_DIRECTORY"
+    found = [process.info for process in psutil.process_iter(["name", "environ"])]
+    return [
+        info["name"]
+        for info in found
+        if info["name"].startswith("nvidia-cuda-mps")
+        and (info["environ"] or {}).get(pipe) == env[pipe]
+    ]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(shutil.which(mps_daemon.CONTROL) is None, reason="MPS is not installed")
 async def test_the_real_daemon_serves_two_processes_and_is_gone_afterwards(tmp_path: Path):
@@ -331,8 +343,8 @@ async def test_the_real_daemon_serves_two_processes_and_is_gone_afterwards(tmp_p
         assert len(servers.split()) == 1, "both are clients of one server"
         for client in clients:
             await client.communicate(b"\n")
-    names = [process.info["name"] for process in psutil.process_iter(["name"])]
-    assert not [name for name in names if name.startswith("nvidia-cuda-mps")]
+        assert mps_processes(env)
+    assert not mps_processes(env)
     assert "share their GPU through MPS" in log.read_text()
     absent = {**os.environ, **env}
     assert not mps_daemon.ask("get_server_list", env=absent, timeout_s=10)

@@ -1,6 +1,7 @@
 """Engines that give back the memory of weights and KV while the trainer steps."""
 
 import contextlib
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -99,17 +100,21 @@ def test_memory_of_a_gpu_is_given_back_and_restored_at_the_same_addresses():
     request = make_request(n=4, max_new_tokens=40)
     settings: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "decode_steps": 4}
     expected = finish_all(make_engine(eos_ids=(), **settings), [request])[request.id]
-    engine: Any = make_engine(eos_ids=(), memory=memory, num_blocks=4096, **settings)
+    engine: Any = make_engine(eos_ids=(), memory=memory, num_blocks=400_000, **settings)
     engine.add_request(request)
     done: dict[int, Any] = {}
+    given_back: list[float] = []
     while engine.has_work:
         for finished in engine.step():
             done |= finished.completions
         free = torch.cuda.mem_get_info(device)[0]
         engine.sleep()
         held = memory.weights.num_bytes + memory.kv.num_bytes
-        assert torch.cuda.mem_get_info(device)[0] - free >= 0.9 * held
+        given_back.append((torch.cuda.mem_get_info(device)[0] - free) / held)
         engine.wake()
+    # Other processes use the GPU, too, so single differences may be smaller.
+    assert held > 2**28
+    assert median(given_back) >= 0.9
     for member, completion in enumerate(expected):
         assert_same(done[member], completion)
     assert np.isfinite(done[0].logprobs).all()
