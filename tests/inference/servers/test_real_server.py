@@ -138,7 +138,7 @@ def probe_difference(engine: ServerEngine, update: WeightUpdate) -> float:
 
 def test_answers_have_the_recorded_form(engine):
     """With MILLRACE_RECORD set, they are recorded."""
-    answers = answers_of(engine._client)
+    answers = answers_of(engine.client)
     if os.environ.get("MILLRACE_RECORD"):
         RECORDED.write_text(json.dumps(answers, indent=1) + "\n")
     for name, recorded in json.loads(RECORDED.read_text()).items():
@@ -216,8 +216,8 @@ def test_probe_finds_torn_and_stale_weights(paths, models, tmp_path):
 
 def test_server_and_its_workers_die_with_the_engine(paths):
     with serving(paths[0]) as engine:
-        assert engine._server is not None
-        server = psutil.Process(engine._server._process.pid)
+        assert engine.server is not None
+        server = psutil.Process(engine.server._process.pid)
         others = server.children(recursive=True)
         assert others
         server.kill()

@@ -32,7 +32,7 @@ def test_fake_server_answers_as_a_real_one_did(model_path: Path):
     recorded = json.loads(Path(__file__).with_name("recorded.json").read_text())
     with serving(model_path) as (url, _):
         engine = swapped(url, model_path)
-        for name, answer in answers_of(engine._client).items():
+        for name, answer in answers_of(engine.client).items():
             assert_has_form(answer, recorded[name], where=name)
         engine.close()
 

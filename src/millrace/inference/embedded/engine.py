@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace.core import records
-from millrace.core.errors import RunFailed, TaskError
+from millrace.core.errors import RunFailed
 from millrace.inference.backend import EngineCore, EngineStats, FinishedCompletions
 from millrace.inference.embedded.adapters import AdapterMerger
 from millrace.inference.embedded.decode.loop import NO_TOKEN, DecodeLoop, DecodeResult
@@ -25,14 +25,9 @@ from millrace.inference.embedded.parts import EngineParts, EngineSizes
 from millrace.inference.embedded.runner import ModelRunner
 from millrace.inference.embedded.sampler import mask_logits, sample_batch
 from millrace.inference.embedded.scheduling.batch_slots import adjust_logits, grammar_masks
-from millrace.inference.embedded.scheduling.outputs import ChunkStreams, OutputProcessor, StopRules
+from millrace.inference.embedded.scheduling.outputs import OutputProcessor, StopRules
 from millrace.inference.embedded.scheduling.scheduler import Scheduler
-from millrace.inference.embedded.scheduling.sequence import (
-    BatchPlan,
-    adapter_slot,
-    check_request,
-    sequences_of,
-)
+from millrace.inference.embedded.scheduling.sequence import BatchPlan, adapter_slot
 from millrace.inference.embedded.scoring import ScoringEngine, chunk_scores, num_rows
 from millrace.models.grammars import GrammarCompiler
 from millrace.models.logprobs import final_logits
@@ -92,10 +87,14 @@ class EmbeddedEngine(EngineCore):
         self._has_new = False  # requests arrived since the last launch of the decode loop
         self._grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size, eos_ids=eos_ids)
         self._stop_rules = StopRules(tokenizer, eos_ids=eos_ids)
-        self._expired_before = 0  # see expire()
-        self._outputs = OutputProcessor(self._stop_rules, block_tokens=sizes.block_tokens)
-        self._streams = ChunkStreams(self._slots.sampled_by)
-        self._num_arrived = self._num_generated = self._num_prefilled = 0
+        self._outputs = OutputProcessor(
+            self._stop_rules,
+            sampled_by=self._slots.sampled_by,
+            max_context=self._max_context,
+            vocab_size=self._vocab_size,
+            block_tokens=sizes.block_tokens,
+        )
+        self._num_generated = self._num_prefilled = 0
 
     @property
     def version(self) -> int | None:
@@ -125,31 +124,16 @@ class EmbeddedEngine(EngineCore):
         return self._weights.shapes
 
     def add_request(self, request: records.Request, *, stream: bool = False) -> None:
-        if request.id in self._outputs:
-            raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
-        check_request(request, max_context=self._max_context, vocab_size=self._vocab_size)
-        slot = adapter_slot(request, self.bank)
-        sequences = sequences_of(
+        sequences = self._outputs.open(
             request,
-            first_arrival=self._num_arrived,
-            adapter_slot=slot,
+            stream=stream,
+            adapter_slot=adapter_slot(request, self.bank),
             grammars=self._grammars,
             records_routes=self._routes is not None,
         )
-        self._num_arrived += request.n
-        self._outputs.add(request)
-        if stream:
-            self._streams.open(sequences)
-        if request.partial is not None:
-            (sequence,) = sequences
-            finish = self._stop_rules.finish_on_arrival(
-                sequence, max_context=self._max_context, expired_before=self._expired_before
-            )
-            if finish is not None:
-                self._outputs.end(sequence, finish=finish)
-                return
-        self._scheduler.add(sequences)
-        self._has_new = True
+        if sequences:
+            self._scheduler.add(sequences)
+            self._has_new = True
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -193,7 +177,7 @@ class EmbeddedEngine(EngineCore):
         return self._scorer.score([requests], version=self.version)[0]
 
     def take_chunks(self, *, coalesced: bool = False) -> dict[str, list[records.CompletionChunk]]:
-        return self._streams.take(coalesced=coalesced)
+        return self._outputs.take_chunks(coalesced=coalesced)
 
     def abort(
         self, ids: Iterable[str], *, finish: records.Finish = "abort"
@@ -212,11 +196,9 @@ class EmbeddedEngine(EngineCore):
         return interrupted
 
     def expire(self, before: int) -> list[FinishedCompletions]:
-        self._expired_before = max(before, self._expired_before)
         self._record_ended()
-        unfinished = [s for s in self._scheduler.sequences() if s.request.expires]
-        expiring = ((s.request.id, self._slots.sampled_by(s)[2]) for s in unfinished)
-        return self.abort(self._outputs.older_than(before, expiring), finish="expire")
+        expired = self._outputs.expired(before, self._scheduler.sequences())
+        return self.abort(expired, finish="expire")
 
     def preempt_all(self) -> list[FinishedCompletions]:
         """Sequences keep their KV if swaps keep it."""

@@ -66,7 +66,7 @@ def build_server_engine(spec: EngineSpec, *, options: VllmBackend) -> ServerEngi
         )
         client, server = dialect.launch(launch)
     engine = ServerEngine(
-        client,
+        client=client,
         staging=staging,
         rules=StopRules(tokenizer, eos_ids=stop_ids),
         stop_ids=stop_ids,

@@ -86,6 +86,7 @@ class ServerClient:
 
     product: ClassVar[str]  # its name in messages
     path: ClassVar[str]  # of requests for tokens
+    lora_path: ClassVar[str]  # of adapters
     # Whether requests stay at a paused server, which then reports the versions of their tokens.
     # Otherwise they are ended and sent again, so each has one version.
     keeps_requests: ClassVar[bool]
@@ -157,11 +158,16 @@ class ServerClient:
 
     def add_adapter(self, folder: str) -> None:
         """Load an adapter, which requests name from here on, in place of that of an earlier run."""
-        raise NotImplementedError
+        unload, load = (f"{self.lora_path}/{name}_lora_adapter" for name in ("unload", "load"))
+        with contextlib.suppress(ServerRefused):  # there was none
+            self.call(unload, {"lora_name": ADAPTER}, has_answer=False)
+        body = {"lora_name": ADAPTER, "lora_path": folder}
+        self.call(load, body, timeout_s=LOAD_TIMEOUT_S, has_answer=False)
+        self.model = ADAPTER
 
     def load_adapter(self, folder: str) -> None:
         """Replace the weights of that adapter, also for requests in progress; only in a pause."""
-        raise NotImplementedError
+        self.add_adapter(folder)
 
     def lora_remedy(self, rank: int) -> str:
         """How to start a server that accepts adapters of this rank."""
@@ -226,10 +232,9 @@ class ServerClient:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _open(self, socket: str | None, headers: Mapping[str, str]) -> aiohttp.ClientSession:
+        connector = aiohttp.UnixConnector(socket, limit=0) if socket else None
         return aiohttp.ClientSession(
-            connector=aiohttp.UnixConnector(socket, limit=0)
-            if socket
-            else aiohttp.TCPConnector(limit=0),
+            connector=connector or aiohttp.TCPConnector(limit=0),
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=None),
             read_bufsize=_LINE_BYTES,

@@ -17,7 +17,7 @@ import hashlib
 import queue
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from millrace.core.errors import EngineLost, TaskError
 from millrace.core.records import CompletionChunk, Finish, Request, ScoreRequest, TokenLogprobs
 from millrace.inference.backend import EngineStats, FinishedCompletions
 from millrace.inference.embedded.scheduling import sequence as sequences
-from millrace.inference.embedded.scheduling.outputs import ChunkStreams, OutputProcessor, StopRules
+from millrace.inference.embedded.scheduling.outputs import OutputProcessor, StopRules
 from millrace.inference.servers.client import ServedChunk, ServerClient, TokenRequest
 from millrace.inference.servers.process import ServerProcess
 from millrace.inference.servers.staging import StagedVersion, WeightStaging
@@ -52,40 +52,33 @@ class ServedSequence(sequences.Sequence):
         return f"{self.request.id}.{self.member}.{self.arrival}"
 
 
+@dataclass(kw_only=True, eq=False)
 class ServerEngine:
     """An EngineCore; see there for its methods."""
 
-    def __init__(
-        self,
-        client: ServerClient,
-        *,
-        staging: WeightStaging,
-        rules: StopRules,
-        stop_ids: Sequence[int],
-        max_context: int,
-        vocab_size: int,
-        kv: str,
-        resources: contextlib.ExitStack,  # closed with the engine
-        server: ServerProcess | None = None,  # None = started by somebody else
-    ) -> None:
-        self.version: int | None = client.version
-        self._client = client
-        self._staging = staging
-        self._rules = rules
-        self._stop_ids = stop_ids
-        self._max_context = max_context
-        self._vocab_size = vocab_size
-        self._kv = kv
-        self._resources = resources
-        self._server = server
-        self._outputs = OutputProcessor(rules, block_tokens=0)
-        self._streams = ChunkStreams(ServedSequence.sampled)
+    client: ServerClient
+    staging: WeightStaging
+    rules: StopRules
+    stop_ids: Sequence[int]
+    max_context: int
+    vocab_size: InitVar[int]
+    kv: str
+    resources: contextlib.ExitStack  # closed with the engine
+    server: ServerProcess | None = None  # None = started by somebody else
+
+    def __post_init__(self, vocab_size: int) -> None:
+        self.version: int | None = self.client.version
+        self._outputs = OutputProcessor(
+            self.rules,
+            sampled_by=ServedSequence.sampled,
+            max_context=self.max_context,
+            vocab_size=vocab_size,
+        )
         self._running: dict[str, ServedSequence] = {}  # by id at the server
         self._held: list[ServedSequence] = []  # wait for release_new()
         self._suspended: list[ServedSequence] = []  # wait for _resume(): the server keeps none
         self._holds_new = self._is_paused = False
-        self._expired_before = 0
-        self._num_arrived = self._num_generated = self._num_prefilled = 0
+        self._num_generated = self._num_prefilled = 0
 
     @property
     def has_work(self) -> bool:
@@ -96,8 +89,8 @@ class ServerEngine:
         return bool(self._held)
 
     def stats(self) -> EngineStats:
-        if self._server is not None and (end := self._server.end) is not None:
-            raise EngineLost(f"{self._client} {end}.")
+        if self.server is not None and (end := self.server.end) is not None:
+            raise EngineLost(f"{self.client} {end}.")
         return EngineStats(
             running=len(self._running) + len(self._suspended),
             waiting=len(self._held),
@@ -109,31 +102,14 @@ class ServerEngine:
         )
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return self._staging.shapes
+        return self.staging.shapes
 
     def add_request(self, request: Request, *, stream: bool = False) -> None:
-        if request.id in self._outputs:
-            raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
-        context, vocab_size = self._max_context, self._vocab_size
-        sequences.check_request(
-            request, max_context=context, vocab_size=vocab_size, records_kept=False
+        members = self._outputs.open(
+            request, stream=stream, kind=ServedSequence, records_kept=False
         )
-        members = sequences.sequences_of(
-            request, first_arrival=self._num_arrived, kind=ServedSequence, records_kept=False
-        )
-        self._num_arrived += request.n
-        self._outputs.add(request)
-        if stream:
-            self._streams.open(members)
-        if request.partial is not None:
-            (sequence,) = members
-            sequence.num_given = len(request.partial.tokens)
-            finish = self._rules.finish_on_arrival(
-                sequence, max_context=context, expired_before=self._expired_before
-            )
-            if finish is not None:
-                self._outputs.end(sequence, finish=finish)
-                return
+        for sequence in members:
+            sequence.num_given = sequence.num_streamed
         if self._holds_new:
             self._held += members
         else:
@@ -146,20 +122,20 @@ class ServerEngine:
         return self._outputs.take()
 
     def take_chunks(self, *, coalesced: bool = False) -> dict[str, list[CompletionChunk]]:
-        return self._streams.take(coalesced=coalesced)
+        return self._outputs.take_chunks(coalesced=coalesced)
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
         """Logprobs at temperature 1 alone, which is what all servers report for given tokens."""
-        was_paused = self._is_paused and self._client.keeps_requests
+        was_paused = self._is_paused and self.client.keeps_requests
         if was_paused:
             self._resume()
         scored = []
         for request in requests:
             if request.temperature != 1.0 or request.top_k or request.wants_entropies:
                 raise TaskError(
-                    f"A server of {self._client.product} scores tokens at temperature 1 only."
+                    f"A server of {self.client.product} scores tokens at temperature 1 only."
                 )
-            logprobs = self._client.prompt_logprobs(request.tokens.tolist())
+            logprobs = self.client.prompt_logprobs(request.tokens.tolist())
             scored.append(
                 TokenLogprobs(
                     logprobs=np.array(logprobs, np.float32)[request.positions - 1],
@@ -185,10 +161,8 @@ class ServerEngine:
         return self._outputs.take()
 
     def expire(self, before: int) -> list[FinishedCompletions]:
-        self._expired_before = max(before, self._expired_before)
         unfinished = (*self._running.values(), *self._held, *self._suspended)
-        expiring = [(s.request.id, s.versions) for s in unfinished if s.request.expires]
-        return self.abort(self._outputs.older_than(before, expiring), finish="expire")
+        return self.abort(self._outputs.expired(before, unfinished), finish="expire")
 
     def interrupt(self) -> list[FinishedCompletions]:
         running = (*self._running.values(), *self._suspended)
@@ -207,17 +181,17 @@ class ServerEngine:
         self._send(held)
 
     def prepare(self, tensors: Mapping[str, Any], *, version: int) -> StagedVersion:
-        return self._staging.write(tensors, version=version)
+        return self.staging.write(tensors, version=version)
 
     def commit(self, prepared: StagedVersion) -> None:
         was_paused = self._is_paused
         self.version = None
-        self._stop(forget_kv=self._kv == "recompute")
+        self._stop(forget_kv=self.kv == "recompute")
         if prepared.is_adapter:
-            self._client.load_adapter(prepared.folder.name)
+            self.client.load_adapter(prepared.folder.name)
         else:
-            self._client.load_weights(prepared.folder.name)
-        self._client.set_version(prepared.version)
+            self.client.load_weights(prepared.folder.name)
+        self.client.set_version(prepared.version)
         prepared.folder.cleanup()
         self.version = prepared.version
         if not was_paused:
@@ -228,10 +202,10 @@ class ServerEngine:
             self._stop()
 
     def close(self) -> None:
-        self._client.close()
-        if self._server is not None:
-            self._server.close()
-        self._resources.close()
+        self.client.close()
+        if self.server is not None:
+            self.server.close()
+        self.resources.close()
 
     def sleep(self) -> None:
         raise NotImplementedError("needs Capability.SLEEP")
@@ -241,8 +215,8 @@ class ServerEngine:
 
     def _stop(self, *, forget_kv: bool = False) -> None:
         """Pause the server, or end its requests until _resume()."""
-        if self._client.keeps_requests:
-            self._client.pause(forget_kv=forget_kv)
+        if self.client.keeps_requests:
+            self.client.pause(forget_kv=forget_kv)
         else:
             running = list(self._running.values())
             for sequence in running:
@@ -253,7 +227,7 @@ class ServerEngine:
     def _resume(self) -> None:
         if not self._is_paused:
             return
-        self._client.resume()
+        self.client.resume()
         self._is_paused = False
         suspended, self._suspended = self._suspended, []
         for sequence in suspended:
@@ -264,14 +238,9 @@ class ServerEngine:
         sequence.will_return = False
         sequence.num_given = len(sequence.tokens) - sequence.num_prompt
         sequence.num_received = 0
-        sequence.arrival = self._num_arrived  # the server may still know the old id
-        self._num_arrived += 1
-        finish = self._rules.finish_on_arrival(
-            sequence, max_context=self._max_context, expired_before=self._expired_before
-        )
-        if finish is not None:
-            self._outputs.end(sequence, finish=finish)
-        else:
+        sequence.arrival = self._outputs.num_arrived  # the server may still know the old id
+        self._outputs.num_arrived += 1
+        if not self._outputs.end_on_arrival(sequence):
             self._send([sequence])
 
     def _abort(self, ending: Sequence[ServedSequence]) -> None:
@@ -279,31 +248,31 @@ class ServerEngine:
         deadline_s = time.monotonic() + _ABORT_TIMEOUT_S
         while left := [s.id for s in ending if s.id in self._running]:
             if time.monotonic() > deadline_s:
-                raise EngineLost(f"{self._client} did not end {len(left)} aborted requests.")
-            self._client.abort(left)
+                raise EngineLost(f"{self.client} did not end {len(left)} aborted requests.")
+            self.client.abort(left)
             again_s = time.monotonic() + _ABORT_AGAIN_S
             while time.monotonic() < again_s and any(s.id in self._running for s in ending):
                 self._receive(wait_s=_POLL_S)
 
     def _send(self, new: Sequence[ServedSequence]) -> None:
-        if self._is_paused and not self._client.keeps_requests:
+        if self._is_paused and not self.client.keeps_requests:
             self._suspended += new
             return
         for sequence in new:
             request = sequence.request
             prompt = sequence.tokens.tolist()
-            room = min(request.sampling.max_new_tokens, self._max_context - sequence.num_prompt)
+            room = min(request.sampling.max_new_tokens, self.max_context - sequence.num_prompt)
             # Servers take few characters in a salt.
             salt = f"{self.version}-{hashlib.sha256(request.cache_salt.encode()).hexdigest()}"
             self._num_prefilled += len(prompt)
             self._running[sequence.id] = sequence
-            self._client.generate(
+            self.client.generate(
                 TokenRequest(
                     id=sequence.id,
                     prompt=prompt,
                     sampling=request.sampling,
                     max_tokens=room - sequence.num_given,
-                    stop_ids=self._stop_ids,
+                    stop_ids=self.stop_ids,
                     cache_salt=salt,
                 )
             )
@@ -311,18 +280,18 @@ class ServerEngine:
     def _receive(self, *, wait_s: float) -> None:
         """Take all chunks that have arrived; waits for the first."""
         with contextlib.suppress(queue.Empty):
-            self._take(self._client.chunks.get(timeout=wait_s))
+            self._take(self.client.chunks.get(timeout=wait_s))
             while True:
-                self._take(self._client.chunks.get_nowait())
+                self._take(self.client.chunks.get_nowait())
 
     def _take(self, chunk: ServedChunk) -> None:
         sequence = self._running.get(chunk.id)
         if sequence is None:  # the connection broke after its end
             return
         if chunk.error:
-            raise EngineLost(f"{self._client} broke off a completion: {chunk.error}")
+            raise EngineLost(f"{self.client} broke off a completion: {chunk.error}")
         if len(chunk.logprobs) != len(chunk.tokens):
-            raise EngineLost(f"{self._client} sent tokens without logprobs.")
+            raise EngineLost(f"{self.client} sent tokens without logprobs.")
         self._num_generated += len(chunk.tokens)
         sequence.num_received += len(chunk.tokens)
         self._append(sequence, chunk)
@@ -337,9 +306,9 @@ class ServerEngine:
         while not sequence.has_stop and end < len(tokens):
             end += 1
             sampled = tokens[sequence.num_prompt : end]
-            sequence.has_stop = bool(stop) and self._rules.ends_in_stop_string(sampled, stop)
+            sequence.has_stop = bool(stop) and self.rules.ends_in_stop_string(sampled, stop)
             if sequence.has_stop:
-                self._client.abort([sequence.id])
+                self.client.abort([sequence.id])
         logprobs = np.array(chunk.logprobs[: end - first], np.float32)
         versions = np.full(end - first, chunk.version, np.int32)
         sequence.tokens = tokens[:end]
@@ -351,7 +320,7 @@ class ServerEngine:
         spans = chunk.spans or []
         if sequence.num_received != sum(end - start for start, end, _ in spans):
             raise EngineLost(
-                f"{self._client} reports versions {spans} of {sequence.num_received} tokens."
+                f"{self.client} reports versions {spans} of {sequence.num_received} tokens."
             )
         sampled = sequence.versions[sequence.num_given :]  # a view, without what is behind a stop
         for start, end, version in spans:
@@ -361,7 +330,7 @@ class ServerEngine:
         if sequence.has_stop:
             finish = "stop"
         if finish is None and not sequence.will_return:
-            raise EngineLost(f"{self._client} ended a request by itself: {chunk.finish!r}.")
+            raise EngineLost(f"{self.client} ended a request by itself: {chunk.finish!r}.")
         del self._running[sequence.id]
         if finish is None:
             self._suspended.append(sequence)

@@ -12,7 +12,6 @@ A server that Millrace starts listens on a port of this host, and answers only t
 key. The key is in a file that only this user can read.
 """
 
-import contextlib
 import json
 import secrets
 from collections.abc import Sequence
@@ -20,30 +19,23 @@ from typing import Any, Self
 
 from millrace.cluster.address import free_port
 from millrace.core.errors import ConfigError, EngineLost
-from millrace.inference.servers.client import (
-    ADAPTER,
-    LOAD_TIMEOUT_S,
-    Launch,
-    ServedChunk,
-    ServerClient,
-    ServerRefused,
-    TokenRequest,
-)
+from millrace.inference.servers import client
 from millrace.inference.servers.process import ServerProcess, checked_python, server_environment
 
 _HOST = "127.0.0.1"
 
 
-class SglangClient(ServerClient):
+class SglangClient(client.ServerClient):
     product = "SGLang"
     path = "/generate"
+    lora_path = ""
     keeps_requests = False
     context_flag = "--context-length"
     ids_remedy = "start a newer SGLang with --skip-tokenizer-init"
     logprobs_remedy = "start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
 
     @classmethod
-    def launch(cls, launch: Launch) -> tuple[Self, ServerProcess]:
+    def launch(cls, launch: client.Launch) -> tuple[Self, ServerProcess]:
         python = checked_python(launch.options.python, module="sglang", product="SGLang")
         port, key = free_port(_HOST), secrets.token_urlsafe()
         settings = launch.folder / "sglang.yaml"  # JSON is YAML
@@ -78,7 +70,7 @@ class SglangClient(ServerClient):
         dtype = self.call("/server_info", method="GET")["dtype"]
         return {"architectures": model["architectures"], "dtype": dtype, "sizes": {}}
 
-    def request_body(self, request: TokenRequest) -> dict[str, Any]:
+    def request_body(self, request: client.TokenRequest) -> dict[str, Any]:
         sampling = request.sampling
         return self._body(
             request.prompt,
@@ -95,7 +87,7 @@ class SglangClient(ServerClient):
             },
         )
 
-    def read_chunk(self, id: str, data: Any, *, num_received: int) -> ServedChunk:
+    def read_chunk(self, id: str, data: Any, *, num_received: int) -> client.ServedChunk:
         """Servers send all tokens so far, or the new ones only, and either at an abort."""
         meta = data["meta_info"]
         reason = meta["finish_reason"] or {"type": None}
@@ -104,7 +96,7 @@ class SglangClient(ServerClient):
         rows, total = meta["output_token_logprobs"], meta["output_token_logprobs_length"]
         new = rows[num_received - (total - len(rows)) :]
         version = int(meta["weight_version"])
-        return ServedChunk(
+        return client.ServedChunk(
             id=id,
             tokens=[token for _, token, _ in new],
             logprobs=[logprob for logprob, _, _ in new],
@@ -141,20 +133,10 @@ class SglangClient(ServerClient):
 
     def load_weights(self, folder: str) -> None:
         body = {"model_path": folder, "flush_cache": True}
-        self.call("/update_weights_from_disk", body, timeout_s=LOAD_TIMEOUT_S)
+        self.call("/update_weights_from_disk", body, timeout_s=client.LOAD_TIMEOUT_S)
 
     def version_body(self, version: int) -> dict[str, Any]:
         return {"new_version": str(version), "abort_all_requests": False}
-
-    def add_adapter(self, folder: str) -> None:
-        with contextlib.suppress(ServerRefused):  # there was none
-            self.call("/unload_lora_adapter", {"lora_name": ADAPTER})
-        body = {"lora_name": ADAPTER, "lora_path": folder}
-        self.call("/load_lora_adapter", body, timeout_s=LOAD_TIMEOUT_S)
-        self.model = ADAPTER
-
-    def load_adapter(self, folder: str) -> None:
-        self.add_adapter(folder)
 
     def lora_remedy(self, rank: int) -> str:
         return f"--enable-lora --max-lora-rank {rank} --lora-target-modules all"
@@ -162,10 +144,10 @@ class SglangClient(ServerClient):
     def _sample_once(self, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
         """The meta_info of an answer that is not streamed; the first may compile."""
         body = self._body(prompt, stream=False, extra_key=f"{self.version}-single", **more)
-        return self.call(self.path, body, timeout_s=LOAD_TIMEOUT_S)["meta_info"]
+        return self.call(self.path, body, timeout_s=client.LOAD_TIMEOUT_S)["meta_info"]
 
     def _body(self, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
-        adapter = {"lora_path": ADAPTER} if self.model == ADAPTER else {}
+        adapter = {"lora_path": client.ADAPTER} if self.model == client.ADAPTER else {}
         return {"input_ids": list(prompt), "return_logprob": True, **adapter, **more}
 
 

@@ -21,13 +21,8 @@ from millrace.config import LoraConfig
 from millrace.core.errors import ConfigError, WeightError
 from millrace.models.directory import read_config
 from millrace.models.loading import write_model
+from millrace.models.lora import folders
 from millrace.models.lora.factors import Adapter, adapter_of
-from millrace.models.lora.folders import (
-    NAME_PREFIX,
-    SETTINGS_FILE,
-    WEIGHTS_FILE,
-    read_checkpoint,
-)
 from millrace.models.routing import policy_tensors
 from millrace.weights.packing import check_shapes
 
@@ -78,7 +73,7 @@ class WeightStaging:
     def write_first(self, checkpoint: Path | None, *, version: int) -> StagedVersion:
         """The adapter that a run starts with: that of a checkpoint, or one that changes nothing."""
         zeros = {name: torch.zeros(shape) for name, shape in self.shapes.items()}
-        first = zeros if checkpoint is None else read_checkpoint(checkpoint)
+        first = zeros if checkpoint is None else folders.read_checkpoint(checkpoint)
         return self.write(first, version=version)
 
     def write(self, tensors: Mapping[str, Tensor], *, version: int) -> StagedVersion:
@@ -126,6 +121,7 @@ def _write_adapter(lora: LoraConfig, tensors: Mapping[str, Tensor], folder: Path
         "target_modules": lora_layers(tensors),
         "bias": "none",
     }
-    (folder / SETTINGS_FILE).write_text(json.dumps(settings))
-    named = {f"{NAME_PREFIX}{name}": tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(named, folder / WEIGHTS_FILE)
+    (folder / folders.SETTINGS_FILE).write_text(json.dumps(settings))
+    prefix = folders.NAME_PREFIX
+    named = {f"{prefix}{name}": tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(named, folder / folders.WEIGHTS_FILE)

@@ -4,21 +4,11 @@ Nobody else can reach a server that Millrace starts: it listens on a Unix socket
 user's own.
 """
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, Self
 
 from millrace.core.errors import ConfigError, EngineLost
-from millrace.inference.servers.client import (
-    ADAPTER,
-    CALL_TIMEOUT_S,
-    LOAD_TIMEOUT_S,
-    Launch,
-    ServedChunk,
-    ServerClient,
-    ServerRefused,
-    TokenRequest,
-)
+from millrace.inference.servers import client
 from millrace.inference.servers.process import ServerProcess, checked_python, server_environment
 
 EXTENSION = "millrace_extension.MillraceWorker"
@@ -26,16 +16,17 @@ _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _LOGPROBS = "--logprobs-mode processed_logprobs"
 
 
-class VllmClient(ServerClient):
+class VllmClient(client.ServerClient):
     product = "vLLM"
     path = "/inference/v1/generate"
+    lora_path = "/v1"
     keeps_requests = True
     context_flag = "--max-model-len"
     ids_remedy = "start vLLM 0.32 or newer with --enable-scale-out"
     logprobs_remedy = f"start it with {_LOGPROBS}"
 
     @classmethod
-    def launch(cls, launch: Launch) -> tuple[Self, ServerProcess]:
+    def launch(cls, launch: client.Launch) -> tuple[Self, ServerProcess]:
         python = checked_python(launch.options.python, module="vllm", product="vLLM")
         socket = launch.folder / "http.sock"
         spec, config = launch.spec, launch.spec.config
@@ -58,12 +49,9 @@ class VllmClient(ServerClient):
     def served_model(self) -> dict[str, Any]:
         try:
             found = self.rpc("millrace_model")
-        except ServerRefused as error:
-            remedy = (
-                "VLLM_SERVER_DEV_MODE=1"
-                if error.status == 404
-                else f"--worker-extension-cls {EXTENSION}, and its folder in PYTHONPATH"
-            )
+        except client.ServerRefused as error:
+            remedy = f"--worker-extension-cls {EXTENSION}, and its folder in PYTHONPATH"
+            remedy = "VLLM_SERVER_DEV_MODE=1" if error.status == 404 else remedy
             raise ConfigError(
                 f"{self} cannot receive weights ({error}); start it with {remedy}."
             ) from None
@@ -74,7 +62,7 @@ class VllmClient(ServerClient):
             )
         return found
 
-    def request_body(self, request: TokenRequest) -> dict[str, Any]:
+    def request_body(self, request: client.TokenRequest) -> dict[str, Any]:
         sampling = request.sampling
         return self._body(
             request.id,
@@ -90,12 +78,12 @@ class VllmClient(ServerClient):
             logprobs=0,
         )
 
-    def read_chunk(self, id: str, data: Any, *, num_received: int) -> ServedChunk:
+    def read_chunk(self, id: str, data: Any, *, num_received: int) -> client.ServedChunk:
         choice: dict[str, Any] = data["choices"][0] if data["choices"] else {"token_ids": []}
         if (spans := choice.get("weight_versions")) is not None:
             spans = [(s["start"], s["end"], int(s["version"])) for s in spans]
         content = (choice.get("logprobs") or {}).get("content") or []
-        return ServedChunk(
+        return client.ServedChunk(
             id=id,
             tokens=choice["token_ids"],
             logprobs=[row["logprob"] for row in content],
@@ -107,19 +95,18 @@ class VllmClient(ServerClient):
     def sample_once(self, prompt: Sequence[int], **sampling: Any) -> dict[str, Any]:
         """The whole answer to a request that does not stream; the first may compile."""
         body = self._body("single", prompt, cache_salt="single", stream=False, **sampling)
-        return self.call(self.path, body, timeout_s=LOAD_TIMEOUT_S)
+        return self.call(self.path, body, timeout_s=client.LOAD_TIMEOUT_S)
 
     def likeliest(self, prompt: Sequence[int], *, temperature: float, top: int) -> dict[int, float]:
         answer = self.sample_once(prompt, max_tokens=1, temperature=temperature, logprobs=top)
         (choice,) = answer["choices"]
         rows = choice["logprobs"]["content"][0]["top_logprobs"]
-        found = {row["token_id"]: row["logprob"] for row in rows}
         if not choice.get("weight_versions"):
             raise ConfigError(
                 f"{self} does not report the weight version of each token; start vLLM 0.32 or"
                 " newer."
             )
-        return found
+        return {row["token_id"]: row["logprob"] for row in rows}
 
     def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
         answer = self.sample_once(tokens, max_tokens=1, temperature=1.0, prompt_logprobs=0)
@@ -140,25 +127,21 @@ class VllmClient(ServerClient):
         self.call("/resume")
 
     def load_weights(self, folder: str) -> None:
-        self.rpc("millrace_load", folder, timeout_s=LOAD_TIMEOUT_S)
+        self.rpc("millrace_load", folder, timeout_s=client.LOAD_TIMEOUT_S)
 
     def add_adapter(self, folder: str) -> None:
-        with contextlib.suppress(ServerRefused):  # there was none
-            self.call("/v1/unload_lora_adapter", {"lora_name": ADAPTER}, has_answer=False)
-        body = {"lora_name": ADAPTER, "lora_path": folder}
-        self.call("/v1/load_lora_adapter", body, timeout_s=LOAD_TIMEOUT_S, has_answer=False)
+        super().add_adapter(folder)
         self.rpc("millrace_unwrap_head")
-        self.model = ADAPTER
 
     def load_adapter(self, folder: str) -> None:
         """Not by vLLM's own load_inplace, which is stored with the adapter: requests in progress
         would then load the folder of their own start again, in each pass."""
-        self.rpc("millrace_load_adapter", ADAPTER, folder, timeout_s=LOAD_TIMEOUT_S)
+        self.rpc("millrace_load_adapter", client.ADAPTER, folder, timeout_s=client.LOAD_TIMEOUT_S)
 
     def lora_remedy(self, rank: int) -> str:
         return f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and {' '.join(lora_arguments(rank))}"
 
-    def rpc(self, method: str, *arguments: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    def rpc(self, method: str, *arguments: str, timeout_s: float = client.CALL_TIMEOUT_S) -> Any:
         """The answer of vLLM's first worker to a method of the worker extension."""
         body = {"method": method, "args": list(arguments)}
         answer = self.call("/collective_rpc", body, timeout_s=timeout_s)
@@ -186,7 +169,7 @@ def lora_arguments(rank: int) -> tuple[str, ...]:
     return ("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(allowed))
 
 
-def _environment(launch: Launch) -> dict[str, str]:
+def _environment(launch: client.Launch) -> dict[str, str]:
     env = server_environment(
         device=launch.device,
         tp=launch.spec.config.tp,

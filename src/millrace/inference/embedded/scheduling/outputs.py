@@ -12,17 +12,25 @@ their request has finished. The engine's thread calls everything, between two fo
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from millrace.core.completions import join_top
+from millrace.core.errors import TaskError
 from millrace.core.records import Completion, CompletionChunk, Finish, Request
 from millrace.inference.backend import FinishedCompletions
 from millrace.inference.embedded.decode.loop import DecodeResult
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
-from millrace.inference.embedded.scheduling.sequence import Sampled, Sequence
+from millrace.inference.embedded.scheduling.sequence import (
+    S,
+    Sampled,
+    Sequence,
+    check_request,
+    sequences_of,
+)
 
 # The first tokens of a tail may decode differently there (half a character, a lost space).
 _TAIL_MARGIN = 4
@@ -123,28 +131,69 @@ def _reach(stop: tuple[str, ...]) -> int:
     return max(len(text.encode()) for text in stop) + _TAIL_MARGIN
 
 
+@dataclass(eq=False)
 class OutputProcessor:
-    """Builds the completions of sequences that have ended."""
+    """The requests of an engine: their completions, and the chunks of those that stream."""
 
-    def __init__(self, rules: StopRules, *, block_tokens: int) -> None:
-        self._rules = rules
-        self._block_tokens = block_tokens
+    _rules: StopRules
+    _: KW_ONLY
+    sampled_by: Callable[[Any], Sampled]
+    max_context: int
+    vocab_size: int
+    block_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_arrived = 0  # sequences
+        self._expired_before = 0  # see expired()
         self._ended: list[tuple[Sequence, Finish]] = []  # to be recorded
         # By unfinished request: the versions of its members that have ended.
         self._unfinished: dict[str, list[np.ndarray]] = {}
         self._finished: dict[str, dict[int, Completion]] = {}  # by request; for take()
+        # By request; those that are coalesced apart, because each step looks at the others.
+        self._streams: dict[bool, dict[str, list[Sequence]]] = {False: {}, True: {}}
 
     @property
     def has_pending(self) -> bool:
         """True if completions wait for record() or take()."""
         return bool(self._finished or self._ended)
 
-    def __contains__(self, request_id: str) -> bool:
-        """True until take() has returned its last completion."""
-        return request_id in self._unfinished or request_id in self._finished
-
-    def add(self, request: Request) -> None:
+    def open(
+        self,
+        request: Request,
+        *,
+        stream: bool,
+        kind: type[S] = Sequence,
+        records_kept: bool = True,
+        **options: Any,  # of sequences_of()
+    ) -> list[S]:
+        """The sequences of a new request that are to be sampled: none if it resumes a completion
+        that has ended. `stream`: the tokens they sample from now on become chunks."""
+        if request.id in self._unfinished or request.id in self._finished:
+            raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
+        check_request(
+            request,
+            max_context=self.max_context,
+            vocab_size=self.vocab_size,
+            records_kept=records_kept,
+        )
+        options["first_arrival"] = self.num_arrived
+        sequences = sequences_of(request, kind=kind, records_kept=records_kept, **options)
+        self.num_arrived += request.n
         self._unfinished[request.id] = []
+        if stream:
+            self._streams[request.coalesce][request.id] = [*sequences]
+        if request.partial is not None and self.end_on_arrival(sequences[0]):
+            return []
+        return sequences
+
+    def end_on_arrival(self, sequence: Sequence) -> bool:
+        """Whether a sequence with tokens has already ended; if so, its completion is built."""
+        finish = self._rules.finish_on_arrival(
+            sequence, max_context=self.max_context, expired_before=self._expired_before
+        )
+        if finish is not None:
+            self.end(sequence, finish=finish)
+        return finish is not None
 
     def mark_ended(self, sequence: Sequence, *, finish: Finish) -> None:
         """Leave it to record() to build the completion."""
@@ -161,17 +210,20 @@ class OutputProcessor:
         sequence.finish = finish
         request, sampled = sequence.request, sequence.tokens[sequence.num_prompt :]
         text = self._rules.text(sampled, request.sampling.stop)
-        completion = sequence.completion(finish=finish, text=text, block_tokens=self._block_tokens)
+        completion = sequence.completion(finish=finish, text=text, block_tokens=self.block_tokens)
         self._finished.setdefault(request.id, {})[sequence.member] = completion
         versions = self._unfinished[request.id]
         versions.append(completion.versions)
         if len(versions) == request.n:
             del self._unfinished[request.id]
 
-    def older_than(self, version: int, unfinished: Iterable[tuple[str, np.ndarray]]) -> list[str]:
-        """Requests with an older token; `unfinished`: ids and versions of unfinished members."""
-        members = [(id, each) for id, own in unfinished for each in (own, *self._unfinished[id])]
-        return [*dict.fromkeys(id for id, own in members if (own < version).any())]
+    def expired(self, before: int, unfinished: Iterable[Sequence]) -> list[str]:
+        """Requests with `expires` set that have a token older than this version; those that arrive
+        with one later end at once."""
+        self._expired_before = max(before, self._expired_before)
+        expiring = [(s.request.id, self.sampled_by(s)[2]) for s in unfinished if s.request.expires]
+        members = [(id, each) for id, own in expiring for each in (own, *self._unfinished[id])]
+        return [*dict.fromkeys(id for id, own in members if (own < before).any())]
 
     def take(self) -> list[FinishedCompletions]:
         """The completions that were not taken before."""
@@ -181,37 +233,21 @@ class OutputProcessor:
             for id, ended in finished.items()
         ]
 
-
-class ChunkStreams:
-    """Cuts new tokens of streaming requests into chunks."""
-
-    def __init__(self, sampled_by: Callable[[Any], Sampled]) -> None:
-        self._sampled_by = sampled_by
-        # By request; those that are coalesced apart, because each step looks at the others.
-        self._open: dict[bool, dict[str, list[Sequence]]] = {False: {}, True: {}}
-
-    def open(self, sequences: Iterable[Sequence]) -> None:
-        """Stream the tokens that these sequences of one request sample from now on."""
-        for sequence in sequences:
-            sequence.num_streamed = len(sequence.tokens) - sequence.num_prompt
-            streams = self._open[sequence.request.coalesce]
-            streams.setdefault(sequence.request.id, []).append(sequence)
-
-    def take(self, *, coalesced: bool) -> dict[str, list[CompletionChunk]]:
+    def take_chunks(self, *, coalesced: bool) -> dict[str, list[CompletionChunk]]:
         chunks: dict[str, list[CompletionChunk]] = {}
         unfinished: dict[str, list[Sequence]] = {}
-        for id, streams in self._open[coalesced].items():
+        for id, streams in self._streams[coalesced].items():
             left = [sequence for sequence in streams if sequence.finish is None]
             if left:
                 unfinished[id] = left
             if left or not coalesced:
                 chunks[id] = [chunk for sequence in streams if (chunk := self._chunk(sequence))]
-        self._open[coalesced] = unfinished
+        self._streams[coalesced] = unfinished
         return {id: new for id, new in chunks.items() if new}
 
     def _chunk(self, sequence: Sequence) -> CompletionChunk | None:
         start = sequence.num_streamed
-        tokens, logprobs, versions = self._sampled_by(sequence)
+        tokens, logprobs, versions = self.sampled_by(sequence)
         if len(tokens) - start < sequence.request.min_chunk_tokens and sequence.finish is None:
             return None
         if sequence.request.coalesce and len(tokens) == start:

@@ -191,6 +191,7 @@ def sequences_of(
             tokens=np.concatenate([prompt, done.tokens.astype(np.int32)]),
             logprobs=done.logprobs,
             versions=done.versions,
+            num_streamed=len(done.tokens),
             kept=KeptIds(done.kept) if keeps else None,
             top=[] if done.top is None else [done.top],
             routes=_routes_of(request) if records_routes else None,
