@@ -14,6 +14,7 @@ from millrace.cluster.fork_server import TITLE_BYTES
 from millrace.cluster.hub import Hub
 from millrace.cluster.join.ticket import ticket_file
 from millrace.cluster.launchers.hosts import JoinLauncher
+from millrace.cluster.launchers.launcher import NO_NEEDS, Resources
 from millrace.cluster.worker import Worker
 
 HERE = Path(__file__).parent
@@ -44,10 +45,10 @@ def write_ticket(hub: Hub, path: Path) -> Path:
 
 
 def expect(
-    hub: Hub, name: str, *, timeout_s: float = 30, num_gpus: int = 0
+    hub: Hub, name: str, *, timeout_s: float = 30, needs: Resources = NO_NEEDS
 ) -> asyncio.Task[Worker]:
     """Wait for a host that brings this worker."""
-    launcher = JoinLauncher(hub.registry, role="engine", timeout_s=timeout_s, num_gpus=num_gpus)
+    launcher = JoinLauncher(hub.registry, role="engine", timeout_s=timeout_s, needs=needs)
     return asyncio.create_task(hub.launch(name, "", launcher=launcher))
 
 

@@ -19,6 +19,7 @@ from millrace.cluster.fork_server import is_supported
 from millrace.cluster.hub import Hub
 from millrace.cluster.join.host import own_gpus
 from millrace.cluster.join.registry import JoinedProcess, host_identity
+from millrace.cluster.launchers.launcher import HostDevice, Resources
 from millrace.cluster.link import EVENT_ID
 from millrace.cluster.messages import Done, GenerateDone, Join, Message, ProcessExit, WorkerExited
 from millrace.cluster.wire import encode
@@ -189,7 +190,7 @@ async def test_each_joined_worker_gets_gpus_of_its_own_host(
     hub: Hub, tmp_path: Path, hosts: list[Host]
 ):
     """Two GPUs for each worker, as with engine.tp = 2; no host has those of the controller."""
-    expected = [expect(hub, f"echo-{i}", num_gpus=2) for i in range(3)]
+    expected = [expect(hub, f"echo-{i}", needs=Resources(gpus=2, or_cpu=True)) for i in range(3)]
     ticket = write_ticket(hub, tmp_path / "ticket.json")
 
     async def join(name: str, count: int, num_gpus: int) -> Host:
@@ -210,13 +211,53 @@ async def test_each_joined_worker_gets_gpus_of_its_own_host(
     assert gpus == [[0, 1], [2, 3], []]
 
 
+async def test_host_without_the_gpus_or_the_memory_for_a_rank_is_refused_in_one_sentence(
+    hub: Hub, tmp_path: Path, hosts: list[Host]
+):
+    """The GPUs of join_echo have 8 GiB each, its CPU 16 GiB."""
+    rank = Resources(gpus=1, device_bytes=6 * 2**30)
+    expected = [expect(hub, f"echo-{i}", needs=rank) for i in range(2)]
+    ticket = write_ticket(hub, tmp_path / "ticket.json")
+
+    async def refusal(name: str, *variables: str, count: str = "1") -> str:
+        arguments = (count, "echo_worker", "engine", *variables)
+        code, _, stderr = await (
+            await Host.start(ticket, *arguments, folder=tmp_path / name)
+        ).finish()
+        assert code == 2
+        assert len(stderr.splitlines()) == 1
+        return stderr
+
+    assert "--count = 1 engines need 1 GPUs, and " in await refusal("without")
+    expected.append(expect(hub, "echo-2", needs=Resources(gpus=1, device_bytes=9 * 2**30)))
+    large = await refusal("large", "GPUS=3", count="3")
+    assert "Device 'cuda:2' of " in large
+    assert "has 8.0 GiB, and the engines of --count = 3 need 9.0 GiB there" in large
+    arguments = ("2", "echo_worker", "engine", "GPUS=2")
+    hosts.append(await Host.start(ticket, *arguments, folder=tmp_path / "fits"))
+    workers = await asyncio.gather(*expected[:2])
+    assert [device.name for worker in workers for device in worker.devices] == ["cuda:0", "cuda:1"]
+    expected[2].cancel()
+    on_cpu = [expect(hub, f"cpu-{i}", needs=Resources(device_bytes=10 * 2**30)) for i in range(2)]
+    assert "Device 'cpu' of " in await refusal("full", count="2")
+    for task in on_cpu:
+        task.cancel()
+
+
 def test_gpus_to_join_with_are_those_that_pytorch_sees_or_those_named():
-    assert own_gpus(None, num_visible=2, visible=None) == ["0", "1"]
-    assert own_gpus(None, num_visible=2, visible="GPU-a,5") == ["GPU-a", "5"]
-    assert own_gpus("cuda:1,cuda:1", num_visible=2, visible="GPU-a,5") == ["5", "5"]
-    assert own_gpus(None, num_visible=0, visible="7") == [], "an index that no GPU has"
+    def entries(named: str | None, *, num_visible: int, visible: str | None) -> list[str]:
+        found = [
+            HostDevice(name=f"cuda:{i}", kind="GPU", total_bytes=1) for i in range(num_visible)
+        ]
+        cpu = HostDevice(name="cpu", kind="2 cores", total_bytes=1)
+        return [gpu.entry for gpu in own_gpus(named, found=[*found, cpu], visible=visible)]
+
+    assert entries(None, num_visible=2, visible=None) == ["0", "1"]
+    assert entries(None, num_visible=2, visible="GPU-a,5") == ["GPU-a", "5"]
+    assert entries("cuda:1,cuda:1", num_visible=2, visible="GPU-a,5") == ["5", "5"]
+    assert entries(None, num_visible=0, visible="7") == [], "an index that no GPU has"
     with pytest.raises(ConfigError, match="names 'cuda:2', and PyTorch sees cuda:0, cuda:1 on"):
-        own_gpus("cuda:2", num_visible=2, visible=None)
+        entries("cuda:2", num_visible=2, visible=None)
 
 
 async def test_error_if_no_host_joins_in_time_is_one_sentence(hub: Hub):
@@ -278,7 +319,7 @@ async def test_joined_worker_without_hello_is_killed(tmp_path: Path, hosts: list
 async def test_host_starts_a_dead_worker_again_beside_its_others(
     hub: Hub, tmp_path: Path, hosts: list[Host]
 ):
-    expected = [expect(hub, f"echo-{i}", num_gpus=1) for i in range(2)]
+    expected = [expect(hub, f"echo-{i}", needs=Resources(gpus=1)) for i in range(2)]
     ticket = write_ticket(hub, tmp_path / "ticket.json")
     variables = ("GPUS=2", "RESTARTS=1")
     host = await Host.start(
@@ -289,7 +330,7 @@ async def test_host_starts_a_dead_worker_again_beside_its_others(
     pid = await other.call(ask("pid"))
     await failures_of(victim, ask("exit 3"))
     await asyncio.sleep(1.5)  # it asks for a place before there is one
-    again = await expect(hub, "echo-9", num_gpus=1)
+    again = await expect(hub, "echo-9", needs=Resources(gpus=1))
     gpus = await again.call(ask("gpus"))
     assert isinstance(gpus, GenerateDone)
     assert gpus.completions[0].tokens.tolist() == [1], "the GPU of the worker before it"

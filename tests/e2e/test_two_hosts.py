@@ -96,6 +96,7 @@ def test_ranks_and_engines_of_two_hosts_train_and_survive_a_cut_of_their_link(tm
         second = [join(role) for role in ("engine", "trainer")]
         code, stdout, stderr = run.finish()
         assert code == 0, stdout + stderr
+        assert "trainer-1: loading on cpu (" in stdout
         assert [host.finish()[0] for host in second] == [0, 0]
     finally:
         for command in commands:

@@ -85,6 +85,16 @@ def test_devices_that_do_not_fit_the_ranks_are_refused(ranks, devices, message):
     assert message in refusal_of(check_mesh, config_of(ranks=ranks, devices=devices))
 
 
+def test_devices_are_named_for_the_ranks_of_this_host_only():
+    def joined(devices):
+        table = {"trainer": {"ranks": 4, "remote": 2}, "placement": {"trainer": devices}}
+        return load_config({"model": "m", **table})
+
+    check_mesh(joined(["cuda:0", "cuda:1"]))
+    message = refusal_of(check_mesh, joined([f"cuda:{i}" for i in range(4)]))
+    assert "trainer.ranks = 4, of which trainer.remote = 2 choose theirs on other hosts" in message
+
+
 @pytest.mark.parametrize(
     ("sizes", "model", "message"),
     [

@@ -2,12 +2,13 @@ import pytest
 from tiny_model import make_tiny_model
 
 from millrace.cli.main import main
+from millrace.cluster.launchers.launcher import HostDevice
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.models.directory import num_weights
 from millrace.run.checks import check_devices
 from millrace.run.placement import (
-    LocalDevice,
+    ELSEWHERE,
     OtherModel,
     check_memory,
     placed,
@@ -15,12 +16,12 @@ from millrace.run.placement import (
     placement_lines,
 )
 
-CPU = LocalDevice(name="cpu", kind="2 cores", total_bytes=2**35)
+CPU = HostDevice(name="cpu", kind="2 cores", total_bytes=2**35)
 
 
 def host(num_gpus, *, total_bytes=2**37):
     gpus = [
-        LocalDevice(name=f"cuda:{i}", kind="GPU", total_bytes=total_bytes) for i in range(num_gpus)
+        HostDevice(name=f"cuda:{i}", kind="GPU", total_bytes=total_bytes) for i in range(num_gpus)
     ]
     return (*gpus, CPU)
 
@@ -151,3 +152,21 @@ def test_with_another_launcher_only_models_of_scorers_must_find_their_gpu_on_thi
     check(judge="cuda:9", quality="cuda:0")
     with pytest.raises(ConfigError, match=r"placement.models.quality = 'cuda:9': Device 'cuda:9' "):
         check(quality="cuda:9")
+
+
+def test_ranks_and_engines_that_join_are_listed_apart_and_take_no_gpu_here():
+    table = {"trainer": {"ranks": 4, "remote": 2}, "engine": {"remote": 1}}
+    assert where(table, 4) == {
+        "trainer-0": "cuda:0",
+        "trainer-1": "cuda:1",
+        "trainer-2": ELSEWHERE,
+        "trainer-3": ELSEWHERE,
+        "engine-0": "cuda:2",
+        "engine-1": "cuda:3",
+        "engine-2": ELSEWHERE,
+    }
+    config = placed(load_config({"model": "m", **table}), devices=host(4))
+    assert config.placement.trainer == ("cuda:0", "cuda:1")
+    lines = list(placement_lines(placed_processes(config, devices=host(4)), host(4)))
+    assert lines[-4] == "other hosts, which choose the devices when they join:"
+    assert [line.split()[0] for line in lines[-3:]] == ["trainer-2", "trainer-3", "engine-2"]

@@ -234,15 +234,14 @@ def join(args: argparse.Namespace) -> None:
     from millrace.cluster.join.ticket import read_ticket
     from millrace.core.errors import ConfigError
 
-    ticket, module, gpus = read_ticket(args.ticket), JOIN_MODULES[args.role], list[str]()
-    if args.role == "engine":
-        import torch
+    ticket, module, devices = read_ticket(args.ticket), JOIN_MODULES[args.role], list[Any]()
+    if args.role != "environment":
+        from millrace.run.placement import host_devices
 
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        count = torch.cuda.device_count()
-        gpus = host.own_gpus(args.device, num_visible=count, visible=visible)
+        found, visible = host_devices(), os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = [*host.own_gpus(args.device, found=found, visible=visible), found[-1]]
     elif args.device is not None:
-        raise ConfigError("--device is for engines; ranks use the GPUs of placement.trainer.")
+        raise ConfigError("--device is for engines and ranks; remove it.")
     host.join(
         ticket,
         role=args.role,
@@ -250,7 +249,7 @@ def join(args: argparse.Namespace) -> None:
         count=args.count,
         log_dir=args.log_dir,
         preload=("torch", "transformers", module),
-        gpus=gpus,
+        devices=devices,
         has_secrets=args.role == "environment",  # its tools may call services
         restarts=True,
     )

@@ -266,7 +266,7 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     add("--count", type=int, default=1, metavar="N", help="workers (default: 1)")
     text = "engines, ranks of the trainer, or workers of the environment (default: engine)"
     add("--role", choices=run.JOIN_MODULES, default="engine", help=text)
-    text = "GPUs of the engines, such as cuda:1,cuda:2 (default: all that PyTorch sees)"
+    text = "GPUs of the engines or ranks, such as cuda:1,cuda:2 (default: all that PyTorch sees)"
     add("--device", metavar="GPUS", help=text)
     text = "folder for the output of the workers (default: logs)"
     add("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help=text)

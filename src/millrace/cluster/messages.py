@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from millrace.cluster.launchers.launcher import JoinSlot, ProcessExit
+from millrace.cluster.launchers.launcher import HostDevice, JoinSlot, ProcessExit
 from millrace.core import records
 from millrace.core.microbatch import Batch
 from millrace.core.records import Completion, Prompt, WeightUpdate
@@ -77,7 +77,7 @@ class Join(Message, frozen=True):
     host: str  # its name, for messages to the user
     num_workers: int
     role: str = "engine"  # of its workers
-    num_gpus: int = 0  # that it has for them
+    devices: tuple[HostDevice, ...] = ()  # for them, in this order; its CPU last
 
 
 class JoinAdmitted(Message, frozen=True):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import zmq
 
-from millrace.cluster.launchers.launcher import WorkerProcess
+from millrace.cluster.launchers.launcher import HostDevice, WorkerProcess
 from millrace.cluster.link import EVENT_ID
 from millrace.cluster.messages import Error, Failed, Hello, Message, Part, Stop, WorkerProgress
 from millrace.cluster.supervision.watchdog import ProgressWatchdog
@@ -57,6 +57,11 @@ class Worker:
     @property
     def host(self) -> str | None:
         return self._process.host
+
+    @property
+    def devices(self) -> tuple[HostDevice, ...]:
+        """On another host, as that host has chosen them."""
+        return self._process.devices
 
     @property
     def free_address(self) -> tuple[str, int]:

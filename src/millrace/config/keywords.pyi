@@ -296,8 +296,8 @@ class WeightsSettings(TypedDict, total=False):
 class PlacementSettings(TypedDict, total=False):
     trainer: str | Sequence[str]
     """Device of the trainer and of its critic, or a list with one device for each of
-    trainer.ranks. "auto" or "cuda" alone gives each rank a GPU of its own; a GPU listed twice
-    is shared."""
+    trainer.ranks on this host; other hosts choose the devices of theirs. "auto" or "cuda"
+    alone gives each rank a GPU of its own; a GPU listed twice is shared."""
     engines: str | Sequence[str]
     """Device of the engines, or a list of devices that the engines, and after them those of
     evaluate.engines, use in turn. "auto" is the GPUs that nothing else uses, and those of the

@@ -48,10 +48,13 @@ def check_mesh(config: RunConfig) -> None:
             " false, or tp to 1."
         )
     num_devices = f"{len(devices)} device{'s' * (len(devices) > 1)}"
-    if len(devices) != ranks and (len(devices) > 1 or any(":" in device for device in devices)):
+    num_here, remote = ranks - trainer.remote, trainer.remote
+    if len(devices) != num_here and (len(devices) > 1 or any(":" in device for device in devices)):
+        joining = f", of which trainer.remote = {remote} choose theirs on other hosts"
         raise ConfigError(
-            f"placement.trainer names {num_devices} for trainer.ranks = {ranks};"
-            " name one for each rank, or 'auto' alone."
+            f"placement.trainer names {num_devices} for trainer.ranks = {ranks}"
+            f"{joining if remote else ''}; name one for each rank{' here' if remote else ''}, or"
+            " 'auto' alone."
         )
     if "cpu" in devices and any(device != "cpu" for device in devices):
         raise ConfigError(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from safetensors import SafetensorError
 
+from millrace.cluster.launchers.launcher import HostDevice
 from millrace.cluster.process import available_cores
 from millrace.config import RunConfig
 from millrace.config.training import ADAMW_8BIT, MeshConfig
@@ -27,14 +28,8 @@ from millrace.scoring.teachers.teacher import Reference, SelfTeacher, Teacher
 
 GIB = 2**30
 _ROOM = 0.8  # share of a GPU for weights, gradients and optimizer state; the rest is activations
+ELSEWHERE = "another host"  # instead of a device; that host chooses it
 _BYTES = {"float32": 4}  # per weight; 2 for all other data types
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LocalDevice:
-    name: str  # "cuda:0" or "cpu"
-    kind: str  # such as "NVIDIA H200"
-    total_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,23 +45,23 @@ class OtherModel:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedProcess:
     name: str
-    device: str
+    device: str  # or ELSEWHERE
     min_bytes: int  # of weights, and of gradients and optimizer state where it trains
     more: str  # what else its memory is for
 
 
-def host_devices() -> tuple[LocalDevice, ...]:
+def host_devices() -> tuple[HostDevice, ...]:
     """The GPUs of this host that PyTorch sees, then its CPU."""
     import torch
 
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     found = [
-        LocalDevice(name=f"cuda:{i}", kind=gpu.name, total_bytes=gpu.total_memory)
+        HostDevice(name=f"cuda:{i}", kind=gpu.name, total_bytes=gpu.total_memory)
         for i, gpu in enumerate(gpus)
     ]
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     kind = f"{available_cores()} cores"
-    return (*found, LocalDevice(name="cpu", kind=kind, total_bytes=host_bytes))
+    return (*found, HostDevice(name="cpu", kind=kind, total_bytes=host_bytes))
 
 
 def other_models(config: RunConfig, specs: Sequence[ScorerSpec]) -> list[OtherModel]:
@@ -97,7 +92,7 @@ def _scorer_path(
 
 
 def placed(
-    config: RunConfig, *, devices: Sequence[LocalDevice], models: Sequence[OtherModel] = ()
+    config: RunConfig, *, devices: Sequence[HostDevice], models: Sequence[OtherModel] = ()
 ) -> RunConfig:
     """The settings with every number of processes, and a GPU for each process if there are
     several."""
@@ -122,7 +117,7 @@ def placed(
     if len(gpus) > 1:
         if _is_open(trainer):
             here, free = free[:num_here] or [gpus[0].name], free[num_here:]
-            trainer = tuple(here[rank % len(here)] for rank in range(ranks))  # on each host alike
+            trainer = tuple(here[rank % len(here)] for rank in range(num_here))
         for model in models:
             if _is_open(others.get(model.name, ("auto",))):
                 own = [free.pop() for _ in range(model.count) if len(free) > 1]
@@ -150,7 +145,7 @@ def _is_open(devices: tuple[str, ...]) -> bool:
     return len(devices) == 1 and devices[0] in ("auto", "cuda")
 
 
-def _num_ranks(config: RunConfig, *, gpus: Sequence[LocalDevice], most: int) -> int:
+def _num_ranks(config: RunConfig, *, gpus: Sequence[HostDevice], most: int) -> int:
     """Half of the GPUs, or more if the state of the model needs them; `most` are available. All of
     these if there are no engines."""
     mesh, devices = config.trainer.mesh, config.placement.trainer
@@ -173,11 +168,11 @@ def _num_ranks(config: RunConfig, *, gpus: Sequence[LocalDevice], most: int) -> 
 def placed_processes(
     config: RunConfig,
     *,
-    devices: Sequence[LocalDevice],
+    devices: Sequence[HostDevice],
     models: Sequence[OtherModel] = (),
     trains: bool = True,
 ) -> list[PlacedProcess]:
-    """The processes of a placed run that compute on this host."""
+    """The processes of a placed run that compute, on this host or after they have joined."""
     placement, ranks = config.placement, config.trainer.num_ranks
     found: list[PlacedProcess] = []
 
@@ -186,9 +181,10 @@ def placed_processes(
         found.append(PlacedProcess(name=name, device=device, min_bytes=min_bytes, more=more))
 
     state_bytes = _rank_bytes(config)
-    for rank in range(ranks - config.trainer.remote if trains else 0):
+    for rank in range(ranks if trains else 0):
         name = "trainer" if ranks == 1 else f"trainer-{rank}"
-        add(name, placement.rank(rank), state_bytes, "and activations")
+        is_here = rank < ranks - config.trainer.remote
+        add(name, placement.rank(rank) if is_here else ELSEWHERE, state_bytes, "and activations")
     for policy in list(config.policies)[1:]:
         own_bytes = _rank_bytes(policy_config(config, policy))
         add(f"trainer-{policy}", placement.rank(0), own_bytes, "and activations")
@@ -198,6 +194,8 @@ def placed_processes(
         name = f"engine-{i}" if i < num_local else f"evaluator-{i - num_local}"
         for part in range(tp):
             add(name, placement.engine(i * tp + part), policy_bytes // tp, "and the KV cache")
+    for i in range(config.engine.remote):
+        add(f"engine-{num_local + i}", ELSEWHERE, policy_bytes // tp, "and the KV cache")
     for model in models:
         for i in range(model.count):
             size = _weight_bytes(model.path, model.dtype)
@@ -223,7 +221,7 @@ def _num_weights(path: str) -> int:
         return 0
 
 
-def check_memory(processes: Sequence[PlacedProcess], devices: Sequence[LocalDevice]) -> None:
+def check_memory(processes: Sequence[PlacedProcess], devices: Sequence[HostDevice]) -> None:
     """Raise ConfigError if a device cannot hold the weights of its processes."""
     for device in devices:
         here = [process for process in processes if process.device == device.name]
@@ -238,13 +236,16 @@ def check_memory(processes: Sequence[PlacedProcess], devices: Sequence[LocalDevi
 
 
 def placement_lines(
-    processes: Sequence[PlacedProcess], devices: Sequence[LocalDevice]
+    processes: Sequence[PlacedProcess], devices: Sequence[HostDevice]
 ) -> Iterator[str]:
     """What runs where, and what it needs at least, for people."""
-    for device in devices:
-        here = [process for process in processes if process.device == device.name]
-        yield f"{device.name}: {device.kind}, {device.total_bytes / GIB:.1f} GiB"
+    found = {d.name: f"{d.name}: {d.kind}, {d.total_bytes / GIB:.1f} GiB" for d in devices}
+    if any(process.device == ELSEWHERE for process in processes):
+        found[ELSEWHERE] = "other hosts, which choose the devices when they join:"
+    for device, line in found.items():
+        here = [process for process in processes if process.device == device]
+        yield line
         for process in here:
             yield f"  {process.name:<20} {process.min_bytes / GIB:6.1f} GiB {process.more}".rstrip()
-        if not here and device.name != "cpu":
+        if not here and device != "cpu":
             yield "  not used"

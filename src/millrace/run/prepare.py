@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from millrace.cluster.launchers.launcher import HostDevice
 from millrace.cluster.process import available_cores
 from millrace.config import ModelConfig, RunConfig
 from millrace.config.training import ADAMW_8BIT
@@ -49,7 +50,7 @@ class PreparedRun:
     config: RunConfig  # with every "auto" resolved that the controller decides
     given: RunConfig  # before its processes were placed
     processes: Sequence[placement.PlacedProcess]
-    devices: tuple[placement.LocalDevice, ...]  # of this host
+    devices: tuple[HostDevice, ...]  # of this host
     tasks: TaskStream
     held_out: tuple[Task, ...]
     tokenizer: Any
@@ -212,7 +213,7 @@ def read_model(model: ModelConfig, *, wanted: int | None) -> tuple[Any, int]:
 
 def place(
     config: RunConfig, specs: Sequence[ScorerSpec], *, trains: bool = True
-) -> tuple[RunConfig, list[placement.PlacedProcess], tuple[placement.LocalDevice, ...]]:
+) -> tuple[RunConfig, list[placement.PlacedProcess], tuple[HostDevice, ...]]:
     """The settings with every "auto" resolved, and what runs where."""
     from millrace.models.loading import resolve_device
 

@@ -117,7 +117,7 @@ class RunWorkers:
         """Start one more engine; returns its name."""
         name = f"engine-{next(self._numbers)}"
         device, gpus = self._config.placement.engines[0], self._config.engine.tp
-        await self.launcher.reserve({name: self._resources(device, gpus=gpus)})
+        await self.launcher.reserve({name: self.resources(device, gpus=gpus)})
         engine = self._replica(name, self.engines, self._start_local, joins_late=True)
         try:
             await self.worker_pool.add(engine)
@@ -146,7 +146,7 @@ class RunWorkers:
         trainers = self._trainers.values() if self.trains else ()
         await self.launcher.reserve(
             {
-                name: self._resources(placement.rank(rank))
+                name: self.resources(placement.rank(rank))
                 for trainer in trainers
                 for rank, name in enumerate(trainer.members_here)
             }
@@ -160,9 +160,9 @@ class RunWorkers:
             for i in range(settings.engine.num_local):
                 places[f"model-{model}-{i}"] = placement.model(model, i), settings.engine.tp
         for name, (device, gpus) in places.items():
-            await self.launcher.reserve({name: self._resources(device, gpus=gpus)})
+            await self.launcher.reserve({name: self.resources(device, gpus=gpus)})
 
-    def _resources(self, device: str, *, gpus: int = 1) -> Resources:
+    def resources(self, device: str, *, gpus: int = 1) -> Resources:
         if device == "auto":
             device = self.prepared.devices[0].name
         gpus = 0 if device == "cpu" else gpus
@@ -226,8 +226,9 @@ class RunWorkers:
         timeout_s = None if is_late else self._config.cluster.join_timeout_s
         # Only its kind: which GPUs a host has, and which of them are free, that host knows.
         device = self._config.placement.engine(0).partition(":")[0]
-        num_gpus = 0 if device == "cpu" else self._config.engine.tp
-        worker = await self.join(name, role="engine", timeout_s=timeout_s, num_gpus=num_gpus)
+        gpus = 0 if device == "cpu" else self._config.engine.tp
+        needs = Resources(gpus=gpus, or_cpu=device == "auto")
+        worker = await self.join(name, role="engine", timeout_s=timeout_s, needs=needs)
         start = self._start_engine(self._remote_config.placed_on(device), is_late=is_late)
         try:
             return await self._load(worker, start)
@@ -288,15 +289,23 @@ class RunWorkers:
         return await self.hub.launch(name, module, env=env, launcher=self.launcher)
 
     async def join(
-        self, name: str, *, role: str, timeout_s: float | None, num_gpus: int = 0
+        self, name: str, *, role: str, timeout_s: float | None, needs: Resources
     ) -> Worker:
-        """Wait for a host that brings this worker."""
+        """Wait for a host that brings this worker and has memory for it."""
         self.on_phase(name, "waiting for another host to join")
-        waiting = JoinLauncher(self.hub.registry, role=role, timeout_s=timeout_s, num_gpus=num_gpus)
+        (device_bytes,) = {p.min_bytes for p in self.prepared.processes if p.name == name}
+        needs = replace(needs, device_bytes=device_bytes)
+        waiting = JoinLauncher(self.hub.registry, role=role, timeout_s=timeout_s, needs=needs)
         return await self.hub.launch(name, "", launcher=waiting)
 
+    def loading(self, worker: Worker) -> None:
+        """Report that a worker loads its model, and where, if its host has chosen that."""
+        devices = ", ".join(f"{device.name} ({device.kind})" for device in worker.devices)
+        where = f" on {devices} of {worker.host}" if devices else ""
+        self.on_phase(worker.name, f"loading{where}")
+
     async def _load(self, worker: Worker, start: Message) -> Worker:
-        self.on_phase(worker.name, "loading")
+        self.loading(worker)
         await worker.start_as(start, timeout_s=self._config.cluster.start_timeout_s)
         self.on_phase(worker.name, None)
         return worker

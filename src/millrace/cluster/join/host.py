@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import zmq
 import zmq.asyncio
+from msgspec.structs import replace
 
 from millrace.cluster import address as addresses
 from millrace.cluster import messages
@@ -26,7 +27,7 @@ from millrace.cluster.event_loop import run_on_own_loop
 from millrace.cluster.fork_server import ForkServer, shared_fork_server
 from millrace.cluster.join.registry import host_identity
 from millrace.cluster.join.ticket import JoinTicket, check_versions
-from millrace.cluster.launchers.launcher import JoinSlot, ProcessExit
+from millrace.cluster.launchers.launcher import HostDevice, JoinSlot, ProcessExit
 from millrace.cluster.link import EVENT_ID, read_frames
 from millrace.cluster.process import Process, start_worker
 from millrace.cluster.wire import decode, encode
@@ -48,7 +49,7 @@ def join(
     role: str = "engine",
     preload: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
-    gpus: Sequence[str] = (),
+    devices: Sequence[HostDevice] = (),
     folder: Path | None = None,
     has_secrets: bool = False,
     restarts: bool = False,
@@ -57,7 +58,7 @@ def join(
     """Start `count` workers of `python -m module` here; returns when the run has stopped them.
     Raises ConfigError if the run does not admit them, RunFailed if one of them ends otherwise and
     is not started again, as it is with `restarts` while the run has a place for it. `env` and
-    `folder`, where they run, are the workers'; they share out the `gpus`, see own_gpus()."""
+    `folder`, where they run, are the workers'; they share out the `devices`, see own_gpus()."""
     if count < 1:
         raise ConfigError(f"--count = {count} starts no worker; give 1 or more.")
     check_versions(ticket)
@@ -76,7 +77,7 @@ def join(
                 folder=folder,
             )
             host = _JoiningHost(dealer=dealer, ticket=ticket, role=role, start=start, log=log)
-            host.gpus, host.log_dir, host.env = gpus, log_dir, env or {}
+            host.devices, host.log_dir, host.env = devices, log_dir, env or {}
             slots = await host.join(count)
             log(f"Joined the run at {ticket.address} with {', '.join(s.name for s in slots)}.")
             with shared_fork_server(preload if count > 1 else ()) as host.fork_server:
@@ -88,14 +89,16 @@ def join(
     run_on_own_loop(serve)
 
 
-def own_gpus(named: str | None, *, num_visible: int, visible: str | None) -> list[str]:
-    """The GPUs of this host for workers that join, as entries of CUDA_VISIBLE_DEVICES, of which
-    `visible` is the value here. `named`: those of --device, such as "cuda:1,cuda:2"; by default all
-    that PyTorch sees."""
-    entries = visible.split(",") if visible else [str(i) for i in range(num_visible)]
+def own_gpus(
+    named: str | None, *, found: Sequence[HostDevice], visible: str | None
+) -> list[HostDevice]:
+    """The GPUs of this host for workers that join. `named`: those of --device, such as
+    "cuda:1,cuda:2"; by default all that PyTorch has `found`. `visible`: CUDA_VISIBLE_DEVICES."""
+    gpus = [device for device in found if device.is_gpu]
+    entries = visible.split(",") if visible else [str(i) for i in range(len(gpus))]
+    known = {gpu.name: replace(gpu, entry=entry) for gpu, entry in zip(gpus, entries, strict=False)}
     if named is None:
-        return entries[:num_visible]
-    known = {f"cuda:{i}": entry for i, entry in enumerate(entries[:num_visible])}
+        return list(known.values())
     if unknown := [device for device in named.split(",") if device not in known]:
         raise ConfigError(
             f"--device names {unknown[0]!r}, and PyTorch sees {', '.join(known) or 'no GPU'} on"
@@ -130,7 +133,7 @@ class _JoiningHost:
     role: str
     start: Callable[..., Awaitable[Process]]  # start_worker() with what all workers have in common
     log: Callable[[str], None]
-    gpus: Sequence[str] = ()  # not given to a worker yet
+    devices: Sequence[HostDevice] = ()  # for its workers, in this order; its CPU last
     log_dir: Path = Path()
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     fork_server: ForkServer | None = None
@@ -152,7 +155,7 @@ class _JoiningHost:
             keys=self.ticket.keys,
             heartbeat_timeout_s=self.ticket.heartbeat_timeout_s,
         )
-        await self._ask(count, num_gpus=len(self.gpus))
+        await self._ask(count, self.devices)
         try:
             reply = await self._receive(REPLY_TIMEOUT_S)
         except TimeoutError:
@@ -168,9 +171,10 @@ class _JoiningHost:
         """Start a worker for each slot; returns when the controller has stopped all of them."""
         orders = asyncio.create_task(self._follow_orders(), name="orders")
         places: list[asyncio.Task[ProcessExit]] = []
+        gpus = [device for device in self.devices if device.is_gpu]
         try:
             for slot in slots:
-                own, self.gpus = self.gpus[: slot.num_gpus], self.gpus[slot.num_gpus :]
+                own, gpus = gpus[: slot.num_gpus], gpus[slot.num_gpus :]
                 worker = await self._start(slot, own)
                 filling = self._fill(slot, own, worker) if restarts else worker
                 places.append(asyncio.ensure_future(filling))
@@ -189,10 +193,10 @@ class _JoiningHost:
             if exit.code != 0:
                 raise RunFailed(f"A worker {exit.reason}.")
 
-    async def _start(self, slot: JoinSlot, gpus: Sequence[str]) -> asyncio.Task[ProcessExit]:
+    async def _start(self, slot: JoinSlot, gpus: Sequence[HostDevice]) -> asyncio.Task[ProcessExit]:
         """Start a worker; the task ends with it, once its end is reported."""
         check_file_name(slot.name, of="A worker of this run")  # it comes from outside
-        chosen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+        chosen = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.entry for gpu in gpus)} if gpus else {}
         process = await self.start(
             slot.name,
             credentials=Credentials(token=slot.token, keys=self.ticket.keys),
@@ -205,7 +209,7 @@ class _JoiningHost:
         return self._exits[-1]
 
     async def _fill(
-        self, slot: JoinSlot, gpus: Sequence[str], worker: asyncio.Task[ProcessExit]
+        self, slot: JoinSlot, gpus: Sequence[HostDevice], worker: asyncio.Task[ProcessExit]
     ) -> ProcessExit:
         """Start another worker when one dies; returns how the last one ended. The restart policy is
         the run's: it offers a place, or it ends."""
@@ -220,7 +224,7 @@ class _JoiningHost:
                 slot, worker = given, await self._start(given, gpus)
             self.log(f"Started {slot.name}.")
 
-    async def _ask_again(self, gpus: Sequence[str]) -> JoinSlot | None:
+    async def _ask_again(self, gpus: Sequence[HostDevice]) -> JoinSlot | None:
         """Wait for a place for one worker; None if the run has ended."""
         refusal = ""
         while True:
@@ -229,7 +233,7 @@ class _JoiningHost:
                 await _check_reachable(self.ticket)
             except ConfigError:
                 return None
-            await self._ask(1, num_gpus=len(gpus))
+            await self._ask(1, [*gpus, *(d for d in self.devices if not d.is_gpu)])
             answer = await self._answers.get()
             if isinstance(answer, messages.JoinAdmitted):
                 return answer.slots[0]
@@ -238,9 +242,13 @@ class _JoiningHost:
                 refusal = answer.reason
                 self.log(f"Waiting for a place: {refusal}")
 
-    async def _ask(self, count: int, *, num_gpus: int) -> None:
-        host = socket.gethostname()
-        request = messages.Join(host=host, num_workers=count, role=self.role, num_gpus=num_gpus)
+    async def _ask(self, count: int, devices: Sequence[HostDevice]) -> None:
+        request = messages.Join(
+            host=socket.gethostname(),
+            num_workers=count,
+            role=self.role,
+            devices=tuple(devices),
+        )
         await self._send(request, id=secrets.token_bytes(8))
 
     async def _send(self, message: messages.Message, *, id: bytes = EVENT_ID) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -17,8 +17,16 @@ import zmq
 from msgspec.structs import replace
 
 from millrace.cluster import messages
-from millrace.cluster.launchers.launcher import JoinSlot, ProcessExit, WorkerProcess
+from millrace.cluster.launchers.launcher import (
+    NO_NEEDS,
+    HostDevice,
+    JoinSlot,
+    ProcessExit,
+    Resources,
+    WorkerProcess,
+)
 from millrace.cluster.link import EVENT_ID, identity_of
+from millrace.core.errors import ConfigError
 
 MAX_INTERVAL_S = 1.0  # between two heartbeats
 MIN_BEATS_PER_TIMEOUT = 4
@@ -40,6 +48,7 @@ class JoinedProcess(WorkerProcess):
     send_to_worker: SendTo
     send_to_host: SendTo
     heartbeat_timeout_s: float
+    devices: tuple[HostDevice, ...] = ()
 
     def __post_init__(self) -> None:
         self._interval_s = min(MAX_INTERVAL_S, self.heartbeat_timeout_s / MIN_BEATS_PER_TIMEOUT)
@@ -121,6 +130,7 @@ class _SlotOffer(NamedTuple):
 
     slot: JoinSlot
     role: str
+    needs: Resources
     joined: asyncio.Future[JoinedProcess]
 
 
@@ -138,11 +148,11 @@ class JoinRegistry:
         return secrets.compare_digest(identity[: len(prefix)], prefix)
 
     async def wait_for_host(
-        self, name: str, token: str, *, role: str, num_gpus: int = 0
+        self, name: str, token: str, *, role: str, needs: Resources = NO_NEEDS
     ) -> JoinedProcess:
         """Offer a slot for a worker and wait until a host that brings this role takes it."""
-        slot = JoinSlot(name=name, token=token, num_gpus=num_gpus)
-        offer = _SlotOffer(slot, role, asyncio.get_running_loop().create_future())
+        slot = JoinSlot(name=name, token=token, num_gpus=needs.gpus)
+        offer = _SlotOffer(slot, role, needs, asyncio.get_running_loop().create_future())
         self._free.append(offer)
         try:
             return await offer.joined
@@ -174,15 +184,12 @@ class JoinRegistry:
             reason += f" {wanted}; {'lower --count' if offers else f'raise {role}.remote'}."
             return messages.Error(kind="ConfigError", reason=reason, traceback="")
         taken = offers[:wanted]
-        num_needed = sum(offer.slot.num_gpus for offer in taken)
-        if 0 < request.num_gpus < num_needed:  # a host without a GPU computes on its CPU
-            reason = f"--count = {wanted} {role}s need {num_needed} GPUs, and {request.host} has"
-            reason += (
-                f" {request.num_gpus}; lower --count, or repeat GPUs in --device to share them."
-            )
-            return messages.Error(kind="ConfigError", reason=reason, traceback="")
+        try:
+            chosen = _chosen_devices([offer.needs for offer in taken], request)
+        except ConfigError as error:
+            return messages.Error(kind="ConfigError", reason=str(error), traceback="")
         self._taken[role] += wanted
-        for offer in taken:
+        for offer, devices in zip(taken, chosen, strict=True):
             self._free.remove(offer)
             slot = offer.slot
             worker = identity_of(slot.name, token=slot.token)
@@ -192,7 +199,38 @@ class JoinRegistry:
                 send_to_worker=partial(self._send, worker, EVENT_ID),
                 send_to_host=partial(self._send, host, EVENT_ID),
                 heartbeat_timeout_s=self._heartbeat_timeout_s,
+                devices=devices,
             )
             process.on_end(partial(self._taken.subtract, [role]))
             offer.joined.set_result(process)
         return messages.JoinAdmitted(slots=[offer.slot for offer in taken])
+
+
+def _chosen_devices(
+    needs: Sequence[Resources], request: messages.Join
+) -> list[tuple[HostDevice, ...]]:
+    """The devices of each worker, as its host gives them to it: the next GPUs, or the CPU. Raises
+    ConfigError if they are too few or too small."""
+    gpus = [device for device in request.devices if device.is_gpu]
+    cpu = tuple(device for device in request.devices if not device.is_gpu)
+    num_needed = sum(needed.gpus for needed in needs)
+    if len(gpus) < num_needed and (gpus or not all(needed.or_cpu for needed in needs)):
+        raise ConfigError(
+            f"--count = {len(needs)} {request.role}s need {num_needed} GPUs, and {request.host} has"
+            f" {len(gpus)}; lower --count, or repeat GPUs in --device to share them."
+        )
+    chosen = list[tuple[HostDevice, ...]]()
+    used: Counter[HostDevice] = Counter()
+    for needed in needs:
+        own, gpus = tuple(gpus[: needed.gpus]), gpus[needed.gpus :]
+        chosen.append(own or cpu)
+        used.update(dict.fromkeys(chosen[-1], needed.device_bytes))
+    for device, min_bytes in used.items():
+        if min_bytes > device.total_bytes:
+            raise ConfigError(
+                f"Device {device.name!r} of {request.host} has {device.total_bytes / 2**30:.1f}"
+                f" GiB, and the {request.role}s of --count = {len(needs)} need"
+                f" {min_bytes / 2**30:.1f} GiB there for weights and optimizer state alone; lower"
+                " --count, or name other GPUs in --device."
+            )
+    return chosen

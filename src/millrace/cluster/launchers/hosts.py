@@ -14,7 +14,13 @@ from typing import Protocol
 
 from millrace.cluster.join.registry import JoinedProcess, JoinRegistry
 from millrace.cluster.join.ticket import JoinTicket
-from millrace.cluster.launchers.launcher import Launcher, ProcessExit, WorkerSpec
+from millrace.cluster.launchers.launcher import (
+    NO_NEEDS,
+    Launcher,
+    ProcessExit,
+    Resources,
+    WorkerSpec,
+)
 from millrace.core.errors import ConfigError, WorkerError
 
 REPORT_S = 1.0  # for the report of a host program that has ended, about its worker
@@ -29,13 +35,13 @@ class JoinLauncher(Launcher):
     _: KW_ONLY
     role: str
     timeout_s: float | None
-    num_gpus: int = 0  # that a worker uses; its host chooses them
+    needs: Resources = NO_NEEDS  # of each worker; its host chooses the devices
 
     async def start(self, spec: WorkerSpec) -> JoinedProcess:
         try:
             async with asyncio.timeout(self.timeout_s):
                 return await self.registry.wait_for_host(
-                    spec.name, spec.token, role=self.role, num_gpus=self.num_gpus
+                    spec.name, spec.token, role=self.role, needs=self.needs
                 )
         except TimeoutError:
             raise WorkerError(

@@ -19,6 +19,24 @@ class Resources:
 
     cpus: int = 1
     gpus: int = 0
+    or_cpu: bool = False  # a host without a GPU may compute on its CPU instead
+    device_bytes: int = 0  # on each GPU, or on the CPU without one; checked when a host joins
+
+
+NO_NEEDS = Resources()
+
+
+class HostDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device of one host."""
+
+    name: str  # "cuda:0" or "cpu"
+    kind: str  # such as "NVIDIA H200"
+    total_bytes: int
+    entry: str = ""  # of a GPU in CUDA_VISIBLE_DEVICES of its host, which need not be its number
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.name != "cpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +75,7 @@ class WorkerProcess:
     host: str | None = None  # name of its host; None on the controller's
     pid: int | None = None  # None on another host
     log: Path | None = None  # file with its output; None on another host
+    devices: tuple[HostDevice, ...] = ()  # that a host which joined has chosen for it
 
     @property
     def is_stopped(self) -> bool:

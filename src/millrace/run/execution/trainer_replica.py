@@ -65,7 +65,8 @@ class TrainerReplica(GroupReplica):
             env = below_normal(workers.gpu_env)
             return await workers.launch(name, "millrace.training.worker", env=env)
         timeout_s = None if self._trainer is not None else self._config.cluster.join_timeout_s
-        return await workers.join(name, role="trainer", timeout_s=timeout_s)
+        needs = workers.resources(self._config.placement.rank(0))
+        return await workers.join(name, role="trainer", timeout_s=timeout_s, needs=needs)
 
     async def attach(self, workers: Sequence[Worker], *, is_restart: bool) -> None:
         checkpoint = self._checkpoint
@@ -103,10 +104,14 @@ class TrainerReplica(GroupReplica):
         )
 
         async def load(rank: int, worker: Worker) -> None:
-            self._run_workers.on_phase(worker.name, "loading")
+            self._run_workers.loading(worker)
+            own = config
+            if worker.devices:  # its host shows it no other GPU
+                own = config.trained_on(worker.devices[0].name.partition(":")[0])
             others = [other for other in workers if other.host != worker.host]
             message = msgspec.structs.replace(
                 start,
+                config=own.model_dump(mode="json"),
                 rank=rank,
                 own_address="" if worker.host is None else worker.free_address[0],
                 peer_address=self._address(others[0]) if others else "",
@@ -127,5 +132,8 @@ class TrainerReplica(GroupReplica):
         """Whether two ranks use one GPU; None on one host, whose placement says it."""
         if not self._config.spans_hosts:
             return None
-        places = [(rank.host, self._config.placement.rank(i)) for i, rank in enumerate(workers)]
+        places = [
+            (rank.host, rank.devices or self._config.placement.rank(i))
+            for i, rank in enumerate(workers)
+        ]
         return self._config.cluster.is_local and len(set(places)) < len(places)
