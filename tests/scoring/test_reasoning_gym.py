@@ -7,8 +7,7 @@ import pytest
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.scoring.verifiers import ReasoningGym
-from millrace.tasks.loading import load_tasks
-from millrace.tasks.sources import Puzzles, load_section
+from millrace.tasks.loading import Puzzles, load_section, load_tasks
 
 LEGS = {"type": "reasoning_gym", "dataset": "leg_counting", "size": 3, "seed": 5}
 

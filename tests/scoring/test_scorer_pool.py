@@ -21,8 +21,7 @@ from millrace.scoring.pool import build_scorer_pool
 from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer
 from millrace.scoring.shaping import build_shaping
 from millrace.scoring.verifiers import Numeric, PythonTests, ReasoningGym
-from millrace.tasks.loading import load_tasks
-from millrace.tasks.sources import Puzzles
+from millrace.tasks.loading import Puzzles, load_tasks
 
 
 def group(*completions: str, number: int = 12, prompt="1+1=", **columns) -> Group:

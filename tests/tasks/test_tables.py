@@ -10,8 +10,7 @@ import pytest
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.core.records import Task
-from millrace.tasks.loading import load_path, load_tasks
-from millrace.tasks.sources import load_section
+from millrace.tasks.loading import load_path, load_section, load_tasks
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -40,7 +40,7 @@ from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer
 from millrace.scoring.scorer_type import RunInfo
 from millrace.scoring.shaping import ROC, Shaping, build_shaping
 from millrace.scoring.teachers.teacher import Reference, SelfTeacher, Teacher
-from millrace.tasks.sources import load_section, load_sources, make_stream
+from millrace.tasks.loading import load_section, load_sources, make_stream
 from millrace.tasks.streams import TaskStream
 from millrace.training.losses.recipes import ADVANTAGES, DEFAULT, RECIPES, build_loss
 

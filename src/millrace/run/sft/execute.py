@@ -33,7 +33,7 @@ from millrace.run.mesh_checks import check_mesh
 from millrace.run.resume import find_resume_point
 from millrace.run.sft import examples
 from millrace.run.train import ConfigLike, read_arguments
-from millrace.tasks.sources import load_section, load_sources, make_stream
+from millrace.tasks.loading import load_section, load_sources, make_stream
 from millrace.training.group import StepsOnRecord, TrainerGroup
 from millrace.training.losses.recipes import SUPERVISED
 
