@@ -154,7 +154,7 @@ class _ScoreCall:
     state: Literal["queued", "in flight", "pausing"] = "queued"
     starts: asyncio.Event = field(default_factory=asyncio.Event)  # set when it leaves the queue
     is_probe: bool = False
-    task: asyncio.Task[None] | None = None  # from its first attempt on
+    task: asyncio.Task[None] = field(init=False)
 
     def fail(self, error: Exception) -> None:
         for _, result in self.entries:
@@ -180,7 +180,7 @@ class ScorerQueue:
         self._counted_s = now()
         self._queue: list[_ScoreCall] = []  # sorted by order
         self._open: dict[GroupRef, _ScoreCall] = {}  # queued calls that still have room
-        self._started: set[_ScoreCall] = set()  # calls that have a task
+        self._calls: set[_ScoreCall] = set()  # that have not ended
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
@@ -204,10 +204,7 @@ class ScorerQueue:
             if call.state != "in flight":
                 self._drop_cancelled(call)
             if all(result.cancelled() for _, result in call.entries):
-                if call.task is None:
-                    self._leave_queue(call)
-                else:
-                    call.task.cancel()
+                call.task.cancel()
             raise
 
     def skip(self) -> None:
@@ -228,13 +225,10 @@ class ScorerQueue:
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for call in {*self._queue, *self._started}:
+        for call in self._calls:
             call.fail(RunFailed(CLOSED))
-        self._queue.clear()
-        tasks = [call.task for call in self._started if call.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            call.task.cancel()
+        await asyncio.gather(*(call.task for call in self._calls), return_exceptions=True)
 
     def _count(self, *, waiting: int = 0, in_flight: int = 0) -> None:
         """Add to the episodes that wait, to the calls in flight, and to the totals over time."""
@@ -251,6 +245,10 @@ class ScorerQueue:
         if call is None or len(call.entries) + num_episodes > self.calls.batch:
             call = self._open[group] = _ScoreCall(group, group.order)
             self._enqueue(call)
+            self._calls.add(call)
+            call.task = asyncio.create_task(self._run(call))
+            # A callback, not code in the task: a task that is cancelled at once never runs.
+            call.task.add_done_callback(partial(self._ended, call))
         return call
 
     def _enqueue(self, call: _ScoreCall) -> None:
@@ -283,11 +281,6 @@ class ScorerQueue:
             call.state = "in flight"
             call.is_probe = self._breaker.begin()
             call.starts.set()
-            if call.task is None:
-                self._started.add(call)
-                call.task = asyncio.create_task(self._run(call))
-                # A callback, not code in the task: a task that is cancelled at once never runs.
-                call.task.add_done_callback(partial(self._ended, call))
 
     async def _run(self, call: _ScoreCall) -> None:
         try:
@@ -300,7 +293,7 @@ class ScorerQueue:
             call.fail(error)
 
     def _ended(self, call: _ScoreCall, task: asyncio.Task[None]) -> None:
-        self._started.discard(call)
+        self._calls.discard(call)
         if call in self._queue:
             self._leave_queue(call)
         elif call.state == "in flight":

@@ -124,25 +124,19 @@ class JudgeScorer:
         key = cache_key(body)
         score = self.cache.get(key)
         if score is None:
-            reply = self._reply(await self.endpoint.post(body))
-            score = await self._parse(reply)
+            score = await self._parse(await self.endpoint.post(body))
             self.cache.put(key, score)
         return score
 
-    def _reply(self, answer: Any) -> str:
+    async def _parse(self, answer: Any) -> float:
         try:
             reply = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             reply = None
         if not isinstance(reply, str):
             raise self.endpoint.unusable("answered without a message")
-        return reply
-
-    async def _parse(self, reply: str) -> float:
-        if self.settings.key is not None:
-            value = read_key(reply, self.settings.key)
-        else:
-            value = await self._match(reply)
+        key = self.settings.key
+        value = await self._match(reply) if key is None else read_key(reply, key)
         try:
             (score,) = check_rewards([value], name=self.name, num_completions=1)
         except ScoreError:

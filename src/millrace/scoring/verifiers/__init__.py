@@ -12,17 +12,6 @@ from millrace.scoring.verifiers.answers import Exact, JsonSchema, Math, Numeric,
 from millrace.scoring.verifiers.python_tests import PythonTests
 from millrace.scoring.verifiers.reasoning_gym import ReasoningGym
 
-__all__ = [
-    "VERIFIERS",
-    "Exact",
-    "JsonSchema",
-    "Math",
-    "Numeric",
-    "PythonTests",
-    "ReasoningGym",
-    "Regex",
-]
-
 VERIFIERS: dict[str, type] = {
     "exact": Exact,
     "numeric": Numeric,
