@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from millrace.config import RunConfig, load_config
     from millrace.core.errors import MillraceError
     from millrace.core.records import Task
-    from millrace.environments.adapters.environment_factory import EnvironmentFactory
-    from millrace.environments.adapters.gym import GymEnvironment
+    from millrace.environments.adapters import EnvironmentFactory, GymEnvironment
     from millrace.environments.agent import Agent, Reply
     from millrace.environments.replay.schema import EpisodeOver
     from millrace.environments.tools.functions import ToolError
@@ -58,10 +57,10 @@ _HOMES = {
     "Callback": "millrace.monitoring.callbacks",
     "CommandEnvironment": "millrace.serving.programs.command_environment",
     "EarlyStopping": "millrace.monitoring.callbacks",
-    "EnvironmentFactory": "millrace.environments.adapters.environment_factory",
+    "EnvironmentFactory": "millrace.environments.adapters",
     "EpisodeOver": "millrace.environments.replay.schema",
     "Gateway": "millrace.serving.programs.gateway",
-    "GymEnvironment": "millrace.environments.adapters.gym",
+    "GymEnvironment": "millrace.environments.adapters",
     "McpServer": "millrace.environments.tools.mcp_server",
     "MillraceError": "millrace.core.errors",
     "Reply": "millrace.environments.agent",

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Completion, Sampling
-from millrace.environments.conversation import RERENDERED, Conversation
-from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.rollouts.renderer import RERENDERED, Conversation, Renderer
 from millrace.environments.token_record import TokenRecord
 
 SEARCH = {

@@ -9,7 +9,7 @@ from chat_engine import ChatEngine, player_of
 
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Task
-from millrace.environments.adapters.environment_factory import (
+from millrace.environments.adapters import (
     EnvironmentFactory,
     split_rewards,
 )

@@ -9,7 +9,7 @@ from chat_engine import ChatEngine, player_of
 
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Task
-from millrace.environments.adapters.gym import GymEnvironment
+from millrace.environments.adapters import GymEnvironment
 from millrace.environments.replay.schema import EpisodeLimits
 from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.environments.threads import LoopThread

@@ -14,8 +14,8 @@ import numpy as np
 
 from millrace.core.errors import TaskError, suggestion
 from millrace.core.records import Ending, Finish, Message, Prompt, Rollout, Sampling
-from millrace.environments.conversation import Beginning, Conversation
 from millrace.environments.replay.schema import AgentRow, EpisodeOver
+from millrace.environments.rollouts.renderer import Beginning, Conversation
 from millrace.environments.token_record import Exchange, TokenRecord
 from millrace.environments.tools.calls import Parsed, ToolCall
 from millrace.environments.tools.functions import Tool, tools_of

@@ -22,7 +22,6 @@ import numpy as np
 from millrace.core.errors import TaskError
 from millrace.core.records import Completion, Ending, Prompt, Rollout, Sampling, Turn
 from millrace.environments.agent import Agent
-from millrace.environments.conversation import Beginning
 from millrace.environments.replay.schema import (
     AgentRow,
     CutRow,
@@ -32,7 +31,7 @@ from millrace.environments.replay.schema import (
     ToolRow,
     TurnRow,
 )
-from millrace.environments.rollouts.renderer import RoleModel
+from millrace.environments.rollouts.renderer import Beginning, RoleModel
 from millrace.environments.token_record import Exchange, first_routed, places_of
 from millrace.environments.tools.calls import ToolCall
 from millrace.environments.tools.functions import Tool, ToolResult, run_tool

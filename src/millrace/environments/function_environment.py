@@ -31,7 +31,6 @@ import numpy as np
 from millrace.core.errors import ConfigError, MillraceError, ReplayError, TaskError
 from millrace.core.records import Branching, Completion, Episode, Message, Prompt, Task
 from millrace.environments.agent import Agent
-from millrace.environments.conversation import History
 from millrace.environments.episode_state import EpisodeState, Sample
 from millrace.environments.replay.answers import Branch, BranchAnswers, RecordedAnswers
 from millrace.environments.replay.recordings import recording_of
@@ -44,7 +43,7 @@ from millrace.environments.replay.schema import (
 )
 from millrace.environments.rollouts.partial_rollouts import Expired
 from millrace.environments.rollouts.player import GroupPolicy
-from millrace.environments.rollouts.renderer import Renderer, RoleModel, role_model
+from millrace.environments.rollouts.renderer import History, Renderer, RoleModel, role_model
 from millrace.environments.threads import LoopThread, on_loop
 from millrace.environments.tools.calls import ToolFormatName
 from millrace.environments.tools.functions import is_async, run_tool

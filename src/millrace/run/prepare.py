@@ -18,7 +18,7 @@ from millrace.controller.orders import check_room
 from millrace.core.errors import ConfigError
 from millrace.core.protocols import Advantages
 from millrace.core.records import Task
-from millrace.environments.adapters.environment_factory import EnvironmentFactory, split_rewards
+from millrace.environments.adapters import EnvironmentFactory, split_rewards
 from millrace.environments.branching import Recipe
 from millrace.environments.function_environment import EnvironmentFunction
 from millrace.environments.rollouts.renderer import Renderer, RoleModel

@@ -6,9 +6,13 @@ checked before any engine starts. Used on the controller's loop and that of the 
 torch-free. P = prompt tokens.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from hashlib import blake2b
+from itertools import accumulate
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,7 +21,14 @@ from millrace.core.errors import ConfigError, TaskError
 from millrace.core.files import check_file_name
 from millrace.core.records import Message, Prompt, Task
 from millrace.environments.replay.schema import ModelRow
-from millrace.environments.tools.calls import FORMATS, ToolFormat, ToolFormatName, format_of
+from millrace.environments.token_record import Exchange
+from millrace.environments.tools.calls import (
+    FORMATS,
+    Schemas,
+    ToolFormat,
+    ToolFormatName,
+    format_of,
+)
 from millrace.models.chat_template import ChatTemplate
 from millrace.models.directory import check_directory, context_length, load_tokenizer
 
@@ -146,3 +157,146 @@ def load_role_model(name: str, settings: RoleModelConfig) -> RoleModel:
     )
     renderer = Renderer(tokenizer, template_settings=settings.template)
     return role_model(renderer, path=path, max_context=max_context)
+
+
+History = Literal["template", "sampled"]
+
+RERENDERED = "rerendered"
+_SENTINEL = "\u27eareply\u27eb"  # placeholder that locates where the template puts a reply
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Beginning:
+    """A prompt as a known prefix and the new tokens after it."""
+
+    given: np.ndarray  # [G] int32; new prompt tokens
+    parent: Exchange | None = None  # exchange that the prompt continues
+    at: int | None = None  # tokens of the parent's branch to keep; None = all
+
+    @property
+    def start(self) -> int:
+        """Number of recorded tokens before the new ones."""
+        if self.parent is None:
+            return 0
+        return self.parent.end if self.at is None else self.at
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All prompt tokens for the engine."""
+        before = [] if self.parent is None else [self.parent.tokens(self.at)]
+        return np.concatenate([*before, self.given])
+
+
+class Conversation:
+    """The prompts and replies of one agent so far, turned into prompt tokens incrementally. Used
+    from one event loop.
+
+    A prompt that begins with an earlier prompt and its reply continues from the tokens of that
+    exchange: only the new part, the difference between two renderings, is tokenised. If the
+    environment dropped or changed a turn, it continues from the longest known prefix, or from
+    nothing, and the record branches. If the template renders earlier turns differently (some drop
+    their thinking), the whole conversation becomes a separate branch, and is counted.
+
+    Promise: if the template renders earlier turns unchanged, and the model writes tokens as the
+    tokenizer would, then the tokens of a branch equal the rendering of the whole conversation. The
+    end-of-turn token that the model sampled takes the place of the template's.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        *,
+        history: History = "template",
+        counts: Counter[str] | None = None,
+    ) -> None:
+        """`history`: if the template renders earlier turns differently, "template" starts a new
+        branch, and "sampled" continues after the sampled tokens anyway."""
+        self._renderer = renderer
+        self._history = history
+        self._chats: dict[bytes, Exchange] = {}  # by digest of all messages including the reply
+        self._texts: dict[str, tuple[Exchange, int]] = {}  # with the end of the text in tokens
+        self.counts: Counter[str] = Counter() if counts is None else counts
+
+    def of_messages(self, messages: Sequence[Message], *, tools: Schemas = ()) -> Beginning:
+        digests = list(_digests(messages, tools))
+        for count in range(len(messages), 0, -1):
+            exchange = self._chats.get(digests[count])
+            if exchange is None:
+                continue
+            ids = self._continuation(messages, count, exchange=exchange, tools=tools)
+            if ids is not None:
+                return Beginning(given=ids, parent=exchange)
+            self.counts[RERENDERED] += 1
+            break
+        text = self._renderer.chat_text(messages, tools=tools)
+        return Beginning(given=self._renderer.encode(text))
+
+    def of_text(self, text: str) -> Beginning:
+        known = max((t for t in self._texts if text.startswith(t)), key=len, default=None)
+        if known is None or known == text:
+            return Beginning(given=self._renderer.render(text))
+        exchange, end = self._texts[known]
+        new = self._renderer.encode(text[len(known) :])
+        return Beginning(given=new, parent=exchange, at=end)
+
+    def replied_to_messages(
+        self, messages: Sequence[Message], exchange: Exchange, *, tools: Schemas = ()
+    ) -> None:
+        """Register an exchange; the last of `messages` is its reply."""
+        *_, digest = _digests(messages, tools)
+        self._chats[digest] = exchange
+
+    def replied_to_text(self, text: str, exchange: Exchange) -> None:
+        """Register an exchange of complete(); later text follows a stop string, but replaces an
+        end-of-text token."""
+        sampled = exchange.completion.tokens
+        num_text = len(sampled) - _is_ended(exchange, self._renderer)
+        known = text + self._renderer.decode(sampled[:num_text])
+        self._texts[known] = exchange, exchange.end - len(sampled) + num_text
+
+    def within(self, exchange: Exchange, num_sampled: int) -> tuple[Beginning, str]:
+        """The beginning after the first `num_sampled` tokens of an exchange, and their text."""
+        at = exchange.start + len(exchange.given) + num_sampled
+        text = self._renderer.decode(exchange.completion.tokens[:num_sampled])
+        return Beginning(given=np.empty(0, np.int32), parent=exchange, at=at), text
+
+    def _continuation(
+        self, messages: Sequence[Message], count: int, *, exchange: Exchange, tools: Schemas
+    ) -> np.ndarray | None:
+        """Return the tokens that follow the first `count` messages, the last of which is the reply
+        of `exchange`; None if the template changes its rendering of earlier messages."""
+        *before, reply = messages[:count]
+        new = messages[count:]
+
+        def text(*rows: Message, prompts: bool) -> str:
+            return self._renderer.chat_text(rows, tools=tools, add_generation_prompt=prompts)
+
+        placeholder = {"role": "assistant", "content": _SENTINEL}
+        tail = text(*before, placeholder, prompts=False).rpartition(_SENTINEL)[2]
+        replied = text(*before, reply, prompts=False)
+        whole = text(*before, reply, *new, prompts=True)
+        is_kept = replied.startswith(text(*before, prompts=True)) and whole.startswith(replied)
+        if is_kept and replied.endswith(tail):
+            rest = tail + whole[len(replied) :]
+        elif self._history == "sampled":
+            rest = text(*before, placeholder, *new, prompts=True).rpartition(_SENTINEL)[2]
+        else:
+            return None
+        ids = self._renderer.encode(rest)
+        has_end = bool(tail.strip()) and int(ids[0]) in self._renderer.special_ids
+        # Keep the end-of-turn token that the model sampled, even if the template uses another.
+        return ids[1:] if has_end and _is_ended(exchange, self._renderer) else ids
+
+
+def _is_ended(exchange: Exchange, renderer: Renderer) -> bool:
+    """True if the model ended its reply with a special token."""
+    completion = exchange.completion
+    is_whole = completion.finish == "stop" and len(completion.tokens) > 0
+    return is_whole and int(completion.tokens[-1]) in renderer.special_ids
+
+
+def _digests(messages: Sequence[Message], tools: Schemas) -> Iterator[bytes]:
+    """Yield running digests: of the tools alone, then after each further message."""
+    rows = [tools, *messages]
+    encoded = (json.dumps(row, sort_keys=True, default=repr).encode() for row in rows)
+    return accumulate(encoded, lambda digest, row: blake2b(digest + row).digest())

@@ -19,7 +19,7 @@ from millrace.core.protocols import NeedsColumns
 from millrace.core.records import Task
 
 RESERVED = ("prompts", "completions", "completion_ids")  # passed to every reward function
-ENVIRONMENTS = "environments"  # passed only by environments/adapters/environment_factory.py
+ENVIRONMENTS = "environments"  # passed only by environments/adapters.py
 NOT_PASSED = ("trainer_state", "log_extra", "log_metric")  # passed by TRL, not by Millrace
 REMEDY = "return a list with one number per completion, or None where the reward does not apply"
 

@@ -140,15 +140,6 @@ class Remote:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Remote) and self._ask("eq", other) is True
 
-    def __hash__(self) -> int:
-        return self._ask("hash")
-
-    def __str__(self) -> str:
-        return self._ask("str")
-
-    def __repr__(self) -> str:
-        return self._ask("repr")
-
     def __iter__(self) -> Any:
         """Iterate once, so that the code cannot answer differently the second time."""
         if self._iterator is None:
@@ -189,24 +180,6 @@ class RemoteName(Remote):
 
 class RemoteInstance(RemoteName):
     """Proxy of an object that the test created from a class of the code."""
-
-    def __bool__(self) -> bool:
-        return self._ask("bool")
-
-    def __len__(self) -> int:
-        return self._ask("len")
-
-    def __iter__(self) -> Any:
-        return self._ask("iter")
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._ask("getitem", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._ask("setitem", key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._ask("delitem", key)
 
     def __neg__(self) -> Any:
         return _renewed(self._ask("neg"), RemoteInstance)
@@ -252,5 +225,16 @@ def _define_operator(operation: str) -> None:
     setattr(Remote, f"__{operation}__", method)
 
 
+def _define_method(kind: type[Remote], operation: str) -> None:
+    def method(self: Remote, *args: Any) -> Any:
+        return self._ask(operation, *args)
+
+    setattr(kind, f"__{operation}__", method)
+
+
 for _name in (*ORDER, *ARITHMETIC):
     _define_operator(_name)
+for _name in ("hash", "str", "repr"):
+    _define_method(Remote, _name)
+for _name in ("bool", "len", "iter", "getitem", "setitem", "delitem"):
+    _define_method(RemoteInstance, _name)

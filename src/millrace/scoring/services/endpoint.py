@@ -5,10 +5,8 @@
 
 Promise: post() returns parsed JSON or raises. Temporary failures (no connection, timeout, 429, 5xx,
 an answer that is not JSON) are TransientScoreErrors; others are not retried. No secret appears in a
-message. Redirects are not followed, because they would carry the secrets elsewhere.
-
-Runs on the controller's event loop: it is I/O without user code, so it needs no process, and a
-cancelled group ends its request at once.
+message. Redirects are not followed, because they would carry the secrets elsewhere. Runs on the
+controller's event loop: a cancelled group ends its request at once.
 """
 
 import email.utils
@@ -78,12 +76,11 @@ class Endpoint:
                 allow_redirects=False,
             ) as response:
                 text = await self._text(response)
-        except TimeoutError:
-            message = f"gave no answer within {self._timeout_s:g} s"
-            raise TransientScoreError(self._message(message), is_down=True) from None
-        except aiohttp.ClientError as error:
+        except (TimeoutError, aiohttp.ClientError) as error:
             # The str, not the repr: a repr would show the request with its headers.
             message = f"cannot be reached ({type(error).__name__}: {error})"
+            if isinstance(error, TimeoutError):
+                message = f"gave no answer within {self._timeout_s:g} s"
             raise TransientScoreError(self._message(message), is_down=True) from None
         if not 200 <= response.status < 300:
             message = self._message(f"answered with status {response.status}: {_shown(text)}")
@@ -109,11 +106,8 @@ class Endpoint:
         return data.decode("utf-8", errors="replace")
 
     def _message(self, problem: str) -> str:
-        # Without the query of the url, which may hold a secret.
-        parts = urlsplit(self._url)
-        address = f"{parts.scheme}://{parts.netloc}{parts.path}"
-        problem = problem.rstrip(".")
-        return self._secrets.hidden(f"Scorer {self._scorer!r}: {address} {problem}.")
+        address = urlsplit(self._url)._replace(query="", fragment="").geturl()  # may hold a secret
+        return self._secrets.hidden(f"Scorer {self._scorer!r}: {address} {problem.rstrip('.')}.")
 
 
 def check_endpoint(url: str, headers: Mapping[str, str], *, scorer: str) -> None:

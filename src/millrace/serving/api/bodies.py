@@ -80,28 +80,33 @@ class StreamOptions(Body):
     include_obfuscation: bool = False  # accepted, without effect
 
 
-class OpenAIBody(Body):
-    """Fields that both completion endpoints share."""
+class GenerationBody(Body):
+    """Fields that all endpoints share that generate."""
 
     model: str
-    n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_k: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None  # not in the OpenAI API
-    min_p: Annotated[Number, Field(ge=0, lt=1)] | None = None  # not in the OpenAI API
-    stop: Text | Annotated[list[Text], Field(max_length=16, fail_fast=True)] | None = None
-    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=MAX_BIASES)] | None = None
     user: Any = None
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None  # a text names a conversation; its turns go to one engine
+
+
+class OpenAIBody(GenerationBody):
+    """Fields that both completion endpoints share."""
+
+    n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
+    top_k: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None  # not in the OpenAI API
+    min_p: Annotated[Number, Field(ge=0, lt=1)] | None = None  # not in the OpenAI API
+    stop: Text | Annotated[list[Text], Field(max_length=16, fail_fast=True)] | None = None
+    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=MAX_BIASES)] | None = None
 
     @property
     def num_choices(self) -> int:

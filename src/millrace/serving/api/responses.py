@@ -55,18 +55,15 @@ class FlatNamedTool(bodies.Body):
     name: bodies.Text
 
 
-class ResponsesBody(bodies.Body):
+class ResponsesBody(bodies.GenerationBody):
     """The body of /v1/responses."""
 
-    model: str
     input: (
         bodies.Text
         | Annotated[list[Json], Field(min_length=1, max_length=bodies.MAX_MESSAGES, fail_fast=True)]
     )
     instructions: str | None = None
     max_output_tokens: bodies.Count | None = None
-    temperature: bodies.Temperature | None = None
-    top_p: bodies.TopP | None = None
     tools: Annotated[list[FlatTool], Field(max_length=bodies.MAX_TOOLS, fail_fast=True)] | None = (
         None
     )
@@ -76,8 +73,6 @@ class ResponsesBody(bodies.Body):
     # The model writes no items of reasoning, so there is no encrypted content to include.
     include: Annotated[list[Included], Field(max_length=16, fail_fast=True)] | None = None
     top_logprobs: bodies.NumTop | None = None
-    stream: bool | None = None
-    stream_options: bodies.StreamOptions | None = None
     reasoning: Annotated[Json, Field(max_length=0)] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
@@ -85,11 +80,6 @@ class ResponsesBody(bodies.Body):
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
-    metadata: Any = None
-    user: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     _chat: bodies.ChatBody = PrivateAttr()
 

@@ -1,1 +1,0 @@
-"""Adapters for environments of other libraries: TRL's environment_factory and Gymnasium."""
