@@ -1,32 +1,35 @@
 """The adapters of an engine: unmerged ones, chosen per row, or one merged into the weights.
 
+Unmerged adapters are computed beside a matrix product. All adapters of a product lie side by side:
+A x is computed for all of them, multiplied by zero for those that a row does not use, and
+multiplied by all B at once. So shapes do not depend on the adapters that the rows use, and CUDA
+graphs and compiled layers stay valid.
+
 Promise: only the adapter that a row chose changes the row. Unmerged adapters leave the model's own
 weights as they are. A new version is laid out while decoding continues, in copies of the live
 tensors, so a commit only copies.
 
 A staging thread may call prepare() and prepare_gains(), which never write to live tensors. The
-engine's thread calls everything else. S, K, N, I, O as in decode/layers.py; E = experts.
+engine's thread calls everything else.
+
+T = rows of a pass, I and O = input and output size of a product, S = adapters, K = sum of their
+ranks, N = layers that share a product (such as query, key and value), E = experts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.core.errors import ConfigError, TaskError
-from millrace.inference.embedded.decode.layers import (
-    AdapterChoice,
-    FusedLinear,
-    UnmergedExpertUpdate,
-    UnmergedLora,
-    add_lora,
-    fused_slice_of,
-)
+from millrace.inference.embedded.decode.layers import add_side, frozen, fused_slice_of
 from millrace.models.attention.recurrent import mixers_of
-from millrace.models.lora.experts import add_update, aligned
+from millrace.models.lora.experts import add_update, aligned, grouped
 from millrace.models.lora.factors import Adapter, factors_of, gain, scale_of
 from millrace.models.lora.folders import check_resident, read_checkpoint
 
@@ -40,16 +43,46 @@ class AdapterSlot:
     adapter: Adapter
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AdaptedProduct:
-    """A matrix product of the model, and everything that adapters add to it."""
+class AdapterChoice:
+    """The adapter of each row of a pass; shared by all layers. Set before every pass."""
 
-    owner: nn.Linear | FusedLinear
+    def __init__(self, column_slots: Tensor, *, dtype: torch.dtype) -> None:
+        self._column_slots = column_slots  # [K]; the adapter of each column
+        self._dtype = dtype
+        self.slots = column_slots[:0]  # [T] int64; S = none
+        self.mask = column_slots[:0, None].to(dtype)  # [T, K]
+
+    def set(self, slots: Tensor) -> None:
+        """Runs inside CUDA graphs."""
+        self.slots = slots
+        self.mask = (slots[:, None] == self._column_slots).to(self._dtype)
+
+
+@dataclass(kw_only=True, eq=False)
+class AdaptedProduct:
+    """Everything that adapters add to a matrix product. No module: its tensors are no weights of
+    the model."""
+
+    choice: AdapterChoice
     layers: dict[str, slice]  # the adapted layers that it computes, and their rows of O
     num_columns: int  # K
     a: Tensor  # [N K, I]
-    b: Tensor  # [O, N K]
+    b: Tensor  # [O, N K]; zero where row and column belong to different layers
     gains: Tensor | None  # [S + 1, O] float32, the last for no adapter; None = no DoRA
+
+    def add(self, output: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The product's output [..., T, O] for x [..., T, I], with each row's adapter added."""
+        mask = self.choice.mask
+        assert x.shape[-2] == mask.shape[0], "an adapted layer sees every row of a pass, once"
+        inner = F.linear(x, self.a)
+        inner = (inner.unflatten(-1, (-1, mask.shape[1])) * mask[:, None]).flatten(-2)
+        output = output + F.linear(inner, self.b)
+        if self.gains is None:
+            return output
+        gain = self.gains[self.choice.slots]
+        if bias is None:
+            return (output * gain).to(output.dtype)
+        return ((output - bias) * gain + bias).to(output.dtype)
 
     def tensors(self) -> list[Tensor]:
         return [self.a, self.b] if self.gains is None else [self.a, self.b, self.gains]
@@ -57,14 +90,6 @@ class AdaptedProduct:
     def clone(self) -> "AdaptedProduct":
         gains = None if self.gains is None else self.gains.clone()
         return replace(self, a=self.a.clone(), b=self.b.clone(), gains=gains)
-
-    def attach(self, choice: AdapterChoice) -> None:
-        """From now on, the product adds the adapters in these tensors."""
-        side = UnmergedLora(self.a, self.b, gains=self.gains, choice=choice)
-        if isinstance(self.owner, FusedLinear):
-            self.owner.side = side
-        else:
-            add_lora(self.owner, side)
 
     def places(self, slot: AdapterSlot) -> Iterator[tuple[str, Tensor, Tensor]]:
         """The name of each layer that has this adapter, and where its A and B belong."""
@@ -92,14 +117,20 @@ class AdaptedProduct:
                 yield layer, rows, slice(offset + slot.columns.start, offset + slot.columns.stop)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class AdaptedExperts:
-    """A grouped product of experts, and everything that adapters add to it."""
+    """Everything that adapters add to a grouped product of experts."""
 
-    owner: nn.Module
+    choice: AdapterChoice
     layer: str  # the name of the weight
     a: Tensor  # [E, K, I]; K is rounded up to what grouped products need
     b: Tensor  # [E, O, K]
+
+    def add(self, output: Tensor, x: Tensor, *, offsets: Tensor, tokens: Tensor) -> Tensor:
+        inner = grouped(x, self.a, offsets)
+        mask = self.choice.mask[tokens]
+        inner = inner * F.pad(mask, (0, inner.shape[1] - mask.shape[1]))
+        return output + grouped(inner, self.b, offsets)
 
     def tensors(self) -> list[Tensor]:
         return [self.a, self.b]
@@ -107,55 +138,51 @@ class AdaptedExperts:
     def clone(self) -> "AdaptedExperts":
         return replace(self, a=self.a.clone(), b=self.b.clone())
 
-    def attach(self, choice: AdapterChoice) -> None:
-        """From now on, the product adds the adapters in these tensors."""
-        update = UnmergedExpertUpdate(self.a, self.b, choice=choice)
-        add_update(self.owner, self.layer.rpartition(".")[2], update)
-
     def places(self, slot: AdapterSlot) -> Iterator[tuple[str, Tensor, Tensor]]:
         if self.layer in slot.adapter.layers:
             yield self.layer, self.a[:, slot.columns], self.b[:, :, slot.columns]
 
 
-def _products(
-    model: PreTrainedModel, slots: Sequence[AdapterSlot]
+def _add_products(
+    model: PreTrainedModel, slots: Sequence[AdapterSlot], choice: AdapterChoice
 ) -> list[AdaptedProduct | AdaptedExperts]:
-    """All products that some adapter changes, without any adapter yet."""
+    """Give all products that some adapter changes room for all adapters."""
     num_columns = slots[-1].columns.stop
-    kind = {"dtype": model.dtype, "device": model.device}
-    owners: dict[int, tuple[nn.Linear | FusedLinear, dict[str, slice]]] = {}
+
+    def room(*shape: int) -> Tensor:
+        return frozen(torch.zeros(*shape, dtype=model.dtype, device=model.device))
+
+    owners: dict[int, tuple[Any, dict[str, slice]]] = {}
     products: list[AdaptedProduct | AdaptedExperts] = []
     shapes = {layer: shape for slot in slots for layer, shape in slot.adapter.layers.items()}
     for layer, (*experts, num_out, num_in) in shapes.items():
-        if experts:
-            columns = aligned(num_columns)
-            products.append(
-                AdaptedExperts(
-                    owner=model.get_submodule(layer.rpartition(".")[0]),
-                    layer=layer,
-                    a=torch.zeros(*experts, columns, num_in, **kind),
-                    b=torch.zeros(*experts, num_out, columns, **kind),
-                )
-            )
+        if not experts:
+            owner, start, stop = fused_slice_of(model.get_submodule(layer))
+            _, layers = owners.setdefault(id(owner), (owner, {}))
+            layers[layer] = slice(start, stop)
             continue
-        owner, start, stop = fused_slice_of(model.get_submodule(layer))
-        _, layers = owners.setdefault(id(owner), (owner, {}))
-        layers[layer] = slice(start, stop)
+        columns = aligned(num_columns)
+        a, b = room(*experts, columns, num_in), room(*experts, num_out, columns)
+        products.append(AdaptedExperts(choice=choice, layer=layer, a=a, b=b))
+        module, _, weight = layer.rpartition(".")
+        add_update(model.get_submodule(module), weight, products[-1])
     has_gains = any(slot.adapter.is_dora for slot in slots)
     for owner, layers in owners.values():
         num_out, num_in = owner.weight.shape
         width = len(layers) * num_columns
-        gains = torch.ones(len(slots) + 1, num_out, device=model.device) if has_gains else None
-        products.append(
-            AdaptedProduct(
-                owner=owner,
-                layers=layers,
-                num_columns=num_columns,
-                a=torch.zeros(width, num_in, **kind),
-                b=torch.zeros(num_out, width, **kind),
-                gains=gains,
-            )
+        gains = frozen(torch.ones(len(slots) + 1, num_out, device=model.device))
+        owner.side = AdaptedProduct(
+            choice=choice,
+            layers=layers,
+            num_columns=num_columns,
+            a=room(width, num_in),
+            b=room(num_out, width),
+            gains=gains if has_gains else None,
         )
+        products.append(owner.side)
+        if isinstance(owner, nn.Linear):
+            # One function for all layers: torch.compile would build a program for each closure.
+            owner.register_forward_hook(add_side)
     return products
 
 
@@ -185,12 +212,10 @@ class AdapterBank:
             for slot in slots
             for name in map(slot.adapter.weight_name, slot.adapter.layers)
         }
-        self._products = _products(model, slots)
+        self._products = _add_products(model, slots, self._choice)
         for name, slot in self._slots.items():
             if name is not None:
                 self._write(self._products, slot, slot.adapter.tensors)
-        for product in self._products:
-            product.attach(self._choice)
 
     @property
     def policy(self) -> Adapter | None:

@@ -8,13 +8,7 @@ class share the compiled program.
 Experts on CUDA have kernels of their own for few rows, and grouped products for many: one opaque
 operator decides by the number of rows, so that compiled layers serve both.
 
-Unmerged LoRA adapters are computed beside a matrix product instead of merged into its weight. All
-adapters of a product lie side by side. A x is computed for all of them, multiplied by zero for
-those that a row does not use, and multiplied by all B at once. So the shapes do not depend on the
-adapters that the rows use, and CUDA graphs and compiled layers stay valid.
-
-T = rows of the pass, I and O = input and output size of the product, S = adapters, K = sum of their
-ranks, N = layers that share the product (such as query, key and value).
+T = rows of the pass, I and O = input and output size of a product.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +32,6 @@ from millrace.models.lora.experts import (
     EXPERT_WEIGHTS,
     expert_modules,
     forward_with_lora,
-    grouped,
     is_transposed,
 )
 
@@ -55,70 +48,8 @@ def frozen(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-class AdapterChoice:
-    """The adapter of each row of a pass; shared by all layers. Set before every pass."""
-
-    def __init__(self, column_slots: Tensor, *, dtype: torch.dtype) -> None:
-        self._column_slots = column_slots  # [K]; the adapter of each column
-        self._dtype = dtype
-        self.slots = column_slots[:0]  # [T] int64; S = none
-        self.mask = column_slots[:0, None].to(dtype)  # [T, K]
-
-    def set(self, slots: Tensor) -> None:
-        """Runs inside CUDA graphs."""
-        self.slots = slots
-        self.mask = (slots[:, None] == self._column_slots).to(self._dtype)
-
-
-class UnmergedLora:
-    """The adapters of one product. A plain object, so that its tensors are not model weights."""
-
-    def __init__(
-        self, a: Tensor, b: Tensor, *, gains: Tensor | None, choice: AdapterChoice
-    ) -> None:
-        self._a = frozen(a)  # [N K, I]
-        self._b = frozen(b)  # [O, N K]; zero where row and column belong to different layers
-        self._gains = None if gains is None else frozen(gains)  # [S + 1, O] float32
-        self._choice = choice
-
-    def add(self, output: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The product's output [..., T, O] for x [..., T, I], with each row's adapter added."""
-        mask = self._choice.mask
-        assert x.shape[-2] == mask.shape[0], "an adapted layer sees every row of a pass, once"
-        inner = F.linear(x, self._a)
-        inner = (inner.unflatten(-1, (-1, mask.shape[1])) * mask[:, None]).flatten(-2)
-        output = output + F.linear(inner, self._b)
-        if self._gains is None:
-            return output
-        gain = self._gains[self._choice.slots]
-        if bias is None:
-            return (output * gain).to(output.dtype)
-        return ((output - bias) * gain + bias).to(output.dtype)
-
-
-class UnmergedExpertUpdate:
-    """The adapters of one grouped product of experts. A plain object, as UnmergedLora."""
-
-    def __init__(self, a: Tensor, b: Tensor, *, choice: AdapterChoice) -> None:
-        self._a = frozen(a)  # [E, K, I]; E = experts, K is rounded up
-        self._b = frozen(b)  # [E, O, K]
-        self._choice = choice
-
-    def add(self, output: Tensor, x: Tensor, *, offsets: Tensor, tokens: Tensor) -> Tensor:
-        inner = grouped(x, self._a, offsets)
-        mask = self._choice.mask[tokens]
-        inner = inner * F.pad(mask, (0, inner.shape[1] - mask.shape[1]))
-        return output + grouped(inner, self._b, offsets)
-
-
-def add_lora(linear: nn.Linear, side: UnmergedLora) -> None:
-    holder: Any = linear
-    holder.side = side
-    # One function for all layers: torch.compile would build a program for each closure.
-    linear.register_forward_hook(_add_side)
-
-
-def _add_side(linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def add_side(linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """A forward hook: adds what the AdaptedProduct `side` of a layer adds."""
     return linear.side.add(output, inputs[0], linear.bias)
 
 
@@ -130,7 +61,7 @@ class FusedLinear:
         self.bias = None
         if parts[0].bias is not None:
             self.bias = frozen(torch.cat([part.bias.detach() for part in parts]))
-        self.side: UnmergedLora | None = None
+        self.side: Any = None  # an AdaptedProduct
         # Set between the call of the first part and that of the last one.
         self.input: Tensor | None = None
         self.output: Tensor | None = None
