@@ -102,7 +102,7 @@ class Rehearsal:
         for slot in slots[self.slots.num_tokens[slots] >= self.slots.limits[slots]]:
             sequence = self.slots.sequence(slot)
             self.finished.append(sequence.arrival)
-            self.scheduler.finish(sequence)
+            self.scheduler.leave(sequence, ends=True)
 
     def run(self) -> int:
         """To the end; returns how many tokens were prefilled."""

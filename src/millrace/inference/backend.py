@@ -68,11 +68,9 @@ class HasAdapterBank(Protocol):
 
 
 class EngineCore(Protocol):
-    """A synchronous engine inside its worker process.
-
-    One thread calls all methods except prepare(), which a staging thread may call at the same time.
-    Weights change only in commit(), which runs between two steps.
-    """
+    """A synchronous engine inside its worker process. One thread calls all methods except
+    prepare(), which a staging thread may call at the same time. Weights change only in commit(),
+    which runs between two steps."""
 
     @property
     def version(self) -> int | None:
@@ -196,7 +194,6 @@ class EmbeddedBackend:
 @plugin
 class VllmBackend:
     """A vLLM server for each engine, which Millrace starts and replaces, or to which it connects.
-
     Not offered: kept ids and routes, which the API lacks on many devices; seeds, because a resumed
     sequence draws other tokens; entropies; adapters besides that of the policy; grammars, because
     vLLM loads no tokenizer; penalties, logit biases and top logprobs."""

@@ -32,14 +32,9 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from millrace.core.errors import ConfigError
 from millrace.core.files import sync
+from millrace.models import support
 from millrace.models.attention.recurrent import begin_pass
 from millrace.models.directory import LOADING_ERRORS, check_directory, first_line, read_config
-from millrace.models.support import (
-    AttentionPath,
-    check_supported,
-    fix_rotary_factors,
-    name_backbone,
-)
 
 
 def load_model(
@@ -47,14 +42,16 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    attention: AttentionPath,
+    attention: support.AttentionPath,
     trust_remote_code: bool = False,
     shard: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel:
     """The model at `path`, a directory or hub name, in eval mode, after a self-test of its
     attention. `shard` makes DTensors of weights without memory, so that ranks load their shards."""
     config = read_config(path, trust_remote_code=trust_remote_code)
-    check_supported(config, path=path, attention=attention, trust_remote_code=trust_remote_code)
+    support.check_supported(
+        config, path=path, attention=attention, trust_remote_code=trust_remote_code
+    )
     quantization = getattr(config, "quantization_config", None) or {}
     is_mxfp4 = quantization.get("quant_method") == "mxfp4"  # experts of GPT-OSS
     with nullcontext() if shard is None else _loading_shards(shard, device):
@@ -76,8 +73,8 @@ def load_model(
         model.to(device)
     else:
         del model.config.distributed_config  # it would be saved with the model
-    fix_rotary_factors(model)
-    name_backbone(model)
+    support.fix_rotary_factors(model)
+    support.name_backbone(model)
     return model.eval()
 
 

@@ -141,11 +141,9 @@ def engine_of(
 def applied_adapters(
     model: PreTrainedModel, *, config: EngineConfig, lora: LoraConfig | None
 ) -> tuple[AdapterMerger | None, dict[str | None, Adapter]]:
-    """The merger of the policy's adapter, and the adapters that are applied without merging.
-
-    "auto" merges the policy's adapter if it is the only one: that rewrites the weights once per
-    version and costs nothing per pass.
-    """
+    """The merger of the policy's adapter, and the adapters that are applied without merging. "auto"
+    merges the policy's adapter if it is the only one: that rewrites the weights once per version
+    and costs nothing per pass."""
     residents = {
         name: read_resident(name, Path(folder), model=model)
         for name, folder in config.adapters.items()

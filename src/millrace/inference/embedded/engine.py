@@ -58,7 +58,7 @@ class EmbeddedEngine(EngineCore):
         self._model = model.requires_grad_(False)
         self._vocab_size = model.config.get_text_config().vocab_size
         self._kv, self._is_exact = sizes.kv, sizes.exact
-        parts = EngineParts.build(model, sizes, adapters=adapters, routing=routing, memory=memory)
+        parts = EngineParts(model, sizes, adapters=adapters, routing=routing, memory=memory)
         self._memory, self._cache, self._numerics = memory, parts.cache, parts.numerics
         self._saved_kv: tuple[dict[int, Tensor], np.ndarray] | None = None  # and their blocks
         self._slots, self.bank, self._routes = parts.slots, parts.bank, parts.routes
@@ -355,7 +355,7 @@ class EmbeddedEngine(EngineCore):
         """End the sequences in these slots whose newest token was their last. Their slots are
         freed now. Their records are built now, or after the decode loop, later: `has_stop` [R]."""
         for sequence, finish in self._stop_rules.finished_in(self._slots, slots, has_stop=has_stop):
-            self._scheduler.finish(sequence)
+            self._scheduler.leave(sequence, ends=True)
             self._outputs.mark_ended(sequence, finish=finish)
         if has_stop is None:
             self._record_ended()

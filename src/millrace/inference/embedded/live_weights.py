@@ -41,16 +41,12 @@ class LiveWeights:
         """`version`: of the model's weights. With a `merger`, or a `bank` that holds the policy's
         adapter, updates are adapters."""
         self.version: int | None = version  # None after an update that failed half-way
-        self._device = model.device
-        self._parameters = policy_tensors(model)
-        self._merger = merger
-        self._bank = bank
+        self._device, self._parameters = model.device, policy_tensors(model)
+        self._merger, self._bank = merger, bank
+        policy = bank and bank.policy if merger is None else merger.adapter
         shapes = {name: tuple(tensor.shape) for name, tensor in self._parameters.items()}
-        if merger is not None:
-            shapes = merger.adapter.shapes()
-        elif bank is not None and bank.policy is not None:
-            shapes = bank.policy.shapes()
-        self.shapes: dict[str, tuple[int, ...]] = shapes  # that an update must bring
+        # Those that an update must bring.
+        self.shapes: dict[str, tuple[int, ...]] = policy.shapes() if policy else shapes
         # Decoding uses the device's default stream.
         self._stream = torch.cuda.Stream(model.device) if self._device.type == "cuda" else None
 

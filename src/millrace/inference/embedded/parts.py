@@ -45,42 +45,42 @@ class EngineSizes:
         return min(self.max_context, self.num_blocks * self.block_tokens)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EngineParts:
     """Shared by single passes and the decode loop."""
 
-    model: PreTrainedModel
-    sizes: EngineSizes
-    slots: BatchSlots
-    tables: BlockTables
-    cache: KVCache
-    bank: AdapterBank | None  # None = no unmerged adapters
-    routes: RoutesPool | None  # None = routes are not recorded
-    states: StatePool | None  # None = no layer has a recurrent state
-
-    @staticmethod
-    def build(
+    def __init__(
+        self,
         model: PreTrainedModel,  # loaded with PAGED_ATTENTION; changed in place for a decode loop
         sizes: EngineSizes,
         *,
         adapters: Mapping[str | None, Adapter] | None,
         routing: Routing | None,
-        memory: EngineMemory | None = None,
-    ) -> "EngineParts":
-        """`memory`: of an engine that sleeps."""
-        context, num_blocks = sizes.usable_context, sizes.num_blocks
+        memory: EngineMemory | None,  # of an engine that sleeps
+    ) -> None:
+        context, num_blocks, num_slots = sizes.usable_context, sizes.num_blocks, sizes.max_sequences
+        self.model, self.sizes = model, sizes
+        self.slots = BatchSlots(num_slots, max_context=context)
+        self.tables = BlockTables(
+            BlockPool(num_blocks),
+            num_slots=num_slots,
+            max_context=context,
+            block_tokens=sizes.block_tokens,
+        )
         probe = measure_cache(model)
         with nullcontext() if memory is None else memory.kv.allocating():
-            cache = KVCache(
+            self.cache = KVCache(
                 probe.shapes,
                 num_blocks=num_blocks,
                 block_tokens=sizes.block_tokens,
                 dtype=model.dtype,
                 device=model.device,
             )
-        routes = states = None
+        self.routes: RoutesPool | None = None  # None = routes are not recorded
         if routing is not None:
-            routes = RoutesPool(routing, cache=cache, num_blocks=num_blocks, device=model.device)
+            self.routes = RoutesPool(
+                routing, cache=self.cache, num_blocks=num_blocks, device=model.device
+            )
+        self.states: StatePool | None = None  # None = no layer has a recurrent state
         on_gpu = model.device.type == "cuda"
         if sizes.exact and probe.layers:
             refuse("a recurrent state")
@@ -89,26 +89,12 @@ class EngineParts:
         # Memory of weights, which is saved while the engine sleeps.
         with nullcontext() if memory is None else memory.weights.allocating():
             if probe.layers:
-                states = StatePool(probe, num_slots=sizes.max_sequences)
+                self.states = StatePool(probe, num_slots=num_slots)
             elif sizes.exact and on_gpu:
                 fuse_projections(model)  # the kernels compute each output by itself
             elif sizes.decode_steps > 1 and not sizes.exact:
-                prepare(model, cache.layers, compile_layers=sizes.compile_layers)
-        return EngineParts(
-            model=model,
-            sizes=sizes,
-            slots=BatchSlots(sizes.max_sequences, max_context=context),
-            tables=BlockTables(
-                BlockPool(num_blocks),
-                num_slots=sizes.max_sequences,
-                max_context=context,
-                block_tokens=sizes.block_tokens,
-            ),
-            cache=cache,
-            bank=AdapterBank(model, adapters) if adapters else None,
-            routes=routes,
-            states=states,
-        )
+                prepare(model, self.cache.layers, compile_layers=sizes.compile_layers)
+        self.bank = AdapterBank(model, adapters) if adapters else None  # of unmerged adapters
 
     def numerics(self) -> AbstractContextManager[Any]:
         """The context of every pass."""

@@ -144,11 +144,9 @@ def _within(counts: np.ndarray) -> np.ndarray:
 
 
 def _split(sizes: np.ndarray) -> list[int]:
-    """Ends of the buckets for ascending sizes [S] in blocks.
-
-    Each row of a bucket is padded to the largest, so a cut saves the padding of the rows below it.
-    The cut is made where it saves most, if that is worth another bucket.
-    """
+    """Ends of the buckets for ascending sizes [S] in blocks. Each row of a bucket is padded to the
+    largest, so a cut saves the padding of the rows below it. The cut is made where it saves most,
+    if that is worth another bucket."""
     if not len(sizes):
         return []
     saved = np.arange(1, len(sizes) + 1) * (sizes[-1] - sizes)

@@ -9,7 +9,7 @@ N = rows, V = vocabulary.
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ def signed(x: int) -> int:
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
     """How to draw each row. What the host knows saves work; the defaults are always right."""
 
@@ -78,15 +78,7 @@ class SamplingBatch:
         """From the columns of BatchSlots.integers and BatchSlots.floats."""
         _, keys, top_k, _ = integers
         temperatures, top_p, min_p = floats
-        return cls(
-            temperatures=temperatures,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            keys=keys,
-            positions=positions,
-            **known,
-        )
+        return cls(temperatures, top_k, top_p, min_p, keys, positions, **known)
 
     def first(self, num_rows: int, *, truncates: bool) -> "SamplingBatch":
         names = ("temperatures", "top_k", "top_p", "min_p", "keys", "positions")
@@ -101,8 +93,7 @@ class SamplerOutput:
     kept: KeptRows | None  # rows = N; None if no row truncates
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StepSample:
+class StepSample(NamedTuple):
     """The same in fixed shapes, which a CUDA graph needs."""
 
     tokens: Tensor  # [N] int64
@@ -140,7 +131,7 @@ def sample_step(
     if logits.is_cuda:
         from millrace.inference.embedded.decode import sampling_kernels
 
-        tokens, logprobs, kept, num_kept = sampling_kernels.sample(
+        drawn = sampling_kernels.sample(
             logits,
             temperatures=rows.temperatures,
             keys=rows.keys,
@@ -148,7 +139,7 @@ def sample_step(
             truncation=(rows.top_k, rows.top_p, rows.min_p) if rows.any_truncates else None,
             capacity=capacity,
         )
-        return StepSample(tokens=tokens, logprobs=logprobs, kept=kept, num_kept=num_kept)
+        return StepSample(*drawn)
     drawn = sample(logits, rows)
     kept = num_kept = None
     if drawn.kept is not None:
@@ -161,7 +152,7 @@ def sample_step(
                 ids = torch.cat([-num_kept[row : row + 1], masks[row]])
             num_kept[row] = len(ids)
             kept[row, : len(ids)] = ids
-    return StepSample(tokens=drawn.tokens, logprobs=drawn.logprobs, kept=kept, num_kept=num_kept)
+    return StepSample(drawn.tokens, drawn.logprobs, kept, num_kept)
 
 
 def with_exact_logprobs(drawn: StepSample, logits: Tensor, temperatures: Tensor) -> StepSample:
@@ -178,7 +169,7 @@ def with_exact_logprobs(drawn: StepSample, logits: Tensor, temperatures: Tensor)
         allowed = torch.where(is_mask, masks, allowed)
         scaled = scaled.masked_fill(~allowed, -torch.inf)
     logprobs = scaled.gather(-1, drawn.tokens[:, None]).squeeze(-1) - scaled.logsumexp(-1)
-    return replace(drawn, logprobs=logprobs)
+    return drawn._replace(logprobs=logprobs)
 
 
 def joined_rows(rows: Tensor, sizes: np.ndarray) -> np.ndarray:

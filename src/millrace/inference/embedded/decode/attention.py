@@ -32,13 +32,11 @@ def define_operator(
     shape: Callable[..., Tensor],
     cpu: Callable[..., Tensor] | None = None,
 ) -> None:
-    """Make torch.ops.millrace.NAME. `shape` returns an empty tensor like the result.
-
-    An operator that writes to an argument does not declare it: torch.compile would copy the tensor
-    around the operator whenever it cannot prove that writing in place is safe. It is safe, because
-    nothing else in a layer touches the tensor, and whatever reads it next also depends on the
-    operator's output.
-    """
+    """Make torch.ops.millrace.NAME. `shape` returns an empty tensor like the result. An operator
+    that writes to an argument does not declare it: torch.compile would copy the tensor around the
+    operator whenever it cannot prove that writing in place is safe. It is safe, because nothing
+    else in a layer touches the tensor, and whatever reads it next also depends on the operator's
+    output."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, cuda, "CUDA")
@@ -48,12 +46,10 @@ def define_operator(
 
 
 class DecodeLayer(NamedTuple):
-    """What the attention of one layer needs in a decode step.
-
-    A NamedTuple, because torch.compile looks through it: the cache of each layer is then an input
-    of one compiled program instead of a reason to compile the next layer again. The tables and
-    lengths may have rows to spare, so that their shapes are the same for every B.
-    """
+    """What the attention of one layer needs in a decode step. A NamedTuple, because torch.compile
+    looks through it: the cache of each layer is then an input of one compiled program instead of a
+    reason to compile the next layer again. The tables and lengths may have rows to spare, so that
+    their shapes are the same for every B."""
 
     cache: Tensor  # [slots, K, D + E]
     tables: Tensor  # [B or more, W] int32; blocks of each row

@@ -23,17 +23,8 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from millrace.inference.embedded.decode.attention import (
-    DecodeLayer,
-    PrefillLayer,
-    define_operator,
-)
-from millrace.models.lora.experts import (
-    EXPERT_WEIGHTS,
-    expert_modules,
-    forward_with_lora,
-    is_transposed,
-)
+from millrace.inference.embedded.decode import attention
+from millrace.models.lora import experts
 
 _Forward = Callable[..., Any]  # a layer's forward; the first argument is the layer
 _SHORT_PREFILL = 8  # tokens; torch.compile would recompile for a pass of one token
@@ -130,11 +121,9 @@ def fuse_projections(model: PreTrainedModel) -> None:
 
 
 def keep_residual_in_float32(model: PreTrainedModel) -> None:
-    """Sum the outputs of layers in float32, in any compute dtype.
-
-    The trainer does so, because its weights are float32. The same sums on both sides remove most of
-    the difference between engine and trainer logprobs.
-    """
+    """Sum the outputs of layers in float32, in any compute dtype. The trainer does so, because its
+    weights are float32. The same sums on both sides remove most of the difference between engine
+    and trainer logprobs."""
     if model.dtype == torch.float32:
         return
     model.get_input_embeddings().register_forward_hook(lambda _, inputs, output: output.float())
@@ -160,10 +149,8 @@ def _as_weight(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, .
 
 
 def install(model: PreTrainedModel, caches: Mapping[int, Tensor], *, compile_layers: bool) -> None:
-    """Give each decoder layer its own cache, and run it compiled if wanted.
-
-    A pass gives every layer the same DecodeLayer or PrefillLayer, with the cache of the first.
-    """
+    """Give each decoder layer its own cache, and run it compiled if wanted. A pass gives all layers
+    the same DecodeLayer or PrefillLayer, with the cache of the first."""
     programs: dict[type, tuple[_Forward, _Forward]] = {}
     if compile_layers:
         # The programs of a class count together: decoding and prefill, with and without a window
@@ -196,9 +183,9 @@ class _Dispatch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         paged = kwargs.get("millrace_paged")
-        if isinstance(paged, DecodeLayer):
+        if isinstance(paged, attention.DecodeLayer):
             run = self.decode
-        elif isinstance(paged, PrefillLayer):
+        elif isinstance(paged, attention.PrefillLayer):
             is_short = len(paged.slot_mapping) < _SHORT_PREFILL
             run = type(self.layer).forward if is_short else self.prefill
         else:
@@ -216,7 +203,7 @@ def _index(layer: nn.Module) -> int | None:
 
 def use_expert_kernels(model: PreTrainedModel) -> None:
     """Make experts that the kernels can compute use them."""
-    for module in expert_modules(model).values():
+    for module in experts.expert_modules(model).values():
         if _can_use_kernels(module):
             # One function for all layers: torch.compile would build a program for each closure.
             module.forward = MethodType(_experts_forward, module)
@@ -224,7 +211,7 @@ def use_expert_kernels(model: PreTrainedModel) -> None:
 
 def _can_use_kernels(module: Any) -> bool:
     own = {name: p.ndim for name, p in module.named_parameters(recurse=False)}
-    if own != dict.fromkeys(EXPERT_WEIGHTS, 3) or is_transposed(module):
+    if own != dict.fromkeys(experts.EXPERT_WEIGHTS, 3) or experts.is_transposed(module):
         return False
     gate = getattr(module, "_apply_gate", None)
     is_default = getattr(gate, "__module__", "") == "transformers.integrations.moe"
@@ -261,7 +248,7 @@ def plain_experts(
         expert_updates={},
         _apply_gate=_gated,
     )
-    return forward_with_lora(module, hidden, indices, weights)
+    return experts.forward_with_lora(module, hidden, indices, weights)
 
 
 def _gated(both: Tensor) -> Tensor:
@@ -269,7 +256,7 @@ def _gated(both: Tensor) -> Tensor:
     return nn.functional.silu(gate) * up
 
 
-define_operator(
+attention.define_operator(
     "experts(Tensor hidden, Tensor indices, Tensor weights, Tensor gate_up, Tensor down) -> Tensor",
     cuda=_experts_on_cuda,
     cpu=plain_experts,

@@ -20,19 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.inference.embedded import sampler
 from millrace.inference.embedded.decode.attention import DecodeLayer
 from millrace.inference.embedded.kv.blocks import BlockTables
 from millrace.inference.embedded.kv.paged_attention import ExactBatch
 from millrace.inference.embedded.parts import EngineParts
-from millrace.inference.embedded.sampler import (
-    SamplingBatch,
-    StepSample,
-    joined_rows,
-    mask_logits,
-    row_capacity,
-    sample_step,
-    with_exact_logprobs,
-)
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.sequence import DecodePlan
 from millrace.models.exact.attention import Tiles
@@ -49,18 +41,16 @@ NO_TOKEN = -1  # in place of a token: the row had ended
 
 
 class DecodeState:
-    """The tensors of the loop: inputs from the host, values that steps advance, and outputs.
-
-    A launch starts with load(), which overwrites everything, so nothing has to be kept in sync with
+    """The tensors of the loop: inputs from the host, values that steps advance, and outputs. A
+    launch starts with load(), which overwrites everything, so nothing has to be kept in sync with
     the host between launches. Values that are sent together lie together: the number of transfers
-    costs the host more than their bytes.
-    """
+    costs the host more than their bytes."""
 
     def __init__(self, parts: EngineParts, *, max_rows: int, eos_ids: Sequence[int]) -> None:
         device, sizes, max_steps = parts.model.device, parts.sizes, parts.sizes.decode_steps
         max_blocks = parts.tables.rows.shape[1]
         vocab_size = parts.model.config.get_text_config().vocab_size
-        self._kept_capacity = row_capacity(sizes.kept_capacity, vocab_size=vocab_size)
+        self._kept_capacity = sampler.row_capacity(sizes.kept_capacity, vocab_size=vocab_size)
         self._eos_ids = torch.tensor(list(eos_ids), dtype=torch.int64, device=device)
         self._integers = torch.zeros(7, max_rows, dtype=torch.int64, device=device)
         self._floats = torch.ones(3, max_rows, dtype=torch.float32, device=device)
@@ -68,7 +58,7 @@ class DecodeState:
         self.tokens, self.lengths, positions = self._integers[:3]
         settings = self._integers[3:]  # as in BatchSlots
         self.limits, _, _, self.adapters = settings
-        self.sampling = SamplingBatch.of(settings, self._floats, positions=positions)
+        self.sampling = sampler.SamplingBatch.of(settings, self._floats, positions=positions)
         self.tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._out = torch.zeros(max_steps, 2, max_rows, dtype=torch.int32, device=device)
@@ -77,10 +67,10 @@ class DecodeState:
         self._vocab_size = vocab_size
         self._grammar: tuple[Tensor, Tensor, Tensor] | None = None
         self._advance: Callable[..., None] = _advance
-        self._mask_logits: Callable[[Tensor, Tensor], Tensor] = mask_logits
+        self._mask_logits: Callable[[Tensor, Tensor], Tensor] = sampler.mask_logits
         if sizes.compile_layers:
             self._advance = torch.compile(_advance)
-            self._mask_logits = torch.compile(mask_logits)
+            self._mask_logits = torch.compile(sampler.mask_logits)
 
     def load(self, chosen: np.ndarray, slots: BatchSlots, tables: BlockTables) -> None:
         """Start a launch with these slots in the first rows; the other rows are idle."""
@@ -129,7 +119,7 @@ class DecodeState:
         fill(host[:count].numpy())
         masks[:count].copy_(host[:count], non_blocking=True)
 
-    def advance(self, drawn: StepSample, *, num_rows: int) -> None:
+    def advance(self, drawn: sampler.StepSample, *, num_rows: int) -> None:
         """Record the sample of one step. Runs inside CUDA graphs: no shape depends on a value."""
         if drawn.kept is not None and drawn.num_kept is not None:
             self._kept()[:, :num_rows].index_copy_(0, self._step, drawn.kept[None])
@@ -157,7 +147,7 @@ class DecodeState:
         num_steps, count = tokens.shape
         sizes = self._out_num_kept[:num_steps, :count].T.cpu().numpy() * (tokens.T != NO_TOKEN)
         rows = self._kept()[:num_steps, :count].transpose(0, 1)
-        return joined_rows(rows, sizes), sizes
+        return sampler.joined_rows(rows, sizes), sizes
 
     def _kept(self) -> Tensor:
         if self._out_kept is None:
@@ -247,11 +237,9 @@ class DecodeLoop:
         while_running: Callable[[], None],
         masks: Callable[[np.ndarray], Any],
     ) -> DecodeResult:
-        """Sample up to plan.num_steps tokens for each slot; its last token is not yet cached.
-
-        The launch ends a few steps after should_stop() returns True. while_running() is called once
-        while the device works, and so is masks() if a slot has a grammar: it fills [R, V / 32].
-        """
+        """Sample up to plan.num_steps tokens for each slot; its last token is not yet cached. The
+        launch ends a few steps after should_stop() returns True. while_running() is called once
+        while the device works, and so is masks() if a slot has a grammar: it fills [R, V / 32]."""
         slots, count = self._parts.slots, len(plan.slots)
         self._parts.begin_pass(plan)
         num_rows = next(size for size in self._sizes if size >= count)
@@ -340,9 +328,9 @@ class DecodeLoop:
     def _sample(self, shape: StepShape, logits: Tensor) -> None:
         """Draw the next token of each row. Runs inside CUDA graphs."""
         rows = self._state.sampling.first(shape.num_rows, truncates=shape.truncates)
-        drawn = sample_step(logits, rows, capacity=self._kept_capacity)
+        drawn = sampler.sample_step(logits, rows, capacity=self._kept_capacity)
         if self._is_exact:
-            drawn = with_exact_logprobs(drawn, logits, rows.temperatures)
+            drawn = sampler.with_exact_logprobs(drawn, logits, rows.temperatures)
         self._state.advance(drawn, num_rows=shape.num_rows)
 
     def _exact_batch(self, num_rows: int) -> ExactBatch:

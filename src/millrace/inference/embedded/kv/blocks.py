@@ -15,12 +15,10 @@ import numpy as np
 
 
 class FreeBlockLRU:
-    """Free blocks with reusable contents, in eviction order: least recently put first.
-
-    Blocks put before the last weight swap go before all others, because no request under the new
-    weights would find them. Blocks that survive swaps keep their place: a session may find them.
-    A block costs a dictionary entry and a swap costs nothing, because decoding waits for both.
-    """
+    """Free blocks with reusable contents, in eviction order: least recently put first. Blocks put
+    before the last weight swap go before all others, because no request under the new weights would
+    find them. Blocks that survive swaps keep their place: a session may find them. A block costs a
+    dictionary entry and a swap costs nothing, because decoding waits for both."""
 
     def __init__(self) -> None:
         self._num_blocks = 0
@@ -100,11 +98,9 @@ class BlockPool:
         self._discard(idle[~survives])
 
     def release_reusable(self, blocks: np.ndarray, *, survives_swaps: bool) -> None:
-        """Like release(), but blocks without a reference keep their contents for reuse.
-
-        `blocks` are in token order. The last ones are useless without the first, so they are
-        evicted first.
-        """
+        """Like release(), but blocks without a reference keep their contents for reuse. `blocks`
+        are in token order. The last ones are useless without the first, so they are evicted
+        first."""
         if survives_swaps:
             self._survives_swaps[blocks] = True
         idle = self._unreference(blocks)[::-1]
@@ -205,10 +201,8 @@ class BlockTables:
     def prepare_writes(
         self, slots: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Make each slot the only owner of the block at its position.
-
-        Returns (sources, targets): blocks whose contents must be copied before anything is written.
-        """
+        """Make each slot the only owner of the block at its position. Returns (sources, targets):
+        blocks whose contents must be copied before anything is written."""
         self.extend(slots, num_tokens=positions + 1)
         index = positions // self.block_tokens
         shared = self.pool.references[self.rows[slots, index]] > 1

@@ -117,10 +117,8 @@ class PrefixCache:
         return best
 
     def _search_keys(self, sequence: Sequence) -> dict[KVHistory, list[bytes]]:
-        """Digests of the sequence's blocks under each KV history that it may continue.
-
-        The last result is kept, because the first waiting sequence is looked up before every pass.
-        """
+        """Digests of the sequence's blocks under each KV history that it may continue. The last
+        result is kept, because the first waiting sequence is looked up before every pass."""
         histories = {self._current_history(sequence.request): None}
         if self._keeps:  # KV that this sequence and its session left, under any weights
             own = (sequence.kv_history,) if sequence.kv_history else ()

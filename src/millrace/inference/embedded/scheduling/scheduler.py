@@ -100,17 +100,14 @@ class Scheduler:
 
     def shrink_prefill(self) -> bool:
         """Plan smaller passes from now on; False if they are as small as they can be."""
-        if self.prefill_tokens <= _MIN_PREFILL_TOKENS:
-            return False
-        self.prefill_tokens //= 2
-        return True
+        can_shrink = self.prefill_tokens > _MIN_PREFILL_TOKENS
+        self.prefill_tokens //= 2 if can_shrink else 1
+        return can_shrink
 
     def complete(self, plan: BatchPlan) -> tuple[np.ndarray, np.ndarray]:
-        """Record that the pass was computed.
-
-        Returns (slots, rows): the slots that now need a token, and for each the row of the plan
-        with its logits. Followers of a finished prefill join on their leader's row.
-        """
+        """Record that the pass was computed. Returns (slots, rows): the slots that now need a
+        token, and for each the row of the plan with its logits. Followers of a finished prefill
+        join on their leader's row."""
         slots = self.slots
         slots.num_cached[plan.slots] += plan.counts
         due = np.flatnonzero(slots.num_cached[plan.slots] == slots.num_tokens[plan.slots])
@@ -124,14 +121,11 @@ class Scheduler:
             return plan.slots[due], due
         return np.concatenate([plan.slots[due], joined]), np.concatenate([due, rows])
 
-    def finish(self, sequence: Sequence) -> None:
-        self._leave(sequence, ends=True)
-
     def remove(self, request_id: str) -> list[Sequence]:
         """Remove and return all unfinished members of a request, running or waiting."""
         removed = [s for s in self.slots.running() if s.request.id == request_id]
         for sequence in removed:
-            self.finish(sequence)
+            self.leave(sequence, ends=True)
         removed += self.waiting.remove(request_id)
         return removed + [follower for leader in removed for follower in leader.followers]
 
@@ -153,7 +147,7 @@ class Scheduler:
                 self._free_slot(sequence)
                 sequence.held_blocks = self.tables.take(slot)
             else:
-                self._leave(sequence, ends=False)
+                self.leave(sequence, ends=False)
             self.waiting.add(sequence)
 
     def forget_kv(self, *, only_prompts: bool = False) -> None:
@@ -168,10 +162,8 @@ class Scheduler:
         self.waiting.forget_kv(only_prompts=only_prompts)
 
     def begin(self, version: int) -> None:
-        """Other weights compute from now on, and use the KV that was not dropped.
-
-        Decoding waits for this call, so the KV history of each sequence is left to settle().
-        """
+        """Other weights compute from now on, and use the KV that was not dropped. Decoding waits
+        for this call, so the KV history of each sequence is left to settle()."""
         self._record_sources()
         self.prefixes.begin(version)
         self._unrecorded = self.slots.running(), self.slots.num_cached.copy()
@@ -204,7 +196,7 @@ class Scheduler:
             if self.waiting.drop_latest_held():
                 continue
             latest = max(self.slots.running(), key=lambda sequence: sequence.arrival)
-            self._leave(latest, ends=False)
+            self.leave(latest, ends=False)
             self.waiting.add(latest)
             self.num_preemptions += 1
 
@@ -306,7 +298,7 @@ class Scheduler:
             self.states.copy(leader.slot, forked)
         return forked
 
-    def _leave(self, sequence: Sequence, *, ends: bool) -> None:
+    def leave(self, sequence: Sequence, *, ends: bool) -> None:
         self._record_sources()
         slot = self._free_slot(sequence)
         self.prefixes.leave(

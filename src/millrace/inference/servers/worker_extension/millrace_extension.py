@@ -28,10 +28,9 @@ class MillraceWorker:
         }
 
     def millrace_load(self, folder: str) -> None:
-        """Replace all weights by those of a Hugging Face directory, between two passes.
-
-        vLLM's reload_weights() rebuilds what it derives from weights, such as packed matrices on a
-        CPU and fused experts; its load_weights() does not, and fails half-way."""
+        """Replace all weights by those of a Hugging Face directory, between two passes. vLLM's
+        reload_weights() rebuilds what it derives from weights, such as packed matrices on a CPU and
+        fused experts; its load_weights() does not, and fails half-way."""
         config = self.vllm_config.model_config
         path = config.model
         self.reload_weights(weights_path=folder)
