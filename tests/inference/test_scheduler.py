@@ -146,7 +146,7 @@ class Rehearsal:
         # Not always, so that sequences also leave with origins that were not recorded yet.
         self.num_computed += 1
         if settles := self.num_computed % 2 == 0:
-            self.scheduler.settle()
+            self.prefixes.settle()
         for slot, count in zip(plan.slots, plan.counts, strict=True):
             end = self.slots.num_cached[slot] + count
             read = self.read(slot, end)

@@ -10,7 +10,7 @@ starts. Torch-free: a backend imports its libraries in load().
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
 from millrace.config import EngineConfig, LoraConfig, RunConfig
 from millrace.config.section import PositiveInt
@@ -58,13 +58,6 @@ class EngineStats:
     prefill_tokens: int
     cached_tokens: int  # found in the prefix cache, so not prefilled
     preemptions: int
-
-
-@runtime_checkable
-class HasAdapterBank(Protocol):
-    """An EngineCore whose resident adapters can be replaced while it runs."""
-
-    bank: Any  # an AdapterBank
 
 
 class EngineCore(Protocol):

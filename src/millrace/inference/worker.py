@@ -28,7 +28,6 @@ from millrace.inference.backend import (
     EngineCore,
     EngineSpec,
     FinishedCompletions,
-    HasAdapterBank,
     check_request,
     load_backend,
 )
@@ -211,7 +210,7 @@ class EngineWorker(ModelWorker):
         return "no weights" if self._engine.version is None else "no work"
 
     def _handle(self, call: WorkerCall) -> None:
-        engine = self._engine
+        bank: Any = getattr(self._engine, "bank", None)  # of adapters that can be replaced
         match call.message:
             case messages.Generate(request=request, stream=stream):
                 try:
@@ -230,9 +229,9 @@ class EngineWorker(ModelWorker):
             case messages.AbortRequests(ids=ids):
                 self._answer(self._engine.abort(ids))
                 call.reply()
-            case messages.LoadAdapter() as wanted if isinstance(engine, HasAdapterBank):
+            case messages.LoadAdapter() as wanted if bank is not None:
                 try:
-                    engine.bank.load(wanted.name, Path(wanted.folder))
+                    bank.load(wanted.name, Path(wanted.folder))
                     call.reply()
                 except MillraceError as error:
                     call.fail(error)

@@ -47,8 +47,7 @@ class RoutingRule(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Router:
+class Router(NamedTuple):
     module: nn.Module  # its forward function makes the choice
     num_experts: int
     has_probabilities: bool  # its scores are a distribution over all experts
@@ -94,6 +93,7 @@ class RouteReplay:
 
     def __init__(self, routing: Routing) -> None:
         self.routing = routing
+        self._num_experts = max(router.num_experts for router in routing.routers)
         self._rules = [_Replayed() for _ in routing.routers]
         routing.install(self._rules)
 
@@ -116,10 +116,8 @@ class RouteReplay:
     def expert_load(self, rows: Tensor) -> Tensor:  # [layers, E] float64
         """The number of times that the last pass sent these rows [N] to each expert."""
         chosen = torch.stack([rule.chosen for rule in self._rules])[:, rows].flatten(1)
-        load = torch.zeros(
-            len(chosen), self._num_experts, dtype=torch.float64, device=chosen.device
-        )
-        return load.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=load.dtype))
+        counts = torch.ones_like(chosen, dtype=torch.float64)
+        return counts.new_zeros(len(chosen), self._num_experts).scatter_add_(1, chosen, counts)
 
     def recorded_load(self, routes: Sequence[np.ndarray]) -> np.ndarray:  # [layers, E]
         """The number of times that these routes, [N, layers, K] each, name each expert."""
@@ -132,22 +130,16 @@ class RouteReplay:
 
     def penalize(self, load: np.ndarray, *, device: torch.device) -> None:
         """From now on, penalties() are for this load of experts, [layers, E]."""
-        _, top_k = self.routing.shape
-        shares = load * (top_k / load.sum(1, keepdims=True).clip(min=1))
-        for rule, share in zip(
-            self._rules, torch.from_numpy(shares).to(device, torch.float32), strict=True
-        ):
-            rule.costs = share * self._num_experts
+        shares = load * (self.routing.top_k / load.sum(1, keepdims=True).clip(min=1))
+        costs = torch.from_numpy(shares).to(device, torch.float32) * self._num_experts
+        for rule, own in zip(self._rules, costs, strict=True):
+            rule.costs = own
 
     def penalties(self) -> Tensor:  # [T]; differentiable
         """The load-balancing loss of each row of the last pass, as a mean over the layers: E Σ f p
         over the experts, of the share f of the tokens that an expert gets and its probability p at
         this row."""
         return torch.stack([rule.penalty for rule in self._rules]).mean(0)
-
-    @property
-    def _num_experts(self) -> int:
-        return max(router.num_experts for router in self.routing.routers)
 
 
 class _Replayed:

@@ -301,7 +301,7 @@ class EmbeddedEngine(EngineCore):
 
     def _record_ended(self) -> None:
         self._outputs.record()
-        self._scheduler.settle()
+        self._scheduler.prefixes.settle()
 
     def _sample(self, slots: np.ndarray, *, hidden: Tensor, rows: np.ndarray) -> None:
         """Sample and record one token for each of `slots`, from its row of `hidden`."""

@@ -37,25 +37,22 @@ class RoutesPool:
             device=device,
         )
         self._requested: list[RouteRead] = []
-        self.kv_slots = torch.empty(0, dtype=torch.int64, device=device)  # [T] of the next pass
+        # [T]; of the KV that the next pass computes.
+        self.kv_slots = torch.empty(0, dtype=torch.int64, device=device)
         cache.copy_with_blocks(layer.view(num_blocks + 1, -1) for layer in self._routes)
         routing.install([_RecordedRouter(layer, pool=self) for layer in self._routes])
 
-    def begin(self, kv_slots: Tensor) -> None:
-        """The next pass computes the KV of these KV slots, [T] int64."""
-        self.kv_slots = kv_slots
-
     def begin_step(self, tables: Tensor, lengths: Tensor) -> None:
-        """The same for a decode step: rows [T] with `lengths` tokens, 0 = idle, in the blocks of
-        `tables` [T, blocks]. Runs inside CUDA graphs."""
+        """Set kv_slots for a decode step: rows [T] with `lengths` tokens, 0 = idle, in the blocks
+        of `tables` [T, blocks]. Runs inside CUDA graphs."""
         at = (lengths - 1).clamp_min(0)
         blocks = tables.gather(1, (at // self._block_tokens)[:, None]).squeeze(1).long()
         kv_slots = blocks * self._block_tokens + at % self._block_tokens
-        self.begin(torch.where(lengths > 0, kv_slots, self._spare))
+        self.kv_slots = torch.where(lengths > 0, kv_slots, self._spare)
 
     def discard_next(self, num_rows: int) -> None:
         """The next pass caches no KV, and its routes are dropped."""
-        self.begin(torch.full((num_rows,), self._spare, device=self._routes.device))
+        self.kv_slots = torch.full((num_rows,), self._spare, device=self._routes.device)
 
     def read(self, kv_slots: np.ndarray) -> "RouteRead":
         """The routes that lie at these KV slots [n] now."""

@@ -46,7 +46,7 @@ class ModelRunner:
             positions = np.repeat(starts, plan.counts) + _within(plan.counts)
         slot_mapping = self._tensor(self._tables.kv_slots(slots, positions))
         if parts.routes is not None:
-            parts.routes.begin(slot_mapping)
+            parts.routes.kv_slots = slot_mapping
         batch: PrefillLayer | PagedBatch | ExactBatch
         if self._exact:
             tiles = self._tiles(plan, starts)

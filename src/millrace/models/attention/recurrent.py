@@ -16,21 +16,13 @@ T = rows of a pass, b = sequences of a call, L = their padded length, D = hidden
 import functools
 import inspect
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from millrace.models.attention.layout import PackedLayout
-
-
-class PagedPass(Protocol):
-    """A pass of an engine, which keeps the states of sequences."""
-
-    def mix(self, mixer: nn.Module, hidden: Tensor) -> Tensor:
-        """The output of a mixer for its rows [T, D]."""
-        ...
 
 
 def mixers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -44,8 +36,9 @@ def mixers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     }
 
 
-def begin_pass(model: PreTrainedModel, current: PackedLayout | PagedPass | None) -> None:
-    """Set what the model's mixers compute from now on; None = what transformers computes."""
+def begin_pass(model: PreTrainedModel, current: PackedLayout | Any) -> None:
+    """Set what the model's mixers compute from now on: packed sequences, or a pass of an engine,
+    whose method mix() gets the rows [T, D] of a mixer; None = what transformers computes."""
     mixers = vars(model).get("mixers")
     if mixers is None:
         fix_time_limits(model)

@@ -11,7 +11,7 @@ S = T K rows of a grouped product, sorted by expert.
 
 from collections.abc import Iterable
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,15 +23,6 @@ from millrace.models.sharding import local_part
 
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # [E, O, I] or [E, I, O]; in the order of their use
 _ALIGNED = 8  # on a GPU, grouped products need rows of a multiple of 16 bytes
-
-
-class ExpertUpdate(Protocol):
-    """What an adapter adds to one grouped product."""
-
-    def add(self, output: Tensor, x: Tensor, *, offsets: Tensor, tokens: Tensor) -> Tensor:
-        """The output [S, O] for x [S, I] with the update added. `offsets` [E] int32: ends of the
-        experts' rows. `tokens` [S]: the token of each row."""
-        ...
 
 
 class TrainedUpdate(nn.Module):
@@ -51,6 +42,8 @@ class TrainedUpdate(nn.Module):
         self._scale = scale
 
     def add(self, output: Tensor, x: Tensor, *, offsets: Tensor, tokens: Tensor) -> Tensor:
+        """The output [S, O] for x [S, I] with the update added. `offsets` [E] int32: ends of the
+        experts' rows. `tokens` [S]: the token of each row."""
         if not self.is_enabled:
             return output
         a, b = (local_part(factor).to(x.dtype) for factor in (self.lora_A, self.lora_B))
@@ -71,17 +64,14 @@ def aligned(rank: int) -> int:
     return rank + -rank % _ALIGNED
 
 
-def add_update(module: nn.Module, weight: str, update: ExpertUpdate) -> None:
-    """Make a module of experts add the update to its product with this weight. An update that is a
-    module becomes a part of it."""
-    holder: Any = module
+def add_update(module: Any, weight: str, update: Any) -> None:
+    """Make a module of experts add the update, which has TrainedUpdate.add(), to its product with
+    this weight. An update that is a module becomes a part of it."""
     if not hasattr(module, "expert_updates"):
-        is_module = isinstance(update, nn.Module)
-        holder.expert_updates = nn.ModuleDict() if is_module else {}
+        module.expert_updates = nn.ModuleDict() if isinstance(update, nn.Module) else {}
         # One function for all layers: torch.compile would build a program for each closure.
         set_forward(module, MethodType(forward_with_lora, module))
-    updates: Any = holder.expert_updates
-    updates[weight] = update
+    module.expert_updates[weight] = update
 
 
 def local_forward(module: Any) -> Any:

@@ -49,7 +49,7 @@ class _ActiveAdapters:
 
 class _AdaptedLayer:
     """Adds the factors of the adapters that compute now to the output of one layer: as a hook of a
-    linear layer, or as an ExpertUpdate (models/lora/experts.py)."""
+    linear layer, or as an update of experts (models/lora/experts.py)."""
 
     def __init__(self, layer: str, active: _ActiveAdapters) -> None:
         self._layer, self._active = layer, active

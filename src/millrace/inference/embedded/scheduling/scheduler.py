@@ -43,8 +43,6 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.waiting = WaitQueue(self.tables.pool, prefixes=self.prefixes)
-        # Sequences in slots when the weights last changed, and num_cached of all slots then.
-        self._unrecorded: tuple[list[Sequence], np.ndarray] | None = None
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # that were found instead of prefilled
 
@@ -138,7 +136,6 @@ class Scheduler:
         """Move all running sequences to the wait queue. They keep the blocks of their KV, unless
         their prefill is still under way."""
         slots = self.slots
-        self._record_sources()
         for sequence in slots.running():
             slot = sequence.slot
             assert slot is not None
@@ -153,7 +150,6 @@ class Scheduler:
     def forget_kv(self, *, only_prompts: bool = False) -> None:
         """Drop all KV, so that other weights recompute it; or that of sequences without a sampled
         token, whose record would not tell that several weights computed their context."""
-        self._record_sources()
         for sequence in self.slots.running():
             slot = sequence.slot
             if not only_prompts or self.slots.num_tokens[slot] == self.slots.num_prompt[slot]:
@@ -162,16 +158,10 @@ class Scheduler:
         self.waiting.forget_kv(only_prompts=only_prompts)
 
     def begin(self, version: int) -> None:
-        """Other weights compute from now on, and use the KV that was not dropped. Decoding waits
-        for this call, so the KV history of each sequence is left to settle()."""
-        self._record_sources()
+        """Other weights compute from now on, and use the KV that was not dropped."""
         self.prefixes.begin(version)
-        self._unrecorded = self.slots.running(), self.slots.num_cached.copy()
-
-    def settle(self) -> None:
-        """Do the bookkeeping that was put off; called while the device works."""
-        self._record_sources()
-        self.prefixes.settle()
+        for sequence in self.slots.running():
+            self._record_source(sequence, at=int(self.slots.num_cached[sequence.slot]))
 
     def _chunks(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which of these slots prefill now, first in the queue first, and how many tokens each."""
@@ -261,22 +251,12 @@ class Scheduler:
         self.tables.extend(np.array([slot]), num_tokens=np.array([len(sequence.tokens)]))
         self._record_source(sequence, at=num_cached)
 
-    def _record_sources(self) -> None:
-        """Record where the newest weights began to compute. Runs before a KV history is read and
-        before a slot is freed."""
-        if self._unrecorded is None:
-            return
-        (sequences, num_cached), self._unrecorded = self._unrecorded, None
-        for sequence in sequences:
-            self._record_source(sequence, at=int(num_cached[sequence.slot]))
-
     def _record_source(self, sequence: Sequence, *, at: int) -> None:
         source = self.prefixes.source_for(sequence.request)
         sequence.kv_history = extend_history(sequence.kv_history, at=at, source=source)
 
     def _fork(self, leader: Sequence) -> list[int]:
         """Let the followers share the leader's prefill; returns the slots of those that got one."""
-        self._record_sources()
         followers, leader.followers = leader.followers, []
         assert leader.slot is not None
         self.slots.leads[leader.slot] = False
@@ -299,7 +279,6 @@ class Scheduler:
         return forked
 
     def leave(self, sequence: Sequence, *, ends: bool) -> None:
-        self._record_sources()
         slot = self._free_slot(sequence)
         self.prefixes.leave(
             sequence,

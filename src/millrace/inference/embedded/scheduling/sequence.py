@@ -126,8 +126,7 @@ class Sequence:
     # Without a slot: blocks with the KV of all tokens but perhaps the last. The last token runs
     # once more, because its logits are needed.
     held_blocks: np.ndarray | None = None
-    # Of its KV, or of the KV it had in its last slot; in a slot, as of the last Scheduler.settle().
-    kv_history: KVHistory = ()
+    kv_history: KVHistory = ()  # of its KV, or of the KV it had in its last slot
     guide: GrammarMatcher | None = None  # of the request's grammar
     finish: Finish | None = None  # once it has ended
     num_streamed: int = 0  # if it streams: sampled tokens that chunks have, or that it came with
