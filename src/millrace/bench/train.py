@@ -38,7 +38,7 @@ from millrace.environments.token_record import rollout_of
 from millrace.models.attention.packed import PACKED
 from millrace.models.directory import num_experts
 from millrace.models.logprobs import output_head
-from millrace.models.lora.experts import EXPERT_WEIGHTS, expert_modules, grouped
+from millrace.models.lora.factors import EXPERT_WEIGHTS, expert_modules, grouped
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.sharding import local_part, shard
 from millrace.training.losses.policy_loss import PolicyLoss

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from millrace.core.errors import ConfigError
 from millrace.models.exact.mode import ExactMode, find_norms, use_exact_norms
-from millrace.models.lora.experts import expert_modules, local_forward, set_forward
+from millrace.models.lora.factors import expert_modules, local_forward, set_forward
 from millrace.models.sharding import decoder_layers
 from millrace.training.optimizer import TrainSettings
 

@@ -29,8 +29,15 @@ from transformers import PreTrainedModel
 from millrace.core.errors import ConfigError, TaskError
 from millrace.inference.embedded.decode.layers import add_side, frozen, fused_slice_of
 from millrace.models.attention.recurrent import mixers_of
-from millrace.models.lora.experts import add_update, aligned, grouped
-from millrace.models.lora.factors import Adapter, factors_of, gain, scale_of
+from millrace.models.lora.factors import (
+    Adapter,
+    add_update,
+    aligned,
+    factors_of,
+    gain,
+    grouped,
+    scale_of,
+)
 from millrace.models.lora.folders import check_resident, read_checkpoint
 
 BASE = "base"  # name of the model without an adapter, if the policy is an adapter

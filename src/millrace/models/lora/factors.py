@@ -4,27 +4,165 @@ Promise: trainer and engines agree on which layers are adapted, on the names of 
 the merged weight. The head is never adapted. DoRA is LoRA with a magnitude: each row of the updated
 weight is scaled to a trained length.
 
-A layer is a linear module, or a 3-D parameter with the weights of experts, which has an A and a B
-for each expert. R = rank; I, O = input and output size of a layer, E = its experts.
+A layer is a linear module, or a 3-D parameter with the weights of experts: transformers keeps the
+experts of a layer as two parameters of one module, some transposed and with biases (GPT-OSS). Its
+adapter has an A and a B for each expert, in one tensor each. forward_with_lora replaces the
+module's forward function, in the trainer and for unmerged adapters of engines: it adds (x Aᵀ) Bᵀ
+to each grouped product.
+
+R = rank; I, O = input and output size of a layer, E = its experts, T = tokens of a pass,
+K = experts per token, S = T K rows of a grouped product, sorted by expert.
 """
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from millrace.config import ALL_LINEAR, LoraConfig
 from millrace.core.errors import ConfigError
-from millrace.models.lora.experts import (
-    EXPERT_WEIGHTS,
-    check_adaptable,
-    expert_modules,
-    is_transposed,
-)
+from millrace.models.sharding import local_part
+
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # [E, O, I] or [E, I, O]; in the order of their use
+_ALIGNED = 8  # on a GPU, grouped products need rows of a multiple of 16 bytes
+
+
+class TrainedUpdate(nn.Module):
+    """The factors of one expert weight in training. B is 0: a new adapter changes nothing."""
+
+    def __init__(self, weight: Tensor, *, shape: tuple[int, ...], rank: int, scale: float) -> None:
+        """`shape`: [E, O, I] of the weight."""
+        super().__init__()
+        num_experts, num_out, num_in = shape
+        kind = {"dtype": torch.float32, "device": weight.device}
+        a = torch.empty(num_experts, rank, num_in, **kind)
+        nn.init.uniform_(a, -(num_in**-0.5), num_in**-0.5)  # as PEFT initializes it
+        self.lora_A = nn.Parameter(_of_own_experts(a, weight))
+        b = torch.zeros(num_experts, num_out, rank, **kind)
+        self.lora_B = nn.Parameter(_of_own_experts(b, weight))
+        self.is_enabled = True
+        self._scale = scale
+
+    def add(self, output: Tensor, x: Tensor, *, offsets: Tensor, tokens: Tensor) -> Tensor:
+        """The output [S, O] for x [S, I] with the update added. `offsets` [E] int32: ends of the
+        experts' rows. `tokens` [S]: the token of each row."""
+        if not self.is_enabled:
+            return output
+        a, b = (local_part(factor).to(x.dtype) for factor in (self.lora_A, self.lora_B))
+        padding = -a.shape[1] % _ALIGNED
+        inner = grouped(x, F.pad(a, (0, 0, 0, padding)), offsets)
+        return output + self._scale * grouped(inner, F.pad(b, (0, padding)), offsets)
+
+
+def _of_own_experts(factor: Tensor, weight: Tensor) -> Tensor:
+    """The factors [E, ...] divided as the experts of a weight are divided over ep."""
+    if not isinstance(weight, DTensor) or "ep" not in (weight.device_mesh.mesh_dim_names or ()):
+        return factor
+    return distribute_tensor(factor, weight.device_mesh["ep"], [Shard(0)], src_data_rank=None)
+
+
+def aligned(rank: int) -> int:
+    """The rank, rounded up to what grouped products need."""
+    return rank + -rank % _ALIGNED
+
+
+def add_update(module: Any, weight: str, update: Any) -> None:
+    """Make a module of experts add the update, which has TrainedUpdate.add(), to its product with
+    this weight. An update that is a module becomes a part of it."""
+    if not hasattr(module, "expert_updates"):
+        module.expert_updates = nn.ModuleDict() if isinstance(update, nn.Module) else {}
+        # One function for all layers: torch.compile would build a program for each closure.
+        set_forward(module, MethodType(forward_with_lora, module))
+    module.expert_updates[weight] = update
+
+
+def local_forward(module: Any) -> Any:
+    """What a module of experts computes on one rank: under expert parallelism, its forward function
+    sends tokens to their experts before and back after it."""
+    return getattr(module, "local_forward", module.forward)
+
+
+def set_forward(module: nn.Module, function: Any) -> None:
+    """Replace local_forward(module)."""
+    setattr(module, "local_forward" if hasattr(module, "local_forward") else "forward", function)
+
+
+def forward_with_lora(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """The output [T, O] of experts for hidden states [T, I], with indices and weights [T, K]."""
+    num_tokens, top_k = indices.shape
+    # The rows of an expert stay in the order of their tokens: adapters may have contiguous tokens.
+    experts, order = indices.reshape(-1).sort(stable=True)
+    tokens = order // top_k
+    # histc counts without a wait for the device. It takes no integers on CPUs.
+    ids = experts.float() if hidden.device.type == "cpu" else experts.int()
+    counts = torch.histc(ids, bins=module.num_experts, min=0, max=module.num_experts - 1)
+    offsets = counts.cumsum(0, dtype=torch.int32)
+    # Under expert parallelism, ids of other ranks' experts come last; no product computes them.
+    is_shared = getattr(module, "_is_expert_parallel", False)  # unknown to older transformers
+    is_foreign = (experts >= module.num_experts)[:, None] if is_shared else None
+
+    def own(rows: Tensor) -> Tensor:
+        return rows if is_foreign is None else rows.masked_fill(is_foreign, 0.0)
+
+    def product(name: str, x: Tensor) -> Tensor:
+        weight = getattr(module, name)
+        x = x.to(weight.dtype)
+        if is_transposed(module):
+            weight = weight.transpose(-2, -1)
+        output = grouped(x, weight, offsets)
+        if (bias := getattr(module, f"{name}_bias", None)) is not None:
+            output = output + bias[experts.clamp(max=module.num_experts - 1)]
+        if name in module.expert_updates:
+            output = module.expert_updates[name].add(output, x, offsets=offsets, tokens=tokens)
+        return own(output)
+
+    gated = module._apply_gate(product("gate_up_proj", own(hidden[tokens])))
+    weighted = product("down_proj", gated) * weights.reshape(-1)[order, None]
+    positions = torch.empty_like(order)
+    positions[order] = torch.arange(len(order), device=order.device)
+    return weighted[positions].view(num_tokens, top_k, -1).sum(1).to(hidden.dtype)
+
+
+def grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """x [S, I] times the transposed weight [E, O, I] of each row's expert: [S, O]."""
+    return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the weights of experts are [E, I, O], not [E, O, I]."""
+    return getattr(module, "is_transposed", False)
+
+
+def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of experts, by name, whose weights are 3-D parameters."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "num_experts")
+        and any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+    }
+
+
+def check_adaptable(modules: Iterable[nn.Module]) -> None:
+    """Raise ConfigError unless forward_with_lora computes what these experts compute."""
+    for module in modules:
+        own = {name: p.ndim for name, p in module.named_parameters(recurse=False)}
+        biases = {f"{name}_bias": 2 for name in EXPERT_WEIGHTS} if len(own) > 2 else {}
+        is_plain = own == {**dict.fromkeys(EXPERT_WEIGHTS, 3), **biases}
+        is_gated = hasattr(module, "_apply_gate")
+        if not is_plain or not is_gated or getattr(module, "has_post_expert_norm", False):
+            raise ConfigError(
+                f"[lora] cannot adapt {type(module).__name__}, whose weights have another layout;"
+                " list the linear layers to adapt in lora.target_modules."
+            )
 
 
 def require_peft() -> None:

@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 
 from millrace.config import LoraConfig
 from millrace.core.errors import CheckpointError, ConfigError
-from millrace.models.lora.experts import EXPERT_WEIGHTS
-from millrace.models.lora.factors import Adapter, adaptable_layers, scale_of
+from millrace.models.lora.factors import EXPERT_WEIGHTS, Adapter, adaptable_layers, scale_of
 
 SETTINGS_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -17,8 +17,13 @@ from transformers import PreTrainedModel
 
 from millrace.config import LoraConfig
 from millrace.core.errors import CheckpointError
-from millrace.models.lora.experts import TrainedUpdate, add_update
-from millrace.models.lora.factors import adapter_of, require_peft, tensor_names
+from millrace.models.lora.factors import (
+    TrainedUpdate,
+    adapter_of,
+    add_update,
+    require_peft,
+    tensor_names,
+)
 from millrace.models.lora.folders import NAME_PREFIX, WEIGHTS_FILE, read_checkpoint, to_peft
 from millrace.models.sharding import shard_like, whole, whole_units
 

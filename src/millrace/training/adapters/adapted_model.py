@@ -21,14 +21,15 @@ from transformers import PreTrainedModel
 from millrace.models.attention.layout import PackedLayout
 from millrace.models.loading import hidden_states
 from millrace.models.logprobs import chunked_distributions
-from millrace.models.lora.experts import (
+from millrace.models.lora.factors import (
+    adaptable_layers,
     add_update,
     aligned,
     check_adaptable,
     expert_modules,
     grouped,
+    tensor_names,
 )
-from millrace.models.lora.factors import adaptable_layers, tensor_names
 from millrace.training.adapters.requests import TARGETS, TrainingDatum
 from millrace.training.layers import checkpoint_layers
 
@@ -49,7 +50,7 @@ class _ActiveAdapters:
 
 class _AdaptedLayer:
     """Adds the factors of the adapters that compute now to the output of one layer: as a hook of a
-    linear layer, or as an update of experts (models/lora/experts.py)."""
+    linear layer, or as an update of experts (models/lora/factors.py)."""
 
     def __init__(self, layer: str, active: _ActiveAdapters) -> None:
         self._layer, self._active = layer, active

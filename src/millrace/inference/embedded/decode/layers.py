@@ -24,7 +24,7 @@ from transformers.activations import SiLUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from millrace.inference.embedded.decode import attention
-from millrace.models.lora import experts
+from millrace.models.lora import factors
 
 _Forward = Callable[..., Any]  # a layer's forward; the first argument is the layer
 _SHORT_PREFILL = 8  # tokens; torch.compile would recompile for a pass of one token
@@ -203,7 +203,7 @@ def _index(layer: nn.Module) -> int | None:
 
 def use_expert_kernels(model: PreTrainedModel) -> None:
     """Make experts that the kernels can compute use them."""
-    for module in experts.expert_modules(model).values():
+    for module in factors.expert_modules(model).values():
         if _can_use_kernels(module):
             # One function for all layers: torch.compile would build a program for each closure.
             module.forward = MethodType(_experts_forward, module)
@@ -211,7 +211,7 @@ def use_expert_kernels(model: PreTrainedModel) -> None:
 
 def _can_use_kernels(module: Any) -> bool:
     own = {name: p.ndim for name, p in module.named_parameters(recurse=False)}
-    if own != dict.fromkeys(experts.EXPERT_WEIGHTS, 3) or experts.is_transposed(module):
+    if own != dict.fromkeys(factors.EXPERT_WEIGHTS, 3) or factors.is_transposed(module):
         return False
     gate = getattr(module, "_apply_gate", None)
     is_default = getattr(gate, "__module__", "") == "transformers.integrations.moe"
@@ -248,7 +248,7 @@ def plain_experts(
         expert_updates={},
         _apply_gate=_gated,
     )
-    return experts.forward_with_lora(module, hidden, indices, weights)
+    return factors.forward_with_lora(module, hidden, indices, weights)
 
 
 def _gated(both: Tensor) -> Tensor:
