@@ -13,7 +13,7 @@ from millrace.config import load_config
 from millrace.core.records import Task
 from millrace.monitoring.callbacks import check_callback
 from millrace.scoring.functions.function_scorer import Function
-from millrace.scoring.registry import check_scorers, resolve_scorer
+from millrace.scoring.pool import check_scorers, resolve_scorer
 from millrace.scoring.scorer_type import CallSettings, ScorerType
 from millrace.scoring.services.endpoint import Http
 from millrace.scoring.services.judge import Judge

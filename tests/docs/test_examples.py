@@ -13,7 +13,7 @@ import pytest
 
 from millrace.config import load_config
 from millrace.environments.function_environment import check_function
-from millrace.scoring.registry import resolve_scorer
+from millrace.scoring.pool import resolve_scorer
 from millrace.scoring.shaping import build_shaping
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from millrace.environments.adapters import (
 from millrace.environments.replay.schema import EpisodeLimits
 from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.environments.threads import LoopThread
-from millrace.scoring.registry import function_scorer
+from millrace.scoring.pool import function_scorer
 
 TASK = Task(prompt="Count to 2.", columns={"goal": 2})
 

@@ -21,8 +21,7 @@ from millrace.environments.rollouts.player import Player
 from millrace.environments.rollouts.renderer import Renderer, role_model
 from millrace.run.environment import resolve_recipe
 from millrace.scoring.advantages import TreeAdvantages, with_advantages
-from millrace.scoring.pool import combine
-from millrace.scoring.registry import function_scorer
+from millrace.scoring.pool import combine, function_scorer
 from millrace.training.packing.packer import pack
 
 TASK = Task(prompt="a")

@@ -12,8 +12,7 @@ from scripted_scorer import group
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.config import load_config
 from millrace.scoring.advantages import GroupAdvantages
-from millrace.scoring.pool import ScorerPool, build_scorer_pool
-from millrace.scoring.registry import check_scorers, resolve_scorers
+from millrace.scoring.pool import ScorerPool, build_scorer_pool, check_scorers, resolve_scorers
 
 __all__ = ["FakeService", "group", "open_pool", "running", "scores_of"]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.records import Task
-from millrace.scoring.functions.signature import check_rewards, inspect_reward
+from millrace.scoring.functions.user_function import check_rewards, inspect_reward
 
 CALL = {
     "prompts": ["1+1=", "1+1="],

@@ -11,7 +11,7 @@ from scoring_service import FakeService, group, open_pool, running, scores_of
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.records import Task
-from millrace.scoring.registry import check_scorers, resolve_scorer
+from millrace.scoring.pool import check_scorers, resolve_scorer
 from millrace.scoring.services.endpoint import retry_after_s
 
 

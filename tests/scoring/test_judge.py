@@ -11,7 +11,7 @@ from millrace.cluster.hub import Hub
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.records import Group, Task
-from millrace.scoring.registry import check_scorers, resolve_scorer
+from millrace.scoring.pool import check_scorers, resolve_scorer
 from millrace.scoring.services import judge as judge_module
 from millrace.scoring.services.judge import (
     PatternReader,

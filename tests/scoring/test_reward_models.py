@@ -13,8 +13,7 @@ from millrace.config import ScorerConfig
 from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task, Turn
 from millrace.scoring.advantages import ReturnAdvantages
-from millrace.scoring.pool import combine
-from millrace.scoring.registry import resolve_scorer
+from millrace.scoring.pool import combine, resolve_scorer
 from millrace.scoring.reward_models.reward_model import (
     ProcessRewardModel,
     ProcessRewardScorer,

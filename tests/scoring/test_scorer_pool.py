@@ -17,8 +17,7 @@ from millrace.core.errors import ConfigError, Filtered, RunFailed, ScoreError
 from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Turn
 from millrace.scoring.advantages import BatchAdvantages, GroupAdvantages
 from millrace.scoring.functions import workers as scorer_workers
-from millrace.scoring.pool import build_scorer_pool
-from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer
+from millrace.scoring.pool import ScorerSpec, build_scorer_pool, check_scorers, function_scorer
 from millrace.scoring.shaping import build_shaping
 from millrace.scoring.verifiers import Numeric, PythonTests, ReasoningGym
 from millrace.tasks.loading import Puzzles, load_tasks

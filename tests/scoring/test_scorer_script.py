@@ -15,7 +15,7 @@ from millrace.cluster.supervision.pool import WorkerPool
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task, Turn
 from millrace.scoring.advantages import GroupAdvantages
 from millrace.scoring.pool import build_scorer_pool
-from millrace.scoring.registry import function_scorer
+from millrace.scoring.pool import function_scorer
 
 def in_main(completions):
     return [SCALE * value for value in helper(completions)]

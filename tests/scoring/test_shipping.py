@@ -10,7 +10,7 @@ import rewards_for_tests
 
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import load_reference
-from millrace.scoring.functions.shipping import load_function, resolve_function, ship_functions
+from millrace.scoring.functions.user_function import load_function, resolve_function, ship_functions
 
 
 def make_closure(bonus):
@@ -85,7 +85,7 @@ def test_a_function_of_a_script_loads_in_another_process(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, pathlib\n"
-        "from millrace.scoring.functions.shipping import ship_functions\n"
+        "from millrace.scoring.functions.user_function import ship_functions\n"
         "SCALE = 2.0\n"
         "def scaled(completions):\n"
         "    return [SCALE * len(c) for c in completions]\n"

@@ -12,8 +12,8 @@ import millrace as mr
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.core.records import Task
-from millrace.scoring.functions.signature import inspect_reward
-from millrace.scoring.registry import check_scorers, resolve_scorers
+from millrace.scoring.functions.user_function import inspect_reward
+from millrace.scoring.pool import check_scorers, resolve_scorers
 from millrace.scoring.verifiers import VERIFIERS
 from millrace.scoring.verifiers.answers import last_number
 

@@ -26,8 +26,8 @@ UNSAFE_CALLS = {"os.system", "os.popen", "np.load", "numpy.load", "pd.read_pickl
 ALLOWED = {
     # A function of the user's script or notebook travels to the run's scorer processes in a private
     # file in a private folder; load_function() checks owner and mode before it reads.
-    "scoring/functions/shipping.py: import pickle",
-    "scoring/functions/shipping.py: import cloudpickle",
+    "scoring/functions/user_function.py: import pickle",
+    "scoring/functions/user_function.py: import cloudpickle",
     # Only the name of the exception, for torch.load(weights_only=True).
     "training/trainer.py: import pickle",
     # The purpose of the sandbox: both processes are confined before they execute code.

@@ -17,7 +17,7 @@ from millrace.cluster.process import start_worker
 from millrace.config import load_config
 from millrace.core.errors import CheckpointError, ConfigError
 from millrace.core.files import check_file_name
-from millrace.scoring.registry import check_scorers, resolve_scorer
+from millrace.scoring.pool import check_scorers, resolve_scorer
 from millrace.training.checkpoints.directory import prune_checkpoints
 
 LEADING_AWAY = ["../x", "/etc/x", "a/b", "..", ".", "", "a\\b", "a\nb", "x" * 300, "a\x00b"]

@@ -6,10 +6,8 @@
 A class for TRL has reset(**row), which may return text to append to the prompt; public methods,
 which are the model's tools; and optionally get_reward(). A reward function that takes
 `environments` must see the object as the episode left it, so it is called here, with lists of one.
-Other reward functions run in scorer processes.
-
-A Gymnasium environment is reset with the task's seed. Then each observation becomes a user message
-and each reply an action. Every object plays one episode at a time, in a thread of its own.
+Other reward functions run in scorer processes. Every object plays one episode at a time, in a
+thread of its own.
 """
 
 import copy
@@ -28,14 +26,14 @@ from millrace.environments.replay.schema import SCORED_ENDINGS, EpisodeOver
 from millrace.environments.threads import ObjectPool, ObjectThread
 from millrace.environments.tools.functions import Tool, tool_of
 from millrace.scoring.functions.function_scorer import Function
-from millrace.scoring.functions.shipping import resolve_function
-from millrace.scoring.functions.signature import (
+from millrace.scoring.functions.user_function import (
     ENVIRONMENTS,
     RewardFunction,
     check_rewards,
     inspect_reward,
+    resolve_function,
 )
-from millrace.scoring.registry import ScorerSpec
+from millrace.scoring.pool import ScorerSpec
 
 NOT_TOOLS = ("reset", "get_reward")
 WeightedReward = tuple[RewardFunction, float]
@@ -67,7 +65,13 @@ class EnvironmentFactory:
         self.__name__ = ", ".join(names)
 
     async def __call__(self, task: Task, agent: Agent) -> float | None:
-        async with self._objects[self._name_for(task)].lend() as env:
+        name = task.columns.get(COLUMN) if self._several else ""
+        if name not in self._objects:
+            raise TaskError(
+                f"A task has {COLUMN} = {name!r}, which is none of the environments"
+                f" {', '.join(self._objects)}; set that column."
+            )
+        async with self._objects[name].lend() as env:
             prompt = await self._reset(env, task)
             tools = [*self._tools, *await _tools_of(env)]
             replies, sampled = await _converse(agent, prompt, tools)
@@ -82,15 +86,6 @@ class EnvironmentFactory:
     async def close(self) -> None:
         for objects in self._objects.values():
             objects.close()
-
-    def _name_for(self, task: Task) -> str:
-        name = task.columns.get(COLUMN) if self._several else ""
-        if name not in self._objects:
-            raise TaskError(
-                f"A task has {COLUMN} = {name!r}, which is none of the environments"
-                f" {', '.join(self._objects)}; set that column."
-            )
-        return str(name)
 
     async def _reset(self, env: ObjectThread[Any], task: Task) -> list[Message]:
         """Reset the object, and return the prompt with the text that reset() returned."""
@@ -196,6 +191,15 @@ async def _call(env: ObjectThread[Any], method: str, /, **arguments: Any) -> Any
 
 
 class GymEnvironment:
+    """A Gymnasium environment whose observations and actions are text, or can be written as text.
+
+        play = GymEnvironment("Blackjack-v1", render=lambda seen: f"You hold {seen[0]}.")
+        mr.train(tasks=[{"prompt": "0 = stick, 1 = hit.", "seed": 7}, ...], environment=play)
+
+    An episode resets it with the task's seed. Then each observation becomes a user message and each
+    reply an action.
+    """
+
     def __init__(
         self,
         make: str | Callable[[], Any],
@@ -237,7 +241,12 @@ class GymEnvironment:
         """Take turns until the environment ends the episode; append the reward of each."""
         seed, options = task.columns.get("seed"), task.columns.get("options")
         observation, _info = await env.run(lambda env: env.reset(seed=seed, options=options))
-        messages = _with_observation(task, self._text(observation))
+        *messages, last = messages_of(task.prompt)
+        text = self._text(observation)
+        if last["role"] == "user":
+            messages.append({**last, "content": f"{last['content']}\n\n{text}"})
+        else:
+            messages += [last, {"role": "user", "content": text}]
         while True:
             reply = await agent.chat(messages)
             step = await env.run(functools.partial(self._step, text=reply.text))
@@ -250,7 +259,7 @@ class GymEnvironment:
                 if terminated or truncated:
                     return
                 text = self._text(observation)
-            messages = [*messages, reply, {"role": "user", "content": text}]
+            messages += [reply.message, {"role": "user", "content": text}]
 
     def _step(self, env: Any, *, text: str) -> Any:
         """Return the result of env.step, or an invalid action's error. Runs in env's thread."""
@@ -300,10 +309,3 @@ def _action(space: Any, text: str) -> Any:
             raise ValueError(f"there is no number in {text[:80]!r}")
         return int(numbers[-1])
     raise TaskError(f"Actions are {space}; pass read=, a function that converts a reply to one.")
-
-
-def _with_observation(task: Task, text: str) -> list[Message]:
-    *before, last = messages_of(task.prompt)
-    if last["role"] != "user":
-        return [*before, last, {"role": "user", "content": text}]
-    return [*before, {**last, "content": f"{last['content']}\n\n{text}"}]

@@ -129,8 +129,7 @@ class Agent:
         return self._state.rng
 
     def end(self, ending: Ending) -> EpisodeOver:
-        """Mark the episode as ended and stop sampling; raise the returned exception to leave the
-        environment."""
+        """End the episode and stop sampling; raise the returned exception to leave your code."""
         return self._state.end(ending)
 
     async def chat(
@@ -164,8 +163,7 @@ class Agent:
         the shared tokens and reuses their KV there without prefill; with kv = "keep" it does so
         even if the weights have changed since. If the engine has evicted that KV, it recomputes it
         with its current weights and sets `recomputed`. An unpinned fork goes to any engine and
-        reuses only KV of the current weights. New tokens are always sampled with the current
-        weights."""
+        reuses only KV of the current weights, with which new tokens are always sampled."""
         if "response_format" in sampling:
             raise TaskError(
                 "agent.fork cannot take a response_format, which applies to a whole reply; pass it"

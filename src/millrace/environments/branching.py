@@ -17,7 +17,7 @@ from millrace.core.errors import ConfigError, ReplayError, TaskError, run_all
 from millrace.core.plugins import build_plugin, load_reference
 from millrace.core.records import Branching, Episode, Rollout
 from millrace.environments.function_environment import EpisodeRunner
-from millrace.environments.replay.answers import Branch
+from millrace.environments.replay.recordings import Branch
 from millrace.environments.replay.schema import Recording
 from millrace.environments.rollouts.player import GroupPolicy
 

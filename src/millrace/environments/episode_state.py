@@ -126,8 +126,7 @@ class EpisodeState:
         session: str | None = None,
         pinned: bool = False,
     ) -> Exchange:
-        """Sample a reply to `prompt` with the tokens `beginning`; raise EpisodeOver at a limit.
-        `session`: by default that of the agent."""
+        """Sample a reply to `prompt`; raise EpisodeOver at a limit. `session`: None = its own."""
         self.check()
         number = next(self._calls)
         if number >= self.limits.max_turns:

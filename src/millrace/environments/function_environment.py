@@ -32,8 +32,12 @@ from millrace.core.errors import ConfigError, MillraceError, ReplayError, TaskEr
 from millrace.core.records import Branching, Completion, Episode, Message, Prompt, Task
 from millrace.environments.agent import Agent
 from millrace.environments.episode_state import EpisodeState, Sample
-from millrace.environments.replay.answers import Branch, BranchAnswers, RecordedAnswers
-from millrace.environments.replay.recordings import recording_of
+from millrace.environments.replay.recordings import (
+    Branch,
+    BranchAnswers,
+    RecordedAnswers,
+    recording_of,
+)
 from millrace.environments.replay.schema import (
     EpisodeLimits,
     EpisodeOver,
@@ -86,8 +90,7 @@ class LoadedEnvironment:
     async def play(
         self, plan: EpisodePlan, sample: Sample, answers: RecordedAnswers | None = None
     ) -> PlayedEpisode:
-        """Play an episode on this event loop, which is that of the environments. `answers` replace
-        the engines and tools."""
+        """Play an episode on this event loop. `answers` replace the engines and tools."""
         settings, branch, branching = plan.settings, plan.branch, plan.branching
         if branch is not None:
             answers = BranchAnswers(branch, sample)
@@ -212,8 +215,10 @@ async def _reward_of(
 
 
 def _checked(function: EnvironmentFunction, returned: Any, state: EpisodeState) -> float | None:
-    if returned is None or (isinstance(returned, Real) and math.isfinite(returned)):
-        return None if returned is None else float(returned)
+    if returned is None:
+        return None
+    if isinstance(returned, Real) and math.isfinite(returned):
+        return float(returned)
     raise TaskError(
         f"{state.settings.name}: environment {name_of(function)!r} returned {returned!r:.60};"
         " return a finite number as the reward, None to leave the reward to the scorers, or a dict"
@@ -230,8 +235,7 @@ class EpisodeRunner:
     async def play(
         self, index: int, *, branching: Branching | None = None, branch: Branch | None = None
     ) -> PlayedEpisode:
-        """Play episode `index` of the group. `branching` is its position in a tree; `branch` is its
-        branching point unless it is a root."""
+        """Play episode `index` of the group; the others as in EpisodePlan."""
         policy, env = self.policy, self.environment
         model = role_model(
             env.renderer, max_context=policy.max_context, tool_format=env.tool_format

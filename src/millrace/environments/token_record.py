@@ -105,8 +105,7 @@ def places_of(exchanges: Iterable[Exchange]) -> dict[Exchange, int]:
 
 def first_routed(start: int) -> int:
     """Return the position of the first token whose routes an exchange at `start` brings. Earlier
-    exchanges have recorded the routes before it, except those of their last token, which no forward
-    pass has read yet."""
+    exchanges have recorded those before it, except of their last token, which no pass has read."""
     return max(0, start - 1)
 
 

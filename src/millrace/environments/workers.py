@@ -160,20 +160,17 @@ class _Turns:
 
 
 async def _answer(worker: Worker, turn: asyncio.Future[Completion], *, key: int, call: int) -> None:
-    """Send a turn to the worker that wants it. An error other than a TaskError, which environments
-    may handle, ends the episode."""
+    """Send a turn to the worker that wants it, or a TaskError, which environments may handle. Any
+    other error ends the episode."""
     await asyncio.wait({turn})  # cancelling this answer does not cancel the turn
     if turn.cancelled():
         return
-    error = turn.exception()
-    if error is None:
-        await worker.emit(messages.TurnSampled(key=key, call=call, completion=turn.result()))
-    elif isinstance(error, TaskError):
-        await worker.emit(
-            messages.TurnSampled(key=key, call=call, completion=None, error=str(error))
-        )
-    else:
-        raise error
+    outcome: dict[str, Any] = {"completion": None}
+    try:
+        outcome["completion"] = turn.result()
+    except TaskError as error:
+        outcome["error"] = str(error)
+    await worker.emit(messages.TurnSampled(key=key, call=call, **outcome))
 
 
 def _message(plan: EpisodePlan, *, key: int) -> messages.PlayEpisode:

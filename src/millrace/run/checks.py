@@ -13,7 +13,7 @@ from millrace.monitoring.trackers import build_tracker
 from millrace.run.cluster import check_cluster
 from millrace.run.mesh_checks import check_mesh
 from millrace.scoring.advantages import CRITIC, PAIRS
-from millrace.scoring.registry import ScorerSpec
+from millrace.scoring.pool import ScorerSpec
 from millrace.scoring.reward_models.reward_model import ProcessRewardModel, RewardModelSettings
 from millrace.scoring.teachers.process import LogprobModelSettings
 from millrace.scoring.teachers.teacher import Reference, SelfTeacher, Teacher

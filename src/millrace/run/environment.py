@@ -27,8 +27,8 @@ from millrace.environments.tools.mcp_server import McpServer, WithServers
 from millrace.environments.workers import EnvironmentReplica, EnvironmentWorkers
 from millrace.run.cluster import portable
 from millrace.run.episodes.external import build_external, check_external
-from millrace.scoring.functions.shipping import SUFFIX, resolve_function, ship_functions
-from millrace.scoring.registry import ScorerSpec
+from millrace.scoring.functions.user_function import SUFFIX, resolve_function, ship_functions
+from millrace.scoring.pool import ScorerSpec
 from millrace.serving.programs.command_environment import PROGRAM_TIMEOUT_S, CommandEnvironment
 
 if TYPE_CHECKING:

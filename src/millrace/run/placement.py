@@ -21,7 +21,7 @@ from millrace.config.training import ADAMW_8BIT, MeshConfig
 from millrace.core.errors import ConfigError
 from millrace.models.directory import num_weights
 from millrace.run.policies import policy_config
-from millrace.scoring.registry import ScorerSpec
+from millrace.scoring.pool import ScorerSpec
 from millrace.scoring.reward_models.reward_model import RewardModelSettings
 from millrace.scoring.teachers.process import LogprobModelSettings
 from millrace.scoring.teachers.teacher import Reference, SelfTeacher, Teacher

@@ -20,7 +20,7 @@ from millrace.core.files import check_file_name
 from millrace.monitoring.run_dir import RunDir
 from millrace.run import checks
 from millrace.run.resume import check_same_model
-from millrace.scoring.registry import ScorerSpec
+from millrace.scoring.pool import ScorerSpec
 from millrace.scoring.teachers.process import LogprobModelSettings
 from millrace.training.checkpoints.directory import damage_to, keep_steps, read_run_state
 from millrace.training.losses.recipes import build_loss

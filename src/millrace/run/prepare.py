@@ -36,7 +36,7 @@ from millrace.run.policies import (
 )
 from millrace.run.resume import Cursor, find_resume_point
 from millrace.scoring.advantages import CRITIC, TREE, build_advantages
-from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer, resolve_scorers
+from millrace.scoring.pool import ScorerSpec, check_scorers, function_scorer, resolve_scorers
 from millrace.scoring.scorer_type import RunInfo
 from millrace.scoring.shaping import ROC, Shaping, build_shaping
 from millrace.scoring.teachers.teacher import Reference, SelfTeacher, Teacher

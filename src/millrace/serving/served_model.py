@@ -31,8 +31,7 @@ from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.tools.calls import ToolFormat
 from millrace.serving.api.bodies import OpenAIBody
 from millrace.serving.api.errors import ApiError
-from millrace.serving.clients import Client
-from millrace.serving.fair_queue import FairQueue, Flow
+from millrace.serving.clients import Client, FairQueue, Flow
 from millrace.serving.metrics import ServerMetrics
 
 # A longer text is first encoded in pieces, until they exceed the context twice.
@@ -121,8 +120,7 @@ class ServedModel:
         index: int = 0,
         grammar: str | None = None,
     ) -> Request:
-        """`index` numbers the first completion among all that the client requested. `grammar`
-        constrains the completions."""
+        """`index` numbers the first completion among all that the client requested."""
         if self._engine is None:
             message = "This server only scores tokens: it has no engines to generate."
             raise ApiError(message, status=404)
@@ -236,8 +234,7 @@ class ServedModel:
         return await run_all(score(request) for request in requests)
 
     async def read_token_texts(self, completions: Sequence[Completion]) -> None:
-        """Decode what token_text() will return, in the thread: reports of the likeliest tokens have
-        very many different ones."""
+        """Decode what token_text() will return, in the thread: there may be very many tokens."""
         ids = [completion.tokens for completion in completions]
         ids += [each.top.ids.ravel() for each in completions if each.top is not None]
         new = [id for id in np.unique(np.concatenate(ids)).tolist() if id not in self._texts]

@@ -20,7 +20,7 @@ from millrace.config.section import NonEmptyStr, PositiveInt
 from millrace.core.errors import ConfigError, shortened
 from millrace.core.plugins import build_plugin, load_reference, plugin
 from millrace.core.records import Prompt, Task
-from millrace.scoring.functions.signature import RESERVED
+from millrace.scoring.functions.user_function import RESERVED
 from millrace.scoring.verifiers.reasoning_gym import COLUMN, make_dataset, puzzle_of, reasoning_gym
 from millrace.tasks.streams import Curriculum, Epochs, Mixture, TaskStream
 

@@ -54,8 +54,7 @@ class TaskStream:
 
 
 class Epochs(TaskStream):
-    """Repeats the tasks epoch by epoch, reshuffled or always in the same order. Each task occurs
-    exactly once per epoch."""
+    """Repeats the tasks, each once per epoch, reshuffled or always in the same order."""
 
     def __init__(self, tasks: Sequence[Task], *, seed: int, shuffle: bool) -> None:
         assert tasks, "a stream needs at least one task"

@@ -27,9 +27,14 @@ from millrace.environments.replay.recordings import (
 from millrace.environments.replay.schema import Recording, decode
 from millrace.models.directory import load_tokenizer
 from millrace.scoring.advantages import GroupAdvantages
-from millrace.scoring.functions.shipping import resolve_function
-from millrace.scoring.pool import build_scorer_pool
-from millrace.scoring.registry import ScorerSpec, function_scorer, resolve_scorer, resolve_scorers
+from millrace.scoring.functions.user_function import resolve_function
+from millrace.scoring.pool import (
+    ScorerSpec,
+    build_scorer_pool,
+    function_scorer,
+    resolve_scorer,
+    resolve_scorers,
+)
 
 
 async def replay(

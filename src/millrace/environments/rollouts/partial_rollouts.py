@@ -17,7 +17,7 @@ import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -101,14 +101,12 @@ class Cancellations:
         self._lengths.extend(lengths)
 
     def count(self, reason: str, *, cut: Iterable[int] = ()) -> None:
-        """`cut`: lengths of completions that were cut short."""
+        """`cut`: lengths of completions that were cut short. Each would have become as long as
+        recent completions that were longer, on average."""
         self.by_reason[reason] += 1
-        self.tokens_saved += sum(self._expected_rest(length) for length in cut)
-
-    def _expected_rest(self, length: int) -> float:
-        """Return the mean number of further tokens of recent completions that were longer."""
-        longer = [other - length for other in self._lengths if other > length]
-        return float(np.mean(longer)) if longer else 0.0
+        for length in cut:
+            longer = [other - length for other in self._lengths if other > length]
+            self.tokens_saved += float(np.mean(longer)) if longer else 0.0
 
 
 class PartialRollout:
@@ -207,17 +205,15 @@ class PartialRollouts:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ReplayingEngine:
     """Implements SupportsGenerate: completions that had ended are returned as they were saved, and
     others resume after their last saved token."""
 
-    def __init__(
-        self, engine: SupportsGenerate, *, partial: PartialRollout, model: str | None = None
-    ) -> None:
-        """`model`: name of the engine's model; None = the policy."""
-        self._engine = engine
-        self._partial = partial
-        self._model = model
+    engine: SupportsGenerate
+    _: KW_ONLY
+    partial: PartialRollout
+    model: str | None = None  # name of the engine's model; None = the policy
 
     async def generate(
         self,
@@ -225,7 +221,7 @@ class ReplayingEngine:
         on_tokens: OnTokens | None = None,
         on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
-        log = self._partial.log(request, model=self._model)
+        log = self.partial.log(request, model=self.model)
 
         def finish(member: int, completion: Completion) -> None:
             if is_complete(completion):
@@ -247,7 +243,7 @@ class ReplayingEngine:
 
             wanted = replace(wanted, coalesce=wanted.coalesce or on_tokens is None)
             on_each = None if on_completion is None else complete
-            completions = await self._engine.generate(wanted, receive, on_each)
+            completions = await self.engine.generate(wanted, receive, on_each)
             for member, completion in enumerate(completions, start=first):
                 finish(member, completion)
             return completions

@@ -98,12 +98,13 @@ class GroupPolicy:
                 if self.attempt is not None:
                     self.attempt.add_turn(member, start_s, completion.versions)
 
-        def finish_early(member: int, completion: Completion) -> None:
-            if is_complete(completion):  # others may be discarded with their group
-                finish(member, completion)
-
         request, on_tokens = self._streamed(request)
-        completions = await self.engine.generate(request, on_tokens, finish_early)
+        completions = await self.engine.generate(
+            request,
+            on_tokens,
+            # Completions that were cut may be discarded with their group.
+            lambda member, each: finish(member, each) if is_complete(each) else None,
+        )
         if self.attempt is not None:
             self.attempt.record(completions)
         for member, completion in enumerate(completions):
@@ -228,9 +229,8 @@ class Player:
     async def try_group(
         self, task: Task, *, attempt: Attempt, group_size: int, scoring: GroupScoring | None = None
     ) -> Group:
-        """Play a group for training; each attempt samples with its own seed. `scoring` receives
-        tokens while they are sampled and episodes when they finish. Raises Expired when the group's
-        tokens have become too stale."""
+        """Play a group for training; each attempt has its own seed. `scoring` receives tokens and
+        episodes as they are sampled. Raises Expired when the tokens have become too stale."""
         policy = self._policy(
             attempt.number,
             name="group",

@@ -42,8 +42,7 @@ class Renderer:
     def __init__(
         self, tokenizer: Any, *, template_settings: Mapping[str, Any] | None = None
     ) -> None:
-        """`tokenizer`: any Hugging Face tokenizer. `template_settings`: further arguments of the
-        chat template."""
+        """`template_settings`: further arguments of the tokenizer's chat template."""
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
         self.template_settings = dict(template_settings or {})
@@ -247,8 +246,7 @@ class Conversation:
         self._chats[digest] = exchange
 
     def replied_to_text(self, text: str, exchange: Exchange) -> None:
-        """Register an exchange of complete(); later text follows a stop string, but replaces an
-        end-of-text token."""
+        """Register an exchange of complete(). Later text replaces an end-of-text token."""
         sampled = exchange.completion.tokens
         num_text = len(sampled) - _is_ended(exchange, self._renderer)
         known = text + self._renderer.decode(sampled[:num_text])

@@ -22,13 +22,13 @@ from millrace.core.records import Completion
 from millrace.core.spans import Timeline
 from millrace.environments.function_environment import EpisodePlan, LoadedEnvironment, lifetime
 from millrace.environments.replay import schema
-from millrace.environments.replay.answers import Branch
+from millrace.environments.replay.recordings import Branch
 from millrace.environments.replay.schema import EpisodeOver
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.threads import LoopThread
 from millrace.models.directory import load_tokenizer
 from millrace.run.environment import build_environment, load_models
-from millrace.scoring.functions.shipping import load_function
+from millrace.scoring.functions.user_function import load_function
 
 PROGRESS_S = 0.25
 IDLE = "no work"

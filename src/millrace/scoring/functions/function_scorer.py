@@ -10,8 +10,11 @@ from typing import Any
 from millrace.cluster.messages import ScoreGroup
 from millrace.core.errors import ScoreError, TransientScoreError, WorkerError
 from millrace.core.records import Episode, Group, Message, Prompt, ScorerResult, Task
-from millrace.scoring.functions.shipping import resolve_function
-from millrace.scoring.functions.signature import RewardFunction, inspect_reward
+from millrace.scoring.functions.user_function import (
+    RewardFunction,
+    inspect_reward,
+    resolve_function,
+)
 from millrace.scoring.functions.workers import CALLS_PER_WORKER, ScorerWorkers
 from millrace.scoring.scorer_type import CallSettings, ScorerContext
 

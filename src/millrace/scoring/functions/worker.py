@@ -17,8 +17,7 @@ from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpecte
 from millrace.cluster.messages import GroupScored, ScoreGroup, StartScorer, Stop, WorkerProgress
 from millrace.core.errors import ScoreError, shortened
 from millrace.core.spans import Timeline
-from millrace.scoring.functions.shipping import load_function
-from millrace.scoring.functions.signature import check_rewards, inspect_reward
+from millrace.scoring.functions.user_function import check_rewards, inspect_reward, load_function
 
 PROGRESS_S = 0.25
 CLOSE_S = 1.0

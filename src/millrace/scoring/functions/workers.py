@@ -72,8 +72,7 @@ class ScorerWorkers:
         return sum(slot.num_calls > 0 for slot in self._slots)
 
     async def start(self, functions: Mapping[str, str]) -> None:
-        """Start the processes, if there are functions (see ship_functions()); raises the first
-        error."""
+        """Start the processes, if there are functions, by location; raises the first error."""
         if not functions:
             return
         self._replicas = [

@@ -67,8 +67,7 @@ class RewardModelSettings:
         self.checked(scorer=name)
 
     def checked(self, *, scorer: str) -> Self:
-        """Return the settings with max_length filled in; raises ConfigError if they do not fit the
-        model's files. Reads no weights."""
+        """Return the settings with max_length filled in; raises ConfigError. Reads no weights."""
         config = text_config(
             self.model,
             trust_remote_code=self.trust_remote_code,

@@ -25,7 +25,7 @@ from millrace.core.plugins import plugin
 from millrace.core.records import Group, ScorerResult, Task
 from millrace.core.secrets import Secrets, check_headers
 from millrace.scoring.functions.function_scorer import completion_of
-from millrace.scoring.functions.signature import check_rewards
+from millrace.scoring.functions.user_function import check_rewards
 from millrace.scoring.scorer_type import CallSettings, ScorerContext
 
 MAX_ANSWER_BYTES = 8 * 2**20

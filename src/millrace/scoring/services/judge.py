@@ -23,7 +23,7 @@ from millrace.config.section import NonEmptyStr, NonNegativeInt
 from millrace.core.errors import ConfigError, ScoreError, WorkerError
 from millrace.core.plugins import plugin
 from millrace.core.records import Episode, Group, ScorerResult, Task
-from millrace.scoring.functions.signature import check_rewards
+from millrace.scoring.functions.user_function import check_rewards
 from millrace.scoring.functions.workers import ScorerWorkers
 from millrace.scoring.scorer_type import CallSettings, ScorerContext
 from millrace.scoring.services.endpoint import Endpoint, check_endpoint, check_json_columns

@@ -55,8 +55,7 @@ class TeacherProcess(ModelProcess):
         return reply.logprobs
 
     async def swap(self, update: WeightUpdate) -> int:
-        """Load an update, also into a restarted process. Returns the version held then, after
-        which the update may be released."""
+        """Load an update, also into a restarted process. Returns the version that it holds then."""
         for _ in range(SWAP_ATTEMPTS):
             with contextlib.suppress(WorkerError):  # the restart is counted
                 reply = await self.ask_once(SwapWeights(update=update), timeout_s=None)
@@ -168,9 +167,8 @@ class _Answer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RemoteTeacher:
-    """A teacher on a server. Every answer carries a checksum of the server's vocabulary, because
-    another model may be served at the same address later. The first check happens before anything
-    is trained."""
+    """A teacher on a server. It is checked before anything is trained, and every answer carries a
+    checksum of its vocabulary, because another model may be served at the same address later."""
 
     name: str
     endpoint: Endpoint

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from millrace.core.errors import ConfigError, TaskError, printable
-from millrace.core.records import Message, Prompt, Task
+from millrace.core.records import Prompt, Task
 from millrace.environments.agent import Agent
 from millrace.serving.programs.gateway import Gateway, GatewaySession
 
@@ -22,8 +22,7 @@ KEY_VARIABLE = "MILLRACE_GATEWAY_KEY"  # the package reads keys only from the en
 
 class VerifiersEnvironment:
     def __init__(self, env: Any, *, max_tasks: int | None = None) -> None:
-        """`env`: the result of vf.load_environment(). `max_tasks` limits the tasks; an infinite
-        taskset requires it."""
+        """`env`: from vf.load_environment(). `max_tasks`: required for an infinite taskset."""
         _verifiers()
         if max_tasks is None and not env.taskset.bounded:
             raise ConfigError(f"Taskset {type(env.taskset).__name__!r} is infinite; set max_tasks.")
@@ -112,11 +111,8 @@ class VerifiersEnvironment:
 
 def _prompt_of(data: Any) -> Prompt:
     """Return the prompt for metrics and samples; the package renders what the model sees."""
-    messages: list[Message] = []
-    if data.system_prompt:
-        messages.append({"role": "system", "content": data.system_prompt})
-    messages.append({"role": "user", "content": data.prompt_text or "(the environment starts)"})
-    return messages
+    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    return [*system, {"role": "user", "content": data.prompt_text or "(the environment starts)"}]
 
 
 def _verifiers() -> Any:
