@@ -142,6 +142,55 @@ async def test_lent_engines_pause_alone_and_requests_go_to_the_others():
     assert len(lent.requests) == 2
 
 
+class CutEngine(ScriptedEngine):
+    """Generates until it is aborted, and returns what it has by then."""
+
+    def __init__(self) -> None:
+        super().__init__("a")
+        self._cut = asyncio.Event()
+
+    async def generate(self, request, on_tokens=None, on_completion=None):
+        self.requests.append(request)
+        await self._cut.wait()
+        completion = replace(make_completion("a"), finish="abort")
+        if on_tokens is not None:
+            on_tokens(make_chunk(completion))
+        if on_completion is not None:
+            on_completion(0, completion)
+        return [completion]
+
+    async def abort(self, ids):
+        await super().abort(ids)
+        self._cut.set()
+
+
+async def test_engine_that_stays_asleep_hands_its_sequences_over_and_gets_no_new_ones():
+    pool, lent, other = EnginePool(replaces=True), CutEngine(), ScriptedEngine("whole")
+    await pool.join(lent, prepare=None, is_lent=True)
+    listener, received = Listener(), []
+    generating = asyncio.create_task(
+        pool.generate(
+            make_request("r", session="s"), listener, lambda member, done: received.append(done)
+        )
+    )
+    await until(lambda: lent.requests)
+    await pool.join(other, prepare=None)
+    assert pool.can_spare_lent
+    await pool.pause(sleep=True, which="lent", keeps=True)
+    (completion,) = await generating
+    assert completion.text == "whole"
+    assert received == [completion]
+    assert [chunk.finish for chunk in listener.chunks] == [None, "stop"]
+    (resumed,) = other.requests
+    assert resumed.partial.text == "a"
+    await pool.generate(make_request("pinned", session="s", pinned=True))
+    async with pool.together():  # as an evaluation does
+        pass
+    assert (len(lent.requests), lent.is_paused) == (1, True)
+    await pool.resume()
+    assert not lent.is_paused
+
+
 async def test_pause_and_resume_reach_every_engine():
     engines = [ScriptedEngine("x"), ScriptedEngine("y")]
     pool = EnginePool(engines)

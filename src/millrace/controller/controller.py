@@ -18,6 +18,8 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from millrace.cluster.messages import Stepped
 from millrace.cluster.supervision.watchdog import StallWatchdog
 from millrace.config import RunConfig
@@ -29,7 +31,7 @@ from millrace.controller.policies import OtherPolicy, step_all
 from millrace.controller.preemption import Preemption
 from millrace.controller.reporting import RunReporter, TrainingState
 from millrace.core.errors import Preempted
-from millrace.inference.pool import EnginePool
+from millrace.inference.lending import GpuLending
 from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.training.group import TrainerGroup
 from millrace.weights.broadcaster import Subscription, VersionBroadcaster
@@ -51,8 +53,7 @@ class Controller:
     checkpoints: RunCheckpoints
     reporter: RunReporter
     others: Sequence[OtherPolicy] = ()  # besides the first policy, whose parts are those above
-    paused: Sequence[EnginePool] = ()  # whose lent engines stand still during a step
-    paused_engines_sleep: bool = False  # they give their memory back, too
+    lending: GpuLending = field(default_factory=GpuLending)
     preemption: Preemption = field(default_factory=Preemption)
 
     def __post_init__(self) -> None:
@@ -82,6 +83,7 @@ class Controller:
                 if self._has_next:  # False after a crash that followed the last step
                     with self.preemption.deferred():
                         await self._train(activities)
+                await self.lending.finish()
                 dispatching.cancel()  # cancelling a group aborts its requests in the engines
                 for versions in (self.engine_versions, *(p.versions for p in self.others)):
                     await versions.reached(self.state.version)
@@ -106,7 +108,7 @@ class Controller:
                 # For the version that this step makes, which the trainer has when it is used.
                 activities.create_task(self.dispatcher.expire(state.version + 1))
                 upcoming = activities.create_task(self.batches.next(state.version + 1))
-            stepped = await self._stalls.until(self._step(taken))
+            stepped = await self._stalls.until(self._step(taken, activities))
             await self.reporter.record(stepped, taken)
             state.version += 1
             self.batches.applied(taken, version=state.version, was_skipped=bool(stepped.skipped))
@@ -137,14 +139,13 @@ class Controller:
             barrier.close()  # until the evaluation after this step is over
         return taken
 
-    async def _step(self, taken: TakenBatch) -> Stepped:
+    async def _step(self, taken: TakenBatch, activities: asyncio.TaskGroup) -> Stepped:
         self.state.step_began_s = self.reporter.monitor.now()
-        sleep = self.paused_engines_sleep
-        pauses = (engines.pause(sleep=sleep, which="lent") for engines in self.paused)
-        await asyncio.gather(*pauses)
+        await self.lending.take_back()
         version = self.state.version + 1
         stepped = await step_all(self.trainer, self.others, taken, version=version)
         # Publishing the weights is copying and needs no pause. After a step that failed the engines
         # stay paused, as it ends the run.
-        await asyncio.gather(*(engines.resume() for engines in self.paused))
-        return stepped
+        await self.lending.lend(activities)
+        metrics = {**stepped.metrics, **self.lending.metrics}
+        return msgspec.structs.replace(stepped, metrics=metrics)

@@ -7,9 +7,9 @@ least loaded engine, plus 8. A pinned request ignores load.
 Promise: generate() returns whole completions, or those that the caller aborted. A completion that a
 weight update interrupted is resumed on the least loaded engine. Where lost engines are replaced,
 sequences resume on another engine from their last streamed token; on a backend that cannot resume
-partial completions they are sampled again. Requests wait while no engine serves: requests that were
-placed before wait without limit, new ones for at most max_wait_s. While some engines are paused,
-requests go to the others.
+partial completions they are sampled again. An engine that stays asleep hands its sequences over in
+the same way. Requests wait while no engine serves: requests that were placed before wait without
+limit, new ones for at most max_wait_s. While some engines are paused, requests go to the others.
 
 Runs on the controller's event loop; torch-free.
 """
@@ -17,7 +17,7 @@ Runs on the controller's event loop; torch-free.
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
@@ -34,6 +34,7 @@ from millrace.core.records import (
 )
 
 T = TypeVar("T")
+Ended = TypeVar("Ended", Completion, CompletionChunk)
 
 _SPARE_SEQUENCES = 8  # so that a few sequences do not move a session to an idle engine
 
@@ -45,6 +46,9 @@ class _PoolEntry:
     serves: bool = True  # False until it holds the newest weights, and while it drains
     is_lent: bool = False  # it computes on a device of the trainer, in turn with it
     is_paused: bool = False
+    is_held: bool = False  # it sleeps until resume() and gets no new weights before
+    num_scores: int = 0  # calls of score() in flight, which cannot be handed over
+    load_newest: Callable[[Engine], Awaitable[object]] | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -117,6 +121,11 @@ class EnginePool:
         return sum(entry.serves for entry in self._entries)
 
     @property
+    def can_spare_lent(self) -> bool:
+        """Whether some engines are lent, and others serve."""
+        return {entry.is_lent for entry in self._entries if entry.serves} == {True, False}
+
+    @property
     def capabilities(self) -> frozenset[Capability]:
         """What every engine of the pool offers."""
         offered = [entry.engine.capabilities for entry in self._entries]
@@ -128,10 +137,11 @@ class EnginePool:
         *,
         prepare: Callable[[Engine], Awaitable[object]] | None,
         is_lent: bool = False,
+        load_newest: Callable[[Engine], Awaitable[object]] | None = None,
     ) -> None:
         """Add an engine. It gets requests once `prepare`, if any, has sent the newest weights.
-        `is_lent`: see pause()."""
-        entry = _PoolEntry(engine=engine, serves=False, is_lent=is_lent)
+        `is_lent`, and `load_newest` for an engine that may be held: see pause()."""
+        entry = _PoolEntry(engine=engine, serves=False, is_lent=is_lent, load_newest=load_newest)
         self._entries.append(entry)
         try:
             if self._paused == "all" or (self._paused and is_lent):
@@ -216,23 +226,29 @@ class EnginePool:
         if streams and not wants_tokens:
             request = replace(request, coalesce=True)
 
+        def resumable(ended: Ended) -> Ended:
+            is_handed_over = ended.finish == "abort" and entry.is_held and not opened.is_aborted
+            return replace(ended, finish="interrupt") if is_handed_over else ended
+
         def receive(chunk: CompletionChunk) -> None:
+            chunk = resumable(chunk)
             log.append(chunk)
             opened.send(replace(chunk, member=first + chunk.member))
 
         def complete(member: int, completion: Completion) -> None:
-            if completion.finish != "interrupt":  # it will be resumed
+            if resumable(completion).finish != "interrupt":  # it will be resumed
                 log.finish(member, completion)
                 opened.send_completion(completion, member=first + member)
 
         entry.num_sequences += request.n
         opened.placed[request.id] = entry
         try:
-            completions = await entry.engine.generate(
+            answered = await entry.engine.generate(
                 request,
                 receive if streams else None,
                 None if opened.on_completion is None else complete,
             )
+            completions = [resumable(completion) for completion in answered]
             if wants_tokens and request.coalesce:
                 for member, completion in enumerate(completions):
                     if completion.finish == "interrupt":  # the next engine streams what follows
@@ -268,13 +284,14 @@ class EnginePool:
 
     def _choose(self, session: str | None, *, pinned: bool) -> _PoolEntry:
         serving = [entry for entry in self._entries if entry.serves]
-        awake = [entry for entry in serving if not entry.is_paused] or serving
+        awake = [entry for entry in serving if not (entry.is_paused or entry.is_held)] or serving
         least_loaded = min(awake, key=lambda entry: entry.num_sequences)
         if session is None:
             return least_loaded
         home = self._homes.pop(session, least_loaded)
         is_overloaded = home.num_sequences > 2 * least_loaded.num_sequences + _SPARE_SEQUENCES
-        stays = home in serving if pinned else home in awake and not is_overloaded
+        may_stay = home in serving and not home.is_held if pinned else home in awake
+        stays = may_stay and (pinned or not is_overloaded)
         chosen = home if stays else least_loaded
         self._homes[session] = chosen
         if len(self._homes) > self._max_sessions:
@@ -285,20 +302,33 @@ class EnginePool:
         while True:
             await self._until_served(max_wait_s=self._max_wait_s)
             entry = self._choose(None, pinned=False)
-            for logprobs in await self._ask(entry, entry.engine.score(requests)):
-                return logprobs
+            entry.num_scores += 1
+            try:
+                for logprobs in await self._ask(entry, entry.engine.score(requests)):
+                    return logprobs
+            finally:
+                entry.num_scores -= 1
 
     async def swap(self, update: WeightUpdate) -> int:
         """Swap all engines concurrently; returns the oldest version now visible."""
-        versions = await self._each(lambda engine: engine.swap(update))
+        swapped = [entry for entry in self._entries if not entry.is_held]
+        versions = await self._each(lambda engine: engine.swap(update), entries=swapped)
         return min(versions, default=update.version)  # engines that join later start with it
 
     async def abort(self, ids: Sequence[str]) -> None:
-        by_entry: dict[_PoolEntry, list[str]] = {}
-        for opened in (self._open[id] for id in ids if id in self._open):
+        found = [self._open[id] for id in ids if id in self._open]
+        for opened in found:
             opened.is_aborted = True
+        await self._abort_placed(found, self._entries)
+
+    async def _abort_placed(
+        self, requests: Iterable[_OpenRequest], entries: Sequence[_PoolEntry]
+    ) -> None:
+        by_entry: dict[_PoolEntry, list[str]] = {}
+        for opened in requests:
             for placed_id, entry in opened.placed.items():
-                by_entry.setdefault(entry, []).append(placed_id)
+                if entry in entries:
+                    by_entry.setdefault(entry, []).append(placed_id)
         await asyncio.gather(
             *(self._ask(entry, entry.engine.abort(ids)) for entry, ids in by_entry.items())
         )
@@ -307,21 +337,35 @@ class EnginePool:
         self._expired_before = max(before, self._expired_before)
         await self._each(lambda engine: engine.expire(before))
 
-    async def pause(self, *, sleep: bool = False, which: Literal["all", "lent"] = "all") -> None:
+    async def pause(
+        self, *, sleep: bool = False, which: Literal["all", "lent"] = "all", keeps: bool = False
+    ) -> None:
         """Returns when the last engine has finished its pass. `which`: "lent" engines compute on
-        devices of the trainer; the others go on."""
+        devices of the trainer; the others go on. With `keeps`, these are held: the others take over
+        their sequences, and versions are visible without them."""
         self._paused, self._is_asleep = which, sleep
-        paused = [entry for entry in self._entries if which == "all" or entry.is_lent]
+        chosen = (entry for entry in self._entries if which == "all" or entry.is_lent)
+        paused = [entry for entry in chosen if not entry.is_held]
         for entry in paused:
             entry.is_paused = True
+            resumes = Capability.PARTIALS in entry.engine.capabilities
+            entry.is_held = keeps and resumes and not entry.num_scores
+        held = [entry for entry in paused if entry.is_held]
+        await self._abort_placed(self._open.values(), held)
         await self._each(lambda engine: engine.pause(sleep=sleep), entries=paused)
 
-    async def resume(self) -> None:
+    async def resume(self, *, held: bool = True) -> None:
+        """`held`: also engines that are held, which load the newest weights before they serve."""
         self._paused, self._is_asleep = None, False
-        paused = [entry for entry in self._entries if entry.is_paused]
-        for entry in paused:
+        paused = [entry for entry in self._entries if entry.is_paused and not entry.is_held]
+        woken = [entry for entry in self._entries if entry.is_held] if held else []
+        for entry in (*paused, *woken):
             entry.is_paused = False
-        await self._each(lambda engine: engine.resume(), entries=paused)
+        await self._each(lambda engine: engine.resume(), entries=[*paused, *woken])
+        for entry in woken:
+            if entry.load_newest is not None:
+                await self._ask(entry, entry.load_newest(entry.engine))
+            entry.is_held = False
 
     @contextlib.asynccontextmanager
     async def together(self) -> AsyncIterator[None]:
@@ -333,7 +377,7 @@ class EnginePool:
         # their order, so resume() arrives after their requests.
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        await self.resume()
+        await self.resume(held=False)
 
     async def _each(
         self, ask: Callable[[Engine], Awaitable[T]], *, entries: Sequence[_PoolEntry] | None = None

@@ -141,7 +141,9 @@ class EngineReplica(WorkerReplica):
         engine = RemoteEngine(worker, swap_timeout_s=SWAP_TIMEOUT_S, capabilities=self.capabilities)
         prepare = self.load_newest if is_restart or self.joins_late else None
         try:
-            await self.pool.join(engine, prepare=prepare, is_lent=self.is_lent)
+            await self.pool.join(
+                engine, prepare=prepare, is_lent=self.is_lent, load_newest=self.load_newest
+            )
         except EngineLost as error:
             # Raise the WorkerError: it says whether a signal killed the process.
             raise error.__cause__ or error from None

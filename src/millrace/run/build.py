@@ -21,6 +21,7 @@ from millrace.controller.reporting import RunReporter, TrainingState
 from millrace.core.records import Task
 from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.environments.rollouts.player import Player
+from millrace.inference.lending import GpuLending
 from millrace.inference.pool import EnginePool
 from millrace.journal import Journal, NoJournal
 from millrace.monitoring.files.episodes import SkippedSteps
@@ -108,8 +109,7 @@ def build_controller(run: RunParts) -> Controller:
             notifier=notifier,
             uploads=writer.uploads,
         ),
-        paused=_paused_engines(run),
-        paused_engines_sleep=run.config.cluster.share_gpu == "sleep",
+        lending=_build_lending(run),
         preemption=run.preemption,
     )
 
@@ -136,12 +136,20 @@ def _build_writer(run: RunParts) -> Checkpointing:
     )
 
 
-def _paused_engines(run: RunParts) -> Sequence[EnginePool]:
-    """Engines that stand still during a step."""
-    if run.config.cluster.share_gpu not in ("take_turns", "sleep"):
-        return ()
+def _build_lending(run: RunParts) -> GpuLending:
+    """Engines that stand still during a step, if they share a GPU with the trainer."""
+    share_gpu, interrupt = run.config.cluster.share_gpu, run.config.weights.interrupt
+    if share_gpu not in ("take_turns", "sleep"):
+        return GpuLending()
     pools = [run.engines, *(other.engines for other in run.others)]
-    return pools if run.evaluators is None else [*pools, run.evaluators]
+    # Engines that stay asleep hand their sequences over, which may then have several versions.
+    is_optional = share_gpu == "sleep" and interrupt not in ("drain", "barrier")
+    return GpuLending(
+        pools=pools if run.evaluators is None else [*pools, run.evaluators],
+        sleeps=share_gpu == "sleep",
+        optional=run.engines if is_optional else None,
+        report=run.monitor.warn,
+    )
 
 
 def _follow_engines(run: RunParts, admission: Admission) -> Subscription:
