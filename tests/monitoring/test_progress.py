@@ -9,11 +9,11 @@ from millrace.monitoring.terminal.progress import (
     LineProgress,
     LiveProgress,
     ProgressDisplay,
+    RunView,
     make_progress,
     progress_line,
 )
 from millrace.monitoring.terminal.snapshot import RunGauges, RunSnapshot
-from millrace.monitoring.terminal.view import RunView
 
 ENGINE = Shares(busy=0.94, doing={"generate": 0.94}, waiting={"staleness limit": 0.06})
 TRAINER = Shares(busy=0.41, doing={"step": 0.41}, waiting={"generation": 0.55, "scores": 0.04})

@@ -1,6 +1,6 @@
 import pytest
 
-from millrace.monitoring.step_metrics import Throughput, run_rates
+from millrace.monitoring.files.metrics import Throughput, run_rates
 
 
 class Clock:

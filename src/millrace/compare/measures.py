@@ -5,10 +5,9 @@ from collections import Counter
 from typing import Any
 
 from millrace.monitoring.activity import mean_by_role, total_shares
-from millrace.monitoring.files.metrics import read_metrics, table
+from millrace.monitoring.files.metrics import read_metrics, run_rates, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.run_dir import RunDir
-from millrace.monitoring.step_metrics import run_rates
 
 # What an engine does or waits for only because of new weights. Sequences that end during a drain
 # are work, and do not count.

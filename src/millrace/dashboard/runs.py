@@ -21,10 +21,9 @@ from millrace.dashboard.spans import SpanIndex
 from millrace.dashboard.tail import FileTail
 from millrace.journal.reading import reading
 from millrace.monitoring.files.episodes import StepLife, read_lifecycle
-from millrace.monitoring.files.metrics import flatten
+from millrace.monitoring.files.metrics import flatten, run_rates
 from millrace.monitoring.files.samples import SampledEpisode, read_samples
 from millrace.monitoring.run_dir import RunDir, step_file, steps_in
-from millrace.monitoring.step_metrics import run_rates
 
 COPY_IS_LIVE_S = 60.0  # files that changed this recently belong to a run elsewhere
 ALERT_PERIOD_S = 15.0

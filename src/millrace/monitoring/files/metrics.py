@@ -3,16 +3,30 @@
 Promise: a row reaches the operating system before write() returns, and no row holds NaN. A reader
 may open the file at any time and ignores a last line that is incomplete. Called from the
 controller's event loop. docs/reference/metrics.md lists every key; tests check it.
+
+Throughput has one definition, which all reports share. A sample is an episode that was trained on;
+a replayed group does not count again. A token is one that a rollout engine generated. Time starts
+when training begins, so start-up and the evaluation before the first step do not count. A resumed
+run continues the totals of its metrics.jsonl.
 """
 
 import contextlib
 import json
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from millrace.core.errors import ConfigError
+from millrace.core.records import Group
+from millrace.core.staleness import Stamps
 from millrace.monitoring.run_dir import to_json, write_atomically
+
+WINDOW_S = 10.0  # the current rates cover whole steps and at least this much time, if there is any
+MAX_MARKS = 200
 
 
 class MetricsLog:
@@ -83,3 +97,173 @@ def table(row: Mapping[str, Any], prefix: str, *, suffix: str = "") -> dict[str,
 
 def _line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
+
+
+def group_metrics(
+    groups: Sequence[Group], *, fresh: Sequence[Group], version: int
+) -> dict[str, Any]:
+    """Tables by metric. `fresh` are the groups that were not trained on before; only these count
+    as results. `version` is the trainer's before the step."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [rollout.num_generated for rollout in rollouts]
+    return {
+        **_reward_metrics(fresh),
+        **_episode_metrics(fresh),
+        **_staleness_metrics(groups, version=version),
+        "completion_length": {"mean": float(np.mean(lengths)), "max": max(lengths)},
+        **_teacher_metrics(groups),
+    }
+
+
+def _reward_metrics(groups: Sequence[Group]) -> dict[str, Any]:
+    scores = [score for group in groups for score in group.scores]
+    totals = np.array([score.total for score in scores])
+    parts: dict[str, list[float]] = {}  # a gate or the scorer itself may leave episodes out
+    for score in scores:
+        for name, part in score.parts.items():
+            parts.setdefault(name, []).extend([] if part is None else [part])
+    by_source: dict[str, list[float]] = {}
+    for group in groups:
+        if group.task.source:
+            by_source.setdefault(group.task.source, []).extend(s.total for s in group.scores)
+    return {
+        "reward": {
+            "mean": float(totals.mean()),
+            "std": float(totals.std()),
+            "source": {name: float(np.mean(own)) for name, own in by_source.items()},
+        },
+        "rewards": {
+            name: {
+                **({"mean": float(np.mean(values))} if values else {}),
+                **({"share": len(values) / len(scores)} if len(values) < len(scores) else {}),
+            }
+            for name, values in parts.items()
+        },
+    }
+
+
+def _episode_metrics(groups: Sequence[Group]) -> dict[str, Any]:
+    episodes = [episode for group in groups for episode in group.episodes]
+    counts: Counter[str] = Counter()
+    for episode in episodes:
+        counts.update(episode.counts)
+    endings = Counter(episode.ending for episode in episodes)
+    return {
+        "turns": {"mean": float(np.mean([len(episode.turns) for episode in episodes]))},
+        "episode": {**counts, "cut": {e: n for e, n in endings.items() if e != "done"}},
+    }
+
+
+def _staleness_metrics(groups: Sequence[Group], *, version: int) -> dict[str, Any]:
+    """Over the trained tokens. A spread is the newest version minus the oldest."""
+    by_group = [[Stamps.of_rollout(rollout) for rollout in group.rollouts] for group in groups]
+    wholes = [Stamps.joined(stamps) for stamps in by_group]
+    tokens = Stamps.joined(wholes)
+    assert tokens.oldest is not None, "a step trains at least one token"
+    in_rollouts = [stamps.spread for of_group in by_group for stamps in of_group]
+    in_groups = [stamps.spread for stamps in wholes]
+    return {
+        "staleness": {
+            "mean": tokens.total_staleness(version) / tokens.num_tokens,
+            "max": version - tokens.oldest,
+            "share": {
+                version - sampled_by: count / tokens.num_tokens
+                for sampled_by, count in reversed(tokens.counts.items())
+            },
+        },
+        "version_spread": {
+            "rollout_mean": float(np.mean(in_rollouts)),
+            "rollout_max": max(in_rollouts),
+            "group_mean": float(np.mean(in_groups)),
+            "group_max": max(in_groups),
+        },
+    }
+
+
+def _teacher_metrics(groups: Sequence[Group]) -> dict[str, Any]:
+    """The mean policy version of a teacher that is an earlier policy."""
+    teachers = [r.teacher for group in groups for r in group.rollouts if r.teacher is not None]
+    versions = [teacher.version for teacher in teachers if teacher.version is not None]
+    return {"teacher": {"version": float(np.mean(versions))}} if versions else {}
+
+
+class _Mark(NamedTuple):
+    """Totals when a step ended; a rate is the difference of two marks."""
+
+    time_s: float
+    samples: int
+    tokens: int
+
+
+class Throughput:
+    """`earlier` is the last metrics row of the run that this one resumes."""
+
+    def __init__(
+        self, *, earlier: Mapping[str, Any] | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        earlier = earlier or {}
+        self._now = now
+        self._earlier_s: float = earlier.get("throughput/time_s", 0.0)
+        self._earlier_tokens: int = earlier.get("throughput/tokens", 0)
+        self._reported: dict[str, int] = {}  # tokens by engine, as its process counts them
+        self.samples: int = earlier.get("throughput/samples", 0)
+        self.begin()
+
+    def begin(self) -> None:
+        """Training begins now; tokens generated before do not count."""
+        self.tokens = self._earlier_tokens
+        self._began_s = self._now()
+        self._marks = [self._mark()]
+
+    def report(self, engine: str, tokens: int) -> None:
+        """`tokens`: what this engine's process has generated since it started."""
+        before = self._reported.get(engine, 0)
+        self.tokens += tokens - before if tokens >= before else tokens  # less: a new process
+        self._reported[engine] = tokens
+
+    def step(self, samples: int) -> None:
+        """A step has trained on this many samples."""
+        self.samples += samples
+        self._marks = [*self._marks[-MAX_MARKS:], self._mark()]
+
+    def current(self) -> dict[str, float]:
+        """Rates of the most recent steps; before the first step, of the time since the start."""
+        end = self._marks[-1] if len(self._marks) > 1 else self._mark()
+        old = [mark for mark in self._marks if mark.time_s <= end.time_s - WINDOW_S]
+        start = old[-1] if old else self._marks[0]
+        seconds = max(end.time_s - start.time_s, 1e-9)
+        return {
+            "samples_per_s": (end.samples - start.samples) / seconds,
+            "tokens_per_s": (end.tokens - start.tokens) / seconds,
+        }
+
+    def row(self) -> dict[str, float]:
+        """For metrics.jsonl, after step()."""
+        last = self._marks[-1]
+        return {
+            **self.current(),
+            "samples": last.samples,
+            "tokens": last.tokens,
+            "time_s": round(self._earlier_s + last.time_s - self._began_s, 3),
+        }
+
+    def eta_s(self, steps_left: int) -> float | None:
+        """Estimated seconds to the last step; None before the first one."""
+        if len(self._marks) < 2:
+            return None
+        per_step_s = (self._marks[-1].time_s - self._marks[0].time_s) / (len(self._marks) - 1)
+        return per_step_s * steps_left
+
+    def _mark(self) -> _Mark:
+        return _Mark(time_s=self._now(), samples=self.samples, tokens=self.tokens)
+
+
+def run_rates(row: Mapping[str, Any]) -> dict[str, float]:
+    """The mean rates of a whole run, from its last metrics row; {} if the row has no totals."""
+    seconds = row.get("throughput/time_s")
+    if not seconds:
+        return {}
+    return {
+        "samples_per_s": row["throughput/samples"] / seconds,
+        "tokens_per_s": row["throughput/tokens"] / seconds,
+    }

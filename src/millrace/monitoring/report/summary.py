@@ -15,10 +15,9 @@ from typing import Any
 from millrace.config import ModelConfig, RunConfig
 from millrace.core.errors import ConfigError
 from millrace.monitoring import activity
-from millrace.monitoring.files.metrics import flatten, read_metrics, table
+from millrace.monitoring.files.metrics import flatten, read_metrics, run_rates, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.run_dir import RunDir
-from millrace.monitoring.step_metrics import run_rates
 from millrace.monitoring.terminal.text import counts, curve, duration, rate
 
 MAX_WARNINGS = 10  # the newest are shown
