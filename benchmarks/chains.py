@@ -16,8 +16,7 @@ import torch
 from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForTokenClassification
 
-from millrace.demo.model import EOS_ID, PAD_ID, build_tokenizer
-from millrace.demo.warm_start import IGNORED, Example, warm_start
+from millrace.demo.model import EOS_ID, IGNORED, PAD_ID, Example, build_tokenizer, warm_start
 
 BASE = 5
 DIGITS = "01234"

@@ -140,7 +140,7 @@ def _append(path: Path, row: dict[str, Any]) -> None:
 
 def train_ours(folder: Path, *, steps: int, resume: bool) -> None:
     import millrace as mr
-    from millrace.monitoring.report.ledger import read_report
+    from millrace.monitoring.report.summary import read_report
 
     class Recorder(mr.Callback):
         def __init__(self) -> None:

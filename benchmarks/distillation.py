@@ -27,9 +27,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import millrace as mr
-from millrace.demo.model import build_model, build_tokenizer
+from millrace.demo.model import build_model, build_tokenizer, careless_examples, warm_start
 from millrace.demo.task import make_tasks
-from millrace.demo.warm_start import careless_examples, warm_start
 from millrace.models.loading import without_progress_bars
 
 TEMPLATE = "{hint}={prompt}"

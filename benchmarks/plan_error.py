@@ -28,10 +28,10 @@ from millrace.bench.workloads import make_long_tailed_model, shape_named
 from millrace.compare.runs import train_process
 from millrace.config import load_config
 from millrace.monitoring.run_dir import RunDir
-from millrace.plan.calibrate import calibrate, predict, predicted_mib, read_calibration
+from millrace.plan.calibrate import calibrate, microbatch_tokens, predict, read_calibration
+from millrace.plan.command import measured
 from millrace.plan.lengths import read_lengths
 from millrace.plan.model_costs import ModelShape
-from millrace.plan.report import measured
 
 STEPS, WARM_UP = {"cpu": 20, "cuda": 40}, 4
 # Groups per step, episodes per group, sequences per engine, staleness limit, engines.
@@ -131,7 +131,9 @@ def measure(toml: Path, calibration: Path, values: dict[str, int], steps: int) -
         "staleness_mean": real["staleness_mean"],
         "predicted_staleness_mean": predicted.staleness_mean,
         "memory_mib": ended.peak_gpu_mib or ended.peak_mib,
-        "predicted_memory_mib": predicted_mib(found, config, shape, lengths),
+        "predicted_memory_mib": found.run_mib(
+            config, shape, tokens=microbatch_tokens(config, lengths)
+        ),
     }
 
 

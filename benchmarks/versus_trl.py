@@ -153,8 +153,14 @@ def _notes(side: SideMeasurement) -> dict[str, float]:
 
 def make_model(directory: Path, workload: CpuWorkload) -> None:
     """The demo's model after the demo's warm start, on rambling examples if the workload asks."""
-    from millrace.demo.model import NUM_EXAMPLES, PIECES, build_model, build_tokenizer
-    from millrace.demo.warm_start import careless_examples, warm_start
+    from millrace.demo.model import (
+        NUM_EXAMPLES,
+        PIECES,
+        build_model,
+        build_tokenizer,
+        careless_examples,
+        warm_start,
+    )
 
     print(f"making {directory.name} model ...", flush=True)
     examples = careless_examples(NUM_EXAMPLES, seed=SEED)

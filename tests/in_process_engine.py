@@ -18,7 +18,7 @@ from millrace.inference.backend import (
     check_request,
 )
 from millrace.inference.interrupt import WeightInterrupt
-from millrace.weights.recv_backend import StagingReceiver
+from millrace.weights.backends import StagingReceiver
 from millrace.weights.transport import make_receiver
 
 

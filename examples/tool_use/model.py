@@ -7,8 +7,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from millrace.demo.model import build_model
-from millrace.demo.warm_start import Example, warm_start
+from millrace.demo.model import Example, build_model, warm_start
 
 LETTERS, DIGITS = "bcdfghjk", "0123456789"
 CALL_SHARE = 0.2  # of the warm-start examples

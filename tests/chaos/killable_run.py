@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 from project import Command, make_project, steps_in
 
-from millrace.monitoring.report.ledger import read_report
+from millrace.monitoring.report.summary import read_report
 
 GROUPS_PER_STEP = 2
 SETTINGS: dict[str, Any] = {

@@ -31,7 +31,7 @@ from fakes import Listener
 from millrace.core.errors import TaskError, WeightError
 from millrace.core.protocols import Engine
 from millrace.core.records import Completion, Request
-from millrace.weights.send_backend import PackingSender
+from millrace.weights.backends import PackingSender
 from millrace.weights.transport import make_sender
 
 MAX_CONTEXT = 128

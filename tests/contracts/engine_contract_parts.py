@@ -37,7 +37,7 @@ from millrace.core.protocols import Capability, Engine
 from millrace.core.records import Completion, ScoreRequest
 from millrace.models.lora.folders import read_checkpoint
 from millrace.models.lora.trained import TrainedAdapter
-from millrace.weights.send_backend import PackingSender
+from millrace.weights.backends import PackingSender
 
 
 def save_adapter(folder: Path, lora: LoraConfig, *, seed: int) -> Path:

@@ -14,9 +14,8 @@ from transport_faults import Damage, FaultContract
 
 from millrace.core.errors import WeightError
 from millrace.core.records import WeightUpdate
+from millrace.weights.backends import PackingSender, StagingReceiver
 from millrace.weights.gathering import WeightSender
-from millrace.weights.recv_backend import StagingReceiver
-from millrace.weights.send_backend import PackingSender
 from millrace.weights.transport import make_receiver as receiver_by_name
 from millrace.weights.transport import make_sender as sender_by_name
 from millrace.weights.transports.collective import CollectiveSendBackend

@@ -15,9 +15,8 @@ from transport_faults import Damage, FaultContract, location_of
 
 from millrace.core.errors import WeightError
 from millrace.core.records import WeightUpdate
+from millrace.weights.backends import NoSpace, PackingSender, StagingReceiver
 from millrace.weights.gathering import WeightSender
-from millrace.weights.recv_backend import StagingReceiver
-from millrace.weights.send_backend import NoSpace, PackingSender
 from millrace.weights.transports.disk import (
     DELTA_FILE,
     MARKER,

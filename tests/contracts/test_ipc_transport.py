@@ -12,10 +12,10 @@ from transport_faults import Damage, FaultContract, with_location
 
 from millrace.core.errors import WeightError
 from millrace.core.records import WeightUpdate
+from millrace.weights.backends import PackingSender
 from millrace.weights.gathering import WeightSender
-from millrace.weights.send_backend import PackingSender
 from millrace.weights.transport import make_sender as sender_by_name
-from millrace.weights.transports.ipc import SharedMemory
+from millrace.weights.transports.memory import SharedMemory
 
 
 class CudaSender:

@@ -9,11 +9,10 @@ from transport_contract import DeltaContract, TransportContract
 from transport_faults import Damage, FaultContract, location_of, with_location
 
 from millrace.core.records import WeightUpdate
+from millrace.weights.backends import PackingSender, StagingReceiver
 from millrace.weights.gathering import WeightSender
-from millrace.weights.recv_backend import StagingReceiver
-from millrace.weights.send_backend import PackingSender
 from millrace.weights.transport import make_receiver as receiver_by_name
-from millrace.weights.transports.shm import Segment, ShmSendBackend
+from millrace.weights.transports.memory import Segment, ShmSendBackend
 
 
 class ShmContract(TransportContract):

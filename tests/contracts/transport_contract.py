@@ -17,8 +17,8 @@ from remote_receiver import RemoteReceiver
 
 from millrace.core.errors import WeightError
 from millrace.core.records import WeightUpdate
+from millrace.weights.backends import StagingReceiver
 from millrace.weights.gathering import WeightSender
-from millrace.weights.recv_backend import StagingReceiver
 
 Tensors = dict[str, torch.Tensor]
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from millrace.dashboard.columns import MetricColumns
-from millrace.dashboard.diagnosis import diagnose, find_alerts, waits_of
+from millrace.dashboard.diagnosis import MetricColumns, diagnose, find_alerts, waits_of
 
 SETTINGS = {
     "buffer.max_staleness": 2,

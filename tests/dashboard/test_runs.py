@@ -9,7 +9,7 @@ from synthetic_run import make_run
 
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
-from millrace.dashboard.columns import MetricColumns
+from millrace.dashboard.diagnosis import MetricColumns
 from millrace.dashboard.runs import RunReader
 from millrace.monitoring.run_dir import RunDir
 

@@ -6,9 +6,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from millrace.demo.model import build_model, build_tokenizer, make_model
+from millrace.demo.model import (
+    CARE,
+    build_model,
+    build_tokenizer,
+    careless_examples,
+    make_model,
+    warm_start,
+)
 from millrace.demo.task import make_tasks
-from millrace.demo.warm_start import CARE, careless_examples, warm_start
 
 
 def test_tokenizer_round_trips_every_task() -> None:

@@ -14,7 +14,7 @@ from millrace.journal import Ledger, read_journal
 from millrace.monitoring.files.episodes import read_lifecycle
 from millrace.monitoring.files.metrics import read_metrics
 from millrace.monitoring.files.samples import read_samples
-from millrace.monitoring.report.ledger import read_report
+from millrace.monitoring.report.summary import read_report
 from millrace.monitoring.run_dir import RunDir
 
 STEPS, GROUPS = 14, 4

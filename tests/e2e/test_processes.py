@@ -10,7 +10,7 @@ from project import Command, make_project, steps_in
 
 from millrace.cli.main import main
 from millrace.monitoring.files.metrics import read_metrics
-from millrace.monitoring.report.ledger import read_report
+from millrace.monitoring.report.summary import read_report
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ from millrace.core.records import ScoreRequest, WeightUpdate
 from millrace.core.spans import Timeline
 from millrace.inference import worker as engine_worker
 from millrace.inference.worker import EngineWorker
-from millrace.weights.send_backend import PackingSender
+from millrace.weights.backends import PackingSender
 from millrace.weights.transport import make_sender
 
 

@@ -9,9 +9,8 @@ from project import make_project
 from synthetic_run import make_run
 
 from millrace.cli.main import main
-from millrace.compare.designs import plan_designs
-from millrace.compare.measures import measure_run
 from millrace.compare.report import markdown, page
+from millrace.compare.runs import measure_run, plan_designs
 from millrace.core.errors import ConfigError
 
 PLAN = {"presets": (), "sweeps": (), "settings": {}}

@@ -11,9 +11,9 @@ from millrace.cli.launch.plan import plan_launch
 from millrace.cli.main import main
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
+from millrace.plan.command import compared
 from millrace.plan.lengths import Lengths, read_lengths
 from millrace.plan.model_costs import GPUS, DeviceCosts, ModelShape, gpu_named
-from millrace.plan.report import compared
 from millrace.plan.search import PlannedRun, Split, _fitting, search
 
 QWEN_8B = {

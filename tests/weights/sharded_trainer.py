@@ -29,11 +29,11 @@ from torch.utils._pytree import tree_leaves
 
 from millrace.core.errors import WeightError
 from millrace.core.records import WeightUpdate
+from millrace.weights.backends import NoSpace, PackingSender
 from millrace.weights.gathering import GatheringSender
 from millrace.weights.publisher import Publisher
-from millrace.weights.send_backend import NoSpace, PackingSender
 from millrace.weights.transport import make_sender
-from millrace.weights.transports.shm import ShmSendBackend
+from millrace.weights.transports.memory import ShmSendBackend
 
 BUCKET_BYTES = 4096
 NUM_RACED = 60

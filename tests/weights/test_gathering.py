@@ -14,7 +14,7 @@ import torch
 from forked_program import start_program
 
 from millrace.core.records import WeightUpdate
-from millrace.weights.send_backend import Payload
+from millrace.weights.backends import Payload
 from millrace.weights.transport import make_receiver, make_sender
 from millrace.weights.transports.disk import MARKER
 

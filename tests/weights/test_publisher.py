@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.core.errors import ConfigError, WeightError
 from millrace.core.records import WeightUpdate
+from millrace.weights.backends import NoSpace
 from millrace.weights.publisher import Publisher, WeightSnapshot
-from millrace.weights.send_backend import NoSpace
 from millrace.weights.transport import make_receiver, make_sender
 
 

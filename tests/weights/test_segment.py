@@ -10,7 +10,7 @@ import torch
 from forked_program import start_program
 
 from millrace.core.errors import WeightError
-from millrace.weights.transports.shm import DEFAULT_BACKING, Backing, Segment, ShmRecvBackend
+from millrace.weights.transports.memory import DEFAULT_BACKING, Backing, Segment, ShmRecvBackend
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
 BACKINGS = [pytest.param("memfd", marks=linux), "file"]
@@ -99,7 +99,7 @@ def test_killed_owner_leaves_nothing_behind(tmp_path: Path, warm_fork_server):
     script.write_text(
         "import sys, tempfile, time\n"
         "tempfile.tempdir = sys.argv[1]\n"
-        "from millrace.weights.transports.shm import Segment\n"
+        "from millrace.weights.transports.memory import Segment\n"
         "segment = Segment(1000)\n"
         "print(segment.location, flush=True)\n"
         "time.sleep(3600)\n"

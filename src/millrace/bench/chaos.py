@@ -10,7 +10,6 @@ end, if that kill is recent: the effects of a kill show within the steps that we
 buffered by then. The time that is left over stays unexplained and measures the account's quality.
 """
 
-import json
 import math
 import shutil
 import sys
@@ -27,7 +26,7 @@ from millrace.bench.faults import target_run
 from millrace.bench.faults.injector import FaultInjector, Kill, Stuck
 from millrace.journal.ledger import TRAINED
 from millrace.monitoring.files.metrics import read_metrics
-from millrace.monitoring.report.ledger import read_report
+from millrace.monitoring.report.summary import read_report
 
 MIN_STEPS, STEPS_PER_KILL = 200, 5  # with fewer steps, accuracy depends on chance
 NUM_EXAMPLES = 9600  # for the model's warm start
@@ -65,21 +64,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 class ObservedRun:
     """A target run from start to end, with a checker and a fault injector."""
 
-    def __init__(self, folder: Path, *, model: Path, steps: int, seed: int) -> None:
-        self._seed = seed
-        self.target = target_run.TargetRun(folder, model=model, steps=steps, seed=seed)
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        """`settings`: see TargetRun."""
+        self.target = target_run.TargetRun(folder, **settings)
         self.checker = target_run.RunChecker(self.target.run_dir)
         self.injector = FaultInjector(self.target, self.checker)
 
     def run(self, num_kills: int = 0, *, step_s: float = 0.0) -> None:
         try:
             self.target.start()
-            self.injector.inject(num_kills, step_s=step_s, seed=self._seed)
+            self.injector.inject(num_kills, step_s=step_s, seed=self.target.seed)
             self.checker.conclude()
             self.leftovers = check_leftovers(self.target)
         finally:
             self.target.close()
-        self.summary = json.loads(self.target.run_dir.summary.read_text())
+        self.summary = self.target.run_dir.read_summary()
 
 
 def inject(folder: Path, *, num_kills: int, steps: int, seed: int) -> dict[str, Any]:
@@ -163,10 +162,11 @@ def check_work(
     )
     report = read_report(target.run_dir.path)
     ledger, troubles = report.ledger, report.check()
+    totals = [f"{count} {what}" for what, count in sorted(ledger.totals.items()) if count]
     yield Promise(
         what="no group is lost: each is trained, dropped with a reason, or pending",
         holds=not troubles,
-        found=troubles[0] if troubles else _totals(ledger.totals, num_open=len(ledger.open)),
+        found=troubles[0] if troubles else f"{', '.join(totals)}, {len(ledger.open)} pending",
         name="groups_lost",
         count=len(troubles),
     )
@@ -280,8 +280,3 @@ def check_account(account: TimeAccount) -> Promise:
         holds=abs(account.rest_s) <= MAX_REST_SHARE * account.wall_s,
         found=f"{account.rest_s:+.1f} s of {account.wall_s:.0f} s are unexplained",
     )
-
-
-def _totals(totals: Counter[str], *, num_open: int) -> str:
-    parts = [f"{count} {what}" for what, count in sorted(totals.items()) if count]
-    return ", ".join([*parts, f"{num_open} pending"])

@@ -81,32 +81,24 @@ def measure(
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     token_bytes = block_bytes(measure_cache(model).shapes, block_tokens=1, dtype=dtype)
     routing = find_routing(model) if args.routes else None
-    engine = engine_of(
-        model,
-        tokenizer,
-        config=config,
-        version=0,
-        routing=routing,
-        options=options,
-        exact=args.exact,
-    )
-    _generate(engine, 1, prompt_tokens=prompt_tokens, sampling=Sampling(max_new_tokens=1))
+    more: dict[str, Any] = {"routing": routing, "options": options, "exact": args.exact}
+    engine = engine_of(model, tokenizer, config=config, version=0, **more)
+    generate = partial(_generate, engine, prompt_tokens=prompt_tokens)
+    generate(1, sampling=Sampling(max_new_tokens=1))
     start_s = time.perf_counter() - started_s
     num_bytes = 2**30 if on_gpu else 2**26
     bytes_per_s = 2 * num_bytes / copy_s(num_bytes, device=device)  # read and written
     brief = replace(sampling, max_new_tokens=40)  # truncated sampling has kernels of its own
     rows = []
     for batch in batches:
-        _generate(engine, batch, prompt_tokens=prompt_tokens, sampling=brief)
+        generate(batch, sampling=brief)
         before_s = time.perf_counter()
-        tokens = _generate(engine, batch, prompt_tokens=prompt_tokens, sampling=sampling)
+        tokens = generate(batch, sampling=sampling)
         seconds = time.perf_counter() - before_s
         if args.profile:
-            generate = partial(
-                _generate, engine, batch, prompt_tokens=prompt_tokens, sampling=sampling
-            )
             print(f"{batch} sequences, prefill included")
-            print(kernel_times(generate, num_steps=new_tokens))
+            work = partial(generate, batch, sampling=sampling)
+            print(kernel_times(work, num_steps=new_tokens))
         # The context grows by one token per step; on average, half of the new tokens are there.
         live = batch * (prompt_tokens + new_tokens / 2)
         floor_s = (weight_bytes + live * token_bytes) / bytes_per_s

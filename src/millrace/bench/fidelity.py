@@ -9,8 +9,8 @@ those rounded to the compute dtype.
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ import torch
 from millrace.bench import bench_parser, show_result
 from millrace.bench.workloads import chosen_device, described, group_of, make_model, shapes
 from millrace.config import EngineConfig
-from millrace.core.microbatch import Microbatch
 from millrace.core.records import Completion, Group, Request, Sampling
 from millrace.environments.token_record import rollout_of
 from millrace.inference.backend import EmbeddedBackend
@@ -35,21 +34,6 @@ from millrace.training.policy_model import PolicyModel
 
 _GROUP = 4  # completions of a prompt
 _BLOCK_TOKENS = 16
-
-
-@dataclass(kw_only=True, slots=True)
-class Differences:
-    tokens: int = 0
-    differing: int = 0
-    largest: float = 0.0  # nats
-    total: float = 0.0
-
-    def add(self, ours: np.ndarray, theirs: np.ndarray) -> None:  # [N] float32 each
-        apart = np.abs(ours.astype(np.float64) - theirs)
-        self.tokens += len(ours)
-        self.differing += int((ours.view(np.int32) != theirs.view(np.int32)).sum())
-        self.largest = max(self.largest, float(apart.max(initial=0.0)))
-        self.total += float(apart.sum())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,26 +62,33 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     policy = PolicyModel(model, settings=settings)
     engine = _engine(name, policy, args, batch=batch, new_tokens=new_tokens, exact=exact)
     known = min(1000, model.config.get_text_config().vocab_size)
-    found, round_number = Differences(), 0
-    while found.tokens < wanted:
+    sizes = (16384, 4096, 30000, 7000) if on_gpu else (512, 128, 2048, 300)  # of microbatches
+    tokens = differing = 0
+    largest = total = 0.0  # nats
+    for number, size in enumerate(cycle(sizes)):
         groups = generate(
-            engine, round_number, num_prompts=batch // 2, new_tokens=new_tokens, num_tokens=known
+            engine, number, num_prompts=batch // 2, new_tokens=new_tokens, num_tokens=known
         )
-        for part in _microbatches(groups, round_number, on_gpu=on_gpu):
+        for part in pack(groups, microbatch_tokens=size).microbatches:
             with torch.no_grad():
-                logprobs = policy.logprobs(part).logprobs.cpu().numpy()
-            found.add(logprobs, part.engine_logprobs)
-        round_number += 1
-        print(f"{found.tokens:,} logprobs compared, {found.differing:,} differ", file=sys.stderr)
+                ours, theirs = policy.logprobs(part).logprobs.cpu().numpy(), part.engine_logprobs
+            apart = np.abs(ours.astype(np.float64) - theirs)
+            tokens += len(ours)
+            differing += int((ours.view(np.int32) != theirs.view(np.int32)).sum())
+            largest = max(largest, float(apart.max(initial=0.0)))
+            total += float(apart.sum())
+        print(f"{tokens:,} logprobs compared, {differing:,} differ", file=sys.stderr)
+        if tokens >= wanted:
+            break
     stats = engine.stats()
     return {
         "model": name,
         "mode": args.mode,
         **described(device, dtype),
-        "tokens": found.tokens,
-        "differing": found.differing,
-        "largest_difference": found.largest,
-        "mean_difference": found.total / found.tokens,
+        "tokens": tokens,
+        "differing": differing,
+        "largest_difference": largest,
+        "mean_difference": total / tokens,
         "prefill_tokens": stats.prefill_tokens,
         "reused_tokens": stats.cached_tokens,
         "preemptions": stats.preemptions,
@@ -168,9 +159,3 @@ def generate(
         )
         for id, completions in ended.items()
     ]
-
-
-def _microbatches(groups: list[Group], number: int, *, on_gpu: bool) -> Iterator[Microbatch]:
-    """Microbatches of another size in each round."""
-    sizes = (16384, 4096, 30000, 7000) if on_gpu else (512, 128, 2048, 300)
-    yield from pack(groups, microbatch_tokens=sizes[number % len(sizes)]).microbatches

@@ -83,11 +83,9 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rates(run_dir: Path) -> dict[str, Any]:
-    rows = read_metrics(run_dir / "metrics.jsonl")
-    first, last = rows[WARM_UP_STEPS - 1], rows[-1]
+    rows, spans = read_metrics(run_dir / "metrics.jsonl"), read_trace(run_dir / "trace.json")
     episodes = GROUPS * GROUP_SIZE * (len(rows) - WARM_UP_STEPS)
-    start_s, end_s = first["time_s"], last["time_s"]
-    spans = read_trace(run_dir / "trace.json")
+    start_s, end_s = rows[WARM_UP_STEPS - 1]["time_s"], rows[-1]["time_s"]
     timed = [span for span in spans if span.start_s >= start_s and span.end_s <= end_s]
     roles = mean_by_role(total_shares(timed))
     return {

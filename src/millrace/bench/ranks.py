@@ -12,6 +12,7 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,16 +180,13 @@ def compare(
         for is_mixture in {feature.is_mixture for feature in features.values()}:
             _make_model(Path(folder), is_mixture=is_mixture)
         alone, found = {}, {}
+        run = partial(run_ranks, _run, device=device)
         for name, sizes in meshes.items():
             chosen = {key: feature for key, feature in features.items() if feature.fits(sizes)}
             settings = (Path(folder), sizes.num_data_ranks, device)
             if sizes.num_data_ranks not in alone:
-                alone[sizes.num_data_ranks] = run_ranks(
-                    _run, features, *settings, sizes=MeshSizes(), device=device
-                )
-            found[name] = run_ranks(
-                _run, chosen, *settings, sizes=sizes, device=device, sharded=True
-            )
+                alone[sizes.num_data_ranks] = run(features, *settings, sizes=MeshSizes())
+            found[name] = run(chosen, *settings, sizes=sizes, sharded=True)
     return {
         feature: {
             name: _difference(found[name][feature], alone[sizes.num_data_ranks][feature])
@@ -205,14 +203,13 @@ Numbers = dict[str, np.ndarray]
 def _difference(ours: Numbers, expected: Numbers) -> float:
     """The largest difference of any array, relative to its largest value."""
     assert ours.keys() == expected.keys(), "all ranks name the same parameters and metrics"
-    return float(np.max([_relative(ours[name], expected[name]) for name in expected]))
-
-
-def _relative(ours: np.ndarray, expected: np.ndarray) -> float:
-    assert ours.shape == expected.shape, "gathered parameters are whole"
-    # Metrics, which are single numbers, may be near 0 because larger ones cancel.
-    scale = np.abs(expected).max(initial=1.0 if expected.ndim == 0 else 1e-30)
-    return float(np.abs(ours - expected).max(initial=0.0) / scale)
+    found: list[float] = []
+    for name, wanted in expected.items():
+        assert ours[name].shape == wanted.shape, "gathered parameters are whole"
+        # Metrics, which are single numbers, may be near 0 because larger ones cancel.
+        scale = np.abs(wanted).max(initial=1.0 if wanted.ndim == 0 else 1e-30)
+        found.append(np.abs(ours[name] - wanted).max(initial=0.0) / scale)
+    return float(np.max(found))
 
 
 def _run(
@@ -220,10 +217,8 @@ def _run(
 ) -> dict[str, Numbers]:
     """The numbers of each feature. Batches are packed for `num_shares` ranks: a rank that is alone
     computes all shares."""
-    return {
-        name: train(feature, ranks, folder, num_shares=num_shares, device=device)
-        for name, feature in features.items()
-    }
+    more: dict[str, Any] = {"num_shares": num_shares, "device": device}
+    return {name: train(feature, ranks, folder, **more) for name, feature in features.items()}
 
 
 def make_trainer(

@@ -17,9 +17,8 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,19 +42,18 @@ APPLIED = {"adapter": "unmerged", "merged": "merged"}  # lora.apply of these pay
 PAYLOADS = ("full", "delta", *APPLIED)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class Case(NamedTuple):
     transport: str
     payload: str  # one of PAYLOADS
     engines: int = 1
 
 
 ON_CPU = (
-    *(Case(transport="shm", payload=payload) for payload in ("full", *APPLIED)),
-    Case(transport="disk", payload="full"),
-    Case(transport="collective", payload="full", engines=2),
+    *(Case("shm", payload) for payload in ("full", *APPLIED)),
+    Case("disk", "full"),
+    Case("collective", "full", engines=2),
 )
-ON_GPU = tuple(Case(transport="ipc", payload=payload) for payload in ("full", *APPLIED))
+ON_GPU = tuple(Case("ipc", payload) for payload in ("full", *APPLIED))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,11 +91,8 @@ def cases(args: argparse.Namespace, *, on_gpu: bool) -> list[Case]:
     if args.transports is args.payloads is args.engines is None:
         return [*usual]
     transports = args.transports or list(dict.fromkeys(case.transport for case in usual))
-    payloads, engines = args.payloads or ["full"], args.engines or 1
-    return [
-        Case(transport=transport, payload=payload, engines=engines)
-        for transport, payload in itertools.product(transports, payloads)
-    ]
+    pairs = itertools.product(transports, args.payloads or ["full"])
+    return [Case(*pair, engines=args.engines or 1) for pair in pairs]
 
 
 def settings(args: argparse.Namespace, case: Case, *, scratch: Path) -> RunConfig:
@@ -139,13 +134,12 @@ async def measure(
         await bench.start(hub, env=env)
         say("warming up")
         async with bench.decoding():
-            for _ in range(WARM_UP):
-                await bench.publish()
+            await bench.publish(WARM_UP)
             bench.times.clear()
             say(f"decoding alone for {num_versions * PERIOD_S:g} s")
             alone = await bench.rate(asyncio.sleep(num_versions * PERIOD_S))
             say(f"publishing {num_versions} versions, one each {PERIOD_S:g} s")
-            publishing = await bench.rate(bench.publish_regularly(num_versions))
+            publishing = await bench.rate(bench.publish(num_versions, period_s=PERIOD_S))
     # The floor: one copy of the same bytes, and the tokens per second that remain if every period
     # loses the time of that copy.
     floor_s = copy_s(bench.num_bytes, device=device, repeats=5)
@@ -218,13 +212,13 @@ class Bench:
         await activity
         return (sum(self._tokens.values()) - before) / (time.monotonic() - started_s)
 
-    async def publish_regularly(self, num_versions: int) -> None:
+    async def publish(self, num_versions: int, *, period_s: float = 0.0) -> None:
         for _ in range(num_versions):
-            next_s = time.monotonic() + PERIOD_S
-            await self.publish()
+            next_s = time.monotonic() + period_s
+            await self._publish()
             await asyncio.sleep(max(0.0, next_s - time.monotonic()))
 
-    async def publish(self) -> None:
+    async def _publish(self) -> None:
         """Publish one version and wait until every engine holds it."""
         self._version += 1
         nothing = Batch(microbatches=(), num_sequences=0, num_trained_tokens=0)
@@ -232,10 +226,8 @@ class Bench:
         assert isinstance(stepped, messages.Stepped)
         update = await self._published.get()
         ready_s = time.monotonic()
-        self.num_bytes = update.num_bytes
-        swaps = await asyncio.gather(
-            *(e.call(messages.SwapWeights(update=update)) for e in self._engines)
-        )
+        self.num_bytes, swap = update.num_bytes, messages.SwapWeights(update=update)
+        swaps = await asyncio.gather(*(engine.call(swap) for engine in self._engines))
         visible_s = time.monotonic()
         await self._trainer.call(messages.Release(version=update.version))
         started_s = stepped.metrics["started_s"]
@@ -249,12 +241,10 @@ class Bench:
 
 
 async def _feed(pool: EnginePool, number: int) -> None:
-    prompt = np.arange(2, 10, dtype=np.int32)
-    sampling = Sampling(max_new_tokens=NEW_TOKENS)
+    prompt, sampling = np.arange(2, 10, dtype=np.int32), Sampling(max_new_tokens=NEW_TOKENS)
     for turn in itertools.count():
-        await pool.generate(
-            Request(id=f"{number}.{turn}", prompt=prompt, n=1, sampling=sampling, seed=number)
-        )
+        id = f"{number}.{turn}"
+        await pool.generate(Request(id=id, prompt=prompt, sampling=sampling, seed=number))
 
 
 def _line(row: dict[str, Any]) -> str:

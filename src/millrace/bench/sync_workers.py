@@ -6,6 +6,7 @@ and publishes its weights for each step, and trains nothing; the publisher and i
 real ones.
 """
 
+import contextlib
 import time
 from collections.abc import Mapping
 
@@ -16,6 +17,7 @@ from millrace.bench.workloads import make_model, shape_named
 from millrace.cluster import messages
 from millrace.cluster.link import Link, run_worker
 from millrace.config import RunConfig
+from millrace.core.records import WeightUpdate
 from millrace.core.spans import Timeline
 from millrace.inference.embedded.build import applied_adapters, engine_of
 from millrace.inference.embedded.self_test import engine_path
@@ -40,14 +42,13 @@ def main(link: Link, name: str) -> None:
         worker.serve()
         return
     weights = make_weights(config)
-    publisher = Publisher(
-        build_sender(config), emit=lambda update: link.emit(messages.Published(update=update))
-    )
-    call.reply()
-    try:
+
+    def emit(update: WeightUpdate) -> None:
+        link.emit(messages.Published(update=update))
+
+    with contextlib.closing(Publisher(build_sender(config), emit=emit)) as publisher:
+        call.reply()
         serve_trainer(link, publisher, weights=weights, config=config)
-    finally:
-        publisher.close()
 
 
 def build_engine_worker(config: RunConfig, *, link: Link, name: str) -> EngineWorker:
@@ -94,7 +95,13 @@ def serve_trainer(
                         weight.view(-1)[::CHANGED_EVERY] *= 1.1
                     else:
                         weight *= 1.001
-                metrics = publish(publisher, version, weights)
+                _wait_for_gpu()
+                started_s = time.monotonic()
+                publisher.publish(version, weights)
+                _wait_for_gpu()
+                # When it began, and how long it blocked the trainer.
+                stall_ms = (time.monotonic() - started_s) * 1000
+                metrics = {"started_s": started_s, "stall_ms": stall_ms}
                 call.reply(messages.Stepped(version=version, metrics=metrics))
             case messages.Release(version=version):
                 publisher.release(version)
@@ -102,17 +109,6 @@ def serve_trainer(
             case _:
                 call.reply()
                 return
-
-
-def publish(
-    publisher: Publisher, version: int, weights: Mapping[str, torch.Tensor]
-) -> dict[str, float]:
-    """Publish; returns when it began (monotonic) and how long it blocked the trainer."""
-    _wait_for_gpu()
-    started_s = time.monotonic()
-    publisher.publish(version, weights)
-    _wait_for_gpu()
-    return {"started_s": started_s, "stall_ms": (time.monotonic() - started_s) * 1000}
 
 
 def _wait_for_gpu() -> None:

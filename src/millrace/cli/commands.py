@@ -76,7 +76,7 @@ def train(args: argparse.Namespace) -> int:
         print(url.readline().rstrip() or "warning: the dashboard did not start.")
     code = _finish_run(lambda: run.train(config, resume=resume), run_dir=config.run_dir)
     if code == DONE and args.config.name.endswith(".plan.toml"):
-        from millrace.plan.report import compared
+        from millrace.plan.command import compared
 
         print("\n".join(compared(args.config, config.run_dir)))
     return code
@@ -287,7 +287,7 @@ def launch(args: argparse.Namespace) -> None:
 
 def _ledger(run_dir: Path, console: Any, *, number: int | None) -> None:
     from millrace.core.errors import JournalError
-    from millrace.monitoring.report.ledger import ledger_table, read_report
+    from millrace.monitoring.report.summary import ledger_table, read_report
 
     report = read_report(run_dir)
     shown = ledger_table(report) if number is None else f"{number}: {report.status(number)}"

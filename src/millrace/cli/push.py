@@ -1,16 +1,22 @@
 """`millrace push`: a checkpoint with a model card to a repository on the Hugging Face hub.
 
-Promise: only the model leaves this machine, in one commit: no state of the trainer, and no path of
-this machine. The token goes to the hub alone and is never printed. A model card that the repository
-already has stays, unless it is to be replaced.
+Promise: only the model leaves this machine, in one commit: no state of the trainer. The token goes
+to the hub alone and is never printed. A model card that the repository already has stays, unless it
+is to be replaced. A card says where the model comes from, how it was trained and what it reached;
+it holds no path of a machine, no address and no key. Of a local file or folder, only the last part
+of its path is written, and only settings that shape the model are shown.
 """
 
 import argparse
 import json
 import re
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import tomli_w
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
@@ -18,7 +24,8 @@ from huggingface_hub.errors import (
 )
 
 from millrace.core.errors import CheckpointError, ConfigError, RunFailed
-from millrace.monitoring.report.model_card import base_model, model_card
+from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.report.summary import changed_settings
 from millrace.monitoring.run_dir import RunDir
 from millrace.training.checkpoints.directory import MANIFEST_FILE, RUN_STATE_FILE, damage_to
 
@@ -49,13 +56,9 @@ def push(options: argparse.Namespace) -> str:
             "There is no token of the Hugging Face hub; set HF_TOKEN, or run: hf auth login."
         )
     step = int(checkpoint.name.removeprefix("step_"))
-    card = model_card(
-        run_dir,
-        title=options.repo.partition("/")[2],
-        step=step,
-        is_adapter=(checkpoint / ADAPTER_FILE).is_file(),
-        license=options.license,
-    )
+    is_adapter, title = (checkpoint / ADAPTER_FILE).is_file(), options.repo.partition("/")[2]
+    about = {"title": title, "step": step, "is_adapter": is_adapter}
+    card = model_card(run_dir, **about, license=options.license)
     api = HfApi(endpoint=options.endpoint, token=token)
     try:
         api.create_repo(options.repo, private=options.private or None, exist_ok=True)
@@ -93,17 +96,14 @@ def _files(checkpoint: Path) -> list[CommitOperationAdd]:
     files = {path.name: path for path in sorted(checkpoint.iterdir()) if path.is_file()}
     for name in NOT_PUSHED:
         files.pop(name, None)
-    return [
-        CommitOperationAdd(name, _adapter_settings(path) if name == ADAPTER_FILE else path)
-        for name, path in files.items()
-    ]
-
-
-def _adapter_settings(path: Path) -> bytes:
-    """Of a local base model, the name of its folder only."""
-    settings: dict[str, Any] = json.loads(path.read_text())
-    base, _ = base_model({"model": {"path": settings["base_model_name_or_path"]}})
-    return json.dumps({**settings, "base_model_name_or_path": base}, indent=2).encode()
+    contents: dict[str, Path | bytes] = {**files}
+    if (adapter := files.get(ADAPTER_FILE)) is not None:
+        settings: dict[str, Any] = json.loads(adapter.read_text())
+        # Of a local base model, the name of its folder only.
+        base, _ = base_model({"model": {"path": settings["base_model_name_or_path"]}})
+        settings["base_model_name_or_path"] = base
+        contents[ADAPTER_FILE] = json.dumps(settings, indent=2).encode()
+    return [CommitOperationAdd(name, content) for name, content in contents.items()]
 
 
 def _reason(error: Exception) -> str:
@@ -116,3 +116,123 @@ def _reason(error: Exception) -> str:
     if isinstance(cause, HTTPError | ConnectionError):
         return f"it cannot be reached ({' '.join(str(cause).split())})"
     return " ".join(str(cause).split()).rstrip(".")
+
+
+SECTIONS = {"model", "lora", "tasks", "scorers", "scoring", "sampling", "rollout", "buffer"}
+SECTIONS |= {"loss", "optimizer", "trainer", "critic", "seed"}
+SCORER_KEYS = ("name", "type", "function", "weight")  # others may name services
+COLUMNS = ("reward/mean", "reward/std", "eval/accuracy", "kl", "entropy", "staleness/mean")
+MAX_ROWS = 10
+METADATA = {"pipeline_tag": "text-generation", "tags": ["millrace", "reinforcement-learning"]}
+
+
+def model_card(
+    run_dir: RunDir, *, title: str, step: int, is_adapter: bool, license: str | None
+) -> str:
+    text = run_dir.config.read_text()
+    settings = tomllib.loads(text)
+    base, is_local = base_model(settings)
+    metadata: dict[str, Any] = {} if license is None else {"license": license}
+    if not is_local:
+        relation = "adapter" if is_adapter else "finetune"
+        metadata |= {"base_model": base, "base_model_relation": relation}
+    metadata |= {"library_name": "peft" if is_adapter else "transformers", **METADATA}
+    # A JSON value is also a YAML value.
+    head = "".join(f"{key}: {json.dumps(value)}\n" for key, value in metadata.items())
+    versions = text.partition("\n")[0].removeprefix("# ") if text.startswith("# ") else "unknown"
+    kind = "LoRA adapter (PEFT) for" if is_adapter else "full fine-tune of"
+    return CARD.format(
+        head=head,
+        title=title,
+        kind=kind,
+        base=f"the local model {base}" if is_local else f"[{base}](https://huggingface.co/{base})",
+        step=step,
+        curve=_curve(read_metrics(run_dir.metrics), step),
+        settings=tomli_w.dumps(_public(settings)),
+        versions=versions,
+        license=f"`{license}`" if license else "The author has not chosen one yet.",
+    )
+
+
+def base_model(settings: Mapping[str, Any]) -> tuple[str, bool]:
+    """Name of the model that the run started from, and whether it is a local folder. The run has
+    written the path of a folder as an absolute one."""
+    path = settings["model"]["path"]
+    return (Path(path).name, True) if Path(path).is_absolute() else (path, False)
+
+
+def _curve(rows: list[dict[str, Any]], step: int) -> str:
+    """A table of means over at most MAX_ROWS equal parts of the run."""
+    rows = [row for row in rows if row["step"] <= step]
+    names = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
+    count = min(MAX_ROWS, len(rows))
+    lines = [f"| steps | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for part in range(count):
+        chosen = rows[part * len(rows) // count : (part + 1) * len(rows) // count]
+        first, last = chosen[0]["step"], chosen[-1]["step"]
+        values = [[row[name] for row in chosen if row.get(name) is not None] for name in names]
+        means = [f"{fmean(found):.4g}" if found else "" for found in values]
+        steps = f"{first}" if first == last else f"{first} to {last}"
+        lines.append(f"| {steps} | {' | '.join(means)} |")
+    return "\n".join(lines) if names else "The run has no metrics."
+
+
+def _public(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The changed settings that shape the model, as tables."""
+    shown: dict[str, Any] = {}
+    for key, value in changed_settings(settings).items():
+        *above, name = key.split(".")
+        if (above or [name])[0] not in SECTIONS:
+            continue
+        if name == "scorers":
+            value = [{k: row[k] for k in SCORER_KEYS if k in row} for row in value]
+        table = shown
+        for part in above:
+            table = table.setdefault(part, {})
+        table[name] = _without_folders(value)
+    return shown
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_folders(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_folders(below) for below in value]
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
+
+
+CARD = """\
+---
+{head}---
+
+# {title}
+
+{kind} {base}, trained with reinforcement learning by Millrace. This is step {step} of the run.
+
+## Training
+
+Each row is the mean over its steps.
+
+{curve}
+
+## Settings
+
+These settings differ from the defaults. Files are named without their folders.
+
+```toml
+{settings}```
+
+## Reproduce
+
+Save the settings as `run.toml`, beside the tasks and reward functions that they name, and run:
+
+```
+millrace train run.toml --run_dir run
+```
+
+Made with: {versions}
+
+## Licence
+
+{license}
+"""

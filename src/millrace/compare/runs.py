@@ -1,27 +1,94 @@
-"""`millrace compare`: makes each run as a `millrace train` process, and keeps a row for each.
+"""`millrace compare`: settings files, presets and values of a sweep, for each seed, as runs.
 
-A row is written when its run ends, so a comparison that was interrupted has the rows so far.
+Each run is a `millrace train` process, and a row is written when it ends, so a comparison that was
+interrupted has the rows so far. What it reports of a run comes from the files in its run directory.
 """
 
 import argparse
 import itertools
 import json
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from millrace.compare.designs import Design, plan_designs
-from millrace.compare.measures import measure_run
 from millrace.compare.report import markdown, page
+from millrace.config import load_config, parse_override
 from millrace.core.errors import ConfigError
+from millrace.monitoring.activity import mean_by_role, total_shares
+from millrace.monitoring.files.metrics import read_metrics, run_rates, table
+from millrace.monitoring.files.trace import read_trace
+from millrace.monitoring.report.summary import accuracy_by_step
 from millrace.monitoring.run_dir import RunDir
+from millrace.run.checks import check_settings
 
 _SAMPLE_S = 1.0  # between two readings of the memory
+
+
+@dataclass(frozen=True)
+class Design:
+    name: str
+    source: Path
+    preset: str | None
+    settings: Mapping[str, str]  # by dotted key
+    notes: tuple[str, ...]  # axes of the preset that the settings override
+
+    @property
+    def folder(self) -> str:
+        return re.sub(r"[^\w.=-]+", "_", self.name)
+
+    def arguments(self, *, seed: int, run_dir: Path) -> list[str]:
+        """Of `millrace`, for one run."""
+        given = {**self.settings, "seed": str(seed), "run_dir": json.dumps(str(run_dir))}
+        options = [f"--{key}={value}" for key, value in given.items()]
+        preset = [] if self.preset is None else ["--preset", self.preset]
+        return ["train", str(self.source), "--auto-resume", *preset, *options]
+
+
+def plan_designs(
+    sources: Sequence[Path],
+    *,
+    presets: Sequence[str],
+    sweeps: Sequence[str],
+    settings: Mapping[str, str],
+) -> list[Design]:
+    """All combinations, checked."""
+    values = [list(_values(sweep)) for sweep in sweeps]
+    designs: list[Design] = []
+    combinations = list(itertools.product(*values))
+    for source, preset, swept in itertools.product(sources, presets or [None], combinations):
+        own = {**settings, **dict(swept)}
+        parts = [source.stem] if len(sources) > 1 or not (presets or sweeps) else []
+        parts += [preset] if preset else []
+        parts += [f"{key}={value}" for key, value in swept]
+        notes: list[str] = []
+        overrides: dict[str, Any] = {key: parse_override(key, text) for key, text in own.items()}
+        check_settings(load_config(source, overrides=overrides, preset=preset, report=notes.append))
+        name = ", ".join(parts)
+        designs.append(Design(name, source, preset, settings=own, notes=tuple(notes)))
+    folders = [design.folder for design in designs]
+    if twice := {design.name for design in designs if folders.count(design.folder) > 1}:
+        raise ConfigError(
+            f"Two designs are named {min(twice)!r}; rename a settings file, or remove one of them."
+        )
+    return designs
+
+
+def _values(sweep: str) -> Iterator[tuple[str, str]]:
+    key, equals, values = sweep.partition("=")
+    if not equals or not key or not values.strip(","):
+        raise ConfigError(
+            f"--sweep {sweep!r} is not KEY=VALUE,VALUE, such as buffer.max_staleness=0,4,16."
+        )
+    return ((key, value) for value in values.split(",") if value)
 
 
 def compare(args: argparse.Namespace) -> bool:
@@ -47,12 +114,12 @@ def compare(args: argparse.Namespace) -> bool:
     finally:
         pool.shutdown(cancel_futures=True)
     command = shlex.join(["millrace", *sys.argv[1:]])
-    table = markdown(rows, notes=notes)
-    (folder / "table.md").write_text(f"`{command}`\n\n{table}")
+    shown = markdown(rows, notes=notes)
+    (folder / "table.md").write_text(f"`{command}`\n\n{shown}")
     result = {"command": command, "target": args.target, "notes": notes, "rows": rows}
     (folder / "results.json").write_text(json.dumps(result, indent=2) + "\n")
     (folder / "page.html").write_text(page(rows, command=command, notes=notes))
-    print(f"{table}\nwrote table.md, results.json and page.html to {folder}")
+    print(f"{shown}\nwrote table.md, results.json and page.html to {folder}")
     return all(row["status"] == "finished" for row in rows)
 
 
@@ -127,3 +194,51 @@ def _pss_kib(pid: int) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+
+
+# What an engine does or waits for only because of new weights. Sequences that end during a drain
+# are work, and do not count.
+_SYNC = ("swap", "waiting for weights", "drained")
+
+
+def measure_run(run_dir: RunDir, *, target: float | None) -> dict[str, Any]:
+    """None stands for what this run did not measure."""
+    rows = read_metrics(run_dir.metrics)
+    last = rows[-1]
+    summary = run_dir.read_summary()
+    wasted = table(last, "tokens/wasted")
+    roles = mean_by_role(total_shares(read_trace(run_dir.trace)))
+    engine, trainer = roles.get("engine"), roles.get("trainer")
+    sync = {**engine.doing, **engine.waiting} if engine else {}
+    seconds = last["throughput/time_s"]
+    return {
+        "samples_per_s": run_rates(last).get("samples_per_s"),
+        "seconds": seconds,
+        "time_to_target_s": None if target is None else _time_to(target, rows, summary),
+        "accuracy": summary["accuracy_after"],
+        "reward": last["reward/mean"],
+        "staleness": _staleness(rows),
+        "wasted": wasted,
+        "wasted_share": sum(wasted.values()) / max(last["throughput/tokens"], 1),
+        "engine_idle": engine and 1 - engine.busy,
+        "trainer_idle": trainer and 1 - trainer.busy,
+        "sync_share": engine and sum(sync.get(name, 0.0) for name in _SYNC),
+    }
+
+
+def _time_to(target: float, rows: list[dict[str, Any]], summary: dict[str, Any]) -> float | None:
+    """Training time at the step after which an evaluation reached the target; None if none did."""
+    ended_s = {0: 0.0, **{row["step"]: row["throughput/time_s"] for row in rows}}
+    measured = accuracy_by_step(rows, summary)
+    reached = (step for step, accuracy in measured.items() if accuracy >= target)
+    return ended_s.get(min(reached, default=-1))
+
+
+def _staleness(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The share of trained tokens by staleness; steps count by their mean length."""
+    tokens: Counter[int] = Counter()
+    whole = sum(row["completion_length/mean"] for row in rows)
+    for row in rows:
+        for staleness, share in table(row, "staleness/share").items():
+            tokens[int(staleness)] += share * row["completion_length/mean"] / whole
+    return {str(staleness): share for staleness, share in sorted(tokens.items())}

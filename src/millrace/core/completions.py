@@ -49,15 +49,18 @@ def cut(completion: Completion, begin: int, end: int | None = None) -> Completio
 
     Routes begin in the prompt, so they are cut at the end only."""
     stop = len(completion.tokens) if end is None else end
-    routes = completion.routes
+    routes, kept, top = completion.routes, completion.kept, completion.top
     if routes is not None:
         routes = routes[: max(0, len(routes) - (len(completion.tokens) - stop))]
+    if kept is not None:
+        offsets = kept.offsets[begin : stop + 1]
+        kept = Kept(ids=kept.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
     return Completion(
         tokens=completion.tokens[begin:stop],
         logprobs=completion.logprobs[begin:stop],
         versions=completion.versions[begin:stop],
-        kept=None if completion.kept is None else cut_kept(completion.kept, begin, stop),
-        top=None if completion.top is None else cut_top(completion.top, begin, stop),
+        kept=kept,
+        top=top and TopTokens(ids=top.ids[begin:stop], logprobs=top.logprobs[begin:stop]),
         routes=routes,
         finish="interrupt",
         text="",
@@ -88,11 +91,6 @@ def join_kept(parts: Sequence[Kept]) -> Kept:
     )
 
 
-def cut_kept(kept: Kept, begin: int, end: int) -> Kept:
-    offsets = kept.offsets[begin : end + 1]
-    return Kept(ids=kept.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
-
-
 def kept_row(kept: Kept, index: int) -> np.ndarray:  # [kept ids] int32
     """The ids of one row, which may be a bit mask; none = all."""
     ids = kept.ids[kept.offsets[index] : kept.offsets[index + 1]]
@@ -116,10 +114,6 @@ def join_top(parts: Sequence[TopTokens]) -> TopTokens | None:
         ids=np.concatenate([part.ids for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),
     )
-
-
-def cut_top(top: TopTokens, begin: int, end: int) -> TopTokens:
-    return TopTokens(ids=top.ids[begin:end], logprobs=top.logprobs[begin:end])
 
 
 def unknown_id(dtype: np.dtype) -> int:
@@ -206,13 +200,10 @@ class TokenLog:
 
     def _save_part(self, member: int, part: Completion) -> None:
         assert self._save is not None
-        request, start = self._request.id, self._saved[member]
+        request, digest, start = self._request.id, self._digest, self._saved[member]
         self._saved[member] += len(part.tokens)
-        self._save(
-            StreamedTokens(
-                request=request, digest=self._digest, member=member, start=start, part=part
-            )
-        )
+        place = {"member": member, "start": start}
+        self._save(StreamedTokens(request=request, digest=digest, **place, part=part))
 
 
 def is_complete(completion: Completion) -> bool:
@@ -252,7 +243,9 @@ def join_streamed(tokens: Iterable[StreamedTokens]) -> dict[tuple[str, int], Str
         before = parts.get(key, [])
         if one.start == 0:
             parts[key] = [one]  # sampled again from the beginning
-        elif before and one.digest == before[0].digest and one.start == _end(before[-1]):
+            continue
+        end = before[-1].start + len(before[-1].part.tokens) if before else None
+        if one.start == end and one.digest == before[0].digest:
             before.append(one)
     return {key: _joined(streamed) for key, streamed in parts.items()}
 
@@ -261,7 +254,3 @@ def _joined(streamed: list[StreamedTokens]) -> StreamedTokens:
     last = streamed[-1].part
     whole = joined([one.part for one in streamed], truncates=last.kept is not None)
     return replace(streamed[0], part=replace(whole, finish=last.finish, text=last.text, kv=last.kv))
-
-
-def _end(streamed: StreamedTokens) -> int:
-    return streamed.start + len(streamed.part.tokens)

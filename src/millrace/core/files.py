@@ -1,9 +1,10 @@
-"""Files of a run: valid names, data that is certainly on the disk, private files and folders.
+"""Files: valid names, data that is certainly on the disk, private files and folders, growing files.
 
 Promises: a checked name is one file in the folder it is put into, never a path elsewhere. A private
 folder does not outlive its process for long: the process removes it at its end, and if the process
 was killed, the next one that creates such a folder does. The owner of a folder keeps a file in it
-locked, so the operating system says whether the owner is alive.
+locked, so the operating system says whether the owner is alive. A FileTail returns each complete
+line once.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from millrace.core.errors import ConfigError
@@ -120,3 +121,36 @@ def _sweep(parent: Path) -> None:
             with lock.open() as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent)
+
+
+CHUNK_BYTES = 4 * 2**20
+
+
+class FileTail:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._identity: tuple[int, int] | None = None  # device and inode
+        self._offset = 0  # of the first line that was not returned
+
+    def has_restarted(self) -> bool:
+        """True if the file is no longer the one that was read; it is then read from its start."""
+        if not self.path.is_file():
+            return False
+        status = self.path.stat()
+        before, self._identity = self._identity, (status.st_dev, status.st_ino)
+        if before in (None, self._identity) and status.st_size >= self._offset:
+            return False
+        self._offset = 0
+        return True
+
+    def chunks(self) -> Iterator[bytes]:
+        """What was appended, as pieces of whole lines; a last line without its end is left."""
+        if not self.path.is_file():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            rest = b""
+            while piece := file.read(CHUNK_BYTES):
+                whole, newline, rest = (rest + piece).rpartition(b"\n")
+                self._offset += len(whole + newline)
+                yield whole

@@ -15,10 +15,9 @@ from typing import Any
 import msgspec
 
 from millrace.core.errors import ConfigError
-from millrace.dashboard.columns import MetricColumns
-from millrace.dashboard.diagnosis import diagnose, find_alerts
+from millrace.core.files import FileTail
+from millrace.dashboard.diagnosis import MetricColumns, diagnose, find_alerts
 from millrace.dashboard.spans import SpanIndex
-from millrace.dashboard.tail import FileTail
 from millrace.journal.reading import reading
 from millrace.monitoring.files.episodes import StepLife, read_lifecycle
 from millrace.monitoring.files.metrics import flatten, run_rates
@@ -181,24 +180,18 @@ class RunReader:
     def episodes(self, *, step: int | None = None, text: str = "") -> dict[str, Any]:
         """Sampled episodes that contain `text`: of one step, or of all, newest first."""
         folder, found, num_bytes, last = self.run_dir.rollouts, [], 0, step
+        names = ("group", "episode", "score", "parts", "advantage", "tokens", "versions", "ending")
         for last in steps_in(folder)[::-1] if step is None else [step]:
-            episodes = enumerate(read_samples(self.run_dir, last))
-            found += [_brief(e, place, last) for place, e in episodes if _has(e, text.lower())]
+            for place, one in enumerate(read_samples(self.run_dir, last)):
+                searched = (one.prompt, one.completion, one.columns, one.turns)
+                if not text or any(text.lower() in str(part).lower() for part in searched):
+                    brief = {name: getattr(one, name) for name in names}
+                    brief |= {"step": last, "place": place, "completion": one.completion[:EXCERPT]}
+                    found.append(brief)
             num_bytes += step_file(folder, last).stat().st_size if step is None else 0
             if len(found) >= MAX_FOUND or num_bytes > MAX_SEARCHED_BYTES:
                 break
         return {"episodes": found, "down_to": last}
-
-
-def _has(episode: SampledEpisode, text: str) -> bool:
-    parts = (episode.prompt, episode.completion, episode.columns, episode.turns)
-    return not text or any(text in str(part).lower() for part in parts)
-
-
-def _brief(episode: SampledEpisode, place: int, step: int) -> dict[str, Any]:
-    names = ("group", "episode", "score", "parts", "advantage", "tokens", "versions", "ending")
-    brief = {name: getattr(episode, name) for name in names}
-    return {"step": step, "place": place, **brief, "completion": episode.completion[:EXCERPT]}
 
 
 def _read(path: Path, parse: Any) -> dict[str, Any]:

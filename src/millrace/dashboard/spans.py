@@ -12,12 +12,11 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from millrace.core.errors import ConfigError
-from millrace.dashboard.tail import FileTail
+from millrace.core.files import FileTail
 from millrace.monitoring.activity import in_order
+from millrace.monitoring.files.trace import TraceEvent, parse_events
 from millrace.monitoring.run_dir import RunDir
 
 TILE_S = 0.064
@@ -25,22 +24,6 @@ BINS = 512
 MAX_LEVEL = 30
 MAX_READ_BYTES = 16 * 2**20  # in one go; a viewer of a long trace sees its beginning meanwhile
 _ENTRY = np.dtype([("bin", "<u2"), ("activity", "u1"), ("share", "u1")])
-
-
-class _Args(msgspec.Struct, gc=False):
-    count: int = 1
-    name: str = ""
-    reason: str | None = None
-
-
-class _TraceEvent(msgspec.Struct, gc=False):
-    ph: str
-    name: str
-    tid: int
-    args: _Args
-    cat: str = ""
-    ts: float = 0.0  # microseconds, as dur
-    dur: float = 0.0
 
 
 class _ActivityIndex:
@@ -52,7 +35,7 @@ class _ActivityIndex:
         self.covered = array("d")
         self.counts = array("Q")  # activities joined in each span
 
-    def add(self, events: Sequence[_TraceEvent]) -> None:
+    def add(self, events: Sequence[TraceEvent]) -> None:
         starts_s = np.fromiter((event.ts for event in events), float, len(events)) / 1e6
         lengths_s = np.fromiter((event.dur for event in events), float, len(events)) / 1e6
         times_s = np.stack([starts_s, starts_s + lengths_s], axis=1).ravel()
@@ -88,7 +71,6 @@ class SpanIndex:
     def __init__(self, run_dir: RunDir, *, max_read_bytes: int = MAX_READ_BYTES) -> None:
         self._max_read_bytes = max_read_bytes
         self._tails = [FileTail(run_dir.earlier_trace), FileTail(run_dir.trace)]
-        self._decoder = msgspec.json.Decoder(list[_TraceEvent])
         self._clear()
 
     def _clear(self) -> None:
@@ -115,17 +97,11 @@ class SpanIndex:
                     return
 
     def _add(self, chunk: bytes, tail: FileTail) -> None:
-        # Each event has a line, and the comma is at the end of the line or at its start.
-        body = chunk.strip().removeprefix(b"[").removesuffix(b"]").strip().strip(b",")
-        try:
-            events = self._decoder.decode(b"[" + body + b"]")
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{tail.path} is not a trace of Millrace: {error}.") from None
-        spans: dict[tuple[int, str, str], list[_TraceEvent]] = {}
-        for event in events:
+        spans: dict[tuple[int, str, str], list[TraceEvent]] = {}
+        for event in parse_events(chunk, tail.path):
             if event.ph == "X":
                 spans.setdefault((event.tid, event.name, event.cat), []).append(event)
-            elif event.name == "thread_name":
+            elif event.is_track:
                 self._tracks[event.tid] = event.args.name
         for (track, name, kind), found in spans.items():
             key = (found[0].args.reason or name, kind == "busy")

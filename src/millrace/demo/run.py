@@ -1,6 +1,5 @@
 """`millrace demo`: create a model, warm it up, train it asynchronously, show what changed."""
 
-import json
 import time
 from pathlib import Path
 
@@ -33,7 +32,7 @@ def run_demo(run_dir: str | Path = "runs/demo", *, seed: int = 0) -> RunResult:
         overrides = {"model": str(model), "run_dir": str(run_dir), "seed": seed}
         result = train(load_config(SETTINGS, overrides=overrides))
     seconds = time.monotonic() - start_s
-    summary = json.loads(directory.summary.read_text())
+    summary = directory.read_summary()
     directory.write_summary({**summary, "seconds": seconds, "training_seconds": result.seconds})
     _show(console, result, directory, seconds=seconds)
     return result

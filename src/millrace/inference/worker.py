@@ -34,8 +34,8 @@ from millrace.inference.backend import (
 from millrace.inference.interrupt import WeightInterrupt
 from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWorker
 from millrace.models.loading import resolve_device, resolve_dtype, use_threads
+from millrace.weights.backends import StagingReceiver
 from millrace.weights.probe import check_probe, probe_request
-from millrace.weights.recv_backend import StagingReceiver
 from millrace.weights.transport import make_receiver
 
 # Interval of the coalesced token reports. If an engine dies, its sequences resume elsewhere from

@@ -17,7 +17,7 @@ from millrace.config import JournalConfig
 from millrace.core.completions import StreamedTokens
 from millrace.core.errors import JournalError
 from millrace.core.records import Group, Task
-from millrace.journal import database, writer
+from millrace.journal import database
 from millrace.journal.database import Connect, checksum, connect_file, encode_completion
 from millrace.journal.ledger import TRAINED, UNKNOWN, Ledger, LedgerStep, Observation, Outcome
 from millrace.journal.reading import JournalHistory, read_groups, read_tokens
@@ -33,7 +33,7 @@ class Journal:
         history: JournalHistory,
         task_of: TaskOf,
         settings: JournalConfig,
-        commit_interval_s: float = writer.COMMIT_INTERVAL_S,
+        commit_interval_s: float = database.COMMIT_INTERVAL_S,
         connect: Connect = connect_file,
     ) -> None:
         """Continues after `history`, or replaces the database if that is new."""
@@ -52,11 +52,11 @@ class Journal:
                     f"Another process has written to the journal in {str(folder)!r} since it was"
                     " read; start again."
                 )
-            self._writer = writer.JournalWriter(
+            self._writer = database.JournalWriter(
                 db, folder=folder, commit_interval_s=commit_interval_s
             )
         except (sqlite3.Error, OSError) as error:
-            raise writer.write_failure(error, folder) from None
+            raise database.write_failure(error, folder) from None
         self._last = self._append(_begin(history))
 
     @property
@@ -72,9 +72,8 @@ class Journal:
         """Record a new task; one that is tried again is on record."""
         if number >= self.ledger.next_number:
             self.ledger.issue(number, draw=draw)
-            self._execute(
-                "INSERT INTO tasks (number, status, draw) VALUES (?, 'running', ?)", (number, draw)
-            )
+            sql = "INSERT INTO tasks (number, status, draw) VALUES (?, 'running', ?)"
+            self._execute(sql, (number, draw))
 
     def record_solve_rate(self, number: int, *, solve_rate: float, draw: int | None) -> None:
         """Record what a curriculum learned; without a draw there is no curriculum."""
@@ -96,12 +95,9 @@ class Journal:
         def insert(cursor: sqlite3.Cursor) -> None:
             for one in tokens:
                 payload = encode_completion(one.part)
-                row = (number, one.request, one.digest, one.member, one.start)
-                cursor.execute(
-                    "INSERT INTO partials (number, request, digest, member, start, num_tokens,"
-                    " payload, checksum) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    (*row, len(one.part.tokens), payload, checksum(payload)),
-                )
+                row = (None, number, one.request, one.digest, one.member, one.start)
+                row = (*row, len(one.part.tokens), payload, checksum(payload))
+                cursor.execute("INSERT INTO partials VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
         await asyncio.wrap_future(self._append(insert))
 
@@ -120,36 +116,23 @@ class Journal:
 
         def insert(cursor: sqlite3.Cursor) -> None:
             payload = database.encode_group(group)
-            cursor.execute(
-                "INSERT OR REPLACE INTO groups VALUES (?, ?, ?)",
-                (number, payload, checksum(payload)),
-            )
+            row = (number, payload, checksum(payload))
+            cursor.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?)", row)
             cursor.execute("DELETE FROM partials WHERE number = ?", (number,))
-            cursor.execute(
-                "UPDATE tasks SET status = 'waiting', admitted = ? WHERE number = ?",
-                (admitted, number),
-            )
+            sql = "UPDATE tasks SET status = 'waiting', admitted = ? WHERE number = ?"
+            cursor.execute(sql, (admitted, number))
 
         await asyncio.wrap_future(self._append(insert))
 
     def reopen_task(self, number: int) -> None:
         """The tokens of its attempt have become too stale; another attempt follows."""
         self.ledger.reopen(number)
-        self._discard(
-            number,
-            "UPDATE tasks SET status = 'running', admitted = NULL, tries = tries + 1"
-            " WHERE number = ?",
-            (number,),
-        )
+        self._discard(number, "status = 'running', admitted = NULL, tries = tries + 1")
 
     def close_task(self, number: int, *, outcome: Outcome, reason: str) -> None:
         """The task will not be trained."""
         self.ledger.close(number, f"{outcome}: {reason}")
-        self._discard(
-            number,
-            "UPDATE tasks SET status = ?, reason = ? WHERE number = ?",
-            (outcome, reason, number),
-        )
+        self._discard(number, "status = ?, reason = ?", outcome, reason)
 
     async def begin_step(
         self, version: int, *, fresh: Iterable[int], replayed: Iterable[int] = ()
@@ -192,7 +175,7 @@ class Journal:
         covered_version = self.ledger.covered_version
 
         def delete(cursor: sqlite3.Cursor) -> None:
-            writer.set_meta(cursor, "covered_version", covered_version)
+            database.set_meta(cursor, "covered_version", covered_version)
             cursor.execute("DELETE FROM observations WHERE position <= ?", (position,))
             cursor.execute("DELETE FROM steps WHERE version <= ?", (version,))
             cursor.execute("DELETE FROM step_groups WHERE version <= ?", (version,))
@@ -211,18 +194,18 @@ class Journal:
     def _execute(self, sql: str, row: Sequence[object]) -> None:
         self._append(lambda cursor: cursor.execute(sql, row))
 
-    def _discard(self, number: int, sql: str, row: Sequence[object]) -> None:
+    def _discard(self, number: int, values: str, *row: object) -> None:
         """Change the status of a task whose group and tokens are not needed any more."""
         self._has_partials.discard(number)
 
         def change(cursor: sqlite3.Cursor) -> None:
-            cursor.execute(sql, row)
+            cursor.execute(f"UPDATE tasks SET {values} WHERE number = ?", (*row, number))
             cursor.execute("DELETE FROM groups WHERE number = ?", (number,))
             cursor.execute("DELETE FROM partials WHERE number = ?", (number,))
 
         self._append(change)
 
-    def _append(self, change: writer.Change) -> "Future[None]":
+    def _append(self, change: database.Change) -> "Future[None]":
         self.position += 1
         self._last = self._writer.append(change, position=self.position)
         return self._last
@@ -253,7 +236,7 @@ class NoJournal:
         return []
 
 
-def _begin(history: JournalHistory) -> writer.Change:
+def _begin(history: JournalHistory) -> database.Change:
     """What a checkpoint knows and the database does not."""
     ledger, version = history.ledger, history.ledger.covered_version
     # Collected now, because the ledger moves on before the writer's thread executes the change.
@@ -267,8 +250,8 @@ def _begin(history: JournalHistory) -> writer.Change:
         if history.is_new:
             for table in database.TABLES:
                 cursor.execute(f"DELETE FROM {table}")
-            writer.set_meta(cursor, "format_version", database.FORMAT_VERSION)
-            writer.set_meta(cursor, "covered_version", version)
+            database.set_meta(cursor, "format_version", database.FORMAT_VERSION)
+            database.set_meta(cursor, "covered_version", version)
             cursor.executemany("INSERT INTO tasks (number, status) VALUES (?, ?)", tasks)
         for step in proven:
             _finish_step(cursor, step)

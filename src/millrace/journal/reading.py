@@ -32,7 +32,8 @@ class JournalHistory:
     has_partials: frozenset[int] = frozenset()  # running tasks with streamed tokens
     is_new: bool = True  # the ledger comes from a checkpoint alone, and replaces the database
     proven_steps: tuple[int, ...] = ()  # applied by the checkpoint, not yet in the database
-    closed: dict[str, list[int]] = field(default_factory=dict[str, list[int]])  # if listed
+    # Closed tasks by status and reason, if listed.
+    closed: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
 
 
 def read_journal(
@@ -59,9 +60,11 @@ def read_journal(
             ledger=_read_ledger(db, covered_version=meta["covered_version"]),
             position=meta["position"],
             is_new=False,
-            closed=_list_closed(db) if list_closed else {},
             has_partials=frozenset(number for (number,) in partials),
         )
+        listed = f"SELECT number, status, reason FROM tasks WHERE NOT {IS_OPEN} ORDER BY number"
+        for number, status, reason in db.execute(listed) if list_closed else ():
+            history.closed.setdefault(_total_key(status, reason), []).append(number)
         missing = history.ledger.retained - {n for (n,) in db.execute("SELECT number FROM groups")}
         if missing:
             raise database.damaged(folder, f"the group of task {min(missing)} is missing")
@@ -84,22 +87,14 @@ def read_groups(folder: Path, numbers: Sequence[int], *, tasks: Sequence[Task]) 
 
 def read_tokens(folder: Path, number: int) -> list[StreamedTokens]:
     """The streamed tokens of a running task, in the order of sampling."""
-    sql = (
-        "SELECT request, digest, member, start, payload, checksum FROM partials"
-        " WHERE number = ? ORDER BY id"
-    )
+    names, found = ("request", "digest", "member", "start"), list[StreamedTokens]()
+    columns = ", ".join((*names, "payload", "checksum"))
+    sql = f"SELECT {columns} FROM partials WHERE number = ? ORDER BY id"
     with reading(folder) as db:
-        rows = () if db is None else db.execute(sql, (number,))
-        return [
-            StreamedTokens(
-                request=request,
-                digest=digest,
-                member=member,
-                start=start,
-                part=decode_completion(_checked(payload, check, folder, f"task {number}")),
-            )
-            for request, digest, member, start, payload, check in rows
-        ]
+        for *values, payload, check in () if db is None else db.execute(sql, (number,)):
+            part = decode_completion(_checked(payload, check, folder, f"task {number}"))
+            found.append(StreamedTokens(**dict(zip(names, values, strict=True)), part=part))
+    return found
 
 
 @contextmanager
@@ -111,7 +106,9 @@ def reading(folder: Path) -> Iterator[sqlite3.Connection | None]:
         return
     try:
         with closing(database.open_reader(folder)) as db:
-            yield db if database.has_ledger(db) else None
+            # It has no rows where a crash came before the first commit of a journal.
+            has_rows = database.has_tables(db) and db.execute("SELECT 1 FROM meta").fetchone()
+            yield db if has_rows else None
     except (sqlite3.Error, *DAMAGED_VALUES) as error:
         raise database.damaged(folder, error) from None
 
@@ -119,15 +116,12 @@ def reading(folder: Path) -> Iterator[sqlite3.Connection | None]:
 def _read_ledger(db: sqlite3.Connection, *, covered_version: int) -> Ledger:
     ledger = Ledger(covered_version=covered_version)
     for version, status in db.execute("SELECT version, status FROM steps ORDER BY version"):
-        numbers = db.execute(
-            "SELECT number, replayed FROM step_groups WHERE version = ? ORDER BY place", (version,)
-        ).fetchall()
-        ledger.steps[version] = LedgerStep(
-            version=version,
-            fresh=tuple(number for number, replayed in numbers if not replayed),
-            replayed=tuple(number for number, replayed in numbers if replayed),
-            status=status,
-        )
+        sql = "SELECT number, replayed FROM step_groups WHERE version = ? ORDER BY place"
+        rows = db.execute(sql, (version,)).fetchall()
+        fresh = tuple(number for number, is_replayed in rows if not is_replayed)
+        replayed = tuple(number for number, is_replayed in rows if is_replayed)
+        step = LedgerStep(version=version, fresh=fresh, replayed=replayed, status=status)
+        ledger.steps[version] = step
     opened = f"SELECT number, status, tries FROM tasks WHERE {IS_OPEN} ORDER BY admitted"
     for number, status, tries in db.execute(opened):
         ledger.open.add(number)
@@ -135,28 +129,15 @@ def _read_ledger(db: sqlite3.Connection, *, covered_version: int) -> Ledger:
             ledger.waiting[number] = None
         if tries:
             ledger.tries[number] = tries
-    draws = db.execute(
-        "SELECT number, draw FROM tasks WHERE draw IS NOT NULL"
-        f" AND ({IS_OPEN} OR number IN (SELECT number FROM step_groups))"
-    )
-    ledger.draws = dict(draws)
-    counts = db.execute(
-        f"SELECT status, reason, count(*) FROM tasks WHERE NOT {IS_OPEN} GROUP BY status, reason"
-    )
-    ledger.totals = Counter({_total_key(status, reason): n for status, reason, n in counts})
+    needed = f"({IS_OPEN} OR number IN (SELECT number FROM step_groups))"
+    sql = f"SELECT number, draw FROM tasks WHERE draw IS NOT NULL AND {needed}"
+    ledger.draws = dict(db.execute(sql).fetchall())
+    sql = f"SELECT status, reason, count(*) FROM tasks WHERE NOT {IS_OPEN} GROUP BY 1, 2"
+    ledger.totals = Counter({_total_key(*key): count for *key, count in db.execute(sql)})
     (ledger.next_number,) = db.execute("SELECT ifnull(max(number), -1) + 1 FROM tasks").fetchone()
     sql = "SELECT position, number, draw, solve_rate FROM observations ORDER BY position"
     ledger.observations = [Observation(*row) for row in db.execute(sql)]
     return ledger
-
-
-def _list_closed(db: sqlite3.Connection) -> dict[str, list[int]]:
-    """Closed tasks by status and reason."""
-    closed: dict[str, list[int]] = {}
-    rows = f"SELECT number, status, reason FROM tasks WHERE NOT {IS_OPEN} ORDER BY number"
-    for number, status, reason in db.execute(rows):
-        closed.setdefault(_total_key(status, reason), []).append(number)
-    return closed
 
 
 def _total_key(status: str, reason: str | None) -> str:

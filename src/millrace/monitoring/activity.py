@@ -22,6 +22,7 @@ ROLES = ("engine", "trainer")  # shown first, in this order
 SCORES = "scores"  # the wait reason of the trainer and the engines when scoring is behind
 MIN_BUSY = 0.005  # other workers that are less busy are not shown
 MIN_SHARE = 0.1  # below this share of the trainer's time, waiting for scores is not reported
+_NOT_IN_ROWS = ("busy_s", "waiting_s", "is_held")  # of a ScorerLoad
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +109,9 @@ def mean_by_role(workers: Mapping[str, Shares | None]) -> dict[str, Shares]:
     times: defaultdict[str, list[tuple[str, bool, float]]] = defaultdict(list)
     for worker, shares in workers.items():
         if shares is not None:
-            times[role_of(worker)] += [(name, True, share) for name, share in shares.doing.items()]
+            parts = ((True, shares.doing), (False, shares.waiting))
             times[role_of(worker)] += [
-                (name, False, share) for name, share in shares.waiting.items()
+                (n, busy, s) for busy, part in parts for n, s in part.items()
             ]
     means = {role: _shares(of_role) for role, of_role in times.items()}
     return {role: mean for role, mean in means.items() if mean is not None}
@@ -147,20 +148,15 @@ class ScorerRates:
         """By scorer, since the last row."""
         now_s = self._now()
         seconds = max(now_s - self._since_s, 1e-9)
-        new = ScorerLoad(concurrency=1)
-        row = {name: _rates(x, self._last.get(name, new), seconds) for name, x in loads.items()}
+        row: dict[str, dict[str, float]] = {}
+        for name, load in loads.items():
+            last = self._last.get(name, ScorerLoad(concurrency=1))
+            num_scored = max(load.episodes - last.episodes, 1)
+            row[name] = {k: v for k, v in asdict(load).items() if k not in _NOT_IN_ROWS}
+            row[name]["busy"] = (load.busy_s - last.busy_s) / (seconds * load.concurrency)
+            row[name]["wait_s"] = (load.waiting_s - last.waiting_s) / num_scored  # of an episode
         self._since_s, self._last = now_s, loads
         return row
-
-
-def _rates(load: ScorerLoad, last: ScorerLoad, seconds: float) -> dict[str, float]:
-    left_out = ("busy_s", "waiting_s", "is_held")
-    num_scored = max(load.episodes - last.episodes, 1)
-    return {
-        **{name: value for name, value in asdict(load).items() if name not in left_out},
-        "busy": (load.busy_s - last.busy_s) / (seconds * load.concurrency),
-        "wait_s": (load.waiting_s - last.waiting_s) / num_scored,  # mean over episodes
-    }
 
 
 def limit_text(loads: Mapping[str, ScorerLoad], *, waited: float) -> str:

@@ -32,7 +32,7 @@ from millrace.monitoring.files.metrics import (
 from millrace.monitoring.files.trace import TraceWriter
 from millrace.monitoring.run_dir import RunDir
 from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
-from millrace.monitoring.terminal.snapshot import RunGauges, RunSnapshot
+from millrace.monitoring.terminal.snapshot import DownsampledSeries, RunGauges, RunSnapshot
 from millrace.monitoring.trackers import TrackerProcess
 
 REFRESH_S = 0.25
@@ -59,9 +59,9 @@ class RunMonitor:
         self._capacity = config.buffer_capacity
         self._run_dir = run_dir
         self._metrics = MetricsLog(run_dir.metrics, resume_from=resume_from)
-        self._trace: TraceWriter | None
-        self._trace = TraceWriter(run_dir.trace, resume=resume_from is not None)
-        self._zero_s = time.monotonic() - (time.time() - self._trace.start_s)
+        trace = TraceWriter(run_dir.trace, resume=resume_from is not None)
+        self._trace: TraceWriter | None = trace
+        self._zero_s = time.monotonic() - (time.time() - trace.start_s)
         self.recorder = StepRecorder(config, run_dir, decode=decode)
         self._progress = progress or make_progress(config.monitoring.progress)
         tables = [table.type_settings for table in config.tracker]
@@ -77,8 +77,7 @@ class RunMonitor:
         self._started_s = time.monotonic() - self._last_row.get("time_s", 0.0)
         self._throughput = Throughput(earlier=self._last_row)
         self.episodes = 0  # trained by this process
-        self._values: list[float] = []  # of the curve, by step
-        self._evaluations: list[float] = []
+        self._values, self._evaluations = DownsampledSeries(), DownsampledSeries()
         for row in earlier:
             self._add_value(row)
         self._new_evaluation: dict[str, Any] = {}  # not yet in a row
@@ -180,13 +179,13 @@ class RunMonitor:
 
     def _add_value(self, row: Mapping[str, Any]) -> None:
         if row[self._curve] is not None:  # a loss that was not finite
-            self._values.append(row[self._curve])
+            self._values.add(row[self._curve])
 
     def evaluated(self, metrics: dict[str, Any]) -> None:
         """An evaluation is over; the next row holds its metrics."""
         what = "accuracy" if "eval/accuracy" in metrics else "loss"
         value = metrics[f"eval/{what}"]
-        self._evaluations.append(value)
+        self._evaluations.add(value)
         self._new_evaluation = metrics
         passes = [f", {name} {value:.3f}" for name, value in metrics.items() if "pass@" in name]
         self._progress.note(
@@ -280,8 +279,8 @@ class RunMonitor:
                 elapsed_s=time.monotonic() - self._started_s,
                 eta_s=self._throughput.eta_s(self._steps - gauges.version),
                 curve=self._curve.partition("/")[0],
-                values=self._values,
-                evaluations=self._evaluations,
+                values=self._values.values,
+                evaluations=self._evaluations.values,
                 **self._throughput.current(),
                 tokens_generated=self._throughput.tokens,
                 buffer_capacity=self._capacity,

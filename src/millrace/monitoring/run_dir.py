@@ -55,7 +55,9 @@ class RunDir:
         """Make the layout and take the lock; refuses a directory that holds another run."""
         if resume and not (self.exists or self.checkpoint_paths):  # these may be copies
             raise ConfigError(f"{self.path} holds no run to resume; omit --resume to start one.")
-        if self._has_results and not resume:
+        # A run that failed before its first step has nothing to keep and may start again.
+        has_metrics = self.metrics.is_file() and self.metrics.stat().st_size > 0
+        if not resume and (has_metrics or self.is_finished or self.checkpoint_paths):
             raise ConfigError(
                 f"{self.path} already holds a run; choose another run_dir,"
                 " or resume it with --resume."
@@ -83,6 +85,10 @@ class RunDir:
         """Write the last file of a run; its presence means that the run has finished."""
         write_atomically(self.summary, json.dumps(to_json(values), indent=2) + "\n")
 
+    def read_summary(self) -> dict[str, Any]:
+        """{} before the run has finished."""
+        return json.loads(self.summary.read_text()) if self.is_finished else {}
+
     def remove_run(self) -> None:
         """Delete what an earlier run left here, and nothing else."""
         if not self.exists:
@@ -107,10 +113,8 @@ class RunDir:
         try:
             with self._lock_path.open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except FileNotFoundError:
-            return False
+        except (BlockingIOError, FileNotFoundError) as error:
+            return isinstance(error, BlockingIOError)
         return False
 
     @property
@@ -122,12 +126,6 @@ class RunDir:
         """Complete checkpoints, oldest first."""
         steps = steps_in(self.checkpoints, suffix="")
         return [self.checkpoints / f"step_{step}" for step in steps]
-
-    @property
-    def _has_results(self) -> bool:
-        """A run that failed before its first step has nothing to keep and may start again."""
-        has_metrics = self.metrics.is_file() and self.metrics.stat().st_size > 0
-        return has_metrics or self.is_finished or bool(self.checkpoint_paths)
 
     def _take_lock(self) -> None:
         lock = self._lock_path.open("a+")

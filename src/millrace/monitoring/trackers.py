@@ -115,9 +115,9 @@ class WandbTracker(_Service):
     package = "wandb"
 
     def _begin(self, run_id: str | None, run_dir: Path, settings: dict[str, Any]) -> str:
-        new = {"project": self._project, "name": self._name, "config": settings, "dir": run_dir}
         run_id = run_id or uuid.uuid4().hex[:12]
-        self._run = self._api.init(id=run_id, resume="allow", **new)
+        new = {"name": self._name, "config": settings, "dir": run_dir}
+        self._run = self._api.init(project=self._project, id=run_id, resume="allow", **new)
         # Its own counter never goes back, as the steps of a resumed run do.
         self._run.define_metric("*", step_metric="step")
         return run_id
@@ -241,11 +241,9 @@ class TrackerProcess:
         if failure and not self._has_warned:
             self._has_warned = True
             self._warn(f"Tracker {self._name!r} fails, and the run continues: {failure}.")
-        try:
+        if not (is_full := self._queue.full()):  # one thread puts
             self._queue.put_nowait(message)
-        except queue.Full:
-            return False
-        return True
+        return not is_full
 
     def _send_all(self) -> None:
         """Runs in the thread."""

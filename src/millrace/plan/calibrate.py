@@ -61,16 +61,9 @@ def predict(
     return simulate(config, found, lengths, cores=cores, **counts)
 
 
-def predicted_mib(
-    found: Calibration, config: RunConfig, shape: ModelShape, lengths: Lengths
-) -> float:
-    return found.run_mib(config, shape, tokens=_microbatch_tokens(config, lengths))
-
-
-def _microbatch_tokens(config: RunConfig, lengths: Lengths) -> float:
+def microbatch_tokens(config: RunConfig, lengths: Lengths) -> float:
     group_tokens = config.rollout.group_size * lengths.mean + lengths.prompt_tokens
-    step_tokens = config.trainer.groups_per_step * group_tokens
-    return min(step_tokens, config.trainer.microbatch_tokens)
+    return min(config.trainer.groups_per_step * group_tokens, config.trainer.microbatch_tokens)
 
 
 def calibration_file(given: Path | None) -> Path:
@@ -121,7 +114,7 @@ def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calib
     predicted = predict(found, overlapping.config, shape, overlapping.lengths)
     found = replace(found, engine_slowdown=max(1.0, overlapping.step_s / predicted.step_s))
     trials = (small, large, overlapping)
-    tokens = [_microbatch_tokens(trial.config, trial.lengths) for trial in trials]
+    tokens = [microbatch_tokens(trial.config, trial.lengths) for trial in trials]
     mib = [trial.peak_mib - found.run_mib(trial.config, shape, tokens=0) for trial in trials]
     token_mib, base_mib = np.polyfit(tokens, mib, 1)
     found = replace(found, base_mib=float(base_mib), token_mib=max(0.0, float(token_mib)))

@@ -1,23 +1,29 @@
-"""`millrace plan`: reads the options, plans, and writes the files."""
+"""`millrace plan`: its table, JSON, timeline and TOML, and what the run made of the plan.
+
+`run.plan.toml` is the file to run. `run.plan.json` beside it has the prediction, which `millrace
+train run.plan.toml` compares with its measurements at the end.
+"""
 
 import argparse
 import json
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import tomli_w
+
 from millrace.config import load_config, parse_override
-from millrace.plan.calibrate import (
-    calibrate,
-    calibration_file,
-    predict,
-    predicted_mib,
-    read_calibration,
-)
+from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.report.plots import draw_plot, draw_timeline
+from millrace.monitoring.run_dir import RunDir
+from millrace.plan import calibrate as calibration
 from millrace.plan.lengths import read_lengths
-from millrace.plan.model_costs import ModelShape, gpu_named
-from millrace.plan.report import FORMATS, lines, write_plan
+from millrace.plan.model_costs import GIB, ModelShape, gpu_named
 from millrace.plan.search import PlannedRun, search
+from millrace.plan.simulation import Prediction
 
 
 def plan(args: argparse.Namespace) -> None:
@@ -27,26 +33,20 @@ def plan(args: argparse.Namespace) -> None:
     lengths = read_lengths(args.lengths, max_new_tokens=config.sampling.max_new_tokens)
     settings: Mapping[str, Any] = {}
     if args.gpus is None:
-        file = calibration_file(args.calibration)
+        file = calibration.calibration_file(args.calibration)
         if args.calibrate:
-            calibrate(args.config, settings=args.settings, file=file)
-        found = read_calibration(file)
-        prediction = predict(found, config, shape, lengths)
-        memory = {found.device: int(predicted_mib(found, config, shape, lengths) * 2**20)}
+            calibration.calibrate(args.config, settings=args.settings, file=file)
+        found = calibration.read_calibration(file)
+        prediction = calibration.predict(found, config, shape, lengths)
+        tokens = calibration.microbatch_tokens(config, lengths)
+        memory = {found.device: int(found.run_mib(config, shape, tokens=tokens) * 2**20)}
         split = {"engines": config.engine.num_local, "ranks": config.trainer.num_ranks}
         notes = []
     else:
-        run = PlannedRun(
-            config=config,
-            shape=shape,
-            lengths=lengths,
-            gpu=gpu_named(args.gpu),
-            gpu_name=args.gpu.lower(),
-            num_gpus=args.gpus,
-        )
-        chosen, prediction = search(
-            run, batches=args.groups_per_step, max_staleness=args.max_staleness
-        )
+        gpu = {"gpu": gpu_named(args.gpu), "gpu_name": args.gpu.lower(), "num_gpus": args.gpus}
+        run = PlannedRun(config=config, shape=shape, lengths=lengths, **gpu)
+        limits = {"batches": args.groups_per_step, "max_staleness": args.max_staleness}
+        chosen, prediction = search(run, **limits)
         memory = {"engine": chosen.engine_bytes, "trainer": chosen.trainer_bytes}
         settings, split = run.settings(chosen), asdict(chosen)
         notes = ["efficiencies are those that Millrace reached on an H200"]
@@ -64,3 +64,78 @@ def plan(args: argparse.Namespace) -> None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
     print("\n".join(lines(result)))
     print(f"wrote {', '.join(path.name for path in written)} to {written[0].resolve().parent}")
+
+
+FORMATS = {  # of the numbers of a prediction, for --json and run.plan.json, too
+    "samples_per_s": "{:,.1f}",
+    "tokens_per_s": "{:,.0f}",
+    "step_s": "{:,.2f}",
+    "staleness_mean": "{:.2f}",
+    "staleness_max": "{:.0f}",
+    "engine_busy": "{:.0%}",
+    "trainer_busy": "{:.0%}",
+    "tokens_wasted_share": "{:.1%}",
+}
+
+
+def lines(result: Mapping[str, Any]) -> Iterator[str]:
+    split = {k: v for k, v in result["split"].items() if k not in ("engine_bytes", "trainer_bytes")}
+    memory = {f"memory_of_{k}_bytes": v for k, v in result["memory_bytes_per_device"].items()}
+    flat = {**result, **split, **memory}
+    for key, value in flat.items():
+        if isinstance(value, int | float):
+            form = FORMATS.get(key, "{:,.3g}" if isinstance(value, float) else "{}")
+            text = f"{value / GIB:.1f} GiB" if key.endswith("bytes") else form.format(value)
+            yield f"{key.removesuffix('_bytes').replace('_', ' '):<28}{text}"
+    yield from (f"note: {note}" for note in result["notes"])
+
+
+def write_plan(
+    source: Path, settings: Mapping[str, Any], result: dict[str, Any], prediction: Prediction
+) -> list[Path]:
+    """Writes run.plan.toml, run.plan.json and run.plan.png beside run.toml."""
+    toml, table, picture = (source.with_suffix(f".plan.{end}") for end in ("toml", "json", "png"))
+    merged = _merged(tomllib.loads(source.read_text()), settings)
+    text = f"# Made by `millrace plan` from {source.name}; {table.name} has its prediction.\n\n"
+    toml.write_text(text + tomli_w.dumps(merged))
+    table.write_text(json.dumps({**result, "settings": merged}, indent=2) + "\n")
+    draw_plot(picture, draw_timeline, prediction.spans)
+    return [toml, table, picture]
+
+
+def _merged(table: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(table) if isinstance(table, Mapping) else {}
+    for key, value in settings.items():
+        merged[key] = _merged(merged.get(key), value) if isinstance(value, Mapping) else value
+    return merged
+
+
+def compared(source: Path, run_dir: str) -> Iterator[str]:
+    """Predicted against measured, after a run of a planned TOML."""
+    file = source.with_suffix(".json")
+    if not file.is_file():
+        return
+    plan = json.loads(file.read_text())
+    is_changed = plan["settings"] != tomllib.loads(source.read_text())
+    yield f"predicted by {file.name}{' (its settings have changed since)' * is_changed}:"
+    for key, value in measured(RunDir(run_dir)).items():
+        form = FORMATS[key]
+        error = f" ({plan[key] / value - 1:+.0%})" if value else ""
+        label = key.replace("_", " ")
+        yield f"  {label:<16}{form.format(plan[key]):>10}, measured {form.format(value)}{error}"
+
+
+def measured(run_dir: RunDir, *, warm_up: int = 2) -> dict[str, float]:
+    """What a run has measured of a prediction, after its first steps."""
+    rows = read_metrics(run_dir.metrics)
+    warm_up = warm_up if len(rows) > warm_up else 0
+    counted, before = rows[warm_up:], rows[warm_up - 1] if warm_up else {}
+    keys = ("throughput/time_s", "throughput/samples", "throughput/tokens")
+    seconds, samples, tokens = (counted[-1][key] - before.get(key, 0) for key in keys)
+    return {
+        "samples_per_s": samples / seconds,
+        "tokens_per_s": tokens / seconds,
+        "step_s": seconds / len(counted),
+        "staleness_mean": fmean(row["staleness/mean"] for row in counted),
+        "staleness_max": max(row["staleness/max"] for row in rows),
+    }

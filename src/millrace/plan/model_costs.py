@@ -83,7 +83,7 @@ class ModelShape:
         heads, hidden = table["num_attention_heads"], table["hidden_size"]
         experts = next((int(table[key]) for key in _EXPERTS if table.get(key)), 0)
         mlp = (table.get("moe_intermediate_size") if experts else 0) or table["intermediate_size"]
-        shared = (table.get("n_shared_experts") or 0) * mlp
+        shared_mlp = table.get("shared_expert_intermediate_size")
         return cls(
             layers=table["num_hidden_layers"],
             hidden=hidden,
@@ -94,7 +94,7 @@ class ModelShape:
             vocab=table["vocab_size"],
             experts=experts,
             experts_used=table.get("num_experts_per_tok") or 0,
-            shared_mlp=table.get("shared_expert_intermediate_size") or shared,
+            shared_mlp=shared_mlp or (table.get("n_shared_experts") or 0) * mlp,
             is_tied=bool(table.get("tie_word_embeddings", False)),
         )
 

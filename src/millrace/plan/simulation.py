@@ -134,12 +134,9 @@ class _Simulation:
             self._version += 1
             self.steps.append((loop.time(), mean, most))
             self.dispatcher.tracker.trained(group.number for group in groups)
-            tasks.create_task(self._publish(self._version))
-
-    async def _publish(self, version: int) -> None:
-        await asyncio.sleep(self.costs.publish_s)
-        empty: dict[str, Any] = {"tensors": (), "num_bytes": 0, "checksum": 0, "location": ""}
-        self.broadcaster.publish(WeightUpdate(version=version, transport="shm", **empty))
+            empty: dict[str, Any] = {"tensors": (), "num_bytes": 0, "checksum": 0, "location": ""}
+            update = WeightUpdate(version=self._version, transport="shm", **empty)
+            loop.call_later(self.costs.publish_s, self.broadcaster.publish, update)
 
     async def _swap(self, update: WeightUpdate) -> int:
         await asyncio.gather(*(engine.swap(update.version) for engine in self.engines))

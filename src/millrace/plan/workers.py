@@ -141,7 +141,7 @@ class SimulatedEngine:
         self._ends: list[tuple[float, int, SimulatedSequence]] = []  # heap, by decode step
         self._offset = 0.0  # sum of prompt - begin over running sequences
         self._swaps = [(0.0, 0)]  # decode steps before each version
-        self._debt_s = 0.0  # prefill and swaps that come before the next decode step
+        self._debt_s = 0.0  # prefill and swaps before the next decode step
         self._wake = asyncio.Event()
         self._drained: asyncio.Event | None = None  # while it starts no sequence
 

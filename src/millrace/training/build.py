@@ -29,9 +29,9 @@ from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.parallel.ranks import Ranks
 from millrace.training.policy_model import PolicyModel
 from millrace.training.trainer import Trainer
+from millrace.weights.backends import PackingSender
 from millrace.weights.gathering import GatheringSender, WeightSender
 from millrace.weights.probe import ProbeReference
-from millrace.weights.send_backend import PackingSender
 from millrace.weights.transport import listening_address, make_sender, resolve_transport
 
 

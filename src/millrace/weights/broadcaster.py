@@ -10,6 +10,7 @@ Runs on the controller's event loop.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -191,27 +192,22 @@ class HttpNotifier:
 
     async def _notify(self, url: str, body: dict[str, Any]) -> None:
         session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout())  # no limits but ours
-        try:
+        reason = f"no answer in weights.timeout_s = {self.timeout_s:g}"
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.timeout_s), session:
-                await self._post(session, url, body)
-        except (OSError, ValueError, aiohttp.ClientError) as error:  # TimeoutError is an OSError
-            self.num_failed += 1
-            if url not in self.warned:
-                self.warned.add(url)
-                reason = str(error) or f"no answer in weights.timeout_s = {self.timeout_s:g}"
-                self.warn(
-                    f"{url} could not be notified of version {body['version']} ({reason}); the run"
-                    " continues, and later failures are only counted (notify_failures)."
-                )
-
-    async def _post(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> None:
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                async with session.post(url, json=body, allow_redirects=False) as answer:
-                    if answer.status // 100 != 2:
-                        raise ValueError(f"it answered '{answer.status} {answer.reason}'")
-                return
-            except (OSError, ValueError, aiohttp.ClientError):
-                if attempt == ATTEMPTS:
-                    raise
-                await asyncio.sleep(self.retry_s)
+                for attempt in range(ATTEMPTS):
+                    await asyncio.sleep(self.retry_s if attempt else 0.0)
+                    try:
+                        async with session.post(url, json=body, allow_redirects=False) as answer:
+                            if answer.status // 100 == 2:
+                                return
+                            reason = f"it answered '{answer.status} {answer.reason}'"
+                    except (OSError, ValueError, aiohttp.ClientError) as error:
+                        reason = str(error) or reason
+        self.num_failed += 1
+        if url not in self.warned:
+            self.warned.add(url)
+            self.warn(
+                f"{url} could not be notified of version {body['version']} ({reason}); the run"
+                " continues, and later failures are only counted (notify_failures)."
+            )

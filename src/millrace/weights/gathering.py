@@ -30,8 +30,8 @@ from millrace.core.errors import WeightError
 from millrace.core.records import Delta, TensorSpec, WeightUpdate
 from millrace.models.sharding import local_part
 from millrace.weights import packing
+from millrace.weights.backends import NoSpace, PackingSender, Payload, Superseded
 from millrace.weights.gather_group import GatherGroup, RankLost
-from millrace.weights.send_backend import NoSpace, PackingSender, Payload, Superseded
 from millrace.weights.shards import Box, ShardPiece, box_of, plan
 
 _CLOSING = 2**62  # the version that ranks agree on when they close
@@ -187,13 +187,9 @@ class GatheringSender:
         in_flight: deque[list[_Transfer]] = deque()
         rank = attrgetter("rank")
         for number, bucket in enumerate(shards.buckets):
-            by_rank = groupby(sorted(bucket, key=rank), key=rank)
-            in_flight.append(
-                [
-                    self._begin_receive(shards, [*pieces], number=number, has_base=bool(base))
-                    for _, pieces in by_rank
-                ]
-            )
+            by_rank = [[*of] for _, of in groupby(sorted(bucket, key=rank), key=rank)]
+            begin = partial(self._begin_receive, shards, number=number, has_base=bool(base))
+            in_flight.append([begin(pieces) for pieces in by_rank])
             if len(in_flight) == 2:
                 finish(in_flight.popleft())
         for piece in shards.own:  # while the last buckets are in flight
@@ -242,9 +238,8 @@ class GatheringSender:
             if not pieces:
                 continue
             messages = self._messages(shards, pieces, number=number, has_base=base is not None)
-            in_flight.append(
-                [(sent, self._group.begin_send(sent, number=tag)) for tag, sent in messages]
-            )
+            send = self._group.begin_send
+            in_flight.append([(sent, send(sent, number=tag)) for tag, sent in messages])
             if len(in_flight) == 2:
                 finish()
         while in_flight:
@@ -279,9 +274,8 @@ class GatheringSender:
         found = self._group.all_gather(numbers)
         if self._planned_for != (specs, found):  # once for each layout
             dims = [len(box.shape) for box in boxes]
-            self._plan = plan(
-                specs, [_boxes(numbers, dims) for numbers in found], bucket_bytes=self._bucket_bytes
-            )
+            all_boxes = [_boxes(numbers, dims) for numbers in found]
+            self._plan = plan(specs, all_boxes, bucket_bytes=self._bucket_bytes)
             self._planned_for = specs, found
             self._sent.clear()
         own, buckets = self._plan

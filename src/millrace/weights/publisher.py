@@ -23,9 +23,9 @@ import torch
 
 from millrace.core.records import WeightUpdate
 from millrace.models.sharding import local_part
+from millrace.weights.backends import NoSpace, Superseded
 from millrace.weights.gathering import WeightSender
 from millrace.weights.packing import copy_all, transfer_dtype
-from millrace.weights.send_backend import NoSpace, Superseded
 
 RETRY_S = 1.0
 

@@ -101,25 +101,25 @@ def plan(
     own: list[ShardPiece] = []
     buckets: list[list[ShardPiece]] = []
     room = 0
+    # The size of a piece is rounded up, so a bucket holds whole multiples only.
+    most = bucket_bytes // PIECE_ALIGN_BYTES * PIECE_ALIGN_BYTES
     for index, spec in enumerate(specs):
-        for piece in _owned(spec, [of_rank[index] for of_rank in boxes]):
-            if piece.rank == 0:
-                own.append(piece)
+        for box, rank in _owners(spec, [of_rank[index] for of_rank in boxes]).items():
+            if rank == 0:
+                own.append(ShardPiece(spec=spec, rank=0, box=box))
                 continue
-            # The size of a piece is rounded up, so a bucket holds whole multiples only.
-            most = bucket_bytes // PIECE_ALIGN_BYTES * PIECE_ALIGN_BYTES
-            for box in piece.box.split(most // DTYPES[spec.dtype].itemsize):
-                part = ShardPiece(spec=spec, rank=piece.rank, box=box)
-                if part.room_bytes > room:
+            for part in box.split(most // DTYPES[spec.dtype].itemsize):
+                piece = ShardPiece(spec=spec, rank=rank, box=part)
+                if piece.room_bytes > room:
                     buckets.append([])
                     room = bucket_bytes
-                buckets[-1].append(part)
-                room -= part.room_bytes
+                buckets[-1].append(piece)
+                room -= piece.room_bytes
     return own, buckets
 
 
-def _owned(spec: TensorSpec, boxes: Sequence[Box]) -> list[ShardPiece]:
-    """Each distinct part of a tensor once, owned by the lowest rank that has it."""
+def _owners(spec: TensorSpec, boxes: Sequence[Box]) -> dict[Box, int]:
+    """Each distinct part of a tensor, and the lowest rank that has it."""
     owners: dict[Box, int] = {}
     for rank, box in enumerate(boxes):
         if box.num_values:
@@ -130,4 +130,4 @@ def _owned(spec: TensorSpec, boxes: Sequence[Box]) -> list[ShardPiece]:
             f"The shards of {spec.name!r} do not tile the tensor of shape {list(spec.shape)};"
             " redistribute it to Shard or Replicate placements."
         )
-    return [ShardPiece(spec=spec, rank=rank, box=box) for box, rank in owners.items()]
+    return owners

@@ -11,13 +11,23 @@ from pathlib import Path
 import torch
 
 from millrace.core.errors import ConfigError
-from millrace.weights.recv_backend import RecvBackend, StagingReceiver
-from millrace.weights.send_backend import PackingSender, Payload, Reference, SendBackend
+from millrace.weights.backends import (
+    PackingSender,
+    Payload,
+    RecvBackend,
+    Reference,
+    SendBackend,
+    StagingReceiver,
+)
 from millrace.weights.transports.collective import CollectiveRecvBackend, CollectiveSendBackend
 from millrace.weights.transports.disk import DiskRecvBackend, DiskSendBackend
-from millrace.weights.transports.ipc import IpcRecvBackend, IpcSendBackend
+from millrace.weights.transports.memory import (
+    IpcRecvBackend,
+    IpcSendBackend,
+    ShmRecvBackend,
+    ShmSendBackend,
+)
 from millrace.weights.transports.rendezvous import ENGINE, EVALUATOR
-from millrace.weights.transports.shm import ShmRecvBackend, ShmSendBackend
 
 
 def resolve_transport(

@@ -94,18 +94,16 @@ class FaultInjector:
 
     def _wait(self, plan: KillPlan, *, step_s: float) -> bool:
         """Wait for the moment of the kill; False = the run has ended."""
-        after_step, begun = plan.after_step, self._checker.step
-        if after_step is None:
-            until_s = time.monotonic() + plan.pause * EARLY_S
-            return self._wait_until(
-                lambda: time.monotonic() >= until_s or self._checker.step > begun, what="a step"
-            )
-        if not self._wait_until(
-            lambda: self._checker.step >= after_step, what=f"step {after_step}"
-        ):
+        checker, begun = self._checker, self._checker.step
+        is_early, after_step = plan.after_step is None, plan.after_step or 0
+        if not self._wait_until(lambda: checker.step >= after_step, what=f"step {after_step}"):
             return False
-        until_s = time.monotonic() + plan.pause * PAUSE_STEPS * step_s
-        return self._wait_until(lambda: time.monotonic() >= until_s, what="a pause")
+        pause_s = plan.pause * (EARLY_S if is_early else PAUSE_STEPS * step_s)
+        until_s = time.monotonic() + pause_s
+        return self._wait_until(
+            lambda: time.monotonic() >= until_s or (is_early and checker.step > begun),
+            what="a pause",
+        )
 
     def _execute(self, plan: KillPlan) -> None:
         """Signal a process of that role as soon as there is one, unless the run ends first."""

@@ -23,9 +23,9 @@ from typing import Any
 
 import tomli_w
 
-from millrace.dashboard.tail import FileTail
+from millrace.core.files import FileTail
 from millrace.demo.task import make_tasks
-from millrace.monitoring.run_dir import RunDir
+from millrace.monitoring.run_dir import RunDir, read_step
 
 NUM_DIGITS = (3,)
 HELD_OUT = 256
@@ -129,7 +129,7 @@ def gone_after_s(process: TargetProcess, *, timeout_s: float) -> float | None:
 class TargetRun:
     def __init__(self, folder: Path, *, model: Path, steps: int, seed: int) -> None:
         folder.mkdir(parents=True)
-        self.steps = steps
+        self.steps, self.seed = steps, seed
         self.run_dir = RunDir(folder / "run")
         self.console = folder / "console.log"
         # Not in the folder: the path of a socket must be short.
@@ -168,9 +168,7 @@ class TargetRun:
         if self.exit_code is not None:
             return []
         pid, role = self.controllers[-1], "controller"
-        command = processes().get(pid)
-        if command is None:
-            return workers_of(pid)
+        command = processes().get(pid, "")
         return [TargetProcess(pid=pid, role=role, name=role, command=command), *workers_of(pid)]
 
     def close(self) -> None:
@@ -224,11 +222,10 @@ class RunChecker:
             self._read_groups(self.step)
 
     def _read_groups(self, step: int) -> None:
-        path = self._run_dir.rollouts / f"step_{step}.jsonl"
-        if not path.exists():  # killed right after the row and, in another thread, a checkpoint
+        episodes = read_step(self._run_dir.rollouts, step, dict[str, Any])
+        if not episodes:  # killed right after the row and, in another thread, a checkpoint
             return
-        text = path.read_text()
-        numbers = frozenset(json.loads(line)["group"] for line in text.splitlines())
+        numbers = frozenset(episode["group"] for episode in episodes)
         before = self.groups.setdefault(step, numbers)
         if before != numbers:
             self.contradictions.append(

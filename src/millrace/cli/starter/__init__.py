@@ -6,10 +6,9 @@ Promise: nothing that exists is overwritten, and an interrupted init can be repe
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from millrace.core.errors import ConfigError
 from millrace.demo.task import make_tasks
@@ -35,10 +34,15 @@ def write_starter(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if model is None:
-            _make_aside(directory / "model", make_model)
-        _write_tasks(directory / "tasks.jsonl", make_tasks(NUM_TASKS, SEED))
+            # Under another name first, so that an interrupted init leaves no half model.
+            shutil.rmtree(partial := directory / "model.partial", ignore_errors=True)
+            make_model(partial)
+            partial.rename(directory / "model")
         held_out = make_tasks(NUM_HELD_OUT, SEED, held_out=True)
-        _write_tasks(directory / "heldout.jsonl", held_out)
+        files = {"tasks.jsonl": make_tasks(NUM_TASKS, SEED), "heldout.jsonl": held_out}
+        for name, tasks in files.items():
+            text = "".join(json.dumps(task) + "\n" for task in tasks)
+            (directory / name).write_text(text, encoding="utf-8")
         for name in TEMPLATES:
             template = resources.files("millrace.cli.starter") / name
             text = template.read_text(encoding="utf-8")
@@ -58,16 +62,3 @@ def _for_model(text: str, model: str) -> str:
     )
     text = re.sub(r"^learning_rate = .*\n( +#.*\n)*", "", text, flags=re.M)
     return re.sub(r"^max_new_tokens = .*\n", "max_new_tokens = 256\n", text, flags=re.M)
-
-
-def _make_aside(path: Path, make_model: Callable[[Path], None]) -> None:
-    """Make the model under another name first, so that an interrupted init leaves no half model."""
-    partial = path.with_name(path.name + ".partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    make_model(partial)
-    partial.rename(path)
-
-
-def _write_tasks(path: Path, tasks: Sequence[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(task) + "\n" for task in tasks), encoding="utf-8")

@@ -98,27 +98,25 @@ class StepRecorder:
         numbers = reported_rollouts(groups, num_samples)
         own = {rollout: reported[n] for rollout, n in numbers.items() if n in reported}
         sample = partial(self._sampler.sample, step=step, reported=own)
-        recording = partial(recording_row, model=self._model)
         recorded = pick(groups, self._settings.record_episodes)
 
         def write() -> None:
             self._samples.write(step, [sample(*one) for one in pick(groups, num_samples)])
             self._lives.write(step, [life] if num_samples else [])
-            self._recordings.write(step, [recording(*one) for one in recorded])
+            self._recordings.write(step, [self._recording(*one) for one in recorded])
 
         self._writing = asyncio.create_task(asyncio.to_thread(write))
+
+    def _recording(self, group: Group, index: int) -> dict[str, Any]:
+        """An episode for `millrace replay`; its prompts were rendered for the model."""
+        recording = group.episodes[index].recording
+        assert recording is not None, "runs with record_episodes record every episode"
+        return {**scores_of(group, index), "model": self._model, "episode": msgspec.Raw(recording)}
 
     async def written(self) -> None:
         """Wait for the files of the last step."""
         if self._writing is not None:
             await self._writing
-
-
-def recording_row(group: Group, index: int, *, model: str) -> dict[str, Any]:
-    """An episode for `millrace replay`; its prompts were rendered for `model`."""
-    recording = group.episodes[index].recording
-    assert recording is not None, "runs with record_episodes record every episode"
-    return {**scores_of(group, index), "model": model, "episode": msgspec.Raw(recording)}
 
 
 class SkippedSteps:

@@ -13,7 +13,7 @@ run continues the totals of its metrics.jsonl.
 import contextlib
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,26 +106,28 @@ def group_metrics(
     as results. `version` is the trainer's before the step."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [rollout.num_generated for rollout in rollouts]
+    teachers = [t.version for r in rollouts if (t := r.teacher) and t.version is not None]
     return {
         **_reward_metrics(fresh),
         **_episode_metrics(fresh),
         **_staleness_metrics(groups, version=version),
         "completion_length": {"mean": float(np.mean(lengths)), "max": max(lengths)},
-        **_teacher_metrics(groups),
+        # Policy versions of a teacher that is an earlier policy.
+        **({"teacher": {"version": float(np.mean(teachers))}} if teachers else {}),
     }
 
 
 def _reward_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     scores = [score for group in groups for score in group.scores]
     totals = np.array([score.total for score in scores])
-    parts: dict[str, list[float]] = {}  # a gate or the scorer itself may leave episodes out
+    parts: defaultdict[str, list[float]] = defaultdict(list)
     for score in scores:
-        for name, part in score.parts.items():
-            parts.setdefault(name, []).extend([] if part is None else [part])
-    by_source: dict[str, list[float]] = {}
+        for name, part in score.parts.items():  # a gate or the scorer may leave episodes out
+            parts[name] += [] if part is None else [part]
+    by_source: defaultdict[str, list[float]] = defaultdict(list)
     for group in groups:
-        if group.task.source:
-            by_source.setdefault(group.task.source, []).extend(s.total for s in group.scores)
+        by_source[group.task.source] += [score.total for score in group.scores]
+    by_source.pop("", None)
     return {
         "reward": {
             "mean": float(totals.mean()),
@@ -178,13 +180,6 @@ def _staleness_metrics(groups: Sequence[Group], *, version: int) -> dict[str, An
             "group_max": max(in_groups),
         },
     }
-
-
-def _teacher_metrics(groups: Sequence[Group]) -> dict[str, Any]:
-    """The mean policy version of a teacher that is an earlier policy."""
-    teachers = [r.teacher for group in groups for r in group.rollouts if r.teacher is not None]
-    versions = [teacher.version for teacher in teachers if teacher.version is not None]
-    return {"teacher": {"version": float(np.mean(versions))}} if versions else {}
 
 
 class _Mark(NamedTuple):

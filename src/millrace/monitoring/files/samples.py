@@ -104,10 +104,8 @@ class EpisodeSampler:
         self, group: Group, index: int, *, step: int, reported: Mapping[Rollout, np.ndarray]
     ) -> SampledEpisode:
         """`reported`: see HostSums of the trainer."""
-        episode = group.episodes[index]
-        turns = [
-            {k: getattr(t, k) for k in ("agent", "completion", "finish")} for t in episode.turns
-        ]
+        episode, shown = group.episodes[index], ("agent", "completion", "finish")
+        turns = [{name: getattr(turn, name) for name in shown} for turn in episode.turns]
         versions = np.concatenate([r.versions[r.versions >= 0] for r in episode.rollouts])
         return SampledEpisode(
             prompt=to_json(episode.turns[-1].prompt),

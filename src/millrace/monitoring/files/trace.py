@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from millrace.core.errors import ConfigError
 from millrace.core.spans import Span
 from millrace.monitoring.run_dir import write_atomically
@@ -27,6 +29,31 @@ BUSY_COLOUR, WAITING_COLOUR = "thread_state_running", "grey"  # names the viewer
 _METADATA = {"ph": "M", "pid": PROCESS}
 
 Event = dict[str, Any]
+
+
+class TraceArguments(msgspec.Struct, gc=False):
+    count: int = 1
+    name: str = ""
+    reason: str | None = None
+
+
+class TraceEvent(msgspec.Struct, gc=False):
+    """What is read of an event."""
+
+    ph: str
+    name: str
+    tid: int
+    args: TraceArguments
+    cat: str = ""
+    ts: float = 0.0  # microseconds, as dur
+    dur: float = 0.0
+
+    @property
+    def is_track(self) -> bool:
+        return self.name == "thread_name"
+
+
+_DECODER = msgspec.json.Decoder(list[TraceEvent])
 
 
 class TraceWriter:
@@ -42,11 +69,11 @@ class TraceWriter:
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._path, self._max_bytes = path, max_bytes
-        events = _read_events(path) if resume and path.exists() else []
-        self._tracks = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
-        end_us = max((e["ts"] + e["dur"] for e in events if e["ph"] == "X"), default=0.0)
+        text, events = _read(path) if resume and path.exists() else ("", [])
+        self._tracks = {event.args.name: event.tid for event in events if event.is_track}
+        end_us = max((event.ts + event.dur for event in events if event.ph == "X"), default=0.0)
         self.start_s = (time.time() if start_s is None else start_s) - end_us / 1e6
-        self._begin(events or self._heading())
+        self._begin(text if events else self._heading())
 
     def write(self, spans: Iterable[Span]) -> None:
         events = [event for span in _condensed(spans) for event in self._events(span)]
@@ -62,13 +89,14 @@ class TraceWriter:
             self._file.write("\n]\n")
             self._file.close()
 
-    def _begin(self, events: Iterable[Event]) -> None:
-        write_atomically(self._path, "[\n" + ",\n".join(_line(event) for event in events))
+    def _begin(self, text: str) -> None:
+        write_atomically(self._path, text)
         self._file = self._path.open("a")
 
-    def _heading(self) -> list[Event]:
+    def _heading(self) -> str:
         process = {**_METADATA, "name": "process_name", "tid": 0, "args": {"name": "millrace"}}
-        return [process, *(event for item in self._tracks.items() for event in _track(*item))]
+        tracks = [event for item in self._tracks.items() for event in _track(*item)]
+        return "[\n" + ",\n".join(_line(event) for event in [process, *tracks])
 
     def _events(self, span: Span) -> list[Event]:
         is_new = span.worker not in self._tracks
@@ -110,33 +138,41 @@ def read_trace(path: Path) -> list[Span]:
     """The spans of a trace, complete or cut short, in seconds from the run's start."""
     if not path.is_file():
         return []
-    events = _read_events(path)
-    workers = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    _, events = _read(path)
+    workers = {event.tid: event.args.name for event in events if event.is_track}
     return [
         Span(
-            worker=workers[event["tid"]],
-            name=event["args"].get("reason", event["name"]),
-            busy=event["cat"] == "busy",
-            start_s=event["ts"] / 1e6,
-            end_s=(event["ts"] + event["dur"]) / 1e6,
-            count=event["args"]["count"],
+            worker=workers[event.tid],
+            name=event.args.reason or event.name,
+            busy=event.cat == "busy",
+            start_s=event.ts / 1e6,
+            end_s=(event.ts + event.dur) / 1e6,
+            count=event.args.count,
         )
         for event in events
-        if event["ph"] == "X"
+        if event.ph == "X"
     ]
 
 
-def _read_events(path: Path) -> list[Event]:
-    lines = [line.strip().rstrip(",") for line in path.read_text().split("\n")]
-    lines = [line for line in lines if line not in ("", "[", "]")]
-    events: list[Event] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines):  # only the last line may be incomplete
-                raise ConfigError(f"{path} is not a trace of Millrace: {line[:40]!r}.") from None
-    return events
+def _read(path: Path) -> tuple[str, list[TraceEvent]]:
+    """The text of a trace without its end, and its events."""
+    text = path.read_text().rstrip().removesuffix("]").rstrip().rstrip(",")
+    whole, _, last = text.rpartition("\n")
+    events = parse_events(whole.encode(), path)
+    try:
+        return text, events + parse_events(last.encode(), path)
+    except ConfigError:  # only the last line may be incomplete
+        return whole.rstrip(","), events
+
+
+def parse_events(lines: bytes, path: Path) -> list[TraceEvent]:
+    """The events of whole lines of the file at `path`; commas are between them."""
+    body = lines.strip().removeprefix(b"[").removesuffix(b"]").strip().strip(b",")
+    try:
+        return _DECODER.decode(b"[" + body + b"]")
+    except msgspec.DecodeError as error:
+        line = body.partition(b"\n")[0][:40].decode(errors="replace")
+        raise ConfigError(f"{path} is not a trace of Millrace: {line!r} ({error}).") from None
 
 
 def _track(worker: str, track: int) -> list[Event]:

@@ -3,9 +3,8 @@
 Matplotlib is imported only when a plot is drawn, and without pyplot: no window, no global state.
 """
 
-import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -39,7 +38,6 @@ MAX_TRACKS = 10
 BINS = 400  # columns of the timeline
 
 Activity = tuple[str, bool]  # name, busy
-Grouped = defaultdict[tuple[str, Activity], list[Span]]  # by worker and activity
 
 
 def render_plots(path: Path) -> list[Path]:
@@ -47,11 +45,10 @@ def render_plots(path: Path) -> list[Path]:
     run_dir = RunDir(path)
     rows = read_metrics(run_dir.metrics)
     spans = read_trace(run_dir.trace)
-    summary = json.loads(run_dir.summary.read_text()) if run_dir.is_finished else {}
     run_dir.plots.mkdir(exist_ok=True)
     plots: dict[str, tuple[Any, ...]] = {}  # by name: the function that draws it, and its data
     if any("reward/mean" in row for row in rows):
-        plots["reward"] = (_reward, rows, summary)
+        plots["reward"] = (_reward, rows, run_dir.read_summary())
     elif rows:  # of supervised fine-tuning
         plots["loss"] = (_lines, rows, ["loss", "eval/loss"], "Loss")
     if len(names := {name for row in rows for name in table(row, "rewards", suffix="/mean")}) > 1:
@@ -95,25 +92,14 @@ def draw_plot(path: Path, plot: Callable[..., None], *data: Any) -> Path:
 
 def _reward(figure: "Figure", rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
     axes = figure.subplots()
-    steps = _draw_smoothed(axes, rows, "reward/mean", label="mean reward (smoothed)", color=BLUE)
-    accuracy = accuracy_by_step(rows)
-    if summary.get("accuracy_before") is not None:
-        accuracy[0] = summary["accuracy_before"]
-    if summary.get("accuracy_after") is not None:
-        accuracy[steps[-1] if steps else 0] = summary["accuracy_after"]
-    if accuracy:
+    _draw_smoothed(axes, rows, "reward/mean", label="mean reward (smoothed)", color=BLUE)
+    if accuracy := accuracy_by_step(rows, summary):
         at = sorted(accuracy)
         values = [accuracy[step] for step in at]
         axes.plot(at, values, "o--", color=ORANGE, linewidth=1.0, label="held-out accuracy")
+        place: dict[str, Any] = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center"}
         for step in (at[0], at[-1]):
-            axes.annotate(
-                f"{accuracy[step]:.2f}",
-                (step, accuracy[step]),
-                xytext=(0, 7),
-                textcoords="offset points",
-                ha="center",
-                color=ORANGE,
-            )
+            axes.annotate(f"{accuracy[step]:.2f}", (step, accuracy[step]), color=ORANGE, **place)
     _over_steps(axes, title="Reward")
 
 
@@ -130,8 +116,8 @@ def _lines(
 
 def _draw_smoothed(
     axes: "Axes", rows: Sequence[dict[str, Any]], key: str, *, label: str, color: str
-) -> list[int]:
-    """Draw a metric and its moving average; returns the steps that have it."""
+) -> None:
+    """Draw a metric and its moving average."""
     points = {row["step"]: row[key] for row in rows if row.get(key) is not None}
     steps, values = list(points), list(points.values())
     axes.plot(steps, values, color=color, alpha=0.3, linewidth=1.0)
@@ -139,7 +125,6 @@ def _draw_smoothed(
     windows = (values[max(i - half, 0) : i + half + 1] for i in range(len(values)))
     smooth = [fmean(window) for window in windows]
     axes.plot(steps, smooth, color=color, linewidth=2.0, label=label)
-    return steps
 
 
 def _over_steps(axes: "Axes", *, title: str) -> None:
@@ -156,10 +141,11 @@ def _staleness(figure: "Figure", rows: Sequence[dict[str, Any]]) -> None:
     most = max(int(staleness) for found in histograms for staleness in found)
     at = list(range(max(most, 3) + 1))
     shares = [sum(f.get(str(age), 0.0) for f in histograms) / len(histograms) for age in at]
-    bars = axes.bar(at, shares, color=BLUE, width=0.7)
-    axes.bar_label(
-        bars, labels=[f"{share:.1%}" if share else "" for share in shares], padding=3, color=INK
+    bars, labels = (
+        axes.bar(at, shares, color=BLUE, width=0.7),
+        [f"{s:.1%}" * (s > 0) for s in shares],
     )
+    axes.bar_label(bars, labels=labels, padding=3, color=INK)
     mean = sum(age * share for age, share in zip(at, shares, strict=True))
     axes.set_title(f"Staleness of trained tokens, {mean:.2f} on average over {len(rows):,} steps")
     axes.set_xlabel("trainer version minus the version that sampled the token")
@@ -174,19 +160,31 @@ def draw_timeline(figure: "Figure", spans: Sequence[Span]) -> None:
     """A track per worker, or with many workers per role: shares of time, with work in strong
     colours and waiting in pale ones. Time starts with the first work of an engine or the trainer,
     so start-up takes no room."""
+    from matplotlib.patches import Patch
+
     spans = _from_first_work(spans)
-    tracks = _tracks(in_order({span.worker for span in spans}))
-    colours = _colours(spans)
-    grouped: Grouped = defaultdict(list)
+    tracks, colours = _tracks(in_order({span.worker for span in spans})), _colours(spans)
+    grouped: defaultdict[tuple[str, Activity], list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.start_s):
         grouped[span.worker, (span.name, span.busy)].append(span)
     end_s = max(span.end_s for span in spans)
+    edges_s = np.linspace(0.0, end_s, BINS + 1)
     figure.set_figheight(1.9 + 0.55 * len(tracks))
     axes = figure.subplots()
     axes.set_title("Activity of the workers: share of time")
-    _draw_shares(axes, grouped, tracks, colours, np.linspace(0.0, end_s, BINS + 1))
+    for track, workers in enumerate(tracks.values()):
+        # Each bin is a column, filled from below with the share of each activity, work first.
+        top = np.full(BINS, track + TRACK_HEIGHT / 2)  # the axis points down
+        for activity, colour in colours.items():
+            shares = [_share_per_bin(grouped[worker, activity], edges_s) for worker in workers]
+            bottom, top = top, top - TRACK_HEIGHT * np.mean(shares, axis=0)
+            axes.stairs(top, edges_s, baseline=bottom, fill=True, color=colour)
     _set_axes(axes, list(tracks), end_s)
-    _add_legend(figure, colours)
+    handles: list[Any] = [
+        Patch(facecolor=colour, label=name if busy else f"waits: {name}")
+        for (name, busy), colour in colours.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=9)
 
 
 def _from_first_work(spans: Sequence[Span]) -> list[Span]:
@@ -214,22 +212,6 @@ def _tracks(workers: Sequence[str]) -> dict[str, list[str]]:
     }
 
 
-def _draw_shares(
-    axes: "Axes",
-    grouped: Grouped,
-    tracks: Mapping[str, Sequence[str]],
-    colours: dict[Activity, str],
-    edges_s: np.ndarray,  # [BINS + 1]
-) -> None:
-    """One column per bin, filled from below with the share of each activity, work first."""
-    for track, workers in enumerate(tracks.values()):
-        top = np.full(len(edges_s) - 1, track + TRACK_HEIGHT / 2)  # the axis points down
-        for activity, colour in colours.items():
-            shares = [_share_per_bin(grouped[worker, activity], edges_s) for worker in workers]
-            bottom, top = top, top - TRACK_HEIGHT * np.mean(shares, axis=0)
-            axes.stairs(top, edges_s, baseline=bottom, fill=True, color=colour)
-
-
 def _share_per_bin(spans: Sequence[Span], edges_s: np.ndarray) -> np.ndarray:
     """[bins] share of each bin that these spans cover; they do not overlap."""
     if not spans:
@@ -251,25 +233,13 @@ def _set_axes(axes: "Axes", tracks: Sequence[str], end_s: float) -> None:
     if end_s < 120:
         axes.set_xlabel("seconds since the first work")
         return
-    axes.set_xticks(np.arange(0.0, end_s + 1e-9, _tick_step(end_s)))
+    # A round number of seconds that gives at most ten ticks.
+    sizes = (15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200)
+    days = 86400.0 * np.ceil(end_s / 864000)
+    tick_s = next((size for size in sizes if end_s / size <= 10), days)
+    axes.set_xticks(np.arange(0.0, end_s + 1e-9, tick_s))
     axes.xaxis.set_major_formatter(lambda seconds, _: duration(seconds))
     axes.set_xlabel("time since the first work, [h:]mm:ss")
-
-
-def _tick_step(length_s: float) -> float:
-    """A round number of seconds that gives at most ten ticks."""
-    sizes = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200)
-    return next((s for s in sizes if length_s / s <= 10), 86400.0 * np.ceil(length_s / 864000))
-
-
-def _add_legend(figure: "Figure", colours: dict[Activity, str]) -> None:
-    from matplotlib.patches import Patch
-
-    handles: list[Any] = [
-        Patch(facecolor=colour, label=name if busy else f"waits: {name}")
-        for (name, busy), colour in colours.items()
-    ]
-    figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=9)
 
 
 def _colours(spans: Sequence[Span]) -> dict[Activity, str]:

@@ -1,19 +1,24 @@
-"""The summary of a run directory, whether its run finished, is running, or was killed.
+"""The summary of a run directory, whether its run finished, is running, or was killed, as one block
+of text that has what a bug report needs; and the status of every task that was issued, for
+`millrace inspect --ledger`.
 
-It is one block of text, which has what a bug report needs.
-
-Promise: reads only. A missing or incomplete file costs only the rows that it would have filled.
+Promise: reads only, also while the run is alive. A missing or incomplete file costs only the rows
+that it would have filled.
 """
 
-import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.table import Table
+
 from millrace.config import ModelConfig, RunConfig
 from millrace.core.errors import ConfigError
+from millrace.journal import Ledger, read_journal
+from millrace.journal.ledger import TRAINED
 from millrace.monitoring import activity
 from millrace.monitoring.files.metrics import flatten, read_metrics, run_rates, table
 from millrace.monitoring.files.trace import read_trace
@@ -42,7 +47,7 @@ def summary_rows(path: str | Path) -> Rows:
         )
     metrics = read_metrics(run_dir.metrics)
     last = metrics[-1] if metrics else {}
-    final = json.loads(run_dir.summary.read_text()) if run_dir.is_finished else {}
+    final = run_dir.read_summary()
     stopped = "finished" if run_dir.is_finished else "stopped"
     yield "run", f"{run_dir.path} ({'running' if run_dir.is_running else stopped})"
     seconds = final.get("seconds", last.get("time_s"))
@@ -65,9 +70,12 @@ def summary_rows(path: str | Path) -> Rows:
         yield "" if number else "files", str(file)
 
 
-def accuracy_by_step(rows: list[dict[str, Any]]) -> dict[int, float]:
-    """Held-out accuracy by the step after which it was measured."""
-    return {row["eval/step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
+def accuracy_by_step(rows: list[dict[str, Any]], final: Mapping[str, Any]) -> dict[int, float]:
+    """Held-out accuracy by the step after which it was measured; `final`: the summary.json."""
+    found = {row["eval/step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
+    last_step = rows[-1]["step"] if rows else 0
+    ends = {0: final.get("accuracy_before"), last_step: final.get("accuracy_after")}
+    return found | {step: accuracy for step, accuracy in ends.items() if accuracy is not None}
 
 
 def _results(metrics: list[dict[str, Any]], final: Mapping[str, Any]) -> Rows:
@@ -80,7 +88,7 @@ def _results(metrics: list[dict[str, Any]], final: Mapping[str, Any]) -> Rows:
     before, after = final.get("accuracy_before"), final.get("accuracy_after")
     if before is not None and after is not None:
         yield "held-out accuracy", f"{before:.3f} → {after:.3f}"
-    elif accuracies := accuracy_by_step(metrics):
+    elif accuracies := accuracy_by_step(metrics, {}):
         step = max(accuracies)
         yield "held-out accuracy", f"{accuracies[step]:.3f} at step {step}"
 
@@ -169,3 +177,81 @@ def _files(run_dir: RunDir) -> Iterator[Path]:
     folders = (run_dir.rollouts, run_dir.skipped, run_dir.logs, run_dir.tensorboard)
     yield from (folder for folder in folders if folder.is_dir() and any(folder.iterdir()))
     yield from run_dir.checkpoint_paths
+
+
+STEPS_SHOWN = 10
+RANGES_SHOWN = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerReport:
+    ledger: Ledger
+    closed: Mapping[str, list[int]]  # tasks by status and reason
+    pending: Mapping[str, list[int]]  # open tasks by status
+
+    def check(self) -> list[str]:
+        """A sentence for each way in which the ledger does not add up."""
+        listed = {number for numbers in self.closed.values() for number in numbers}
+        missing = {*range(self.ledger.next_number)} - self.ledger.open - listed
+        return self.ledger.check() + [f"Task {number} has no status." for number in sorted(missing)]
+
+    def status(self, number: int) -> str:
+        for status, numbers in {**self.closed, **self.pending}.items():
+            if number in numbers:
+                return status
+        return "not issued"
+
+
+def read_report(path: str | Path) -> LedgerReport:
+    history = read_journal(RunDir(path).journal, list_closed=True)
+    if history is None:
+        raise ConfigError(
+            f"{path} has no journal: it is not a run directory, or journal.max_bytes was 0."
+        )
+    ledger = history.ledger
+    pending = {
+        "training": sorted(ledger.training),
+        "waiting": sorted(ledger.waiting),
+        "running": sorted(ledger.running),
+    }
+    return LedgerReport(ledger=ledger, closed=history.closed, pending=pending)
+
+
+def ledger_table(report: LedgerReport) -> Table:
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, count, text in _rows(report):
+        table.add_row(label, f"{count}", text)
+    return table
+
+
+def _rows(report: LedgerReport) -> Iterator[tuple[str, int, str]]:
+    ledger = report.ledger
+    yield "issued", ledger.next_number, f"0-{ledger.next_number - 1}" if ledger.next_number else ""
+    trained = _ranges(report.closed.get(TRAINED, []))
+    # Versions begin at 0, and each step makes one.
+    begun = [version for version, step in ledger.steps.items() if not step.is_applied]
+    steps = f"by {min(begun, default=ledger.last_step + 1) - 1} steps"
+    yield TRAINED, ledger.totals[TRAINED], f"{steps}: {trained}" if trained else steps
+    for status, count in sorted(ledger.totals.items()):
+        if status != TRAINED:
+            yield status, count, _ranges(report.closed.get(status, []))
+    for status, numbers in report.pending.items():
+        yield status, len(numbers), _ranges(numbers)
+    for version, step in list(ledger.steps.items())[-STEPS_SHOWN:]:
+        replayed = f"; replayed {_ranges(step.replayed)}" if step.replayed else ""
+        yield f"step {version}, {step.status}", len(step.numbers), _ranges(step.fresh) + replayed
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Such as "0-4, 7"; the newest ranges where there are many."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[-RANGES_SHOWN:]]
+    return ", ".join([*(["..."] if len(ranges) > RANGES_SHOWN else []), *shown])

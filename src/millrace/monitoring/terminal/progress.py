@@ -6,7 +6,7 @@ wider terminal, the bars and the reward curve grow.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -79,7 +79,13 @@ class LiveProgress(ProgressDisplay):
         self._live = Live(console=console, auto_refresh=False, transient=False)
 
     def startup(self) -> Panel:
-        return startup_view(self._phases, now_s=self._now())
+        """What each worker is doing until the run begins."""
+        now_s, phases = self._now(), list(self._phases.items())
+        lines = [
+            _line(worker, phase, (f"  {duration(now_s - since_s)}", "dim"))
+            for worker, (phase, since_s) in phases
+        ]
+        return _panel(lines, Text.assemble(("millrace", "bold"), " starting"))
 
     def starting(self, worker: str, phase: str) -> None:
         self._phases[worker] = (phase, self._now())
@@ -168,15 +174,6 @@ def progress_line(shot: RunSnapshot) -> str:
         parts.append(shot.scoring)
     left = "" if shot.eta_s is None else f", {duration(shot.eta_s)} left"
     return " | ".join([*parts, f"{duration(shot.elapsed_s)}{left}"])
-
-
-def startup_view(phases: Mapping[str, tuple[str, float]], *, now_s: float) -> Panel:
-    """What each worker is doing until the run begins. `phases`: its phase, and since when."""
-    lines = [
-        _line(worker, phase, (f"  {duration(now_s - since_s)}", "dim"))
-        for worker, (phase, since_s) in list(phases.items())
-    ]
-    return _panel(lines, Text.assemble(("millrace", "bold"), " starting"))
 
 
 class RunView:

@@ -20,22 +20,19 @@ import torch
 
 from millrace.core.errors import WeightError
 from millrace.core.records import Delta, WeightUpdate
+from millrace.weights.backends import Fetched, Memory, RecvBackend, SendBackend, Staging
 from millrace.weights.packing import checksum
-from millrace.weights.recv_backend import Fetched, RecvBackend, Staging
-from millrace.weights.send_backend import Memory, SendBackend
-from millrace.weights.transports.broadcast import (
-    BroadcastFailed,
-    BroadcastGroup,
-    join_store,
-    open_store,
-)
 from millrace.weights.transports.rendezvous import (
     ENGINE,
+    BroadcastFailed,
+    BroadcastGroup,
     RendezvousCaller,
     RendezvousClient,
     RendezvousServer,
     TransferAdmission,
     TransferRequest,
+    join_store,
+    open_store,
 )
 
 _ATTEMPTS = 3  # per engine and version: two peers may fail meanwhile

@@ -25,8 +25,7 @@ from millrace.core import files as storage
 from millrace.core.errors import WeightError
 from millrace.core.records import Delta, WeightUpdate
 from millrace.weights import packing
-from millrace.weights.recv_backend import Fetched, RecvBackend, Staging
-from millrace.weights.send_backend import Memory, NoSpace, SendBackend
+from millrace.weights.backends import Fetched, Memory, NoSpace, RecvBackend, SendBackend, Staging
 
 MODEL_FILE, DELTA_FILE, MARKER = "model.safetensors", "delta.safetensors", "update.json"
 _POLL_S = 0.02
@@ -95,16 +94,6 @@ class DiskRecvBackend(RecvBackend):
         self._patience_s = patience_s
 
     def fetch(self, update: WeightUpdate, *, delta: Delta | None, staging: Staging) -> Fetched:
-        self._wait_for_marker(update)
-        if delta is not None:
-            blob = torch.empty(delta.num_bytes, dtype=torch.uint8)
-            _read(Path(delta.location), into={"delta": blob})
-            return Fetched(blob, "delta")
-        payload = staging.take(update)
-        _read(Path(update.location), into=packing.unpack(update.tensors, payload))
-        return Fetched(payload, "staged")
-
-    def _wait_for_marker(self, update: WeightUpdate) -> None:
         marker = Path(update.location).parent / MARKER
         deadline_s = time.monotonic() + self._patience_s
         while not marker.is_file():
@@ -114,6 +103,13 @@ class DiskRecvBackend(RecvBackend):
                     " must see the trainer's weights.directory under the same path."
                 )
             time.sleep(_POLL_S)
+        if delta is not None:
+            blob = torch.empty(delta.num_bytes, dtype=torch.uint8)
+            _read(Path(delta.location), into={"delta": blob})
+            return Fetched(blob, "delta")
+        payload = staging.take(update)
+        _read(Path(update.location), into=packing.unpack(update.tensors, payload))
+        return Fetched(payload, "staged")
 
 
 def _remove(folder: Path) -> None:

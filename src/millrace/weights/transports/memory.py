@@ -1,13 +1,22 @@
-"""The shared-memory transport: the trainer packs into segments, engines on the same host map them.
+"""The transports of one host: shared memory, and CUDA IPC between one GPU or several.
 
-Promise: no copies are made, and nothing outlives the trainer. On Linux a segment is an anonymous
-file that processes of the same user open through /proc/PID/fd. Elsewhere it is a file in a private
-folder, removed by close(). A mapped version does not change until it is released, and a mapping
-lives as long as any tensor that views it.
+Shared memory: the trainer packs into segments, and engines map them. Promise: no copies are made,
+and nothing outlives the trainer. On Linux a segment is an anonymous file that processes of the same
+user open through /proc/PID/fd. Elsewhere it is a file in a private folder, removed by close(). A
+mapped version does not change until it is released, and a mapping lives as long as any tensor that
+views it.
+
+CUDA IPC: the trainer packs into GPU memory that the engines open, and an engine copies it from
+device to device into its staging memory; nothing passes through the host. A handle is plain bytes
+in the update; nothing is unpickled. The packing stream is synchronized before an update is
+announced, and the engine's before it acknowledges, so no event has to be shared. Neither side waits
+for a training step or a decoding step: both have streams of their own. An engine cannot be in the
+trainer's process, because CUDA does not open a handle where it was made.
 """
 
 import ctypes
 import fcntl
+import functools
 import mmap
 import os
 import shutil
@@ -16,13 +25,13 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import torch
 
 from millrace.core.errors import WeightError
 from millrace.core.records import Delta, WeightUpdate
-from millrace.weights.recv_backend import Fetched, RecvBackend, Staging
-from millrace.weights.send_backend import Memory, SendBackend
+from millrace.weights.backends import Fetched, Memory, RecvBackend, SendBackend, Staging
 
 Backing = Literal["memfd", "file"]
 DEFAULT_BACKING: Backing = "memfd" if sys.platform == "linux" else "file"
@@ -128,3 +137,97 @@ def _buffer(mapping: mmap.mmap) -> Any:
     buffer = (ctypes.c_uint8 * len(array)).from_address(array.ctypes.data)
     buffer.mapping = array  # type: ignore[attr-defined]
     return buffer
+
+
+_MAX_OPEN = 4  # payloads and deltas
+
+
+class Handle(msgspec.Struct, array_like=True, frozen=True):
+    """Location of an update: torch's handle for opening a storage in another process, as
+    _share_cuda_() returns it. Bytes are base64 in JSON."""
+
+    device: int
+    memory: bytes
+    num_bytes: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    has_event: bool
+
+
+class SharedMemory(Memory):
+    """GPU memory that other processes can open."""
+
+    def __init__(self, num_bytes: int, *, device: torch.device) -> None:
+        # Never empty: empty memory has no handle.
+        self._whole = torch.zeros(max(num_bytes, 1), dtype=torch.uint8, device=device)
+        self.flat = self._whole[:num_bytes]
+        handle = Handle(*self._whole.untyped_storage()._share_cuda_())
+        self.location = msgspec.json.encode(handle).decode()
+
+    def close(self) -> None:
+        # torch keeps the memory; an engine that still has it open must not read it as weights.
+        self._whole.zero_()
+        del self._whole
+        self.flat = torch.empty(0, dtype=torch.uint8)
+
+
+class IpcSendBackend(SendBackend):
+    """Trainer side. Engines copy a version before they acknowledge it."""
+
+    transport = "ipc"
+
+    def allocate(self, num_bytes: int, *, device: torch.device) -> SharedMemory:
+        if device.type != "cuda":
+            raise WeightError(
+                "weights.transport = 'ipc' shares GPU memory, but the trainer computes on"
+                f" {str(device)!r}; set it to 'auto' or 'shm'."
+            )
+        return SharedMemory(num_bytes, device=device)
+
+    def offer(self, update: WeightUpdate, *, payload: Memory, delta: Memory | None) -> WeightUpdate:
+        torch.cuda.current_stream(payload.flat.device).synchronize()
+        return update
+
+
+class IpcRecvBackend(RecvBackend):
+    """Engine side."""
+
+    def __init__(self, *, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise WeightError(
+                "weights.transport = 'ipc' shares GPU memory, but placement.engines is"
+                f" {str(device)!r}; set the transport to 'auto' or 'shm'."
+            )
+        self._device = device
+        self._open = functools.lru_cache(_MAX_OPEN)(_open)
+
+    def fetch(self, update: WeightUpdate, *, delta: Delta | None, staging: Staging) -> Fetched:
+        if delta is not None:
+            return Fetched(self._opened(delta.location, num_bytes=delta.num_bytes), "delta")
+        payload = staging.take(update, device=self._device)
+        payload.copy_(self._opened(update.location, num_bytes=update.num_bytes))
+        return Fetched(payload, "staged")
+
+    def close(self) -> None:
+        self._open.cache_clear()
+
+    def _opened(self, location: str, *, num_bytes: int) -> torch.Tensor:
+        flat = self._open(location)
+        if len(flat) < num_bytes:
+            raise WeightError(f"The shared GPU memory has {len(flat)} bytes of {num_bytes}.")
+        return flat[:num_bytes]
+
+
+def _open(location: str) -> torch.Tensor:
+    try:
+        handle = msgspec.json.decode(location, type=Handle)
+        storage = torch.UntypedStorage._new_shared_cuda(*msgspec.structs.astuple(handle))
+    except (RuntimeError, ValueError) as error:
+        raise WeightError(
+            f"The trainer's GPU memory cannot be opened ({str(error).splitlines()[0]}); the trainer"
+            " must be alive, on this host, and see the same GPUs as the engine."
+        ) from error
+    flat = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", handle.device))
+    return flat.set_(storage)
