@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from millrace.core.errors import ConfigError
-from millrace.models.attention.layout import PackedLayout
+from millrace.models.attention.layout import PackedLayout, ScoreRules
 from millrace.models.attention.packed import packed_attention
-from millrace.models.exact.attention import KeyTables, ScoreRules, Tiles, attend, attend_packed
+from millrace.models.exact.attention import KeyTables, Tiles, attend, attend_packed
 from millrace.models.exact.mode import ExactMode, check_exact
 
 CPU = torch.device("cpu")

@@ -5,10 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from millrace.models.attention.layout import PackedLayout
+from millrace.models.attention.layout import PackedLayout, ScoreRules
 from millrace.models.exact.attention import (
     KeyTables,
-    ScoreRules,
     Tiles,
     attend,
     attend_packed,

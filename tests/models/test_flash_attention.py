@@ -15,7 +15,7 @@ from millrace.models.attention.flash import (
     flash_attention_backward,
     flattened,
 )
-from millrace.models.attention.layout import PackedLayout
+from millrace.models.attention.layout import PackedLayout, ScoreRules
 from millrace.models.attention.packed import packed_obstacle
 
 CPU = torch.device("cpu")
@@ -159,8 +159,8 @@ def test_unsupported_inputs_of_the_kernel_are_named(change, obstacle):
     lengths, parents = LAYOUTS["one family"]
     inputs = inputs_of(sum(lengths), size=settings["size"], dtype=settings["dtype"])
     layout = PackedLayout(lengths, parents=parents, device=CPU)
-    options = {name: settings[name] for name in ("softcap", "window")}
-    assert obstacle in packed_obstacle(*inputs, layout=layout, **options)
+    rules = ScoreRules(0.5, settings["window"], settings["softcap"])
+    assert obstacle in packed_obstacle(*inputs, layout, rules)
 
 
 HEADS = [(4, 4), (8, 2), (6, 1)]

@@ -5,7 +5,7 @@ from architectures import ARCHITECTURES, VOCAB, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.models.attention.layout import Block, PackedLayout
+from millrace.models.attention.layout import Block, PackedLayout, ScoreRules
 from millrace.models.attention.packed import PACKED_ATTENTION, attend, packed_attention
 from millrace.models.loading import hidden_states
 
@@ -226,7 +226,7 @@ def test_long_sequences_are_computed_in_query_blocks(softcap, window):
     length = 1100  # more than two query blocks
     q, k, v = (torch.randn(1, heads, length, 4) for heads in (2, 1, 1))
     block = Block(shape=(1, length, length))
-    out = attend(q, k, v, block=block, scale=0.7, window=window, softcap=softcap)
+    out = attend(q, k, v, block=block, rules=ScoreRules(0.7, window, softcap))
     scores = (q @ k.transpose(2, 3)) * 0.7
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from millrace.models.attention.layout import Block
+from millrace.models.attention.layout import Block, ScoreRules
 from millrace.models.attention.packed import attend
 from millrace.models.loading import load_pretrained
 from millrace.models.support import RUNNING_ERRORS, is_close, register_attention
@@ -132,6 +132,7 @@ def incremental_attention(
     """The signature transformers calls; returns [1, T, H, E_v]."""
     layer: Any = module.layer_idx
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rules = ScoreRules(scale, sliding_window, softcap)
     ends = itertools.accumulate(count for _, count in incremental)
     parts = []
     for (kv, count), end in zip(incremental, ends, strict=True):
@@ -139,8 +140,7 @@ def incremental_attention(
         if kv is not None:
             k, v = kv.append(layer, k, v)
         block = Block(shape=(1, count, k.shape[1]))
-        options = {"block": block, "scale": scale, "window": sliding_window, "softcap": softcap}
-        parts.append(attend(q[None], k[None], v[None], **options)[0])
+        parts.append(attend(q[None], k[None], v[None], block=block, rules=rules)[0])
     return torch.cat(parts, dim=1).transpose(0, 1)[None], None
 
 

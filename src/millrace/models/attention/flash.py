@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from millrace.models.attention.layout import PackedLayout, Spans
+from millrace.models.attention.layout import PackedLayout, ScoreRules, Spans
 
 _MAX_HEAD_DIM = 256
 
@@ -43,21 +43,15 @@ def flash_obstacle(
 
 
 def packed_obstacle(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    layout: PackedLayout,
-    window: int | None,
-    softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rules: ScoreRules
 ) -> str | None:
     """As flash_obstacle(), for a microbatch."""
-    if window is not None and layout.families is not None:
+    if rules.window is not None and layout.families is not None:
         return "the model's window is shorter than the sequences, which share prefixes"
     return flash_obstacle(
         q.dtype if q.dtype == k.dtype == v.dtype else torch.float32,
         head_dims=(q.shape[-1], v.shape[-1]),
-        is_capped=softcap is not None,
+        is_capped=rules.softcap is not None,
         on_flash_gpu=layout.on_flash_gpu,
     )
 

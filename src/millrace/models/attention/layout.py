@@ -16,6 +16,7 @@ T = rows, S = segments, b = rectangles of a block, Q and K = queries and keys of
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,20 @@ from torch import Tensor
 FLASH_CAPABILITY = (8, 0)  # Ampere, the first that PyTorch's flash kernel supports
 _MIN_FILL = 0.75  # of a block: a sequence shorter than this share of the longest starts another
 _TREE_ROWS = 128  # families of at most this size are computed whole, with a mask
+
+
+class ScoreRules(NamedTuple):
+    """How attention computes scores. A NamedTuple, because torch.compile looks through it."""
+
+    scale: float
+    window: int | None = None  # keys that a query attends to, itself included
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [H]; one more score per head, whose value is 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores, apart from a window, are those of scaled_dot_product_attention()."""
+        return self.softcap is None and self.sinks is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

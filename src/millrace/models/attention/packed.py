@@ -28,8 +28,8 @@ from transformers import PreTrainedModel
 from millrace.core.microbatch import Segments, common_prefix
 from millrace.models.attention.context import ContextGroup
 from millrace.models.attention.flash import flash_attention, flattened, packed_obstacle
-from millrace.models.attention.layout import Block, PackedLayout
-from millrace.models.exact.attention import ScoreRules, Tiles, attend_packed
+from millrace.models.attention.layout import Block, PackedLayout, ScoreRules
+from millrace.models.exact.attention import Tiles, attend_packed
 from millrace.models.exact.mode import ExactMode
 from millrace.models.loading import hidden_states
 from millrace.models.logprobs import final_logits
@@ -87,17 +87,16 @@ def packed_attention(
         s_aux = None if s_aux is None else context.own_heads(s_aux)
     q, k, v = packed
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    rules = ScoreRules(scale, sliding_window, softcap, s_aux)
     if tiles is not None:
-        rules = ScoreRules(scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
         return attend_packed(q, k, v, tiles, rules, layout=layout)[None], None
     obstacle = "the tensors are not on a GPU"
     if query.is_cuda:
-        obstacle = packed_obstacle(q, k, v, layout=layout, window=sliding_window, softcap=softcap)
+        obstacle = packed_obstacle(q, k, v, layout, rules)
     if obstacle is None:
         out, _ = flash_attention(q, k, v, *flattened(layout), sliding_window, scale, s_aux)
     else:
-        options = (layout, scale, sliding_window, softcap, s_aux, obstacle)
-        out: Any = _attend_in_blocks(q, k, v, *options)  # pyright: ignore[reportCallIssue]
+        out: Any = _attend_in_blocks(q, k, v, layout, rules, obstacle)
     if context is not None:
         out = context.to_rows(out)
     return out[None], None
@@ -115,35 +114,26 @@ def _warn(obstacle: str) -> None:
 
 @torch.compiler.disable  # its control flow depends on the layout
 def _attend_in_blocks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: PackedLayout,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    obstacle: str,
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rules: ScoreRules, obstacle: str
 ) -> Tensor:
     """[T, H, D] of each -> [T, H, D_v]; `obstacle` is why the flash kernel is not used."""
-    if query.is_cuda:
+    if q.is_cuda:
         _warn(obstacle)
     blocks = layout.blocks
     indices = (blocks.row_of_query, blocks.query_of_row)
-    queries = _Gather.apply(query, *indices, None)
+    queries = _Gather.apply(q, *indices, None)
     if blocks.row_of_key is None:
-        keys, values = (_Gather.apply(x, *indices, None) for x in (key, value))
+        keys, values = (_Gather.apply(x, *indices, None) for x in (k, v))
     else:
         # Rows of shared prefixes are repeated; their gradients are summed.
-        keys, values = (x.index_select(0, blocks.row_of_key) for x in (key, value))
+        keys, values = (x.index_select(0, blocks.row_of_key) for x in (k, v))
     num_queries = [b * q for b, q, _ in (block.shape for block in blocks.blocks)]
     num_keys = [b * k for b, _, k in (block.shape for block in blocks.blocks)]
     parts = (queries.split(num_queries), keys.split(num_keys), values.split(num_keys))
     outputs = []
     for block, *inputs in zip(blocks.blocks, *parts, strict=True):
-        q, k, v = (x.unflatten(0, (block.shape[0], -1)).transpose(1, 2) for x in inputs)
-        scores = {"scale": scale, "softcap": softcap, "sinks": sinks}
-        out = attend(q, k, v, block=block, window=window, **scores)
+        own = (x.unflatten(0, (block.shape[0], -1)).transpose(1, 2) for x in inputs)
+        out = attend(*own, block=block, rules=rules)
         outputs.append(out.transpose(1, 2).flatten(0, 1))  # [b * Q, H, D_v]
     return _Gather.apply(torch.cat(outputs), *indices[::-1], blocks.is_padding)
 
@@ -154,23 +144,18 @@ def attend(
     v: Tensor,  # [b, H_kv, K, D_v]
     *,
     block: Block,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None = None,
+    rules: ScoreRules,
 ) -> Tensor:
     """Attention within each rectangle of one block; [b, H, Q, D_v]."""
     _, num_queries, num_keys = block.shape
-    if window is not None and window >= num_keys:
-        window = None
-    scores = {"scale": scale, "softcap": softcap, "sinks": sinks}
-    is_plain = window is None and softcap is None and sinks is None
+    window = None if rules.window is None or rules.window >= num_keys else rules.window
+    is_plain = window is None and rules.is_plain
     if block.mask is not None:
         if is_plain:
-            return _sdpa(q, k, v, attn_mask=block.mask.bias.to(q.dtype), scale=scale)
-        return attend_masked(q, k, v, visible=_visible(block.mask.behind, window), **scores)
+            return _sdpa(q, k, v, attn_mask=block.mask.bias.to(q.dtype), scale=rules.scale)
+        return attend_masked(q, k, v, visible=_visible(block.mask.behind, window), rules=rules)
     if is_plain and num_queries == num_keys:
-        return _sdpa(q, k, v, is_causal=True, scale=scale)
+        return _sdpa(q, k, v, is_causal=True, scale=rules.scale)
     parts = []
     before = num_keys - num_queries  # keys that precede the first query
     for begin in range(0, num_queries, _QUERY_BLOCK):
@@ -180,7 +165,7 @@ def attend(
         behind = at - torch.arange(first, before + end, device=q.device)  # [queries, keys]
         keys = slice(first, before + end)
         part = (q[:, :, begin:end], k[:, :, keys], v[:, :, keys])
-        parts.append(attend_masked(*part, visible=_visible(behind, window), **scores))
+        parts.append(attend_masked(*part, visible=_visible(behind, window), rules=rules))
     return torch.cat(parts, dim=2)
 
 
@@ -188,26 +173,17 @@ def _visible(behind: Tensor, window: int | None) -> Tensor:
     return behind >= 0 if window is None else (behind >= 0) & (behind < window)
 
 
-def attend_masked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    visible: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention where `visible` (broadcast over heads) is True; softcap bounds the scores."""
-    if softcap is None and sinks is None:
-        return _sdpa(q, k, v, attn_mask=visible, scale=scale)
+def attend_masked(q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor, rules: ScoreRules) -> Tensor:
+    """Attention where `visible` (broadcast over heads) is True, whatever the window is."""
+    if rules.is_plain:
+        return _sdpa(q, k, v, attn_mask=visible, scale=rules.scale)
     grouped = q.unflatten(1, (k.shape[1], -1))  # heads that share keys side by side
-    scores = torch.matmul(grouped, k[:, :, None].transpose(-1, -2)) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = torch.matmul(grouped, k[:, :, None].transpose(-1, -2)) * rules.scale
+    if rules.softcap is not None:
+        scores = torch.tanh(scores / rules.softcap) * rules.softcap
     scores = scores.masked_fill(~visible.unsqueeze(-3), -torch.inf).float()
-    if sinks is not None:
-        column = sinks.float().view(k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+    if rules.sinks is not None:
+        column = rules.sinks.float().view(k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], -1)
     weights = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
     return torch.matmul(weights, v[:, :, None]).flatten(1, 2)

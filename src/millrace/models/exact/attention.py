@@ -9,7 +9,6 @@ T = rows of a pass, N = tiles, Q = queries of a tile, S = sequences, H = query h
 G = query heads per KV head, D and E = head sizes of keys and values, B = keys of a block.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ from millrace.models.attention.flash import (
     flattened,
     packed_obstacle,
 )
-from millrace.models.attention.layout import PackedLayout
+from millrace.models.attention.layout import PackedLayout, ScoreRules
 from millrace.models.exact.mode import refuse
 
 _CPU_QUERIES = 8
@@ -101,18 +100,6 @@ class Tiles(NamedTuple):
         return cls.of(starts, lengths, tables=tables, device=device)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScoreRules:
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.sinks is not None:
-            refuse("attention sinks")
-
-
 def store(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
     """Write rows [T, K, D + E] to their slots [T] of a cache; a slot of -1 drops its row."""
     with torch._C.DisableTorchFunction():
@@ -132,6 +119,7 @@ def attend(
     rules: ScoreRules,
 ) -> Tensor:  # [T, H, E]
     """Attention of every row; differentiable on a CPU."""
+    _check_sinks(rules)
     with torch._C.DisableTorchFunction():
         if query.is_cuda:
             from millrace.models.exact import exact_kernels
@@ -200,6 +188,7 @@ def attend_packed(
     layout: PackedLayout,
 ) -> Tensor:
     """As attend(), of a microbatch: T rows of each; differentiable."""
+    _check_sinks(rules)
     query, key = query.to(value.dtype), key.to(value.dtype)
     with torch._C.DisableTorchFunction():
         if query.is_cuda:
@@ -208,10 +197,15 @@ def attend_packed(
         return _attend_on_cpu(query, key, value, tiles, rules)
 
 
+def _check_sinks(rules: ScoreRules) -> None:
+    if rules.sinks is not None:
+        refuse("attention sinks")
+
+
 def _check_gradient(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rules: ScoreRules
 ) -> None:
-    obstacle = packed_obstacle(q, k, v, layout=layout, window=rules.window, softcap=rules.softcap)
+    obstacle = packed_obstacle(q, k, v, layout, rules)
     if q.shape[1] > 16 * v.shape[1]:
         obstacle = "more than 16 query heads share a KV head"
     if obstacle is not None:

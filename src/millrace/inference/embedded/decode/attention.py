@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 
 from millrace.inference.embedded.kv.cache import KVCache
 from millrace.models.attention.flash import add_sinks, flash_obstacle
-from millrace.models.attention.layout import FLASH_CAPABILITY
+from millrace.models.attention.layout import FLASH_CAPABILITY, ScoreRules
+from millrace.models.attention.packed import attend_masked
 
 _LIBRARY = torch.library.Library("millrace", "FRAGMENT")
 
@@ -57,18 +58,10 @@ class DecodeLayer(NamedTuple):
     block_tokens: int
     splits: int  # parts of a row's context that attend side by side; a power of two
 
-    def attend(
-        self,
-        *tensors: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:  # [B, H, E]
-        """`tensors`: query [B, H, D], key [B, K, D] and value [B, K, E]. `sinks`: [H]."""
-        paged = (self.cache, self.tables, self.lengths, self.block_tokens, self.splits)
-        scores = (scale, window or 0, softcap or 0.0, sinks)
-        return torch.ops.millrace.paged_decode(*tensors, *paged, *scores)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rules: ScoreRules) -> Tensor:
+        """[B, H, E], of query [B, H, D], key [B, K, D] and value [B, K, E]."""
+        scores = (rules.scale, rules.window or 0, rules.softcap or 0.0, rules.sinks)
+        return torch.ops.millrace.paged_decode(query, key, value, *self, *scores)
 
 
 class PrefillLayer(NamedTuple):
@@ -82,17 +75,11 @@ class PrefillLayer(NamedTuple):
     max_queries: int
     max_context: int
 
-    def attend(
-        self,
-        *tensors: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:  # [T, H, D]
-        """`tensors`: query [T, H, D], key [T, K, D] and value [T, K, D]. `sinks`: [H]."""
-        assert softcap is None, "see can_flash"
-        return torch.ops.millrace.flash_prefill(*tensors, *self, scale, window or 0, sinks)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rules: ScoreRules) -> Tensor:
+        """[T, H, D], of query [T, H, D], key [T, K, D] and value [T, K, D]."""
+        assert rules.softcap is None, "see can_flash"
+        scores = (rules.scale, rules.window or 0, rules.sinks)
+        return torch.ops.millrace.flash_prefill(query, key, value, *self, *scores)
 
 
 def can_flash(cache: KVCache, *, model: PreTrainedModel) -> bool:
@@ -150,20 +137,13 @@ def plain_decode(
     context = max(int(lengths.max()), 1)
     at = torch.arange(context, device=lengths.device)
     slots = tables[:, at // block_tokens].long() * block_tokens + at % block_tokens  # [B, L]
-    entries = cache[slots].repeat_interleave(query.shape[1] // key.shape[1], dim=2)  # [B, L, H, .]
-    scores = torch.einsum("bhd,blhd->bhl", query, entries[..., :key_dim]).float() * scale
-    if cap:
-        scores = torch.tanh(scores / cap) * cap
+    entries = cache[slots].transpose(1, 2)  # [B, K, L, D + E]
     ends = lengths[:, None].long()
-    seen = at < ends
-    if window:
-        seen &= at >= ends - window
-    scores = scores.masked_fill(~seen[:, None], -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float()[:, None].expand(*scores.shape[:2], 1)], -1)
-    # NaN: a row that sees nothing.
-    weights = scores.softmax(-1)[..., :context].nan_to_num(0.0).to(query.dtype)
-    return torch.einsum("bhl,blhe->bhe", weights, entries[..., key_dim:])
+    seen = (at < ends) & (at >= ends - window) if window else at < ends
+    keys, values = entries[..., :key_dim], entries[..., key_dim:]
+    rules, visible = ScoreRules(scale, softcap=cap or None, sinks=sinks), seen[:, None, None]
+    output = attend_masked(query[:, :, None], keys, values, visible=visible, rules=rules)
+    return output[:, :, 0].nan_to_num(0.0)  # NaN: a row that sees nothing
 
 
 def _flash_prefill(

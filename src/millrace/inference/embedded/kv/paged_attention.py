@@ -22,9 +22,9 @@ from millrace.core.errors import ConfigError
 from millrace.inference.embedded.decode.attention import DecodeLayer, PrefillLayer
 from millrace.inference.embedded.kv.cache import KVCache
 from millrace.inference.embedded.kv.states import CacheProbe, SequenceGroup, StatePool
-from millrace.models.attention.layout import PackedLayout
+from millrace.models.attention.layout import PackedLayout, ScoreRules
 from millrace.models.attention.packed import attend_masked, packed_attention
-from millrace.models.exact.attention import ScoreRules, Tiles, attend, store
+from millrace.models.exact.attention import Tiles, attend, store
 from millrace.models.loading import hidden_states
 
 PAGED_ATTENTION = "millrace_paged"
@@ -74,7 +74,7 @@ class PagedBatch:
         query: Tensor,  # [T, H, D]
         key: Tensor,  # [T, H // G, D]
         value: Tensor,  # [T, H // G, Dv]
-        **settings: Any,  # see _attend_bucket
+        rules: ScoreRules,
     ) -> Tensor:  # [T, H, Dv]
         kv = torch.cat([key, value], dim=-1)
         self.cache.layers[layer].index_copy_(0, self.slot_mapping, kv)
@@ -86,7 +86,7 @@ class PagedBatch:
             else:
                 num_rows = len(bucket.positions)
                 keys, values = self.cache.gather(layer, blocks=bucket.blocks, num_rows=num_rows)
-            outputs.append(_attend_bucket(bucket, query[own], keys, values, **settings))
+            outputs.append(_attend_bucket(bucket, query[own], keys, values, rules))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def mix(self, mixer: nn.Module, hidden: Tensor) -> Tensor:
@@ -103,12 +103,12 @@ class ExactBatch:
     tiles: Tiles
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **settings: Any
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: ScoreRules
     ) -> Tensor:
         cached = self.cache.layers[layer]
         store(cached, self.slot_mapping, torch.cat([key, value], dim=-1))
         keys, values = cached.split([key.shape[2], value.shape[2]], dim=-1)
-        return attend(query, keys, values, self.tiles, ScoreRules(**settings))
+        return attend(query, keys, values, self.tiles, rules)
 
 
 def measure_cache(model: PreTrainedModel) -> CacheProbe:
@@ -127,23 +127,18 @@ def _attend_bucket(
     query: Tensor,  # [stop - start, H, D]
     keys: Tensor,  # [S, H // G, L, D]
     values: Tensor,  # [S, H // G, L, Dv]
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    rules: ScoreRules,
 ) -> Tensor:  # [stop - start, H, Dv]
     num_rows, num_queries = bucket.positions.shape
     num_kv_heads, context = keys.shape[1:3]
     num_heads, head_dim = query.shape[1:]
     if bucket.padded is not None:
         query = query[bucket.padded]
-    is_plain = softcap is None and sinks is None
-    causal = bucket.fresh and is_plain and (window is None or window >= context)
-    mask = None
+    window, scale, mask = rules.window, rules.scale, None
+    causal = bucket.fresh and rules.is_plain and (window is None or window >= context)
     if not causal:
         mask = bucket.mask(window=window, context=context, dtype=query.dtype)
-    if num_queries == 1 and is_plain:
+    if num_queries == 1 and rules.is_plain:
         # Heads that share a KV head become its queries: one kernel, and no KV is repeated.
         query = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         if mask is not None:
@@ -151,10 +146,9 @@ def _attend_bucket(
         output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
         return output.reshape(num_rows, num_heads, -1)
     query = query.view(num_rows, num_queries, num_heads, head_dim).transpose(1, 2)
-    if not is_plain:
+    if not rules.is_plain:
         assert mask is not None
-        scores = {"scale": scale, "softcap": softcap, "sinks": sinks}
-        output = attend_masked(query, keys, values, visible=mask == 0, **scores)
+        output = attend_masked(query, keys, values, visible=mask == 0, rules=rules)
     else:
         if mask is not None and query.is_cuda:
             # With a mask, no fused CUDA kernel supports shared KV heads.
@@ -193,13 +187,13 @@ def _paged_attention(
         return packed_attention(module, *tensors, layout=layout, scaling=scale, **scoring)
     assert millrace_paged is not None
     query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    settings = {"scale": scale, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
+    rules = ScoreRules(scale, sliding_window, softcap, s_aux)
     if isinstance(millrace_paged, DecodeLayer | PrefillLayer):
         # Reading the layer's number here would make torch.compile build a program for each layer.
-        return millrace_paged.attend(query, key, value, **settings)[None], None
+        return millrace_paged.attend(query, key, value, rules)[None], None
     layer = module.layer_idx
     assert isinstance(layer, int)
-    return millrace_paged.attend(layer, query, key, value, **settings)[None], None
+    return millrace_paged.attend(layer, query, key, value, rules)[None], None
 
 
 # Without a mask function of the same name, transformers builds no masks.

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from millrace.inference.embedded.kv.cache import KVShape
+from millrace.models.attention.layout import ScoreRules
 from millrace.models.attention.recurrent import run_mixer
 
 Place = tuple[str, Any]  # attribute of a cache's layer, and key if that is a dictionary
@@ -51,14 +52,14 @@ class CacheProbe:
         return DynamicCache(config=self._config)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **settings: Any
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: ScoreRules
     ) -> Tensor:
-        self.has_sinks |= settings["sinks"] is not None
+        self.has_sinks |= rules.sinks is not None
         self.shapes[layer] = KVShape(
             num_heads=key.shape[1],
             key_dim=key.shape[2],
             value_dim=value.shape[2],
-            is_capped=settings["softcap"] is not None,
+            is_capped=rules.softcap is not None,
         )
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
