@@ -15,7 +15,7 @@ from millrace.inference.embedded.kv.blocks import BlockPool, BlockTables
 from millrace.inference.embedded.kv.prefix_cache import PrefixCache
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.scheduler import Scheduler
-from millrace.inference.embedded.scheduling.sequence import BatchPlan, sequences_of
+from millrace.inference.embedded.scheduling.sequence import BatchPlan, DecodeResult, sequences_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +98,7 @@ class Rehearsal:
         tokens = self.slots.num_tokens[slots][None] % 2  # few values: prompts continue alike
         counts = np.ones(len(slots), dtype=np.int64)
         logprobs = np.zeros(tokens.shape)
-        self.slots.append(slots, tokens=tokens, logprobs=logprobs, counts=counts, version=0)
+        self.slots.append(slots, DecodeResult(tokens, logprobs, counts), version=0)
         for slot in slots[self.slots.num_tokens[slots] >= self.slots.limits[slots]]:
             sequence = self.slots.sequence(slot)
             self.finished.append(sequence.arrival)

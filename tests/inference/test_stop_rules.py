@@ -6,10 +6,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from millrace.core.records import Request, Sampling
-from millrace.inference.embedded.decode.loop import DecodeResult
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.outputs import StopRules
-from millrace.inference.embedded.scheduling.sequence import sequences_of
+from millrace.inference.embedded.scheduling.sequence import DecodeResult, sequences_of
 
 EOS = 256
 
@@ -94,11 +93,8 @@ def test_stop_string_in_a_launch_is_found_at_its_token(stop: tuple[str, ...], nu
         slots = BatchSlots(1, max_context=200)
         chosen = np.array([slots.assign(sequence, num_cached=0)])
         earlier, new = tokens[:num_earlier, None], tokens[num_earlier:, None]
-        counts = np.array([num_earlier])
-        slots.append(chosen, tokens=earlier, logprobs=earlier, counts=counts, version=0)
-        launch = DecodeResult(
-            tokens=new, logprobs=new, counts=np.array([len(new)]), kept=None, num_kept=None
-        )
+        slots.append(chosen, DecodeResult(earlier, earlier, np.array([num_earlier])), version=0)
+        launch = DecodeResult(new, new, np.array([len(new)]))
         (count,), (has_stop,) = STOPPING.counts_until_stop(slots, chosen, launch)
         assert has_stop == any(found)
         assert count == (found.index(True) - num_earlier if has_stop else len(new))

@@ -17,7 +17,7 @@ from millrace.core import records
 from millrace.core.errors import RunFailed
 from millrace.inference.backend import EngineCore, EngineStats, FinishedCompletions
 from millrace.inference.embedded.adapters import AdapterMerger
-from millrace.inference.embedded.decode.loop import NO_TOKEN, DecodeLoop, DecodeResult
+from millrace.inference.embedded.decode.loop import NO_TOKEN, DecodeLoop
 from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.kv.prefix_cache import PrefixCache
 from millrace.inference.embedded.live_weights import LiveWeights, PreparedWeights
@@ -27,7 +27,7 @@ from millrace.inference.embedded.sampler import mask_logits, sample_batch
 from millrace.inference.embedded.scheduling.batch_slots import adjust_logits, grammar_masks
 from millrace.inference.embedded.scheduling.outputs import OutputProcessor, StopRules
 from millrace.inference.embedded.scheduling.scheduler import Scheduler
-from millrace.inference.embedded.scheduling.sequence import BatchPlan, adapter_slot
+from millrace.inference.embedded.scheduling.sequence import BatchPlan, DecodeResult, adapter_slot
 from millrace.inference.embedded.scoring import ScoringEngine, chunk_scores, num_rows
 from millrace.models.grammars import GrammarCompiler
 from millrace.models.logprobs import final_logits
@@ -296,7 +296,7 @@ class EmbeddedEngine(EngineCore):
             masks=lambda out: grammar_masks(self._slots, plan.slots, self._grammars, out=out),
         )
         counts, has_stop = self._stop_rules.counts_until_stop(self._slots, plan.slots, result)
-        self._append(plan.slots, result, counts=counts)
+        self._append(plan.slots, result._replace(counts=counts))
         self._end_sequences(plan.slots[counts > 0], has_stop=has_stop[counts > 0])
 
     def _record_ended(self) -> None:
@@ -319,15 +319,9 @@ class EmbeddedEngine(EngineCore):
         if drawn.kept is not None:
             kept = drawn.kept.ids.to(torch.int32).cpu().numpy()
             num_kept = drawn.kept.offsets.diff().cpu().numpy()[:, None]
+        tokens, logprobs = (x.cpu().numpy()[None] for x in (drawn.tokens, drawn.logprobs))
         counts = np.ones(len(slots), dtype=np.int64)
-        result = DecodeResult(
-            tokens=drawn.tokens.cpu().numpy()[None],
-            logprobs=drawn.logprobs.cpu().numpy()[None],
-            counts=counts,
-            kept=kept,
-            num_kept=num_kept,
-        )
-        self._append(slots, result, counts=counts)
+        self._append(slots, DecodeResult(tokens, logprobs, counts, kept, num_kept))
         if num_top := int(self._slots.num_top[slots].max()):
             temperatures = how.temperatures.masked_fill(how.temperatures == 0, 1.0)
             _, ids, logprobs, _ = chunk_scores(
@@ -336,20 +330,15 @@ class EmbeddedEngine(EngineCore):
             ids = ids.to(torch.int32).cpu().numpy()
             self._slots.append_top(slots, ids=ids, logprobs=logprobs.cpu().numpy())
 
-    def _append(self, slots: np.ndarray, result: DecodeResult, *, counts: np.ndarray) -> None:
-        """Record the first `counts` tokens of each slot."""
+    def _append(self, slots: np.ndarray, result: DecodeResult) -> None:
         if not np.isfinite(result.logprobs[result.tokens != NO_TOKEN]).all():
             raise RunFailed(
                 f"Version {self.version} of the weights gives logits that are not finite;"
                 " lower optimizer.learning_rate."
             )
-        tokens, logprobs, version = result.tokens, result.logprobs, self.version
-        assert version is not None
-        self._slots.append(slots, tokens=tokens, logprobs=logprobs, counts=counts, version=version)
-        if result.kept is not None:
-            assert result.num_kept is not None
-            self._slots.append_kept(slots, ids=result.kept, num_kept=result.num_kept, counts=counts)
-        self._num_generated += int(counts.sum())
+        assert self.version is not None
+        self._slots.append(slots, result, version=self.version)
+        self._num_generated += int(result.counts.sum())
 
     def _end_sequences(self, slots: np.ndarray, *, has_stop: np.ndarray | None = None) -> None:
         """End the sequences in these slots whose newest token was their last. Their slots are

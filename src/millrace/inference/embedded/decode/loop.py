@@ -13,7 +13,6 @@ K = kept ids, W = blocks per row.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ from millrace.inference.embedded.kv.blocks import BlockTables
 from millrace.inference.embedded.kv.paged_attention import ExactBatch
 from millrace.inference.embedded.parts import EngineParts
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
-from millrace.inference.embedded.scheduling.sequence import DecodePlan
+from millrace.inference.embedded.scheduling.sequence import DecodePlan, DecodeResult
 from millrace.models.exact.attention import Tiles
 from millrace.models.loading import hidden_states
 from millrace.models.logprobs import final_logits
@@ -193,19 +192,6 @@ class StepShape(NamedTuple):
     is_guided: bool  # some rows have a grammar
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class DecodeResult:
-    """The tokens of a launch: the first `counts` entries of each column."""
-
-    tokens: np.ndarray  # [N, R] int32
-    logprobs: np.ndarray  # [N, R] float32
-    counts: np.ndarray  # [R] int64
-    # If some slots truncate: kept ids [K] int32, slot after slot and in each step after step, and
-    # how many of them belong to each token, [R, N] int32; 0 = no id was ruled out.
-    kept: np.ndarray | None
-    num_kept: np.ndarray | None
-
-
 class DecodeLoop:
     def __init__(self, parts: EngineParts, *, eos_ids: Sequence[int]) -> None:
         """`parts`: with a model that layers.prepare() has changed."""
@@ -267,10 +253,7 @@ class DecodeLoop:
                     launched.popleft().synchronize()
         tokens, logprobs = self._state.read(count, num_steps=num_steps)
         kept, num_kept = self._state.read_kept(tokens) if truncates else (None, None)
-        counts = (tokens != NO_TOKEN).sum(0)
-        return DecodeResult(
-            tokens=tokens, logprobs=logprobs, counts=counts, kept=kept, num_kept=num_kept
-        )
+        return DecodeResult(tokens, logprobs, (tokens != NO_TOKEN).sum(0), kept, num_kept)
 
     def _prepare(self, shape: StepShape) -> None:
         """Capture graphs of this shape, if there are none. Everything they compute is garbage."""

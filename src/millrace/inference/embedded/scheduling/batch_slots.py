@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millrace.core.records import TopTokens
 from millrace.inference.embedded.sampler import SamplingBatch, stream_key
-from millrace.inference.embedded.scheduling.sequence import Sampled, Sequence
+from millrace.inference.embedded.scheduling.sequence import DecodeResult, Sampled, Sequence
 from millrace.models.grammars import GrammarCompiler
 
 _MANY_IDS = 2**18  # kept ids of a launch that threads copy
@@ -116,33 +116,22 @@ class BatchSlots:
         self._free.append(slot)
         return slot
 
-    def append(
-        self,
-        slots: np.ndarray,  # [R]
-        *,
-        tokens: np.ndarray,  # [N, R]
-        logprobs: np.ndarray,  # [N, R]
-        counts: np.ndarray,  # [R]; the first `counts` tokens of each slot are recorded
-        version: int,
-    ) -> None:
-        """Record sampled tokens; all tokens but the last are cached."""
-        at = self.num_tokens[slots]
+    def append(self, slots: np.ndarray, result: DecodeResult, *, version: int) -> None:
+        """Record sampled tokens; all tokens but the last of each slot [R] are cached."""
+        at, counts = self.num_tokens[slots], result.counts
         self._reserve(int((at + counts).max()))
-        step, row = np.nonzero(np.arange(len(tokens))[:, None] < counts)
+        step, row = np.nonzero(np.arange(len(result.tokens))[:, None] < counts)
         slot, position = slots[row], at[row] + step
-        self.tokens[slot, position] = tokens[step, row]
-        self.logprobs[slot, position] = logprobs[step, row]
+        self.tokens[slot, position] = result.tokens[step, row]
+        self.logprobs[slot, position] = result.logprobs[step, row]
         self.versions[slot, position] = version
         self.num_tokens[slots] = at + counts
         self.num_cached[slots] = at + counts - 1
+        if result.kept is not None and result.num_kept is not None:
+            self._append_kept(slots, counts, ids=result.kept, num_kept=result.num_kept)
 
-    def append_kept(
-        self,
-        slots: np.ndarray,  # [R]
-        *,
-        ids: np.ndarray,  # slot after slot, and in each step after step
-        num_kept: np.ndarray,  # [R, N]
-        counts: np.ndarray,  # [R]; as in append()
+    def _append_kept(
+        self, slots: np.ndarray, counts: np.ndarray, *, ids: np.ndarray, num_kept: np.ndarray
     ) -> None:
         """Record the ids that tokens were drawn from; many are copied while the device works."""
         starts = np.concatenate([[0], num_kept.sum(1).cumsum()])

@@ -22,9 +22,9 @@ from millrace.core.completions import join_top
 from millrace.core.errors import TaskError
 from millrace.core.records import Completion, CompletionChunk, Finish, Request
 from millrace.inference.backend import FinishedCompletions
-from millrace.inference.embedded.decode.loop import DecodeResult
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.sequence import (
+    DecodeResult,
     S,
     Sampled,
     Sequence,

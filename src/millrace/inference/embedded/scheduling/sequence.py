@@ -9,7 +9,7 @@ P = prompt tokens, N = sampled tokens so far.
 
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -229,6 +229,18 @@ class DecodePlan:
     slots: np.ndarray  # [R] int64
     num_steps: int
     copies: BlockCopies  # of blocks, before the first step
+
+
+class DecodeResult(NamedTuple):
+    """The tokens of a launch: the first `counts` entries of each column. N = steps, R = slots."""
+
+    tokens: np.ndarray  # [N, R] int32
+    logprobs: np.ndarray  # [N, R] float32
+    counts: np.ndarray  # [R] int64
+    # If some slots truncate: kept ids [K] int32, slot after slot and in each step after step, and
+    # how many of them belong to each token, [R, N] int32; 0 = no id was ruled out.
+    kept: np.ndarray | None = None
+    num_kept: np.ndarray | None = None
 
 
 def check_request(
