@@ -170,3 +170,37 @@ def test_ranks_and_engines_that_join_are_listed_apart_and_take_no_gpu_here():
     lines = list(placement_lines(placed_processes(config, devices=host(4)), host(4)))
     assert lines[-4] == "other hosts, which choose the devices when they join:"
     assert [line.split()[0] for line in lines[-3:]] == ["trainer-2", "trainer-3", "engine-2"]
+
+
+def test_engines_with_tensor_parallelism_have_whole_sets_of_gpus():
+    def gpus_of(num_gpus, engines="auto", **engine):
+        table = {"engine": {"type": "vllm", "tp": 2, **engine}, "placement": {"engines": engines}}
+        devices = host(num_gpus)
+        config = placed(load_config({"model": "m", **table}), devices=devices)
+        processes = placed_processes(config, devices=devices)
+        return [(p.name, p.device) for p in processes if p.name != "trainer"]
+
+    with_a_gap = [("engine-0", "cuda:0"), ("engine-0", "cuda:2")]
+    assert gpus_of(4, ["cuda:0", "cuda:2"]) == with_a_gap
+    in_order = [("engine-0", "cuda:3"), ("engine-0", "cuda:0"), ("engine-1", "cuda:1")]
+    both = gpus_of(5, ["cuda:3", "cuda:0", "cuda:1", "cuda:4"], count=2)
+    assert both == [*in_order, ("engine-1", "cuda:4")]
+    assert gpus_of(4) == [("engine-0", "cuda:1"), ("engine-0", "cuda:2")], "one GPU is left over"
+    with pytest.raises(ConfigError, match=r"2 different GPUs, and placement\.engines is cuda:0;"):
+        gpus_of(4, "cuda:0")
+    with pytest.raises(ConfigError, match="is cuda:0, cuda:1, cuda:2; list 2 of them for each"):
+        gpus_of(4, ["cuda:0", "cuda:1", "cuda:2"], count=1)
+    with pytest.raises(ConfigError, match=r"different GPUs, .* is cuda:1, cuda:1; list 2"):
+        gpus_of(4, ["cuda:1", "cuda:1"])
+    with pytest.raises(
+        ConfigError, match=r"tp = 2 needs 2 GPUs for each engine, and PyTorch sees 1"
+    ):
+        gpus_of(1)
+
+
+def test_models_with_tensor_parallelism_have_whole_sets_of_gpus():
+    judge = OtherModel(name="judge", path="m", dtype="auto", tp=2)
+    devices = host(6)
+    config = placed(load_config({"model": "m"}), devices=devices, models=[judge])
+    processes = placed_processes(config, devices=devices, models=[judge])
+    assert [p.device for p in processes if p.name == "judge-0"] == ["cuda:5", "cuda:4"]

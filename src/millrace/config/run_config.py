@@ -19,6 +19,7 @@ from millrace.config.section import (
     Section,
     num_groups,
 )
+from millrace.core.errors import ConfigError
 
 ShareGpu = Literal["auto", "mps", "time_slices", "take_turns", "sleep"]
 
@@ -54,6 +55,26 @@ class PlacementConfig(Section):
     def model(self, name: str, index: int = 0) -> Device:
         devices = self.models.get(name, ("auto",))
         return devices[index % len(devices)]
+
+    def engine_devices(self, index: int, *, tp: int) -> tuple[Device, ...]:
+        """The devices of one engine; raises ConfigError if it cannot compute on them together."""
+        return _of_engine("engines", self.engines, index, tp)
+
+    def model_devices(self, name: str, index: int, *, tp: int) -> tuple[Device, ...]:
+        return _of_engine(f"models.{name}", self.models.get(name, ("auto",)), index, tp)
+
+
+def _of_engine(
+    setting: str, devices: tuple[Device, ...], index: int, tp: int
+) -> tuple[Device, ...]:
+    own = tuple(devices[(index * tp + part) % len(devices)] for part in range(tp))
+    gpus = [device for device in own if ":" in device]
+    if gpus and (len(devices) % tp or len({*gpus}) < tp):
+        raise ConfigError(
+            f"An engine with tp = {tp} needs {tp} different GPUs, and placement.{setting} is"
+            f" {', '.join(devices)}; list {tp} of them for each engine, or lower tp."
+        )
+    return own
 
 
 class MonitoringConfig(Section):
@@ -256,9 +277,9 @@ class RunConfig(Section):
             return self.engine.has_servers
         return self.weights.probe
 
-    def placed_on(self, device: str) -> Self:
-        """The settings of an engine process on this device."""
-        placement = self.placement.model_copy(update={"engines": (device,)})
+    def placed_on(self, *devices: str) -> Self:
+        """The settings of an engine process on these devices, of which it has engine.tp."""
+        placement = self.placement.model_copy(update={"engines": devices})
         return self.model_copy(update={"placement": placement})
 
     def trained_on(self, device: str) -> Self:

@@ -31,6 +31,7 @@ class EngineSpec:
     model_path: str
     version: int  # of the weights at model_path, with the adapter on top if there is one
     device: str = "auto"
+    devices: tuple[str, ...] = ()  # all of an engine with tp above 1; the first is `device`
     trust_remote_code: bool = False
     lora: LoraConfig | None = None  # updates bring adapters of this kind instead of all weights
     adapter_path: Path | None = None

@@ -61,6 +61,7 @@ def _start(message: messages.StartEngine, link: Link, timeline: Timeline) -> "En
     spec = EngineSpec(
         config=config.engine,
         device=config.placement.engine(0),
+        devices=config.placement.engines,
         model_path=message.model_path,
         version=message.version,
         trust_remote_code=config.model.trust_remote_code,

@@ -211,7 +211,8 @@ def _places(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from (("placement.engines", placement.engine(i)) for i in range(num_devices))
     for name, model in models.items():
         for i in range(model.engine.num_local):
-            yield f"placement.models.{name}", placement.model(name, i)
+            for device in placement.model_devices(name, i, tp=model.engine.tp):
+                yield f"placement.models.{name}", device
 
 
 def check_roles(config: RunConfig, specs: Sequence[ScorerSpec], *, num_held_out: int) -> None:

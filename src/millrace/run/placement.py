@@ -40,6 +40,7 @@ class OtherModel:
     path: str
     dtype: str
     count: int = 1  # of its processes
+    tp: int = 1  # GPUs of each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +68,13 @@ def host_devices() -> tuple[HostDevice, ...]:
 def other_models(config: RunConfig, specs: Sequence[ScorerSpec]) -> list[OtherModel]:
     """The models besides the policy that have processes on this host."""
     roles = [
-        OtherModel(name=name, path=role.path, dtype=role.engine.dtype, count=role.engine.num_local)
+        OtherModel(
+            name=name,
+            path=role.path,
+            dtype=role.engine.dtype,
+            count=role.engine.num_local,
+            tp=role.engine.tp,
+        )
         for name, role in config.environment.models.items()
     ]
     scorers = [
@@ -104,7 +111,7 @@ def placed(
     tp = config.engine.tp
     if ranks == "auto":
         num_engines = 1 if count == "auto" else count
-        num_others = sum(model.count for model in models)
+        num_others = sum(model.count * model.tp for model in models)
         most = len(free) - num_others - (num_engines if _is_open(engines) else 0)
         ranks = _num_ranks(config, gpus=gpus, most=most)
     num_here = ranks - config.trainer.remote
@@ -120,11 +127,17 @@ def placed(
             trainer = tuple(here[rank % len(here)] for rank in range(num_here))
         for model in models:
             if _is_open(others.get(model.name, ("auto",))):
-                own = [free.pop() for _ in range(model.count) if len(free) > 1]
+                own = [free.pop() for _ in range(model.count * model.tp) if len(free) > 1]
                 others[model.name] = tuple(own) or (gpus[-1].name,)
         if _is_open(engines):
             wanted = len(free) if count == "auto" else tp * (count + config.evaluate.engines)
-            engines = tuple(free[:wanted]) or trainer
+            num_whole = min(wanted, len(free)) // tp * tp
+            engines = tuple(free[:num_whole]) or trainer
+    elif gpus and _is_open(engines) and tp > 1:
+        raise ConfigError(
+            f"engine.tp = {tp} needs {tp} GPUs for each engine, and PyTorch sees {len(gpus)} here;"
+            " lower it, or use a host with more GPUs."
+        )
     if count == "auto":
         is_shared = _is_open(engines) or engines == trainer
         num_servers = len(config.engine.options.get("attach", ()))
@@ -192,14 +205,15 @@ def placed_processes(
     policy_bytes = _weight_bytes(config.model.path, config.engine.dtype)
     for i in range(num_local + config.evaluate.engines):
         name = f"engine-{i}" if i < num_local else f"evaluator-{i - num_local}"
-        for part in range(tp):
-            add(name, placement.engine(i * tp + part), policy_bytes // tp, "and the KV cache")
+        for device in placement.engine_devices(i, tp=tp):
+            add(name, device, policy_bytes // tp, "and the KV cache")
     for i in range(config.engine.remote):
         add(f"engine-{num_local + i}", ELSEWHERE, policy_bytes // tp, "and the KV cache")
     for model in models:
         for i in range(model.count):
-            size = _weight_bytes(model.path, model.dtype)
-            add(f"{model.name}-{i}", placement.model(model.name, i), size)
+            size = _weight_bytes(model.path, model.dtype) // model.tp
+            for device in placement.model_devices(model.name, i, tp=model.tp):
+                add(f"{model.name}-{i}", device, size)
     return found
 
 

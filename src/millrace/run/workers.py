@@ -205,7 +205,7 @@ class RunWorkers:
         if role == "engine" and num_local <= index < num_local + config.engine.remote:
             return config.trainer.remote > 0  # only its host knows its devices
         ranks = range(config.trainer.num_ranks - config.trainer.remote)
-        own = {placement.engine(index * tp + i) for i in range(tp)}
+        own = {*placement.engine_devices(index, tp=tp)}
         return not own.isdisjoint(placement.rank(rank) for rank in ranks)
 
     def _place(self, name: str) -> tuple[str, int]:
@@ -216,8 +216,8 @@ class RunWorkers:
     async def _start_local(self, name: str, is_late: bool) -> Worker:
         role, index = self._place(name)
         engine = of_engine(self._config.engine, index)
-        device = self._config.placement.engine(index * engine.tp)
-        config = self._config.model_copy(update={"engine": engine}).placed_on(device)
+        devices = self._config.placement.engine_devices(index, tp=engine.tp)
+        config = self._config.model_copy(update={"engine": engine}).placed_on(*devices)
         start = self._start_engine(config, is_late=is_late, role=role)
         return await self._launch(name, start, engine)
 
@@ -253,8 +253,8 @@ class RunWorkers:
             "lora": None,
             "weights": WeightsConfig(),  # its weights never change
         }
-        device = self._config.placement.model(model, index)
-        config = self._config.model_copy(update=own).placed_on(device)
+        devices = self._config.placement.model_devices(model, index, tp=settings.engine.tp)
+        config = self._config.model_copy(update=own).placed_on(*devices)
         start = StartEngine(
             config=config.model_dump(mode="json"), model_path=absolute(settings.path), version=0
         )

@@ -109,7 +109,7 @@ def _engine_replica(
 ) -> EngineReplica:
     name, timeout_s = f"engine-{index}", config.cluster.start_timeout_s
     engine = of_engine(config.engine if training is None else training.engine, index)
-    placed = config.placed_on(config.placement.engine(index * engine.tp))
+    placed = config.placed_on(*config.placement.engine_devices(index, tp=engine.tp))
     placed = placed.model_copy(update={"engine": engine}).model_dump(mode="json")
 
     async def start(_is_late: bool) -> Worker:

@@ -16,7 +16,9 @@ from millrace.inference.backend import (
     load_backend,
     of_engine,
 )
+from millrace.inference.servers.client import Launch
 from millrace.inference.servers.engine import ServerEngine
+from millrace.inference.servers.process import server_environment
 from millrace.inference.servers.staging import weight_folder
 from millrace.run.mesh_checks import check_mesh
 
@@ -158,3 +160,32 @@ def test_each_engine_has_a_server_to_attach_to():
     assert of_engine(config.engine, 1).options["attach"] == ["http://b"]
     with pytest.raises(ConfigError, match="has 2 servers, and the run has 3 engines"):
         check_servers(load_config({"model": "m", "engine": servers, "evaluate": {"engines": 1}}))
+
+
+@pytest.mark.parametrize(
+    ("devices", "visible", "seen"),
+    [
+        (("cuda:0", "cuda:2"), None, "0,2"),
+        (("cuda:3", "cuda:1"), "GPU-a,GPU-b,GPU-c,GPU-d", "GPU-d,GPU-b"),
+        (("auto", "auto"), "4,6,7", "4,6"),  # as on a host that joins
+        (("cuda",), None, "0,1"),
+    ],
+)
+def test_server_sees_the_gpus_of_its_engine_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices, visible, seen
+):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = EngineConfig(type="vllm", tp=2)
+    launch = Launch(
+        spec=EngineSpec(config=config, model_path="m", version=0, devices=devices),
+        options=VllmBackend(),
+        folder=tmp_path,
+        dtype="bfloat16",
+        device=devices[0],
+        max_context=64,
+        lora_layers=(),
+        threads=1,
+    )
+    assert server_environment(launch)["CUDA_VISIBLE_DEVICES"] == seen

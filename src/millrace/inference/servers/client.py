@@ -75,7 +75,7 @@ class Launch:
     options: VllmBackend
     folder: Path  # that only this user can enter
     dtype: str
-    device: str  # "cpu" or "cuda:N"
+    device: str  # "cpu" or "cuda:N", the first of spec.devices
     max_context: int
     lora_layers: Sequence[str]  # names of the linear layers that an adapter changes
     threads: int

@@ -8,10 +8,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from millrace.cluster.parent_death import with_parent_death_signal
 from millrace.cluster.process import describe_exit
 from millrace.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from millrace.inference.servers.client import Launch
 
 EXTENSION_FOLDER = Path(__file__).parent / "worker_extension"
 _STOP_S = 5.0
@@ -60,19 +64,22 @@ def checked_python(python: str | None, *, module: str, product: str) -> str:
     return python
 
 
-def server_environment(*, device: str, tp: int, **own: str) -> dict[str, str]:
-    """Variables of a server that sees only its own GPUs."""
+def server_environment(launch: "Launch", **own: str) -> dict[str, str]:
+    """Variables of a server that sees only its own GPUs: the named ones, or the first."""
     env = {
         **_without_path(),
         "PYTHONPATH": str(EXTENSION_FOLDER),
         "MILLRACE_SERVER_CHILD": "1",
         **own,
     }
-    if device == "cpu":
+    if launch.device == "cpu":
         return env
-    first = int(device.partition(":")[2] or 0)
-    visible = env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(first + tp)))
-    return {**env, "CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[first : first + tp])}
+    devices = launch.spec.devices or (launch.device,)
+    named = [int(device.partition(":")[2]) for device in devices if ":" in device]
+    numbers = named or range(launch.spec.config.tp)
+    visible = env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(numbers) + 1)))
+    entries = visible.split(",")
+    return {**env, "CUDA_VISIBLE_DEVICES": ",".join(entries[number] for number in numbers)}
 
 
 def _without_path() -> dict[str, str]:

@@ -58,9 +58,7 @@ class SglangClient(client.ServerClient):
             *(lora or ()),
             *launch.options.arguments,
         ]
-        env = server_environment(
-            device=launch.device, tp=config.tp, SGLANG_RETURN_ORIGINAL_LOGPROB="0"
-        )
+        env = server_environment(launch, SGLANG_RETURN_ORIGINAL_LOGPROB="0")
         process = ServerProcess(command, env=env)
         return cls(f"http://{_HOST}:{port}", headers={"Authorization": f"Bearer {key}"}), process
 

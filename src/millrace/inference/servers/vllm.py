@@ -171,8 +171,7 @@ def lora_arguments(rank: int) -> tuple[str, ...]:
 
 def _environment(launch: client.Launch) -> dict[str, str]:
     env = server_environment(
-        device=launch.device,
-        tp=launch.spec.config.tp,
+        launch,
         VLLM_SERVER_DEV_MODE="1",  # pause, resume, versions and the extension
         VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",  # needs --enable-lora, too
         VLLM_NO_USAGE_STATS="1",
