@@ -113,7 +113,7 @@ def test_memory_of_a_gpu_is_given_back_and_restored_at_the_same_addresses():
         given_back.append((torch.cuda.mem_get_info(device)[0] - free) / held)
         engine.wake()
     # Other processes use the GPU, too, so single differences may be smaller.
-    assert held > 2**28
+    assert held > 2**27
     assert median(given_back) >= 0.9
     for member, completion in enumerate(expected):
         assert_same(done[member], completion)
