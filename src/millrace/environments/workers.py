@@ -40,12 +40,6 @@ class EnvironmentReplica(ModuleReplica):
     is_remote: bool = False  # it joins from another host
     num_live: int = 0  # episodes that it plays now
 
-    @property
-    def serving_worker(self) -> Worker | None:
-        # Supervision notices a death a little later than the calls do.
-        worker = self._worker
-        return None if worker is None or worker.dead.done() else worker
-
 
 class EnvironmentWorkers:
     """Implements EpisodeHost."""

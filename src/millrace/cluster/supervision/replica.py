@@ -94,6 +94,12 @@ class WorkerReplica:
         self.given_up = error
         self._notify()
 
+    @property
+    def serving_worker(self) -> Worker | None:
+        # Supervision notices a death a little later than the calls do.
+        worker = self._worker
+        return None if worker is None or worker.dead.done() else worker
+
     async def serving(self) -> Worker:
         """The worker, once it serves; raises RunFailed if it will not be started again."""
         while self._worker is None:

@@ -10,7 +10,7 @@ bound the queue: each scorer limits its own concurrency.
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from millrace.cluster.messages import GroupScored, ScoreGroup, StartScorer
 from millrace.cluster.supervision.pool import WorkerPool
@@ -23,28 +23,14 @@ CALLS_PER_WORKER = 64  # async calls that share one process
 CLOSED = "The scorers are closed; nothing can be scored any more."
 
 
-@dataclass(slots=True, eq=False)
-class _Slot:
-    worker: Worker
-    replica: "_ScorerReplica"
-    num_calls: int = 0
-    is_closed: bool = False  # to further calls: the one that runs is exclusive
-    was_shared: bool = False  # when the process was lost
-
-
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _ScorerReplica(ModuleReplica):
-    """A scorer process that offers a slot while it serves."""
-
-    slot: _Slot | None = field(default=None, kw_only=True)
-
-    async def attach(self, worker: Worker, *, is_restart: bool) -> None:
-        self.slot = _Slot(worker, self)
+    num_calls: int = 0  # that its process runs
+    is_closed: bool = False  # to further calls: the one that runs is exclusive
+    was_shared: bool = False  # by several calls, when the last process was lost
 
     def detach(self) -> None:
-        assert self.slot is not None
-        self.slot.was_shared = self.slot.num_calls > 1
-        self.slot = None
+        self.was_shared = self.num_calls > 1
 
 
 class ScorerWorkers:
@@ -69,7 +55,7 @@ class ScorerWorkers:
 
     @property
     def num_busy(self) -> int:
-        return sum(slot.num_calls > 0 for slot in self._slots)
+        return sum(replica.num_calls > 0 for replica in self._replicas)
 
     async def start(self, functions: Mapping[str, str]) -> None:
         """Start the processes, if there are functions, by location; raises the first error."""
@@ -94,44 +80,39 @@ class ScorerWorkers:
         """Run one function. `exclusive`: on a process that runs nothing else meanwhile. `timeout_s`
         counts from the moment a process is free. Raises the function's own ScoreError,
         TimeoutError, or WorkerError if it crashed its process."""
-        slot = await self._take(exclusive=exclusive)
+        replica, worker = await self._take(exclusive=exclusive)
         try:
-            return await self._run(slot, message, timeout_s=timeout_s)
+            return await self._run(replica, worker, message, timeout_s=timeout_s)
         except WorkerError:
-            if not slot.was_shared:
+            if not replica.was_shared:
                 raise
-        slot = await self._take(exclusive=True)
-        return await self._run(slot, message, timeout_s=timeout_s)
+        return await self._run(*await self._take(exclusive=True), message, timeout_s=timeout_s)
 
     async def close(self) -> None:
         """Stop idle processes, kill busy ones, and wait until all are gone."""
         self._is_closing = True
         self._changed.set()
-        for slot in self._slots:
-            if slot.num_calls:
-                slot.worker.kill()
+        for replica in self._replicas:
+            if replica.num_calls and (worker := replica.serving_worker):
+                worker.kill()
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         await asyncio.gather(*(self._worker_pool.remove(each.name) for each in self._replicas))
 
-    @property
-    def _slots(self) -> list[_Slot]:
-        return [replica.slot for replica in self._replicas if replica.slot is not None]
-
-    async def _take(self, *, exclusive: bool) -> _Slot:
-        """Wait for a free slot; raises RunFailed if there will be none."""
+    async def _take(self, *, exclusive: bool) -> tuple[_ScorerReplica, Worker]:
+        """Wait for a process that is free; raises RunFailed if there will be none."""
         self.num_waiting += 1
         try:
             async with self._turn:
                 self._check_open()
-                while (slot := self._free_slot(exclusive=exclusive)) is None:
+                while (free := self._free(exclusive=exclusive)) is None:
                     self._changed.clear()
                     await self._changed.wait()
                     self._check_open()
-                slot.num_calls += 1
-                slot.is_closed = exclusive
-                return slot
+                free[0].num_calls += 1
+                free[0].is_closed = exclusive
+                return free
         finally:
             self.num_waiting -= 1
 
@@ -142,20 +123,19 @@ class ScorerWorkers:
         if failures and None not in failures:
             raise RunFailed(f"No scorer process is left: {failures[-1]}")
 
-    def _free_slot(self, *, exclusive: bool) -> _Slot | None:
+    def _free(self, *, exclusive: bool) -> tuple[_ScorerReplica, Worker] | None:
         # Async calls crowd together, so that whole processes stay free for sync functions.
-        slots = self._slots
-        idle = next((slot for slot in slots if slot.num_calls == 0), None)
-        if exclusive:
-            return idle
-        for slot in slots:
-            if 0 < slot.num_calls < CALLS_PER_WORKER and not slot.is_closed:
-                return slot
-        return idle
+        serving = [(each, worker) for each in self._replicas if (worker := each.serving_worker)]
+        for replica, worker in () if exclusive else serving:
+            if 0 < replica.num_calls < CALLS_PER_WORKER and not replica.is_closed:
+                return replica, worker
+        return next((pair for pair in serving if pair[0].num_calls == 0), None)
 
-    async def _run(self, slot: _Slot, message: ScoreGroup, *, timeout_s: float) -> GroupScored:
+    async def _run(
+        self, replica: _ScorerReplica, worker: Worker, message: ScoreGroup, *, timeout_s: float
+    ) -> GroupScored:
         """Make the call in a task: the process runs on even if the caller is cancelled."""
-        running = asyncio.create_task(self._call(slot, message, timeout_s=timeout_s))
+        running = asyncio.create_task(self._call(replica, worker, message, timeout_s=timeout_s))
         self._running.add(running)
         running.add_done_callback(self._on_done)
         await asyncio.wait({running})
@@ -163,16 +143,18 @@ class ScorerWorkers:
             raise RunFailed(CLOSED)
         return running.result()
 
-    async def _call(self, slot: _Slot, message: ScoreGroup, *, timeout_s: float) -> GroupScored:
+    async def _call(
+        self, replica: _ScorerReplica, worker: Worker, message: ScoreGroup, *, timeout_s: float
+    ) -> GroupScored:
         try:
             async with asyncio.timeout(timeout_s):
-                scored = await slot.worker.call(message)
+                scored = await worker.call(message)
         except (TimeoutError, WorkerError):
             # A hung function cannot be interrupted, and an async one may ignore cancellation.
-            slot.replica.drop(slot.worker)
+            replica.drop(worker)
             raise
         finally:
-            slot.num_calls -= 1
+            replica.num_calls -= 1
             self._changed.set()
         assert isinstance(scored, GroupScored)
         return scored
