@@ -66,7 +66,7 @@ class ByTurn:
     """Each turn is one step."""
 
     def cutter(self, tokenizer: Any) -> StepCutter:
-        return _SurprisalCutter(math.inf, min_tokens=1)
+        return _SurprisalCutter(math.inf, 1)
 
 
 @plugin
@@ -88,10 +88,7 @@ class ByEntropy:
         )
 
     def cutter(self, tokenizer: Any) -> StepCutter:
-        if self.threshold is not None:
-            return _SurprisalCutter(self.threshold, min_tokens=self.min_tokens)
-        assert self.quantile is not None
-        return _QuantileCutter(self.quantile, min_tokens=self.min_tokens)
+        return _SurprisalCutter(self.threshold, self.min_tokens, self.quantile)
 
 
 STEPS: dict[str, type] = {"delimiter": ByDelimiter, "turn": ByTurn, "entropy": ByEntropy}
@@ -162,12 +159,17 @@ class _DelimiterCutter:
 
 @dataclass(slots=True, eq=False)
 class _SurprisalCutter:
-    threshold: float
+    threshold: float | None  # None = a quantile, which is known when the turn ends
     min_tokens: int
+    quantile: float | None = None
+    _logprobs: list[float] = field(default_factory=list[float])  # for the quantile
     _num_tokens: int = 0
     _begin: int = 0
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[int]:
+        if self.threshold is None:
+            self._logprobs += logprobs
+            return []
         ends: list[int] = []
         for logprob in logprobs:
             is_long = self._num_tokens - self._begin >= self.min_tokens
@@ -178,29 +180,13 @@ class _SurprisalCutter:
         return ends
 
     def finish(self) -> list[int]:
+        ends: list[int] = []
+        if self._logprobs:
+            self.threshold = float(np.quantile(-np.array(self._logprobs), self.quantile or 0.0))
+            ends = self.feed([], self._logprobs)
         is_long = self._num_tokens - self._begin >= self.min_tokens
         is_step = is_long or (self._begin == 0 and self._num_tokens > 0)
-        return [self._num_tokens - 1] if is_step else []
-
-
-@dataclass(slots=True, eq=False)
-class _QuantileCutter:
-    """Cuts when the turn ends, because only then the quantile is known."""
-
-    quantile: float
-    min_tokens: int
-    _logprobs: list[float] = field(default_factory=list[float])
-
-    def feed(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[int]:
-        self._logprobs += logprobs
-        return []
-
-    def finish(self) -> list[int]:
-        if not self._logprobs:
-            return []
-        threshold = float(np.quantile(-np.array(self._logprobs), self.quantile))
-        cutter = _SurprisalCutter(threshold, min_tokens=self.min_tokens)
-        return [*cutter.feed([], self._logprobs), *cutter.finish()]
+        return [*ends, self._num_tokens - 1] if is_step else ends
 
 
 class RewardModelProcess(ModelProcess):
