@@ -133,10 +133,8 @@ class Pivot(TreeRecipe):
     """Plays root episodes, then plays them again from the tokens that matter most. Each tree has a
     root, and `branches` further episodes from each of its `pivots`."""
 
-    pivots: int = 1
-    """Number of tokens of a root at which it is branched."""
-    branches: int = 3
-    """Number of further episodes from each of these tokens."""
+    pivots: int = 1  # number of tokens of a root at which it is branched
+    branches: int = 3  # number of further episodes from each of these tokens
     by: Measure | str = "surprisal"
     """Measure that selects the tokens: "surprisal" (highest -logprob, one sample of the entropy),
     "entropy" (highest entropy of the distribution), "value" (first tokens of the steps that a

@@ -132,11 +132,9 @@ class GaeAdvantages:
 class TreeAdvantages:
     """Advantages by segment. Without branches: each total minus the group's mean."""
 
-    normalize_std: bool = True
-    """Divide by the standard deviation of the group's scores."""
+    normalize_std: bool = True  # divide by the standard deviation of the group's scores
     epsilon: NonNegativeFloat = 1e-4
-    weigh_shared: bool = True
-    """Multiply by the number of episodes that share the token."""
+    weigh_shared: bool = True  # multiply by the number of episodes that share the token
 
     handles_agents = True  # see AdvantagesByAgent
 

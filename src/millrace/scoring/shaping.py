@@ -47,8 +47,7 @@ class RocSelection:
     successes. Both keep their share of the group, but at least one episode each if there is one.
     Successes are sorted: those not cut by length first, then by `quality`, then the shortest."""
 
-    solved_at: float = 1.0
-    """Minimum score of a success."""
+    solved_at: float = 1.0  # minimum score of a success
     quality: str | None = None
     """Name of the score part that measures how clean an episode is; higher is better."""
 

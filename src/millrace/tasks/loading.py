@@ -296,12 +296,9 @@ class Puzzles:
 
     __name__ = "reasoning_gym"
 
-    dataset: NonEmptyStr
-    """Name of the dataset in reasoning_gym, such as "leg_counting"."""
-    size: PositiveInt = 500
-    """Number of tasks."""
-    seed: int = 0
-    """Seed of the dataset."""
+    dataset: NonEmptyStr  # name of the dataset in reasoning_gym, such as "leg_counting"
+    size: PositiveInt = 500  # number of tasks
+    seed: int = 0  # seed of the dataset
     config: dict[str, Any] = field(default_factory=dict[str, Any])
     """Settings of the dataset, such as {max_animals = 4}."""
     system: str = "default"

@@ -41,8 +41,7 @@ Head = Literal["token", "sequence"]
 class RewardModelSettings:
     """The fields are keys of [[scorers]]."""
 
-    model: str
-    """Directory or hub name."""
+    model: str  # directory or hub name
     label: int | None = None
     """Number of the label whose probability is the score, for a model with several labels. With a
     single label the score is its logit."""
@@ -52,8 +51,7 @@ class RewardModelSettings:
     "auto": chat for messages if the tokenizer has a chat template, otherwise text."""
     dtype: Dtype = "auto"
     """Data type of the model. "auto" is bfloat16 on CUDA and float32 on a CPU."""
-    threads: PositiveInt = 1
-    """CPU threads."""
+    threads: PositiveInt = 1  # CPU threads
     batch_tokens: PositiveInt = 8192
     """Token budget of one forward pass, with padding. A longer sequence gets a pass of its own."""
     max_length: PositiveInt | None = None
@@ -191,8 +189,7 @@ class ProcessRewardModel(RewardModelSettings):
     """Score of the episode: the minimum, the mean or the last of its step values. Default: none."""
     separator: str | None = None
     """Text inserted after each step, at which the model is read, for models trained that way."""
-    pipelined: bool = True
-    """Read steps while the rest of the sequence is still being generated."""
+    pipelined: bool = True  # read steps while the rest of the sequence is still being generated
     ahead_tokens: PositiveInt = 32
     """Number of new tokens that trigger the next read of an unfinished sequence."""
     kept_tokens: PositiveInt = 65_536

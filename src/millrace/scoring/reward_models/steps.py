@@ -79,8 +79,7 @@ class ByEntropy:
     threshold: float | None = None
     quantile: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Threshold as a quantile of the turn's own surprisals, which is known when the turn ends."""
-    min_tokens: PositiveInt = 4
-    """Minimum length of a step; surprising tokens within it are ignored."""
+    min_tokens: PositiveInt = 4  # minimum length of a step; surprising tokens within it are ignored
 
     def __post_init__(self) -> None:
         check_exactly_one(

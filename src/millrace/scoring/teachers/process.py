@@ -70,12 +70,10 @@ class LogprobModelSettings:
 
     dtype: Dtype = "auto"
     """Data type of the model. "auto" is bfloat16 on CUDA and float32 on a CPU."""
-    threads: PositiveInt = 1
-    """CPU threads."""
+    threads: PositiveInt = 1  # CPU threads
     pass_tokens: PositiveInt = 8192
     """Token budget of one forward pass. A longer sequence gets a pass of its own."""
-    logprob_chunk: PositiveInt = 1024
-    """Number of tokens whose logits are held in memory at once."""
+    logprob_chunk: PositiveInt = 1024  # number of tokens whose logits are held in memory at once
 
     def call_settings(self, *, num_workers: int) -> CallSettings:
         """One call per group, because its rollouts share their prompt."""

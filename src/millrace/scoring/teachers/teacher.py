@@ -61,8 +61,7 @@ TOP_K = 32  # default for losses that compare distributions
 class TeacherSettings(LogprobModelSettings):
     loss: Divergence = "reverse_kl"
     """Default of loss.distil. The scorer's weight is the default of loss.distil_weight."""
-    beta: float = 0.5
-    """Default of loss.distil_beta with "jsd"."""
+    beta: float = 0.5  # default of loss.distil_beta with "jsd"
     top_k: NonNegativeInt | None = None
     """Number of most likely tokens per position whose logprobs the teacher returns. Default: 0 with
     "reverse_kl", which does not use them, otherwise 32."""
@@ -70,10 +69,8 @@ class TeacherSettings(LogprobModelSettings):
     """Temperature of the teacher's distribution, independent of sampling.temperature."""
     tasks: Annotated[tuple[str, ...], OneOrMore, Field(strict=False)] = ()
     """Names of the [tasks.source] tables that the teacher scores; empty means all tasks."""
-    column: str | None = None
-    """If set, `tasks` lists values of this task column instead."""
-    hint: str | None = None
-    """Task column that the teacher sees and the policy does not."""
+    column: str | None = None  # if set, `tasks` lists values of this task column instead
+    hint: str | None = None  # task column that the teacher sees and the policy does not
     template: str = "{hint}\n\n{prompt}"
     """With `hint`: text that replaces the prompt, or the last message of a chat."""
 
@@ -207,8 +204,7 @@ class SelfTeacher(TeacherSettings):
     """Age of the teacher in versions. Set either `lag` or `ema`."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average over the policy's versions, between 0 and 1."""
-    every: PositiveInt = 1
-    """Number of versions between two refreshes."""
+    every: PositiveInt = 1  # number of versions between two refreshes
 
     default_name = "self_teacher"
 

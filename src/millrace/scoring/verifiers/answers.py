@@ -99,8 +99,7 @@ class Exact(ColumnVerifier):
     """Marker, as in "####". Only the text after its last occurrence is compared. The score is 0 if
     it is missing."""
     ignore_case: bool = False
-    ignore_space: bool = True
-    """Collapse white space to single blanks, and strip it at both ends."""
+    ignore_space: bool = True  # collapse white space to single blanks, and strip it at both ends
     ignore_punctuation: bool = False
 
     def _score(self, text: str, reference: Any) -> float:
@@ -171,8 +170,7 @@ class Numeric(ColumnVerifier):
     after: NonEmptyStr | None = None
     """Marker, as in "####". Only the text after its last occurrence is read. The score is 0 if it
     is missing."""
-    tolerance: NonNegativeFloat = 0.0
-    """Largest accepted absolute difference."""
+    tolerance: NonNegativeFloat = 0.0  # largest accepted absolute difference
     relative_tolerance: NonNegativeFloat = 0.0
     """Largest accepted difference as a share of the reference. The larger tolerance applies."""
 
@@ -251,8 +249,7 @@ class JsonSchema:
 
     schema: dict[str, Any] | None = None
     """The schema. Set either `schema` or `path`."""
-    path: NonEmptyStr | None = None
-    """JSON file with the schema."""
+    path: NonEmptyStr | None = None  # JSON file with the schema
     extract: bool = True
     """Check the last ```json block, if there is one, instead of the whole completion."""
 

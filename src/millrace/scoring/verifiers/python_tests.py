@@ -28,12 +28,10 @@ class PythonTests(ColumnVerifier):
 
     column: NonEmptyStr = "tests"
     score: Literal["all", "share"] = "all"
-    time_limit_s: PositiveFloat = 5.0
-    """Time limit for all tests of one completion together."""
+    time_limit_s: PositiveFloat = 5.0  # time limit for all tests of one completion together
     memory_limit_bytes: PositiveInt = 2**29
     output_limit_bytes: PositiveInt = 2**20
-    parallel: PositiveInt = 4
-    """Number of completions that one scorer process runs at a time."""
+    parallel: PositiveInt = 4  # number of completions that one scorer process runs at a time
 
     def __post_init__(self) -> None:
         if (reason := unsupported()) is not None:
