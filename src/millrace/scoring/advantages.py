@@ -117,12 +117,9 @@ class GaeAdvantages:
     """Generalized advantage estimation. The trainer computes it with its critic; until then the
     advantages are the totals."""
 
-    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount of rewards per token, above 0 and up to 1."""
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """From 0 to 1: 1 trusts the observed rewards, 0 the critic's value of the next token."""
-    normalize: bool = True
-    """Normalize advantages to mean 0 and deviation 1 over all trained tokens of a step."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0  # discount of rewards per token
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0  # 1 trusts the rewards, 0 the critic
+    normalize: bool = True  # to mean 0 and deviation 1 over all trained tokens of a step
 
     def __call__(self, group: Group) -> np.ndarray:  # [episodes]
         return _totals(group)

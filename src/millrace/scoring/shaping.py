@@ -48,8 +48,7 @@ class RocSelection:
     Successes are sorted: those not cut by length first, then by `quality`, then the shortest."""
 
     solved_at: float = 1.0  # minimum score of a success
-    quality: str | None = None
-    """Name of the score part that measures how clean an episode is; higher is better."""
+    quality: str | None = None  # score part that says how clean an episode is; higher is better
 
     def __call__(self, group: Group, *, keep: int, rng: np.random.Generator) -> list[int]:
         solved = [score.is_solved(self.solved_at) for score in group.scores]

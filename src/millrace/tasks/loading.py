@@ -299,13 +299,11 @@ class Puzzles:
     dataset: NonEmptyStr  # name of the dataset in reasoning_gym, such as "leg_counting"
     size: PositiveInt = 500  # number of tasks
     seed: int = 0  # seed of the dataset
-    config: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Settings of the dataset, such as {max_animals = 4}."""
+    config: dict[str, Any] = field(default_factory=dict[str, Any])  # such as {max_animals = 4}
     system: str = "default"
     """System message that asks for the answer in tags: a name of reasoning_gym, or a text; "" for
     none."""
-    chat: bool = True
-    """Whether the prompt is a list of messages; if false, a text that begins with `system`."""
+    chat: bool = True  # a list of messages; if false, a text that begins with `system`
 
     def __call__(self) -> list[Task]:
         config = {**self.config, "size": self.size, "seed": self.seed}

@@ -49,8 +49,7 @@ class RewardModelSettings:
     """Input of the model. "chat": messages through the chat template of its tokenizer. "text":
     prompt and completion as text. "ids": the policy's tokens, for a model with the same tokenizer.
     "auto": chat for messages if the tokenizer has a chat template, otherwise text."""
-    dtype: Dtype = "auto"
-    """Data type of the model. "auto" is bfloat16 on CUDA and float32 on a CPU."""
+    dtype: Dtype = "auto"  # "auto" is bfloat16 on CUDA and float32 on a CPU
     threads: PositiveInt = 1  # CPU threads
     batch_tokens: PositiveInt = 8192
     """Token budget of one forward pass, with padding. A longer sequence gets a pass of its own."""
@@ -185,15 +184,12 @@ class ProcessRewardModel(RewardModelSettings):
     {by = "entropy", threshold = 2.0} (or quantile = 0.9)."""
     reduce: Literal["value", "difference"] = "value"
     """Reward of a step: its value, or the difference to the value of the step before."""
-    score: Aggregate | None = None
-    """Score of the episode: the minimum, the mean or the last of its step values. Default: none."""
-    separator: str | None = None
-    """Text inserted after each step, at which the model is read, for models trained that way."""
+    score: Aggregate | None = None  # of the episode: min, mean or last of its step values
+    separator: str | None = None  # inserted after each step; the model is read at it
     pipelined: bool = True  # read steps while the rest of the sequence is still being generated
     ahead_tokens: PositiveInt = 32
     """Number of new tokens that trigger the next read of an unfinished sequence."""
-    kept_tokens: PositiveInt = 65_536
-    """Number of tokens whose KV a causal model keeps until the next step arrives."""
+    kept_tokens: PositiveInt = 65_536  # whose KV a causal model keeps until the next step arrives
 
     default_name = "process_reward_model"
 

@@ -68,11 +68,9 @@ class TeacherProcess(ModelProcess):
 class LogprobModelSettings:
     """How a process that computes logprobs is run. The fields are keys of [[scorers]]."""
 
-    dtype: Dtype = "auto"
-    """Data type of the model. "auto" is bfloat16 on CUDA and float32 on a CPU."""
+    dtype: Dtype = "auto"  # "auto" is bfloat16 on CUDA and float32 on a CPU
     threads: PositiveInt = 1  # CPU threads
-    pass_tokens: PositiveInt = 8192
-    """Token budget of one forward pass. A longer sequence gets a pass of its own."""
+    pass_tokens: PositiveInt = 8192  # of one forward pass; a longer sequence gets one of its own
     logprob_chunk: PositiveInt = 1024  # number of tokens whose logits are held in memory at once
 
     def call_settings(self, *, num_workers: int) -> CallSettings:

@@ -65,14 +65,12 @@ class TeacherSettings(LogprobModelSettings):
     top_k: NonNegativeInt | None = None
     """Number of most likely tokens per position whose logprobs the teacher returns. Default: 0 with
     "reverse_kl", which does not use them, otherwise 32."""
-    temperature: PositiveFloat = 1.0
-    """Temperature of the teacher's distribution, independent of sampling.temperature."""
+    temperature: PositiveFloat = 1.0  # of the teacher's distribution, whatever that of sampling
     tasks: Annotated[tuple[str, ...], OneOrMore, Field(strict=False)] = ()
     """Names of the [tasks.source] tables that the teacher scores; empty means all tasks."""
     column: str | None = None  # if set, `tasks` lists values of this task column instead
     hint: str | None = None  # task column that the teacher sees and the policy does not
-    template: str = "{hint}\n\n{prompt}"
-    """With `hint`: text that replaces the prompt, or the last message of a chat."""
+    template: str = "{hint}\n\n{prompt}"  # with `hint`: replaces the prompt, or the last message
 
     def __post_init__(self) -> None:
         if self.top_k == 0 and self.loss != "reverse_kl":
@@ -146,12 +144,9 @@ class TeacherSettings(LogprobModelSettings):
 class Teacher(TeacherSettings):
     """A fixed model with the policy's tokenizer, in a local process or on a server."""
 
-    model: str | None = None
-    """Directory or hub name of a local teacher. Set either `model` or `url`."""
-    url: NonEmptyStr | None = None
-    """Address of the /score route of `millrace serve MODEL --scorers N`."""
-    headers: dict[str, str] = field(default_factory=dict[str, str])
-    """HTTP headers for `url`. Values may contain env:NAME."""
+    model: str | None = None  # directory or hub name of a local teacher; either this or `url`
+    url: NonEmptyStr | None = None  # /score route of `millrace serve MODEL --scorers N`
+    headers: dict[str, str] = field(default_factory=dict[str, str])  # values may contain env:NAME
 
     default_name = "teacher"
 
@@ -200,10 +195,8 @@ class Teacher(TeacherSettings):
 class SelfTeacher(TeacherSettings):
     """An earlier version of the policy, or a moving average of its versions."""
 
-    lag: NonNegativeInt | None = None
-    """Age of the teacher in versions. Set either `lag` or `ema`."""
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay of an exponential moving average over the policy's versions, between 0 and 1."""
+    lag: NonNegativeInt | None = None  # age of the teacher in versions; set either this or `ema`
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None  # decay of a moving average, per version
     every: PositiveInt = 1  # number of versions between two refreshes
 
     default_name = "self_teacher"
@@ -280,8 +273,7 @@ class SelfTeacherScorer(TeacherScorer):
 
 @plugin
 class Reference(LogprobModelSettings):
-    model: str | None = None
-    """Directory or hub name. Default: the model that the run starts from."""
+    model: str | None = None  # directory or hub name; default: the model that the run starts from
 
     default_name = "reference"
 

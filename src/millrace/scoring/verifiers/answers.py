@@ -128,10 +128,8 @@ class Regex:
 
     __name__ = "regex"
 
-    pattern: NonEmptyStr
-    """Python syntax. Flags go inline, as in "(?s)"."""
-    match: Literal["full", "search"] = "full"
-    """Match the whole completion ("full") or any part of it ("search")."""
+    pattern: NonEmptyStr  # Python syntax; flags go inline, as in "(?s)"
+    match: Literal["full", "search"] = "full"  # the whole completion, or any part of it
     scores: dict[str, float] = field(default_factory=dict)
     """Score by named group, added if the group took part in the match. No match scores 0."""
 
@@ -217,8 +215,7 @@ class Math(ColumnVerifier):
     __name__ = "math"
 
     column: NonEmptyStr = "answer"
-    time_limit_s: PositiveInt = 3
-    """Time limit for parsing an answer, and again for comparing it, in whole seconds."""
+    time_limit_s: PositiveInt = 3  # for parsing an answer, and again for comparing it
 
     def __post_init__(self) -> None:
         require_package("math_verify", verifier="math")
@@ -247,11 +244,9 @@ class JsonSchema:
 
     __name__ = "json_schema"
 
-    schema: dict[str, Any] | None = None
-    """The schema. Set either `schema` or `path`."""
+    schema: dict[str, Any] | None = None  # set either this or `path`
     path: NonEmptyStr | None = None  # JSON file with the schema
-    extract: bool = True
-    """Check the last ```json block, if there is one, instead of the whole completion."""
+    extract: bool = True  # check the last ```json block, if any, instead of the whole completion
 
     def __post_init__(self) -> None:
         require_package("jsonschema", verifier="json_schema")
