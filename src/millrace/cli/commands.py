@@ -52,14 +52,9 @@ def init(args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace) -> int:
-    if (code := _begin_run()) is not None:
-        return code
-    from millrace.config import load_config
-
-    preset = args.settings.pop("preset", None)
-    config = load_config(args.config, overrides=_overrides(args), preset=preset)
-    if (resume := _resume(args, config)) is None:
+    if (begun := _begin_run(args)) is None:
         return DONE
+    config, resume = begun
     from millrace.monitoring.terminal.progress import make_progress
 
     progress = make_progress(config.monitoring.progress)
@@ -83,13 +78,9 @@ def train(args: argparse.Namespace) -> int:
 
 
 def sft(args: argparse.Namespace) -> int:
-    if (code := _begin_run()) is not None:
-        return code
-    from millrace.config import load_config
-
-    config = load_config(args.config, overrides=_overrides(args))
-    if (resume := _resume(args, config)) is None:
+    if (begun := _begin_run(args)) is None:
         return DONE
+    config, resume = begun
     from millrace.run.sft.execute import sft as run
 
     return _finish_run(lambda: run(config, resume=resume), run_dir=config.run_dir)
@@ -118,33 +109,31 @@ def _own_options(args: argparse.Namespace) -> dict[str, Any]:
     return {n: tuple(value) if isinstance(value, list) else value for n, value in given.items()}
 
 
-def _resume(args: argparse.Namespace, config: Any) -> bool | None:
-    """Whether the run resumes; None = it has completed its steps."""
-    if not args.auto_resume:
-        return args.resume
-    from millrace.monitoring.run_dir import RunDir
-    from millrace.run.resume import has_finished, has_started
-
-    is_sft = args.command == "sft"  # the number of its steps may depend on its examples
-    if RunDir(config.run_dir).is_finished if is_sft else has_finished(config):
-        steps = "steps" if is_sft else f"{config.trainer.steps} steps"
-        print(f"{config.run_dir} has completed its {steps}.")
-        return None
-    return has_started(config)
-
-
-def _begin_run() -> int | None:
-    """Forget that torchrun started this process; returns the exit code of one that has nothing to
-    do."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+def _begin_run(args: argparse.Namespace) -> tuple[Any, bool] | None:
+    """The settings of the run, and whether it resumes; None if there is nothing to do."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # forget that torchrun started this process
         rank = int(os.environ["RANK"])
         for name in filter(TORCHRUN.fullmatch, list(os.environ)):
             del os.environ[name]
         if rank > 0:
             print(f"Rank {rank} of torchrun has nothing to do: rank 0 starts the trainer's ranks.")
-            return DONE
+            return None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(PREEMPTED))  # until the run handles it
-    return None
+    from millrace.config import load_config
+
+    is_sft = args.command == "sft"  # the number of its steps may depend on its examples
+    preset = None if is_sft else args.settings.pop("preset", None)
+    config = load_config(args.config, overrides=_overrides(args), preset=preset)
+    if not args.auto_resume:
+        return config, args.resume
+    from millrace.monitoring.run_dir import RunDir
+    from millrace.run.resume import has_finished, has_started
+
+    if RunDir(config.run_dir).is_finished if is_sft else has_finished(config):
+        steps = "steps" if is_sft else f"{config.trainer.steps} steps"
+        print(f"{config.run_dir} has completed its {steps}.")
+        return None
+    return config, has_started(config)
 
 
 def _finish_run(run: Callable[[], object], *, run_dir: str) -> int:
@@ -181,12 +170,9 @@ def _start_dashboard(run_dir: str) -> IO[str]:
 
 def dashboard(args: argparse.Namespace) -> None:
     from millrace.cluster.event_loop import run_on_own_loop
-    from millrace.dashboard.server import serve_dashboard as serve
+    from millrace.dashboard.server import serve_dashboard
 
-    device = args.chat_device
-    run_on_own_loop(
-        lambda: serve(args.run_dirs, host=args.host, port=args.port, chat_device=device)
-    )
+    run_on_own_loop(lambda: serve_dashboard(**_own_options(args)))
 
 
 def presets(args: argparse.Namespace) -> None:
@@ -285,17 +271,6 @@ def launch(args: argparse.Namespace) -> None:
         args.output.write_text(text)
 
 
-def _ledger(run_dir: Path, console: Any, *, number: int | None) -> None:
-    from millrace.core.errors import JournalError
-    from millrace.monitoring.report.summary import ledger_table, read_report
-
-    report = read_report(run_dir)
-    shown = ledger_table(report) if number is None else f"{number}: {report.status(number)}"
-    console.print(shown, highlight=False, markup=False)
-    if troubles := report.check():
-        raise JournalError(f"The ledger of {run_dir} does not add up: {' '.join(troubles)}")
-
-
 def engines(args: argparse.Namespace) -> None:
     from millrace.run.scaling import ask
 
@@ -306,17 +281,21 @@ def engines(args: argparse.Namespace) -> None:
 def inspect(args: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from millrace.core.errors import JournalError
     from millrace.monitoring.report.plots import render_plots
-    from millrace.monitoring.report.summary import summary_text
+    from millrace.monitoring.report.summary import ledger_table, read_report, summary_text
 
-    console = Console()
-    if args.ledger or args.number is not None:
-        _ledger(args.run_dir, console, number=args.number)
+    console, run_dir, number = Console(), args.run_dir, args.number
+    if args.ledger or number is not None:
+        report = read_report(run_dir)
+        shown = ledger_table(report) if number is None else f"{number}: {report.status(number)}"
+        console.print(shown, highlight=False, markup=False)
+        if troubles := report.check():
+            raise JournalError(f"The ledger of {run_dir} does not add up: {' '.join(troubles)}")
         return
-    print(summary_text(args.run_dir))
-    if not args.no_plots:
-        for path in render_plots(args.run_dir):
-            console.print(f"drew {path}", highlight=False, soft_wrap=True)
+    print(summary_text(run_dir))
+    for path in () if args.no_plots else render_plots(run_dir):
+        console.print(f"drew {path}", highlight=False, soft_wrap=True)
 
 
 def push(args: argparse.Namespace) -> None:

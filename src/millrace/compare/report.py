@@ -41,7 +41,10 @@ def markdown(rows: Rows, *, notes: Sequence[str]) -> str:
 
 def page(rows: Rows, *, command: str, notes: Sequence[str]) -> str:
     """One HTML file without scripts or anything from elsewhere."""
-    lines = "".join(_html_row(line) for line in [list(_HEADERS), *_lines(rows)])
+    cells = (
+        [f"<td>{html.escape(cell)}</td>" for cell in line] for line in [_HEADERS, *_lines(rows)]
+    )
+    lines = "".join(f"<tr>{''.join(line)}</tr>" for line in cells)
     bars = "".join(
         f"<tr><td>{html.escape(name)}</td><td>{_bar(_mean_table(of_design, 'staleness'))}</td></tr>"
         for name, of_design in _by_design(rows).items()
@@ -52,10 +55,6 @@ def page(rows: Rows, *, command: str, notes: Sequence[str]) -> str:
         f"<h1>Comparison</h1><p><code>{html.escape(command)}</code></p><table>{lines}</table>"
         f"<h2>Trained tokens by staleness</h2><table>{bars}</table>{texts}"
     )
-
-
-def _html_row(cells: Sequence[str]) -> str:
-    return f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
 
 
 def _by_design(rows: Rows) -> dict[str, list[Mapping[str, Any]]]:

@@ -195,17 +195,17 @@ def make_dashboard_app(dashboard: Dashboard, *, token: str) -> web.Application:
 
 
 async def serve_dashboard(
-    paths: Sequence[Path], *, host: str, port: int, chat_device: str = "cpu"
+    run_dirs: Sequence[Path], *, host: str, port: int, chat_device: str = "cpu"
 ) -> None:
     """Serve until it is cancelled. Prints the URL first."""
     token = secrets.token_urlsafe(16)
-    dashboard = Dashboard(paths, chat=CheckpointServer(device=chat_device))
+    dashboard = Dashboard(run_dirs, chat=CheckpointServer(device=chat_device))
     app = make_dashboard_app(dashboard, token=token)
     try:
         async with http_listener(app, host=host, port=port) as chosen:
             shown = f"[{host}]" if ":" in host else host
             print(f"Dashboard: http://{shown}:{chosen}/?token={token}", flush=True)
-            for path in paths:
+            for path in run_dirs:
                 if not (RunDir(path).exists or RunDir(path).metrics.is_file()):
                     print(f"{path} holds no run yet; the page shows it once it does.", flush=True)
             await dashboard.watch()

@@ -75,24 +75,11 @@ def build_tokenizer(pieces: Sequence[str] = PIECES) -> PreTrainedTokenizerFast:
 
 def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, **sizes: int) -> Qwen3ForCausalLM:
     """An untrained model of about 1M parameters, or with other `sizes`."""
-    shape: dict[str, Any] = {
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-        **sizes,
-    }
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
-        **shape,
-    )
+    shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    shape |= {"max_position_embeddings": 512, "tie_word_embeddings": True, **sizes}
+    special = {"bos_token_id": None, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    config = Qwen3Config(vocab_size=len(tokenizer), **special, **shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)

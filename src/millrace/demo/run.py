@@ -8,7 +8,6 @@ from rich.table import Table
 
 from millrace.cluster.fork_server import shared_fork_server
 from millrace.config import load_config
-from millrace.controller.evaluation import Evaluation
 from millrace.core.records import Group
 from millrace.demo.model import make_model
 from millrace.monitoring.run_dir import RunDir
@@ -56,7 +55,10 @@ def _show(console: Console, result: RunResult, directory: RunDir, *, seconds: fl
     table = Table(title="Held-out tasks, likeliest answer", title_justify="left")
     for heading in ("prompt", "before RL", "after RL", "right answer"):
         table.add_column(heading)
-    for before, after in _pairs(result.before, result.after)[:SAMPLES_SHOWN]:
+    later = {group.number: group for group in result.after.groups}
+    pairs = [(g, later[g.number]) for g in result.before.groups if g.number in later]
+    pairs.sort(key=lambda pair: _solved(pair[0]) or not _solved(pair[1]))  # changed ones first
+    for before, after in pairs[:SAMPLES_SHOWN]:
         task = before.task
         table.add_row(f"{task.prompt}", _answer(before), _answer(after), task.columns["answer"])
     console.print()
@@ -66,20 +68,13 @@ def _show(console: Console, result: RunResult, directory: RunDir, *, seconds: fl
         f" ({result.after.num_tasks} tasks, never trained on)"
         f" in {seconds:.0f} s: {result.episodes} episodes, {result.steps} steps.\n"
     )
-    for line in (
-        f"checkpoint  {result.checkpoint}   (AutoModelForCausalLM.from_pretrained)",
-        f"metrics     {directory.metrics}",
-        f"trace       {directory.trace}   (open in ui.perfetto.dev)",
+    console.print(
+        f"checkpoint  {result.checkpoint}   (AutoModelForCausalLM.from_pretrained)\n"
+        f"metrics     {directory.metrics}\n"
+        f"trace       {directory.trace}   (open in ui.perfetto.dev)\n"
         f"plots       millrace inspect {directory.path}",
-    ):
-        console.print(line, soft_wrap=True)
-
-
-def _pairs(before: Evaluation, after: Evaluation) -> list[tuple[Group, Group]]:
-    """Compare the same tasks before and after training, changed ones first."""
-    later = {group.number: group for group in after.groups}
-    pairs = [(group, later[group.number]) for group in before.groups if group.number in later]
-    return sorted(pairs, key=lambda pair: _solved(pair[0]) or not _solved(pair[1]))
+        soft_wrap=True,
+    )
 
 
 def _solved(group: Group) -> bool:

@@ -119,7 +119,15 @@ class RunMonitor:
         if self._gauges is not None:
             spans = [_with_wait_reason(span, self._gauges()) for span in spans]
         self._activity.add(spans)
-        self._write_trace(spans)
+        try:
+            if self._trace is not None:
+                self._trace.write(spans)
+        except OSError as error:  # it ends neither the run nor the worker that reports
+            self._trace = None
+            self.warn(
+                f"trace.json cannot be written any more ({failure_reason(error)}); the run"
+                " continues without it."
+            )
 
     def step(
         self,
@@ -160,16 +168,10 @@ class RunMonitor:
 
     def _write_row(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Write the row of a step to metrics.jsonl and the trackers; returns what is not null."""
-        row = self._last_row = self._metrics.write(
-            {
-                "step": step,
-                "version": step,
-                "time_s": round(time.monotonic() - self._started_s, 3),
-                **metrics,
-                "throughput": self._throughput.row(),
-                **self._new_evaluation,
-            }
-        )
+        time_s = round(time.monotonic() - self._started_s, 3)
+        rates, found = {"throughput": self._throughput.row()}, self._new_evaluation
+        table = {"step": step, "version": step, "time_s": time_s, **metrics, **rates, **found}
+        row = self._last_row = self._metrics.write(table)
         self._new_evaluation = {}
         self._add_value(row)
         numbers = {name: value for name, value in row.items() if value is not None}
@@ -224,19 +226,6 @@ class RunMonitor:
         self._metrics.close()
         for tracker in self._trackers:
             tracker.close()
-
-    def _write_trace(self, spans: Sequence[Span]) -> None:
-        """A trace that cannot be written ends neither the run nor the worker that reports."""
-        if self._trace is None:
-            return
-        try:
-            self._trace.write(spans)
-        except OSError as error:
-            self._trace = None
-            self.warn(
-                f"trace.json cannot be written any more ({failure_reason(error)}); the run"
-                " continues without it."
-            )
 
     def _busy(self, *roles: str) -> dict[str, float]:
         found = activity.mean_by_role(self._activity.recent())

@@ -85,10 +85,6 @@ class PayloadSlot:
             self.delta.close()
             self.delta = None
 
-    def close(self) -> None:
-        self.drop_delta()
-        self.payload.close()
-
 
 @dataclass(eq=False)
 class PackingSender:
@@ -125,9 +121,7 @@ class PackingSender:
         slot = self._take(specs, num_bytes, device=device)
         try:
             pack(tensors, specs, slot.payload.flat)
-            probe = None
-            if self.reference is not None:
-                probe = self.reference(packing.unpack(specs, slot.payload.flat))
+            views = packing.unpack(specs, slot.payload.flat)
             update = WeightUpdate(
                 version=version,
                 tensors=specs,
@@ -136,7 +130,7 @@ class PackingSender:
                 transport=self.backend.transport,
                 location=slot.payload.location,
                 delta=self._find_delta(slot),
-                probe=probe,
+                probe=None if self.reference is None else self.reference(views),
             )
             update = self.backend.offer(update, payload=slot.payload, delta=slot.delta)
         except BaseException:
@@ -167,10 +161,9 @@ class PackingSender:
         self.backend.close()
         slots = {*self._free, *self._held.values(), *([self._newest] if self._newest else [])}
         for slot in slots:
-            slot.close()
-        self._free.clear()
-        self._held.clear()
-        self._newest = None
+            slot.drop_delta()
+            slot.payload.close()
+        self.__post_init__()
 
     def _take(
         self, layout: tuple[TensorSpec, ...], num_bytes: int, *, device: torch.device
@@ -180,7 +173,7 @@ class PackingSender:
             slot = self._free.pop(0)
             if slot.layout == layout:
                 return slot
-            slot.close()
+            slot.payload.close()  # a free slot has no delta
         return PayloadSlot(layout=layout, payload=self.backend.allocate(num_bytes, device=device))
 
     def _find_delta(self, slot: PayloadSlot) -> Delta | None:
@@ -223,10 +216,10 @@ class Staging:
         self._layout: tuple[TensorSpec, ...] = ()
         self._spare: list[torch.Tensor] = []
 
-    def is_base_of(self, update: WeightUpdate) -> bool:
-        """Whether the delta of this update applies to the newest payload."""
-        has_layout = self._checksum is not None and update.tensors == self._layout
-        return has_layout and update.delta is not None and update.delta.base == self._checksum
+    def applicable_delta(self, update: WeightUpdate) -> Delta | None:
+        """The delta of this update, if it applies to the newest payload."""
+        delta, has_layout = update.delta, update.tensors == self._layout
+        return delta if delta and has_layout and delta.base == self._checksum else None
 
     def take(self, update: WeightUpdate, *, device: torch.device | None = None) -> torch.Tensor:
         """Memory for its payload; zero between the tensors, undefined in them. `device`: of new
@@ -309,7 +302,7 @@ class StagingReceiver:
         if self._backend is None or update.transport != self._transport:
             self.close()
             self._transport, self._backend = update.transport, self._backends[update.transport]()
-        delta = update.delta if self._keep_base and self._staging.is_base_of(update) else None
+        delta = self._staging.applicable_delta(update) if self._keep_base else None
         payload, kind = self._backend.fetch(update, delta=delta, staging=self._staging)
         is_staged = kind != "mapped" or self._keep_base
         if kind == "delta":

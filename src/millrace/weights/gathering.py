@@ -5,8 +5,10 @@ transport's memory. The published bytes are those that the same weights without 
 
 Every rank makes a GatheringSender and publishes the same versions of the same tensors; only rank 0
 has the transport and releases versions. A rank with an older version than another drops it
-(Superseded) and tries again with its next. If a rank is lost, all others raise RankLost and nothing
-of that version is published.
+(Superseded) and tries again with its next. If a rank is lost, all others raise RankLost at once and
+nothing of that version is published. A wait for another rank's next step has no limit; when all
+ranks are known to take part, the limit is timeout_s. Nothing here mixes with the collectives of a
+training step, and nothing is unpickled.
 
 With payload = "delta", each of the other ranks keeps what it sent last, and sends the words that
 changed since then, unless that is not smaller. Rank 0 has the rest in the base of its own delta.
@@ -16,14 +18,16 @@ Used by one thread of each rank: the publisher's, then the one that closes it.
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
+import torch.distributed as dist
 import xxhash
 
 from millrace.core.errors import WeightError
@@ -31,10 +35,10 @@ from millrace.core.records import Delta, TensorSpec, WeightUpdate
 from millrace.models.sharding import local_part
 from millrace.weights import packing
 from millrace.weights.backends import NoSpace, PackingSender, Payload, Superseded
-from millrace.weights.gather_group import GatherGroup, RankLost
-from millrace.weights.shards import Box, ShardPiece, box_of, plan
+from millrace.weights.shards import ShardPiece, box_of, boxes_of, places_of, plan, size_of
 
 _CLOSING = 2**62  # the version that ranks agree on when they close
+_UNLIMITED = timedelta(days=365)
 _WHOLE = -1  # instead of the number of changed words: the bucket is sent whole
 
 
@@ -175,13 +179,13 @@ class GatheringSender:
             for pieces, changes, buffer, work in transfers:
                 self._group.finish(work)
                 if changes is not None:
-                    blob, buffer = buffer, shards.new_buffer(_size(pieces))
-                    for piece, place in _places(pieces, buffer):
+                    blob, buffer = buffer, shards.new_buffer(size_of(pieces))
+                    for piece, place in places_of(pieces, buffer):
                         place.copy_(piece.box.within(old_views[piece.spec.name]))
                     packing.apply_delta(
                         blob, delta=changes, base=buffer, into=buffer, version=version
                     )
-                for piece, place in _places(pieces, buffer):
+                for piece, place in places_of(pieces, buffer):
                     piece.box.within(views[piece.spec.name]).copy_(place)
 
         in_flight: deque[list[_Transfer]] = deque()
@@ -200,16 +204,16 @@ class GatheringSender:
     def _begin_receive(
         self, shards: _Shards, pieces: Sequence[ShardPiece], *, number: int, has_base: bool
     ) -> _Transfer:
-        source, num_bytes, changes = pieces[0].rank, _size(pieces), None
+        source, num_bytes, changes = pieces[0].rank, size_of(pieces), None
         if has_base:
             num_changed = torch.empty(1, dtype=torch.int64)
             header = self._group.begin_receive(num_changed, source=source, number=2 * number + 1)
             self._group.finish(header)
-            if int(num_changed) != _WHOLE:
-                changes = packing.describe_changes(
-                    int(num_changed), num_bytes=num_bytes, word_bytes=self.dtype.itemsize
-                )
-                num_bytes = changes.num_bytes
+            if (count := int(num_changed)) != _WHOLE:
+                word_bytes = self.dtype.itemsize
+                num_bytes = packing.delta_bytes(count, num_bytes=num_bytes, word_bytes=word_bytes)
+                sizes = {"num_changed": count, "word_bytes": word_bytes, "num_bytes": num_bytes}
+                changes = Delta(base=0, location="", **sizes)  # only ranks exchange it
         buffer = shards.new_buffer(num_bytes)
         work = self._group.begin_receive(buffer, source=source, number=2 * number)
         return _Transfer(pieces, changes, buffer, work)
@@ -251,8 +255,8 @@ class GatheringSender:
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """What to send of a bucket, by tag: if rank 0 has a base, the number of changed words; then
         the changes or all values."""
-        buffer = shards.new_buffer(_size(pieces))
-        for piece, place in _places(pieces, buffer):
+        buffer = shards.new_buffer(size_of(pieces))
+        for piece, place in places_of(pieces, buffer):
             place.copy_(shards.read(piece))
         changes = None
         if (previous := self._sent.pop(number, None)) is not None:
@@ -274,7 +278,7 @@ class GatheringSender:
         found = self._group.all_gather(numbers)
         if self._planned_for != (specs, found):  # once for each layout
             dims = [len(box.shape) for box in boxes]
-            all_boxes = [_boxes(numbers, dims) for numbers in found]
+            all_boxes = [boxes_of(numbers, dims) for numbers in found]
             self._plan = plan(specs, all_boxes, bucket_bytes=self._bucket_bytes)
             self._planned_for = specs, found
             self._sent.clear()
@@ -315,22 +319,72 @@ class GatheringSender:
 WeightSender = PackingSender | GatheringSender
 
 
-def _boxes(numbers: Iterable[int], dims: Iterable[int]) -> list[Box]:
-    """Boxes from the offset and shape of each, which has so many dimensions."""
-    left = iter(numbers)
-    return [Box(offset=tuple(islice(left, n)), shape=tuple(islice(left, n))) for n in dims]
+class RankLost(WeightError):
+    """A rank of the trainer died, or hung in a collective."""
 
 
-def _size(pieces: Sequence[ShardPiece]) -> int:
-    return sum(piece.room_bytes for piece in pieces)
+class GatherGroup:
+    """A gloo group of all ranks, which make the same calls in the same order."""
 
+    def __init__(self, *, timeout_s: float) -> None:
+        """torch.distributed must be initialized; all of its ranks take part."""
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self.is_broken = False  # a rank was lost
+        self._timeout = timedelta(seconds=timeout_s)
+        with self._detecting_loss():
+            self._group: Any = dist.new_group(backend="gloo", timeout=_UNLIMITED)
 
-def _places(
-    pieces: Sequence[ShardPiece], buffer: torch.Tensor
-) -> Iterator[tuple[ShardPiece, torch.Tensor]]:
-    """Views of each piece in its rank's buffer."""
-    at = 0
-    for piece in pieces:
-        flat = buffer[at : at + piece.num_bytes].view(packing.DTYPES[piece.spec.dtype])
-        yield piece, flat.view(piece.box.shape)
-        at += piece.room_bytes
+    def all_max(self, numbers: Sequence[int]) -> list[int]:
+        """Elementwise maximum over all ranks; waits for them without limit."""
+        most = torch.tensor(numbers, dtype=torch.int64)
+        with self._detecting_loss():
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
+        return most.tolist()
+
+    def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of every rank; all pass equally many."""
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        theirs = [torch.empty_like(mine) for _ in range(self.count)]
+        with self._detecting_loss():
+            work = dist.all_gather(theirs, mine, group=self._group, async_op=True)
+            assert work is not None
+            work.wait(self._timeout)
+        return [numbers.tolist() for numbers in theirs]
+
+    def broadcast(self, message: bytes = b"") -> bytes:
+        """Send rank 0's message to all others, which wait for it without limit and return it."""
+        size = torch.tensor(len(message))
+        with self._detecting_loss():
+            dist.broadcast(size, src=0, group=self._group)
+            content = torch.frombuffer(bytearray(message or int(size)), dtype=torch.uint8)
+            dist.broadcast(content, src=0, group=self._group)
+        return content.numpy().tobytes()
+
+    def begin_send(self, buffer: torch.Tensor, *, number: int) -> Any:
+        """Send to rank 0, which receives under the same number; both finish() the result."""
+        with self._detecting_loss():
+            return dist.isend(buffer, dst=0, group=self._group, tag=number)
+
+    def begin_receive(self, buffer: torch.Tensor, *, source: int, number: int) -> Any:
+        with self._detecting_loss():
+            return dist.irecv(buffer, src=source, group=self._group, tag=number)
+
+    def finish(self, work: Any) -> None:
+        with self._detecting_loss():
+            work.wait(self._timeout)
+
+    @contextlib.contextmanager
+    def _detecting_loss(self) -> Iterator[None]:
+        if self.is_broken:
+            raise RankLost("A rank of the trainer was lost earlier.")
+        try:
+            yield
+        except RuntimeError as error:  # gloo raises nothing else
+            self.is_broken = True
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise RankLost(
+                "A rank of the trainer died, or hung for weights.timeout_s ="
+                f" {self._timeout.total_seconds():g}, while weights were gathered ({reason});"
+                " engines keep the weights they have, and the trainer restarts from its last"
+                " checkpoint."
+            ) from error

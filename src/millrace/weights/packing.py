@@ -227,25 +227,17 @@ def write_delta(changes: tuple[torch.Tensor, torch.Tensor], *, into: torch.Tenso
     into[end:].view(values.dtype).copy_(values)
 
 
-def describe_changes(num_changed: int, *, num_bytes: int, word_bytes: int) -> Delta:
-    """The delta of a buffer that only the ranks of a trainer exchange."""
-    index_bytes = _index_dtype(num_bytes // word_bytes).itemsize
-    return Delta(
-        base=0,
-        num_changed=num_changed,
-        word_bytes=word_bytes,
-        num_bytes=num_changed * (index_bytes + word_bytes),
-        location="",
-    )
+def delta_bytes(num_changed: int, *, num_bytes: int, word_bytes: int) -> int:
+    """Size of a delta with so many words of a payload of `num_bytes`."""
+    return num_changed * (_index_dtype(num_bytes // word_bytes).itemsize + word_bytes)
 
 
 def check_delta(update: WeightUpdate, delta: Delta) -> None:
     """Refuse a delta whose size does not fit this update."""
-    if delta.word_bytes in _WORDS and delta.num_changed >= 0:
-        index_bytes = _index_dtype(update.num_bytes // delta.word_bytes).itemsize
-        if delta.num_bytes == delta.num_changed * (index_bytes + delta.word_bytes):
-            return
-    raise WeightError(f"The delta of version {update.version} has an impossible size.")
+    sizes = {"num_bytes": update.num_bytes, "word_bytes": delta.word_bytes}
+    is_possible = delta.word_bytes in _WORDS and delta.num_changed >= 0
+    if not is_possible or delta.num_bytes != delta_bytes(delta.num_changed, **sizes):
+        raise WeightError(f"The delta of version {update.version} has an impossible size.")
 
 
 def apply_delta(

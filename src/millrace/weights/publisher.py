@@ -49,19 +49,15 @@ class WeightSnapshot:
         self.version = version
         # The trainer waits for this, so everything else is done once per layout.
         parts = [local_part(tensor) for tensor in tensors.values()]
-        layout = (
-            dtype,
-            [(name, tensor.shape) for name, tensor in tensors.items()],
-            [(part.shape, part.dtype, part.device) for part in parts],
-        )
+        shapes = [(name, tensor.shape) for name, tensor in tensors.items()]
+        layout = (dtype, shapes, [(part.shape, part.dtype, part.device) for part in parts])
         if layout != self._layout:
             self._layout = None  # until the memory is allocated
-            self.tensors = {
-                name: torch.empty_like(
-                    tensor, dtype=transfer_dtype(name, tensor, dtype=dtype), requires_grad=False
-                )
-                for name, tensor in tensors.items()
-            }
+            copied: dict[str, torch.Tensor] = {}
+            for name, tensor in tensors.items():
+                sent_as = transfer_dtype(name, tensor, dtype=dtype)
+                copied[name] = torch.empty_like(tensor, dtype=sent_as, requires_grad=False)
+            self.tensors = copied
             self._parts = [local_part(tensor) for tensor in self.tensors.values()]
             self._device = next((part.device for part in self._parts if part.is_cuda), None)
             self._layout = layout

@@ -8,9 +8,9 @@ plain tensor, which every rank has.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -131,3 +131,24 @@ def _owners(spec: TensorSpec, boxes: Sequence[Box]) -> dict[Box, int]:
             " redistribute it to Shard or Replicate placements."
         )
     return owners
+
+
+def boxes_of(numbers: Iterable[int], dims: Iterable[int]) -> list[Box]:
+    """Boxes from the offset and shape of each, which has so many dimensions."""
+    left = iter(numbers)
+    return [Box(offset=tuple(islice(left, n)), shape=tuple(islice(left, n))) for n in dims]
+
+
+def size_of(pieces: Sequence[ShardPiece]) -> int:
+    return sum(piece.room_bytes for piece in pieces)
+
+
+def places_of(
+    pieces: Sequence[ShardPiece], buffer: torch.Tensor
+) -> Iterator[tuple[ShardPiece, torch.Tensor]]:
+    """Views of each piece in its rank's buffer."""
+    at = 0
+    for piece in pieces:
+        flat = buffer[at : at + piece.num_bytes].view(DTYPES[piece.spec.dtype])
+        yield piece, flat.view(piece.box.shape)
+        at += piece.room_bytes

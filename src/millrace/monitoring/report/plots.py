@@ -66,22 +66,15 @@ def draw_plot(path: Path, plot: Callable[..., None], *data: Any) -> Path:
     from matplotlib.figure import Figure
 
     style: dict[Any, Any] = {
-        "font.size": 10,
-        "text.color": INK,
-        "axes.edgecolor": FAINT,
-        "axes.labelcolor": INK,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+        **dict.fromkeys(("axes.edgecolor", "grid.color"), FAINT),
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
         "axes.titlesize": 12,
         "axes.titleweight": "bold",
         "axes.titlelocation": "left",
         "axes.titlepad": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
         "axes.axisbelow": True,
-        "grid.color": FAINT,
         "grid.linewidth": 0.7,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "legend.frameon": False,
     }
     with rc_context(style):
         figure = Figure(figsize=(9.0, 4.0), dpi=DPI, layout="constrained")

@@ -236,21 +236,13 @@ class CollectiveRecvBackend(RecvBackend):
     def _receive(self, update: WeightUpdate, delta: Delta | None, staging: Staging) -> Fetched:
         endpoint = msgspec.json.decode(update.location, type=CollectiveEndpoint)
         client, group = self._connect(endpoint)
-        base = None if delta is None else delta.base
-        admission = client.request(
-            TransferRequest(
-                token=endpoint.token, version=update.version, base=base, role=self._role
-            )
-        )
+        wanted = {"version": update.version, "base": None if delta is None else delta.base}
+        request = TransferRequest(token=endpoint.token, role=self._role, **wanted)
+        admission = client.request(request)
         if admission.refusal:
             raise WeightError(f"The trainer refuses to send: {admission.refusal}.")
-        group.join(
-            self._store,
-            number=admission.group,
-            rank=admission.rank,
-            size=admission.size,
-            host=client.own_host,
-        )
+        place = {"number": admission.group, "rank": admission.rank, "size": admission.size}
+        group.join(self._store, **place, host=client.own_host)
         if admission.is_delta:
             assert delta is not None
             flat = torch.empty(delta.num_bytes, dtype=torch.uint8, device=group.device)
