@@ -9,6 +9,7 @@ import argparse
 import string
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +133,13 @@ def group_of(number: int, rollouts: Iterable[Rollout], advantages: np.ndarray) -
 
 def best_s(work: Callable[[], Any], *, repeats: int, device: torch.device) -> float:
     """Seconds of the fastest of `repeats` calls; waits for the device before reading the clock."""
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     best = float("inf")
     for _ in range(repeats):
-        wait_for(device)
+        wait()
         before_s = time.perf_counter()
         work()
-        wait_for(device)
+        wait()
         best = min(best, time.perf_counter() - before_s)
     return best
 
@@ -160,12 +162,6 @@ def copy_s(num_bytes: int, *, device: torch.device, repeats: int = 10) -> float:
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     return best_s(lambda: target.copy_(source), repeats=repeats, device=device)
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def make_long_tailed_model(directory: Path, *, seed: int, **sizes: int) -> None:

@@ -345,8 +345,8 @@ def score_request_for(
         tokens = np.concatenate([prompt_override, tokens[num_prompt:]])
         shift = len(prompt_override) - num_prompt
     if kept is not None:  # rows of tokens that were not sampled are empty
-        sizes = np.diff(kept.offsets)[sampled]
-        kept = Kept(ids=kept.ids, offsets=np.concatenate([np.zeros(1, np.int64), sizes.cumsum()]))
+        ends = np.diff(kept.offsets)[sampled].cumsum()
+        kept = Kept(ids=kept.ids, offsets=np.concatenate([np.zeros(1, np.int64), ends]))
     return ScoreRequest(
         tokens=tokens.astype(np.int32, copy=False),
         positions=(sampled + shift).astype(np.int32),

@@ -136,9 +136,8 @@ def diagnose(recent: Mapping[str, float], settings: Mapping[str, Any]) -> Json:
         what = f"{meaning}: {waits}, and the engines wait {engine_idle:.0%} of theirs ({top})"
     elif trainer_idle >= MIN_SHARE and trainer_idle >= engine_idle:
         setting, advice = "engine.count", ", or lower sampling.max_new_tokens"
-        what = (
-            f"Generation limits the run: {waits} while the engines are {1 - engine_idle:.0%} busy"
-        )
+        busy = f"the engines are {1 - engine_idle:.0%} busy"
+        what = f"Generation limits the run: {waits} while {busy}"
     elif engine_idle >= MIN_SHARE:
         setting, advice = "trainer.ranks", ", or use fewer engines"
         what = f"Training limits the run: the trainer is {1 - trainer_idle:.0%} busy, and the"

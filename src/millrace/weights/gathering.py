@@ -381,7 +381,7 @@ class GatherGroup:
             yield
         except RuntimeError as error:  # gloo raises nothing else
             self.is_broken = True
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = (str(error) or type(error).__name__).splitlines()[0]
             raise RankLost(
                 "A rank of the trainer died, or hung for weights.timeout_s ="
                 f" {self._timeout.total_seconds():g}, while weights were gathered ({reason});"

@@ -83,10 +83,8 @@ class ProbeReference:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             output = functional_call(self._model, {**buffers, **weights}, kwargs=given)
         logprobs = output.logits[0, :-1].float().log_softmax(-1)
-        chosen = logprobs.gather(1, tokens[0, 1:, None]).squeeze(1)
-        return SwapProbe(
-            tokens=tuple(self._tokens), logprobs=tuple(chosen.tolist()), dtype=self._dtype
-        )
+        chosen = tuple(logprobs.gather(1, tokens[0, 1:, None]).squeeze(1).tolist())
+        return SwapProbe(tokens=tuple(self._tokens), logprobs=chosen, dtype=self._dtype)
 
 
 def probe_request(probe: SwapProbe) -> ScoreRequest:

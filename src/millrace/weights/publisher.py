@@ -103,10 +103,6 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take a snapshot and return; the update is emitted when it is ready."""
-        self._take(version, tensors, is_announced=True)
-
     def lend(
         self,
         version: int,
@@ -126,11 +122,13 @@ class Publisher:
         if ready is not None:
             answer(ready)
         elif not is_coming:
-            self._take(version, tensors, is_announced=False)
+            self.publish(version, tensors, is_announced=False)
 
-    def _take(
-        self, version: int, tensors: Mapping[str, torch.Tensor], *, is_announced: bool
+    def publish(
+        self, version: int, tensors: Mapping[str, torch.Tensor], *, is_announced: bool = True
     ) -> None:
+        """Take a snapshot and return; the update is emitted when it is ready, unless it is only to
+        be lent."""
         with self._changed:
             self.check()
             snapshot, self._pending = self._pending, None  # ours while it is filled

@@ -59,14 +59,6 @@ class _Offer(NamedTuple):
     base: int | None  # of the delta
 
 
-class _RoleGroup(NamedTuple):
-    """The group of one role, kept as long as the same callers ask."""
-
-    group: BroadcastGroup
-    number: int
-    members: list[RendezvousCaller]
-
-
 class CollectiveSendBackend(SendBackend):
     """Trainer side. Its methods are called by the publisher's thread."""
 
@@ -100,7 +92,8 @@ class CollectiveSendBackend(SendBackend):
         self._is_closing = False
         self._error: BaseException | None = None
         # The thread's own.
-        self._groups: dict[str, _RoleGroup] = {}  # by role
+        # By role, as long as the same callers ask: the group, its number, and the callers.
+        self._groups: dict[str, tuple[BroadcastGroup, int, list[RendezvousCaller]]] = {}
         self._group_number = 0  # of the newest
         self._thread = threading.Thread(target=self._serve, name="broadcast", daemon=True)
         self._thread.start()
@@ -175,13 +168,14 @@ class CollectiveSendBackend(SendBackend):
         self, role: str, callers: list[RendezvousCaller], blob: _Blob, *, is_delta: bool
     ) -> None:
         kept = self._groups.get(role)
-        if kept is None or {*callers} != {*kept.members}:
+        if kept is None or {*callers} != {*kept[2]}:
             self._drop_group(role)
             self._group_number += 1
             group = BroadcastGroup(device=self._device, timeout_s=self._timeout_s)
-            kept = self._groups[role] = _RoleGroup(group, self._group_number, callers)
-        number, size = kept.number, len(kept.members) + 1
-        for rank, caller in enumerate(kept.members, start=1):
+            kept = self._groups[role] = (group, self._group_number, callers)
+        group, number, members = kept
+        size = len(members) + 1
+        for rank, caller in enumerate(members, start=1):
             admission = TransferAdmission(
                 group=number,
                 rank=rank,
@@ -192,12 +186,12 @@ class CollectiveSendBackend(SendBackend):
             )
             if not self._server.answer(caller, admission):
                 raise BroadcastFailed("an engine left before the broadcast began")
-        kept.group.join(self._store, number=number, rank=0, size=size, host=self._endpoint.host)
-        kept.group.broadcast(blob.flat, bucket_bytes=self._bucket_bytes)
+        group.join(self._store, number=number, rank=0, size=size, host=self._endpoint.host)
+        group.broadcast(blob.flat, bucket_bytes=self._bucket_bytes)
 
     def _drop_group(self, role: str) -> None:
-        if (kept := self._groups.pop(role, None)) is not None:
-            kept.group.close()
+        if role in self._groups:
+            self._groups.pop(role)[0].close()
 
 
 class CollectiveRecvBackend(RecvBackend):

@@ -103,7 +103,7 @@ class ShmRecvBackend(RecvBackend):
                 f"Cannot open the published weights at {location}: {error.strerror}; the trainer"
                 " must be alive, on this host, and run by the same user."
             ) from None
-        try:
+        with os.fdopen(fd, "rb"):  # closes it
             status = os.fstat(fd)
             if status.st_size != _mapped_bytes(num_bytes):
                 raise WeightError(
@@ -111,11 +111,8 @@ class ShmRecvBackend(RecvBackend):
                     f" {num_bytes}; it is not, or no longer, the one that was published."
                 )
             key = (status.st_dev, status.st_ino)
-            mapping = self._mappings.pop(key, None)
-            if mapping is None:
+            if (mapping := self._mappings.pop(key, None)) is None:
                 mapping = mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ)
-        finally:
-            os.close(fd)
         self._mappings[key] = mapping
         while len(self._mappings) > self._keep:
             del self._mappings[next(iter(self._mappings))]

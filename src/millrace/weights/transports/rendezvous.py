@@ -82,11 +82,9 @@ class RendezvousServer:
 
     def poll(self) -> dict[RendezvousCaller, TransferRequest]:
         """Wait up to _POLL_S; returns callers of one role that get the same version now."""
-        due_s = min(
-            (caller.requested_s + ADMIT_AFTER_S for caller in self._requests), default=math.inf
-        )
-        wait_s = max(0.0, min(_POLL_S, due_s - time.monotonic()))
-        for key, _ in self._selector.select(wait_s):
+        asked_s = min((caller.requested_s for caller in self._requests), default=math.inf)
+        left_s = asked_s + ADMIT_AFTER_S - time.monotonic()
+        for key, _ in self._selector.select(max(0.0, min(_POLL_S, left_s))):
             if key.data is None:
                 connection, _ = self._listener.accept()
                 connection.settimeout(self._timeout_s)
@@ -131,14 +129,12 @@ class RendezvousServer:
         if not newline:
             return
         caller.unread = rest
-        try:
+        with contextlib.suppress(msgspec.MsgspecError):
             request = msgspec.json.decode(line, type=TransferRequest)
-        except msgspec.MsgspecError:
-            request = None
-        if request is None or request.token != self.token:
-            self._drop(caller)
-        else:
-            self._requests[caller], caller.requested_s = request, time.monotonic()
+            if request.token == self.token:
+                self._requests[caller], caller.requested_s = request, time.monotonic()
+                return
+        self._drop(caller)
 
     def _drop(self, caller: RendezvousCaller) -> None:
         self._requests.pop(caller, None)
@@ -200,8 +196,7 @@ def _reporting_failures() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise BroadcastFailed(reason) from error
+        raise BroadcastFailed((str(error) or type(error).__name__).splitlines()[0]) from error
 
 
 def open_store(address: str, *, timeout_s: float) -> Any:
