@@ -67,7 +67,7 @@ class MinimalEngine:
         self.version: int | None = spec.version
         self._model = AutoModelForCausalLM.from_pretrained(spec.model_path).eval()
         self._tokenizer = AutoTokenizer.from_pretrained(spec.model_path)
-        self._eos_ids = set(stop_token_ids(self._model, self._tokenizer))
+        self._eos_ids = set(stop_token_ids(self._model.generation_config, self._tokenizer))
         limit = self._model.config.max_position_embeddings
         self._max_context = spec.config.max_context or limit
         self._running: dict[str, _Running] = {}

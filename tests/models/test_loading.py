@@ -154,11 +154,11 @@ def test_an_unsupported_architecture_is_refused(tmp_path, case):
 def test_stop_ids_join_the_generation_settings_and_the_tokenizer():
     model = tiny_model("llama")
     model.generation_config.eos_token_id = [9, 2]
-    assert stop_token_ids(model, SimpleNamespace(eos_token_id=5)) == (2, 5, 9)
+    assert stop_token_ids(model.generation_config, SimpleNamespace(eos_token_id=5)) == (2, 5, 9)
     model.generation_config.eos_token_id = 2
-    assert stop_token_ids(model, SimpleNamespace(eos_token_id=2)) == (2,)
+    assert stop_token_ids(model.generation_config, SimpleNamespace(eos_token_id=2)) == (2,)
     model.generation_config.eos_token_id = None
-    assert stop_token_ids(model, SimpleNamespace(eos_token_id=None)) == ()
+    assert stop_token_ids(model.generation_config, SimpleNamespace(eos_token_id=None)) == ()
 
 
 def test_devices_are_resolved_or_refused():

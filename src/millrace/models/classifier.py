@@ -86,34 +86,41 @@ class SequenceKvCache:
         return kv
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ClassifierInput:
+    """A sequence, and the tokens at which its value is wanted."""
+
+    tokens: np.ndarray  # [L] int; the whole sequence
+    ends: Sequence[int]  # last token of each step to value, ascending
+    past: SequenceKv | None = None  # of the tokens that were processed before
+    keep: bool = False  # the sequence will grow, so return its keys and values
+
+    @property
+    def num_new(self) -> int:
+        return len(self.tokens) - (self.past.length if self.past else 0)
+
+
 def forward_incremental(
-    backbone: nn.Module,
-    sequences: Sequence[np.ndarray],
-    past: Sequence[SequenceKv | None],
-    *,
-    keep: Sequence[bool],
+    backbone: nn.Module, inputs: Sequence[ClassifierInput]
 ) -> tuple[list[Tensor], list[SequenceKv | None]]:
-    """Hidden states [new, D] of the new tokens of each sequence, and the keys and values of those
-    that are kept, `past` included. The backbone's attention is INCREMENTAL_ATTENTION."""
+    """Hidden states [new, D] of the new tokens of each input, and the keys and values of those that
+    are kept. The backbone's attention is INCREMENTAL_ATTENTION."""
     device = next(backbone.parameters()).device
-    caches = [kv or (SequenceKv() if kept else None) for kv, kept in zip(past, keep, strict=True)]
-    known = [kv.length if kv else 0 for kv in caches]
-    new = [tokens[length:] for tokens, length in zip(sequences, known, strict=True)]
-    counts = [len(tokens) for tokens in new]
-    positions = np.concatenate(
-        [np.arange(length, length + count) for length, count in zip(known, counts, strict=True)]
-    )
+    caches = [one.past or (SequenceKv() if one.keep else None) for one in inputs]
+    counts = [one.num_new for one in inputs]
+    new = [one.tokens[len(one.tokens) - one.num_new :] for one in inputs]
+    positions = [np.arange(len(one.tokens) - one.num_new, len(one.tokens)) for one in inputs]
     output = backbone(
         input_ids=torch.from_numpy(np.concatenate(new).astype(np.int64))[None].to(device),
-        position_ids=torch.from_numpy(positions)[None].to(device),
+        position_ids=torch.from_numpy(np.concatenate(positions))[None].to(device),
         use_cache=False,
         incremental=list(zip(caches, counts, strict=True)),
     )
     for kv, count in zip(caches, counts, strict=True):
         if kv is not None:
             kv.length += count
-    kept_caches = [kv if kept else None for kv, kept in zip(caches, keep, strict=True)]
-    return list(output.last_hidden_state[0].split(counts)), kept_caches
+    kept = [kv if one.keep else None for kv, one in zip(caches, inputs, strict=True)]
+    return list(output.last_hidden_state[0].split(counts)), kept
 
 
 def incremental_attention(
@@ -151,20 +158,6 @@ def _key(tokens: np.ndarray) -> bytes:
 register_attention(INCREMENTAL_ATTENTION, incremental_attention)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ClassifierInput:
-    """A sequence, and the tokens at which its value is wanted."""
-
-    tokens: np.ndarray  # [L] int; the whole sequence
-    ends: Sequence[int]  # last token of each step to value, ascending
-    past: SequenceKv | None = None  # of the tokens that were processed before
-    keep: bool = False  # the sequence will grow, so return its keys and values
-
-    @property
-    def num_new(self) -> int:
-        return len(self.tokens) - (self.past.length if self.past else 0)
-
-
 class Classifier:
     """Used by one thread."""
 
@@ -187,17 +180,11 @@ class Classifier:
         if not self.is_incremental:
             logits_BC = self._prefix_logits([one.tokens[: one.ends[0] + 1] for one in inputs])
             return [(self._values(logits_C[None]), None) for logits_C in logits_BC]
-        hidden, kept = forward_incremental(
-            self.model.base_model,
-            [one.tokens for one in inputs],
-            [one.past for one in inputs],
-            keep=[one.keep for one in inputs],
-        )
+        hidden, kept = forward_incremental(self.model.base_model, inputs)
         values = []
         for hidden_ND, one in zip(hidden, inputs, strict=True):
-            known = len(one.tokens) - one.num_new
-            rows = torch.as_tensor([end - known for end in one.ends], device=hidden_ND.device)
-            values.append(self._values(self._score(hidden_ND[rows])))
+            rows = torch.as_tensor([end - len(one.tokens) for end in one.ends])  # from the end
+            values.append(self._values(self._score(hidden_ND[rows.to(hidden_ND.device)])))
         return list(zip(values, kept, strict=True))
 
     def _prefix_logits(self, sequences: Sequence[np.ndarray]) -> Tensor:  # [B, C]
@@ -253,11 +240,12 @@ def _is_incremental(model: PreTrainedModel, head: Head) -> bool:
     try:
         whole = model(input_ids=torch.from_numpy(tokens[None]).to(model.device)).logits[0]
         model.set_attn_implementation(INCREMENTAL_ATTENTION)
-        _, (kv,) = forward_incremental(model.base_model, [half], [None], keep=[True])
-        (_, rest), _ = forward_incremental(
-            model.base_model, [tokens[::-1], tokens], [None, kv], keep=[False, True]
-        )
-        in_parts = score(rest[-1])
+        first = ClassifierInput(tokens=half, ends=(), keep=True)
+        _, (kv,) = forward_incremental(model.base_model, [first])
+        other = ClassifierInput(tokens=tokens[::-1], ends=())
+        rest = ClassifierInput(tokens=tokens, ends=(), past=kv)
+        (_, hidden), _ = forward_incremental(model.base_model, [other, rest])
+        in_parts = score(hidden[-1])
         expected = whole[-1] if head == "token" else whole
         if is_close(in_parts, expected, dtype=model.dtype, min_scale=1e-3):
             return True

@@ -8,8 +8,8 @@ sampled within the mask at every token, up to an eos token, is valid and fits it
 """
 
 import json
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -113,18 +113,14 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
         self._vocabulary: Any = None  # of llguidance; takes a second to build
-        self._compiled: OrderedDict[str, Any] = OrderedDict()  # matchers at the start
+        self._compiled = lru_cache(_NUM_CACHED)(self._compile)  # matchers at the start
         self._executor: Any = None  # threads of llguidance
 
     def matcher(self, grammar: str | None) -> GrammarMatcher | None:
         """A new matcher for one completion; None without a grammar."""
         if grammar is None:
             return None
-        matcher = self._compiled.pop(grammar, None) or self._compile(grammar)
-        self._compiled[grammar] = matcher
-        if len(self._compiled) > _NUM_CACHED:
-            self._compiled.popitem(last=False)
-        return GrammarMatcher(matcher.deep_copy(), eos_ids=self._eos_ids)
+        return GrammarMatcher(self._compiled(grammar).deep_copy(), eos_ids=self._eos_ids)
 
     def masks(
         self,

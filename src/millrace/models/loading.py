@@ -139,23 +139,19 @@ def hidden_states(
     return output.last_hidden_state[0]
 
 
-def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens that end a completion: eos of the generation config and of the tokenizer."""
-    return _stop_ids(model.generation_config, tokenizer)
-
-
 def generation_stop_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """As stop_token_ids(), of a model that is not loaded."""
     try:
         config = GenerationConfig.from_pretrained(path)
     except OSError:  # it has none, and transformers makes one of the model's configuration
         config = GenerationConfig.from_model_config(read_config(path))
-    return _stop_ids(config, tokenizer)
+    return stop_token_ids(config, tokenizer)
 
 
-def _stop_ids(
+def stop_token_ids(
     config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
+    """Tokens that end a completion: eos of a model's generation config and of the tokenizer."""
     configured = config.eos_token_id if config else None
     ids = [configured] if isinstance(configured, int) else list(configured or [])
     if isinstance(tokenizer.eos_token_id, int):

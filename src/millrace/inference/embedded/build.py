@@ -112,7 +112,7 @@ def engine_of(
             adapters=adapters,
             routing=routing,
             memory=memory,
-            eos_ids=stop_token_ids(model, tokenizer),
+            eos_ids=stop_token_ids(model.generation_config, tokenizer),
             sizes=EngineSizes(
                 max_context=context,
                 max_sequences=config.max_sequences,

@@ -10,7 +10,7 @@ written there. One thread uses a ReleasableMemory.
 import contextlib
 import ctypes
 from collections.abc import Iterator
-from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
+from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint64, c_void_p
 from typing import Any
 
 import torch
@@ -23,39 +23,22 @@ _FREE = ctypes.CFUNCTYPE(None, c_void_p, c_size_t, c_int, c_void_p)
 _GIB = 2**30
 
 
-class _Location(ctypes.Structure):
-    _fields_ = (("type", c_int), ("id", c_int))
-
-
-class _AllocationFlags(ctypes.Structure):
-    _fields_ = (
-        *(("compression", c_ubyte), ("rdma", c_ubyte)),
-        *(("usage", c_ushort), ("reserved", c_ubyte * 4)),
-    )
-
-
 class _Properties(ctypes.Structure):
-    """CUmemAllocationProp."""
+    """CUmemAllocationProp, without the names of its inner structures."""
 
     _fields_ = (
-        *(("type", c_int), ("handle_types", c_int), ("location", _Location)),
-        *(("win32", c_void_p), ("flags", _AllocationFlags)),
+        *(("type", c_int), ("handle_types", c_int), ("location", c_int * 2)),
+        *(("win32", c_void_p), ("flags", c_ubyte * 8)),
     )
-
-
-class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
-
-    _fields_ = (("location", _Location), ("flags", c_int))
 
 
 class ReleasableMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._driver: Any = ctypes.CDLL("libcuda.so.1")
-        location = _Location(_ON_DEVICE, device.index or 0)
+        location = (_ON_DEVICE, device.index or 0)
         self._properties = _Properties(type=_PINNED, location=location)
-        self._access = _Access(location, _READ_WRITE)
+        self._access = (c_int * 3)(*location, _READ_WRITE)  # CUmemAccessDesc
         self._sizes: dict[int, int] = {}  # by address
         self._handles: dict[int, int] = {}  # of the memory behind an address
         self._saved: dict[int, torch.Tensor] = {}

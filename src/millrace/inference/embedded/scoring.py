@@ -11,6 +11,7 @@ T = rows of a pass, n = scored positions, V = vocabulary, K = top tokens reporte
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,15 +27,12 @@ from millrace.models.loading import hidden_states
 from millrace.models.logprobs import final_logits
 
 
+@dataclass(frozen=True, eq=False)
 class ScoringEngine:
-    def __init__(
-        self, model: PreTrainedModel, *, logprob_chunk: int = 1024, num_known: int | None = None
-    ) -> None:
-        """`model` is loaded with PACKED_ATTENTION or PAGED_ATTENTION. Top tokens come from the
-        first `num_known` ids only: padding may make this vocabulary larger than the policy's."""
-        self._model = model
-        self._chunk = logprob_chunk
-        self._num_known = num_known
+    model: PreTrainedModel  # loaded with PACKED_ATTENTION or PAGED_ATTENTION
+    logprob_chunk: int = 1024
+    # Of ids that may be top tokens: padding may make this vocabulary larger than the policy's.
+    num_known: int | None = None
 
     @torch.no_grad()
     def score(
@@ -43,15 +41,15 @@ class ScoringEngine:
         """Score all groups in one forward pass; `version` is the version that the model holds."""
         segments, predictors = pack(groups)
         requests = [request for group in groups for request in group]
-        device = self._model.device
+        device = self.model.device
         tokens = np.concatenate(segments.tokens).astype(np.int64)
         lengths = [len(tokens) for tokens in segments.tokens]
         hidden = hidden_states(
-            self._model,
+            self.model,
             input_ids=torch.from_numpy(tokens).to(device)[None],
             position_ids=torch.from_numpy(np.concatenate(segments.positions)).to(device)[None],
             layout=PackedLayout(lengths, parents=segments.parents, device=device),
-        ).to(self._model.dtype)  # or the head would be cast to the residual stream's float32
+        ).to(self.model.dtype)  # or the head would be cast to the residual stream's float32
         logprobs, ids, top, entropies = self._score_rows(hidden, predictors, requests)
         ends = np.cumsum([len(request.positions) for request in requests])
         places = [slice(end - len(r.positions), end) for r, end in zip(requests, ends, strict=True)]
@@ -77,18 +75,18 @@ class ScoringEngine:
         temperatures = np.repeat([request.temperature for request in requests], counts)
         columns = (predictors, targets, temperatures.astype(np.float32))
         chunks = zip(
-            *(torch.from_numpy(column).to(device).split(self._chunk) for column in columns),
+            *(torch.from_numpy(column).to(device).split(self.logprob_chunk) for column in columns),
             strict=True,
         )
-        kept = _join_kept(requests)
-        allowed = None if kept is None else KeptRows.of(kept, device=device).split(self._chunk)
+        kept, chunk_rows = _join_kept(requests), self.logprob_chunk
+        allowed = None if kept is None else KeptRows.of(kept, device=device).split(chunk_rows)
         parts = [
             chunk_scores(
-                final_logits(self._model, hidden[rows]),
+                final_logits(self.model, hidden[rows]),
                 *chunk,
                 kept=None if allowed is None else allowed[i],
                 num_top=num_top,
-                num_known=self._num_known,
+                num_known=self.num_known,
                 wants_entropies=any(request.wants_entropies for request in requests),
             )
             for i, (rows, *chunk) in enumerate(chunks)

@@ -90,9 +90,7 @@ def build_server_engine(spec: EngineSpec, *, options: VllmBackend) -> ServerEngi
 
 
 def _attached(dialect: type[ServerClient], options: VllmBackend) -> ServerClient:
-    if options.api_key is None:
-        return dialect(options.attach[0])
-    header = {"Authorization": f"Bearer {options.api_key}"}
+    header = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     secrets = Secrets(header, owner="engine.options.api_key")
     filled = {name: secrets.filled(value) for name, value in header.items()}
     return dialect(options.attach[0], headers=filled)

@@ -56,18 +56,6 @@ class ServedChunk:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenRequest:
-    """A streamed request for one completion."""
-
-    id: str
-    prompt: Sequence[int]
-    sampling: Sampling
-    max_tokens: int
-    stop_ids: Sequence[int]
-    cache_salt: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """What a server that Millrace starts needs to know."""
 
@@ -125,7 +113,10 @@ class ServerClient:
         if the server cannot do what an engine needs."""
         raise NotImplementedError
 
-    def request_body(self, request: TokenRequest) -> dict[str, Any]:
+    def request_body(
+        self, id: str, prompt: list[int], sampling: Sampling, *, cache_salt: str, **limits: Any
+    ) -> dict[str, Any]:
+        """`limits`: max_tokens, and stop_token_ids."""
         raise NotImplementedError
 
     def read_chunk(self, id: str, data: Any, *, num_received: int) -> ServedChunk:
@@ -181,10 +172,10 @@ class ServerClient:
     def version_body(self, version: int) -> dict[str, Any]:
         return {"new_version": str(version)}
 
-    def generate(self, request: TokenRequest) -> None:
-        """Start to sample one completion, whose chunks arrive in the queue."""
-        body = self.request_body(request)
-        self._loop.call_soon_threadsafe(self._start_stream, request.id, body)
+    def generate(self, id: str, *prompt_and_sampling: Any, **settings: Any) -> None:
+        """Start to sample one completion, whose chunks arrive in the queue: see request_body()."""
+        body = self.request_body(id, *prompt_and_sampling, **settings)
+        self._loop.call_soon_threadsafe(self._start_stream, id, body)
 
     def call(
         self,

@@ -27,7 +27,7 @@ from millrace.core.records import CompletionChunk, Finish, Request, ScoreRequest
 from millrace.inference.backend import EngineStats, FinishedCompletions
 from millrace.inference.embedded.scheduling import sequence as sequences
 from millrace.inference.embedded.scheduling.outputs import OutputProcessor, StopRules
-from millrace.inference.servers.client import ServedChunk, ServerClient, TokenRequest
+from millrace.inference.servers.client import ServedChunk, ServerClient
 from millrace.inference.servers.process import ServerProcess
 from millrace.inference.servers.staging import StagedVersion, WeightStaging
 
@@ -267,14 +267,12 @@ class ServerEngine:
             self._num_prefilled += len(prompt)
             self._running[sequence.id] = sequence
             self.client.generate(
-                TokenRequest(
-                    id=sequence.id,
-                    prompt=prompt,
-                    sampling=request.sampling,
-                    max_tokens=room - sequence.num_given,
-                    stop_ids=self.stop_ids,
-                    cache_salt=salt,
-                )
+                sequence.id,
+                prompt,
+                request.sampling,
+                cache_salt=salt,
+                max_tokens=room - sequence.num_given,
+                stop_token_ids=list(self.stop_ids),
             )
 
     def _receive(self, *, wait_s: float) -> None:

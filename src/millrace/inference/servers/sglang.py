@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from millrace.cluster.address import free_port
 from millrace.core.errors import ConfigError, EngineLost
+from millrace.core.records import Sampling
 from millrace.inference.servers import client
 from millrace.inference.servers.process import ServerProcess, checked_python, server_environment
 
@@ -68,22 +69,19 @@ class SglangClient(client.ServerClient):
         dtype = self.call("/server_info", method="GET")["dtype"]
         return {"architectures": model["architectures"], "dtype": dtype, "sizes": {}}
 
-    def request_body(self, request: client.TokenRequest) -> dict[str, Any]:
-        sampling = request.sampling
-        return self._body(
-            request.prompt,
-            rid=_request_id(request.id),
-            extra_key=request.cache_salt,
-            stream=True,
-            sampling_params={
-                "max_new_tokens": request.max_tokens,
-                "temperature": sampling.temperature,
-                "top_k": sampling.top_k or -1,
-                "top_p": sampling.top_p,
-                "min_p": sampling.min_p,
-                "stop_token_ids": list(request.stop_ids),  # ignore_eos would ignore them, too
-            },
-        )
+    def request_body(
+        self, id: str, prompt: list[int], sampling: Sampling, *, cache_salt: str, **limits: Any
+    ) -> dict[str, Any]:
+        settings = {
+            "max_new_tokens": limits["max_tokens"],
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k or -1,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "stop_token_ids": limits["stop_token_ids"],  # ignore_eos would ignore them, too
+        }
+        own = {"rid": _request_id(id), "extra_key": cache_salt, "sampling_params": settings}
+        return self._body(prompt, stream=True, **own)
 
     def read_chunk(self, id: str, data: Any, *, num_received: int) -> client.ServedChunk:
         """Servers send all tokens so far, or the new ones only, and either at an abort."""

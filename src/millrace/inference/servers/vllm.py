@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from millrace.core.errors import ConfigError, EngineLost
+from millrace.core.records import Sampling
 from millrace.inference.servers import client
 from millrace.inference.servers.process import ServerProcess, checked_python, server_environment
 
@@ -62,21 +63,12 @@ class VllmClient(client.ServerClient):
             )
         return found
 
-    def request_body(self, request: client.TokenRequest) -> dict[str, Any]:
-        sampling = request.sampling
-        return self._body(
-            request.id,
-            request.prompt,
-            cache_salt=request.cache_salt,
-            stream=True,
-            max_tokens=request.max_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            stop_token_ids=list(request.stop_ids),
-            logprobs=0,
-        )
+    def request_body(
+        self, id: str, prompt: list[int], sampling: Sampling, *, cache_salt: str, **limits: Any
+    ) -> dict[str, Any]:
+        names = ("temperature", "top_k", "top_p", "min_p")
+        settings = {**limits, **{name: getattr(sampling, name) for name in names}}
+        return self._body(id, prompt, cache_salt=cache_salt, stream=True, logprobs=0, **settings)
 
     def read_chunk(self, id: str, data: Any, *, num_received: int) -> client.ServedChunk:
         choice: dict[str, Any] = data["choices"][0] if data["choices"] else {"token_ids": []}

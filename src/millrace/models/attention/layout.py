@@ -140,15 +140,14 @@ class PackedLayout:
         """Every segment behind its parent, in groups that are padded at the end to equal lengths:
         their rows [b, L] int64, where padding points at row 0, and the place [T] int64 of each row
         in all groups end to end."""
-        parents = [np.empty(0, np.int64) if p < 0 else self._rows(p) for p in self.parents]
-        whole = [np.concatenate([p, self._rows(n)]) for n, p in enumerate(parents)]
+        whole = [self.rows_with_parent(n) for n in range(len(self.lengths))]
         groups: list[np.ndarray] = []
         place_of_row, start = np.empty(self.num_rows, np.int64), 0
         for members in bucketed(np.array([len(rows) for rows in whole])):
             longest = len(whole[members[0]])
             groups.append(_padded([whole[n] for n in members], longest))
             for number, n in enumerate(members):
-                own = np.arange(len(parents[n]), len(whole[n]))
+                own = np.arange(len(whole[n]) - self.lengths[n], len(whole[n]))
                 place_of_row[self._rows(n)] = start + number * longest + own
             start += groups[-1].size
         return [self._tensor(rows.clip(0)) for rows in groups], self._tensor(place_of_row)
@@ -218,6 +217,11 @@ class PackedLayout:
 
     def _rows(self, segment: int) -> np.ndarray:
         return np.arange(self._starts[segment], self._starts[segment] + self.lengths[segment])
+
+    def rows_with_parent(self, segment: int) -> np.ndarray:
+        """The rows that the last row of a segment attends to."""
+        parent, own = self.parents[segment], self._rows(segment)
+        return own if parent < 0 else np.concatenate([self._rows(parent), own])
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -86,13 +86,8 @@ class Tiles(NamedTuple):
     def packed(cls, layout: PackedLayout, device: torch.device) -> "Tiles":
         """Of a microbatch: a segment follows its parent."""
         lengths, parents = layout.lengths, layout.parents
-        begins = np.cumsum(lengths) - lengths
         starts = np.where(parents >= 0, lengths[parents], 0)
-        rows = [np.arange(n) + b for n, b in zip(lengths, begins, strict=True)]
-        keys = [
-            np.concatenate([rows[p], own]) if p >= 0 else own
-            for p, own in zip(parents.tolist(), rows, strict=True)
-        ]
+        keys = [layout.rows_with_parent(n) for n in range(len(lengths))]
         ends = np.cumsum(starts + lengths)
         numbers = (np.concatenate(keys), ends - starts - lengths)
         entries, offsets = (torch.from_numpy(n.astype(np.int64)).to(device) for n in numbers)
@@ -179,22 +174,16 @@ def _batched(a: Tensor, b: Tensor) -> Tensor:
 
 
 def attend_packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tiles: Tiles,
-    rules: ScoreRules,
-    *,
-    layout: PackedLayout,
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, rules: ScoreRules, *, layout: PackedLayout
 ) -> Tensor:
     """As attend(), of a microbatch: T rows of each; differentiable."""
     _check_sinks(rules)
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    q, k = q.to(v.dtype), k.to(v.dtype)
     with torch._C.DisableTorchFunction():
-        if query.is_cuda:
-            _check_gradient(query, key, value, layout, rules)
-            return _PackedAttention.apply(query, key, value, layout, tiles, rules)
-        return _attend_on_cpu(query, key, value, tiles, rules)
+        if q.is_cuda:
+            _check_gradient(q, k, v, layout, rules)
+            return _PackedAttention.apply(q, k, v, layout, tiles, rules)
+        return _attend_on_cpu(q, k, v, tiles, rules)
 
 
 def _check_sinks(rules: ScoreRules) -> None:
@@ -220,18 +209,12 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layout: PackedLayout,
-        tiles: Tiles,
-        rules: ScoreRules,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Any, tiles: Tiles, rules: ScoreRules
     ) -> Tensor:
         from millrace.models.exact import exact_kernels
 
-        output, lse = exact_kernels.attend(query, key, value, tiles, rules)
-        ctx.save_for_backward(query, key, value, output, lse)
+        output, lse = exact_kernels.attend(q, k, v, tiles, rules)
+        ctx.save_for_backward(q, k, v, output, lse)
         ctx.layout, ctx.rules = layout, rules
         return output
 

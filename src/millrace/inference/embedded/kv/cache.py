@@ -41,7 +41,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.block_tokens = block_tokens
+        self.block_tokens, self._device = block_tokens, device
         self.shapes = dict(shapes)
         # Zeros, not empty: masked entries are multiplied by 0, and 0 * NaN is NaN.
         self._blocks = {
@@ -70,25 +70,25 @@ class KVCache:
 
     def saved(self, blocks: np.ndarray) -> dict[int, Tensor]:
         """Host copies of these blocks, by layer; on a GPU complete once it is synchronized."""
-        found = {}
+        found, index = {}, self._index(blocks)
         for layer, tensor in self._blocks.items():
-            rows = tensor[self._index(blocks, tensor)]
+            rows = tensor[index]
             host = torch.empty_like(rows, device="cpu", pin_memory=rows.is_cuda)
             found[layer] = host.copy_(rows, non_blocking=True)
         return found
 
     def write(self, saved: Mapping[int, Tensor], blocks: np.ndarray) -> None:
         """Undo saved()."""
+        index = self._index(blocks)
         for layer, tensor in self._blocks.items():
-            tensor.index_copy_(0, self._index(blocks, tensor), saved[layer].to(tensor.device))
+            tensor.index_copy_(0, index, saved[layer].to(tensor.device))
 
-    @staticmethod
-    def _index(blocks: np.ndarray, tensor: Tensor) -> Tensor:
-        return torch.from_numpy(blocks).to(tensor.device)
+    def _index(self, blocks: np.ndarray) -> Tensor:
+        return torch.from_numpy(blocks).to(self._device)
 
     def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         if not len(sources):
             return
+        source, target = self._index(sources), self._index(targets)
         for tensor in (*self._blocks.values(), *self._copied_along):
-            source, target = self._index(sources, tensor), self._index(targets, tensor)
             tensor.index_copy_(0, target, tensor.index_select(0, source))

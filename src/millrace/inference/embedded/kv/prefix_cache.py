@@ -14,8 +14,9 @@ device works, and when it arrives, never while it decodes. The engine's thread c
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -33,8 +34,7 @@ from millrace.inference.embedded.scheduling.sequence import (
 _BRANCHES = 4  # histories remembered per session; they differ only if weights change between them
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Prefix:
+class Prefix(NamedTuple):
     """The cached KV of a sequence's first tokens."""
 
     blocks: np.ndarray  # [B] int64; whole, and not yet shared
@@ -101,7 +101,7 @@ class PrefixCache:
 
     def find(self, sequence: Sequence) -> Prefix:
         """The longest cached prefix; at least one token remains to be computed, for its logits."""
-        best = Prefix(blocks=np.empty(0, dtype=np.int64), num_tokens=0, kv_history=())
+        best = Prefix(np.empty(0, dtype=np.int64), 0, ())
         if not self._is_on:
             return best
         self.settle()
@@ -109,11 +109,7 @@ class PrefixCache:
             blocks = self._known(digests)
             if len(blocks) > len(best.blocks):
                 num_tokens = len(blocks) * self._block_tokens
-                best = Prefix(
-                    blocks=blocks,
-                    num_tokens=num_tokens,
-                    kv_history=truncate_history(kv_history, num_tokens),
-                )
+                best = Prefix(blocks, num_tokens, truncate_history(kv_history, num_tokens))
         return best
 
     def _search_keys(self, sequence: Sequence) -> dict[KVHistory, list[bytes]]:

@@ -13,9 +13,8 @@ each, D = hidden size.
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +28,7 @@ from millrace.models.attention.recurrent import run_mixer
 Place = tuple[str, Any]  # attribute of a cache's layer, and key if that is a dictionary
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SequenceGroup:
+class SequenceGroup(NamedTuple):
     """Sequences of a pass that have equally many tokens, and all begin or all continue."""
 
     slots: Tensor  # [b] int64
@@ -119,14 +117,12 @@ def groups_of(
     groups: dict[tuple[int, bool], list[int]] = {}
     for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
         groups.setdefault((count, start == 0), []).append(row)
-    return tuple(
-        SequenceGroup(
-            slots=torch.from_numpy(slots[rows]).to(device),
-            tokens=torch.from_numpy(firsts[rows][:, None] + np.arange(count)).to(device),
-            begins=begins,
-        )
-        for (count, begins), rows in groups.items()
-    )
+    found: list[SequenceGroup] = []
+    for (count, begins), rows in groups.items():
+        numbers = (slots[rows], firsts[rows][:, None] + np.arange(count))
+        own = (torch.from_numpy(array).to(device) for array in numbers)
+        found.append(SequenceGroup(*own, begins=begins))
+    return tuple(found)
 
 
 def _tensors(layer: Any) -> Iterator[tuple[Place, Tensor]]:
