@@ -1,6 +1,9 @@
 """A vLLM server that would give wrong numbers is refused in one sentence."""
 
 import shutil
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +63,39 @@ def test_server_with_a_shorter_context_is_refused(model_path: Path, tmp_path: Pa
 
 
 def test_unreachable_server_is_refused(model_path: Path):
-    with pytest.raises(ConfigError, match="No vLLM server can be reached at"):
+    with pytest.raises(ConfigError, match=r"can be reached at .* \(Connection refused\); start"):
         load(model_path, VllmBackend(attach=["http://127.0.0.1:9"]))
+
+
+@pytest.mark.parametrize(
+    ("folder", "reason"), [("missing", "a web page"), (".", "the answer is not JSON")]
+)
+def test_server_of_another_kind_is_refused(
+    model_path: Path, tmp_path: Path, folder: str, reason: str
+):
+    (tmp_path / "health").write_text("<html>")
+    page = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(ConfigError, match="No vLLM server can be reached at") as refused:
+            load(model_path, VllmBackend(attach=[url]))
+        server.shutdown()
+    assert f"({reason});" in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_server_with_a_key_needs_that_key(model_path: Path, monkeypatch: pytest.MonkeyPatch):
     with serving(model_path, api_key="right") as (url, _):
-        with pytest.raises(ConfigError, match=r"wants a key.* set it to 'env:NAME'"):
+        with pytest.raises(ConfigError, match=r"wants a key, and has got none; .* 'env:NAME'"):
             load(model_path, VllmBackend(attach=[url]))
         options = VllmBackend(attach=[url], api_key="env:SERVER_KEY")
         with pytest.raises(
             ConfigError, match="environment variable 'SERVER_KEY', which is not set"
         ):
+            load(model_path, options)
+        monkeypatch.setenv("SERVER_KEY", "wrong")
+        with pytest.raises(ConfigError, match=r"wants a key, and refuses that of engine"):
             load(model_path, options)
         monkeypatch.setenv("SERVER_KEY", "right")
         load(model_path, options).close()

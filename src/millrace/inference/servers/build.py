@@ -78,7 +78,7 @@ def build_server_engine(spec: EngineSpec, *, options: VllmBackend) -> ServerEngi
     )
     try:
         _await(client, server)
-        _check_server(client, max_context=max_context)
+        _check_server(client, has_key=options.api_key is not None, max_context=max_context)
         _check_model(client, spec, dtype=dtype)
         _serve_version(client, spec, staging=staging, is_attached=server is None)
         _check_logprobs(client)
@@ -104,8 +104,9 @@ def _await(client: ServerClient, server: ServerProcess | None) -> None:
             return
         except EngineLost as error:
             if server is None:
+                reason = str(error).partition("/health: ")[2].rstrip(".")
                 raise ConfigError(
-                    f"No {client.product} server can be reached at {client.url} ({error}); start"
+                    f"No {client.product} server can be reached at {client.url} ({reason}); start"
                     " it, or correct engine.options.attach."
                 ) from None
         if server.end is not None:
@@ -116,15 +117,16 @@ def _await(client: ServerClient, server: ServerProcess | None) -> None:
         time.sleep(_POLL_S)
 
 
-def _check_server(client: ServerClient, *, max_context: int) -> None:
+def _check_server(client: ServerClient, *, has_key: bool, max_context: int) -> None:
     try:
         (model, *_) = client.call("/v1/models", method="GET")["data"]
     except ServerRefused as error:
         if error.status != 401:
             raise
+        fault = "refuses that of engine.options.api_key" if has_key else "has got none"
         raise ConfigError(
-            f"{client} wants a key, and refuses that of engine.options.api_key; set it to"
-            " 'env:NAME', where the variable NAME holds the key."
+            f"{client} wants a key, and {fault}; set engine.options.api_key to 'env:NAME', where"
+            " the variable NAME holds the key."
         ) from None
     client.model = model["id"]
     if (limit := model.get("max_model_len")) is not None and limit < max_context:

@@ -13,6 +13,7 @@ for the answer; streams put their chunks into a queue.
 import asyncio
 import contextlib
 import json
+import os
 import queue
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
@@ -200,8 +201,7 @@ class ServerClient:
                 raise ServerRefused(f"{self} refused {path}: {_reason(text)}", status=status)
             return json.loads(text) if text and has_answer else None
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            reason = str(error) or type(error).__name__
-            raise EngineLost(f"{self} did not answer {path}: {reason}.") from None
+            raise EngineLost(f"{self} did not answer {path}: {_why(error)}.") from None
 
     def close(self) -> None:
         async def end() -> None:
@@ -262,4 +262,13 @@ def _reason(text: str) -> str:
         data = json.loads(text)
         error = data.get("error", data.get("detail", data))
         text = str(error.get("message", error)) if isinstance(error, dict) else str(error)
-    return text[:_REASON_CHARACTERS]
+    return "a web page" if text.startswith("<") else " ".join(text.split())[:_REASON_CHARACTERS]
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        cause = error.os_error
+        return os.strerror(cause.errno) if (cause.errno or 0) > 0 else cause.strerror or str(cause)
+    if isinstance(error, json.JSONDecodeError):
+        return "the answer is not JSON"
+    return str(error) or type(error).__name__
