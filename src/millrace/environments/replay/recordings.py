@@ -236,12 +236,11 @@ class RecordedAnswers:
         try:
             async with asyncio.timeout(ORDER_TIMEOUT_S), self._advanced:
                 await self._advanced.wait_for(lambda: self._num_answered >= position)
+                self._num_answered += 1
+                self._advanced.notify_all()
         except TimeoutError:
             missing = self._awaited[self._num_answered]
             raise self._differs(what, f"and not for {_named(missing)}, which came before") from None
-        async with self._advanced:
-            self._num_answered += 1
-            self._advanced.notify_all()
 
     def _check_prompt(self, entry: TurnRow, prompt: np.ndarray, *, recording: Recording) -> None:
         known = _prompt(entry, recording)

@@ -174,9 +174,8 @@ class _Session:
         loop = asyncio.get_running_loop()
         self._client = Client(streams)
         self._ready: asyncio.Future[None] = loop.create_future()
-        self._over: asyncio.Future[str] = loop.create_future()  # the reason
         self._closing = asyncio.Event()
-        self._holding = loop.create_task(self._hold(), name="mcp")
+        self._holding = loop.create_task(self._hold(), name="mcp")  # returns why it is over
 
     @classmethod
     async def open(cls, streams: contextlib.AbstractAsyncContextManager[Any]) -> "_Session":
@@ -194,7 +193,7 @@ class _Session:
 
     @property
     def is_over(self) -> bool:
-        return self._closing.is_set() or self._over.done()
+        return self._closing.is_set() or self._holding.done()
 
     async def list_tools(self) -> list[Any]:
         page = await self._request(self._client.list_tools())
@@ -232,13 +231,12 @@ class _Session:
             task.cancel()
 
     async def _unless_over(self, awaited: asyncio.Future[T]) -> T:
-        await asyncio.wait({awaited, self._over}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({awaited, self._holding}, return_when=asyncio.FIRST_COMPLETED)
         if awaited.done():
             return awaited.result()
-        raise ServerLost(self._over.result())
+        raise ServerLost(self._holding.result())
 
-    async def _hold(self) -> None:
-        reason = "it was closed"
+    async def _hold(self) -> str:
         try:
             async with self._client:
                 self._ready.set_result(None)
@@ -247,9 +245,8 @@ class _Session:
             cause: BaseException = error
             while isinstance(cause, BaseExceptionGroup):
                 cause = cause.exceptions[0]
-            reason = f"{type(cause).__name__}: {cause}"
-        finally:
-            self._over.set_result(reason)
+            return f"{type(cause).__name__}: {cause}"
+        return "it was closed"
 
 
 class WithServers:

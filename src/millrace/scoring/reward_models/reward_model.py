@@ -231,20 +231,17 @@ class ProcessRewardScorer(ModelScorer[RewardModelProcess]):
         self._settings = settings
         self._steps = settings.build_steps()
         self._reader = reader
-        self._ahead: ReadAhead | None = None
-        if settings.pipelined:
-            self._ahead = ReadAhead(reader, steps=self._steps, min_tokens=settings.ahead_tokens)
+        self._ahead = ReadAhead(reader, steps=self._steps, min_tokens=settings.ahead_tokens)
 
     async def close(self) -> None:
-        if self._ahead is not None:
-            self._ahead.close()
+        self._ahead.close()
         await super().close()
 
     def stream_callback(self, request: Request, *, task: Task) -> OnTokens | None:
         # A request of a later turn does not say where the steps of earlier turns ended.
         may_be_later_turn = request.session is not None
         needs_earlier_steps = not self._reader.takes_ids or self._settings.separator is not None
-        if self._ahead is None or (may_be_later_turn and needs_earlier_steps):
+        if not self._settings.pipelined or (may_be_later_turn and needs_earlier_steps):
             return None
         return self._ahead.stream_callback(request, prompt=task.prompt)
 
@@ -272,7 +269,7 @@ class ProcessRewardScorer(ModelScorer[RewardModelProcess]):
     ) -> tuple[list[int], list[float]]:
         """Return the last token of each step, and the value of each step."""
         ends = step_ends(rollout, steps=self._steps, tokenizer=self._reader.tokenizer)
-        values = await self._ahead.values(rollout.tokens, ends) if self._ahead else []
+        values = await self._ahead.values(rollout.tokens, ends)
         values += await self._reader.read(
             rollout.tokens,
             ends,

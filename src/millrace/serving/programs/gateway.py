@@ -40,8 +40,7 @@ T = TypeVar("T")
 class GatewaySession:
     """The address and key by which a program reaches the agent of one episode."""
 
-    def __init__(self, agent: Agent, *, base_url: str, key: str) -> None:
-        self.agent = agent
+    def __init__(self, *, base_url: str, key: str) -> None:
         self.base_url = base_url
         self.key = key
         self.num_calls = 0  # answered, including those to other agents of the episode
@@ -77,9 +76,8 @@ class GatewaySession:
 
 class Gateway:
     def __init__(self) -> None:
-        self._sessions: dict[str, GatewaySession] = {}
-        # By the id in SESSION_HEADER.
-        self._admitted: dict[str, tuple[GatewaySession, Agent]] = {}
+        # By the id in the address, or in SESSION_HEADER at the shared address.
+        self._agents: dict[str, tuple[GatewaySession, Agent]] = {}
         self._secret = secrets.token_bytes(32)  # the keys of all sessions are derived from it
         self._port: asyncio.Future[int] | None = None
         self._listening: asyncio.Task[None] | None = None  # keeps the task alive
@@ -88,14 +86,13 @@ class Gateway:
     async def open(self, agent: Agent) -> AsyncIterator[GatewaySession]:
         id = secrets.token_hex(8)
         base_url = f"{await self._address()}/episodes/{id}/v1"
-        session = GatewaySession(agent, base_url=base_url, key=self._key(id))
-        self._sessions[id] = session
+        session = GatewaySession(base_url=base_url, key=self._key(id))
+        self.admit(id, session, agent)
         try:
             yield session
         finally:
-            del self._sessions[id]
-            for admitted in [i for i, (other, _) in self._admitted.items() if other is session]:
-                del self._admitted[admitted]
+            for admitted in [i for i, (other, _) in self._agents.items() if other is session]:
+                del self._agents[admitted]
 
     async def shared(self) -> tuple[str, str]:
         """Return the base URL and key that all sessions share."""
@@ -107,7 +104,7 @@ class Gateway:
 
     def admit(self, id: str, session: GatewaySession, agent: Agent) -> None:
         """Send requests to the shared address with this id to an agent of an open session."""
-        self._admitted[id] = session, agent
+        self._agents[id] = session, agent
 
     async def _address(self) -> str:
         """Listen, unless the gateway already listens on this event loop."""
@@ -137,15 +134,10 @@ class Gateway:
         # Checked first: the answer to a wrong key must not reveal which episodes exist.
         id = request.match_info.get("id", "")
         check_key(request, self._key(id))
-        if not id:
-            admitted = self._admitted.get(request.headers.get(SESSION_HEADER, ""))
-            if admitted is None:
-                raise _over("no open session has this id")
-            return admitted
-        session = self._sessions.get(id)
-        if session is None:
-            raise _over("its environment has returned")
-        return session, session.agent
+        found = self._agents.get(id or request.headers.get(SESSION_HEADER, ""))
+        if found is None:
+            raise _over("its environment has returned" if id else "no open session has this id")
+        return found
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
