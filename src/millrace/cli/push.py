@@ -29,6 +29,7 @@ from millrace.monitoring.report.summary import changed_settings
 from millrace.monitoring.run_dir import RunDir
 from millrace.training.checkpoints.directory import MANIFEST_FILE, RUN_STATE_FILE, damage_to
 
+CARD = Path(__file__).with_name("model_card.md")  # a template
 CARD_FILE = "README.md"
 ADAPTER_FILE = "adapter_config.json"
 NOT_PUSHED = (MANIFEST_FILE, RUN_STATE_FILE, "trainer_state.pt", CARD_FILE)
@@ -141,7 +142,7 @@ def model_card(
     head = "".join(f"{key}: {json.dumps(value)}\n" for key, value in metadata.items())
     versions = text.partition("\n")[0].removeprefix("# ") if text.startswith("# ") else "unknown"
     kind = "LoRA adapter (PEFT) for" if is_adapter else "full fine-tune of"
-    return CARD.format(
+    return CARD.read_text().format(
         head=head,
         title=title,
         kind=kind,
@@ -199,40 +200,3 @@ def _without_folders(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_folders(below) for below in value]
     return Path(value).name if isinstance(value, str) and value.startswith("/") else value
-
-
-CARD = """\
----
-{head}---
-
-# {title}
-
-{kind} {base}, trained with reinforcement learning by Millrace. This is step {step} of the run.
-
-## Training
-
-Each row is the mean over its steps.
-
-{curve}
-
-## Settings
-
-These settings differ from the defaults. Files are named without their folders.
-
-```toml
-{settings}```
-
-## Reproduce
-
-Save the settings as `run.toml`, beside the tasks and reward functions that they name, and run:
-
-```
-millrace train run.toml --run_dir run
-```
-
-Made with: {versions}
-
-## Licence
-
-{license}
-"""

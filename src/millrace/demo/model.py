@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch.nn import functional
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
@@ -161,7 +160,4 @@ def _imitation_loss(
         tokens_BL[row, :end] = torch.tensor(prompt + answer)
         labels_BL[row, len(prompt) : end] = torch.tensor(answer)
     # Padding is on the right, which causal attention never sees, so it needs no mask.
-    logits_BLV = model(input_ids=tokens_BL, use_cache=False).logits
-    return functional.cross_entropy(
-        logits_BLV[:, :-1].flatten(0, 1), labels_BL[:, 1:].flatten(), ignore_index=IGNORED
-    )
+    return model(input_ids=tokens_BL, labels=labels_BL, use_cache=False).loss

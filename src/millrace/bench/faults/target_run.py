@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,10 @@ from millrace.core.files import FileTail
 from millrace.demo.task import make_tasks
 from millrace.monitoring.run_dir import RunDir, read_step
 
+SETTINGS = Path(__file__).with_name("target_run.toml")
 NUM_DIGITS = (3,)
 HELD_OUT = 256
-GROUPS_PER_STEP = 8
-MAX_STALENESS = 2
+GROUPS_PER_STEP, MAX_STALENESS = 8, 2  # as in the settings
 EXIT_S = 60.0  # time for the system to reap a killed process
 _WORKER = re.compile(r"-m (millrace(?:\.\w+)*)\.worker .*--name (\S+) .*--parent (\d+)")
 _ROLES = {
@@ -47,32 +48,6 @@ def train_tasks() -> list[dict[str, Any]]:
 
 def held_out_tasks() -> list[dict[str, Any]]:
     return make_tasks(HELD_OUT, seed=0, held_out=True, num_digits=NUM_DIGITS)
-
-
-def settings_of(folder: Path, *, model: Path, steps: int, seed: int) -> dict[str, Any]:
-    """Settings of the run. Restarts are hardly limited, since restarting is what is tested."""
-    return {
-        "run_dir": str(folder / "run"),
-        "model": str(model),
-        "seed": seed,
-        "tasks": {"generator": "millrace.bench.faults.target_run:train_tasks"},
-        "evaluate": {"generator": "millrace.bench.faults.target_run:held_out_tasks"},
-        "scorers": [{"function": "millrace.demo.task:exact", "timeout_s": 10.0, "retries": 10}],
-        "sampling": {"max_new_tokens": 5},
-        "rollout": {"group_size": 8, "max_running_groups": 32},
-        "buffer": {"max_staleness": MAX_STALENESS, "capacity": 4 * GROUPS_PER_STEP},
-        "engine": {"count": 2, "max_sequences": 64},
-        "trainer": {"steps": steps, "groups_per_step": GROUPS_PER_STEP},
-        # Small last steps end near the best accuracy.
-        "optimizer": {"learning_rate": 3e-4, "schedule": "linear", "warmup_steps": 5},
-        "scoring": {"workers": 1},
-        "checkpoint": {"every_steps": 5, "keep": 2},
-        "journal": {"max_bytes": 2**24, "partial_every_s": 0.25},
-        "supervision": {"max_restarts": 1000, "hang_timeout_s": 10.0},
-        "cluster": {"start_timeout_s": 60.0, "threads": 1},
-        # One sample of each group.
-        "monitoring": {"progress": "lines", "samples_per_step": GROUPS_PER_STEP},
-    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,8 +111,10 @@ class TargetRun:
         self.temp = Path(tempfile.mkdtemp(prefix="mr-chaos-"))
         self.controllers: list[int] = []  # pids of all controllers so far
         self._config = folder / "run.toml"
-        settings = settings_of(folder, model=model, steps=steps, seed=seed)
-        self._config.write_text(tomli_w.dumps(settings))
+        settings = tomllib.loads(SETTINGS.read_text())
+        settings["trainer"]["steps"] = steps
+        own = {"run_dir": str(self.run_dir.path), "model": str(model), "seed": seed}
+        self._config.write_text(tomli_w.dumps({**settings, **own}))
         self._process: subprocess.Popen[bytes] | None = None
         self.started_s = 0.0  # of the last start, on the monotonic clock
 

@@ -3,8 +3,9 @@
 Matplotlib is imported only when a plot is drawn, and without pyplot: no window, no global state.
 """
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, FAINT = "#22303c", "#d5dbe1"
-BLUE, ORANGE = "#2f6fb7", "#e07b39"
+ORANGE = "#e07b39"
 SMOOTH_SHARE = 0.05  # the smooth reward line averages this share of the run's steps
 DPI = 150
 
@@ -48,12 +49,15 @@ def render_plots(path: Path) -> list[Path]:
     run_dir.plots.mkdir(exist_ok=True)
     plots: dict[str, tuple[Any, ...]] = {}  # by name: the function that draws it, and its data
     if any("reward/mean" in row for row in rows):
-        plots["reward"] = (_reward, rows, run_dir.read_summary())
+        accuracy = accuracy_by_step(rows, run_dir.read_summary())
+        label = {"reward/mean": "mean reward (smoothed)"}
+        plots["reward"] = (_curves, rows, label, "Reward", accuracy)
     elif rows:  # of supervised fine-tuning
-        plots["loss"] = (_lines, rows, ["loss", "eval/loss"], "Loss")
+        labels = {"loss": "loss", "eval/loss": "eval/loss"}
+        plots["loss"] = (_curves, rows, labels, "Loss", {})
     if len(names := {name for row in rows for name in table(row, "rewards", suffix="/mean")}) > 1:
-        keys = [f"rewards/{name}/mean" for name in sorted(names)]
-        plots["parts"] = (_lines, rows, keys, "Parts of the reward")
+        labels = {f"rewards/{name}/mean": name for name in sorted(names)}
+        plots["parts"] = (_curves, rows, labels, "Parts of the reward", {})
     if any("staleness/mean" in row for row in rows):
         plots["staleness"] = (_staleness, rows)
     if spans:
@@ -83,44 +87,30 @@ def draw_plot(path: Path, plot: Callable[..., None], *data: Any) -> Path:
     return path
 
 
-def _reward(figure: "Figure", rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
+def _curves(
+    figure: "Figure",
+    rows: Sequence[dict[str, Any]],
+    labels: Mapping[str, str],
+    title: str,
+    accuracy: Mapping[int, float],
+) -> None:
+    """Metrics with their moving averages, by key: such as those of scorers, penalties, or roles of
+    an episode; and the held-out accuracy by step, if it is known."""
     axes = figure.subplots()
-    _draw_smoothed(axes, rows, "reward/mean", label="mean reward (smoothed)", color=BLUE)
-    if accuracy := accuracy_by_step(rows, summary):
+    for colour, (key, label) in zip(itertools.cycle(BUSY_COLOURS), labels.items(), strict=False):
+        points = {row["step"]: row[key] for row in rows if row.get(key) is not None}
+        steps, values = list(points), list(points.values())
+        axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1.0)
+        half = max(int(len(values) * SMOOTH_SHARE), 1)
+        smooth = [fmean(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))]
+        axes.plot(steps, smooth, color=colour, linewidth=2.0, label=label)
+    if accuracy:
         at = sorted(accuracy)
         values = [accuracy[step] for step in at]
         axes.plot(at, values, "o--", color=ORANGE, linewidth=1.0, label="held-out accuracy")
         place: dict[str, Any] = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center"}
         for step in (at[0], at[-1]):
             axes.annotate(f"{accuracy[step]:.2f}", (step, accuracy[step]), color=ORANGE, **place)
-    _over_steps(axes, title="Reward")
-
-
-def _lines(
-    figure: "Figure", rows: Sequence[dict[str, Any]], keys: Sequence[str], title: str
-) -> None:
-    """A line for each metric, such as those of scorers, penalties, or roles of an episode."""
-    axes = figure.subplots()
-    for number, key in enumerate(keys):
-        label = key.removeprefix("rewards/").removesuffix("/mean")
-        _draw_smoothed(axes, rows, key, label=label, color=f"C{number}")
-    _over_steps(axes, title=title)
-
-
-def _draw_smoothed(
-    axes: "Axes", rows: Sequence[dict[str, Any]], key: str, *, label: str, color: str
-) -> None:
-    """Draw a metric and its moving average."""
-    points = {row["step"]: row[key] for row in rows if row.get(key) is not None}
-    steps, values = list(points), list(points.values())
-    axes.plot(steps, values, color=color, alpha=0.3, linewidth=1.0)
-    half = max(int(len(values) * SMOOTH_SHARE), 1)
-    windows = (values[max(i - half, 0) : i + half + 1] for i in range(len(values)))
-    smooth = [fmean(window) for window in windows]
-    axes.plot(steps, smooth, color=color, linewidth=2.0, label=label)
-
-
-def _over_steps(axes: "Axes", *, title: str) -> None:
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.margins(x=0.03, y=0.12)
@@ -134,10 +124,8 @@ def _staleness(figure: "Figure", rows: Sequence[dict[str, Any]]) -> None:
     most = max(int(staleness) for found in histograms for staleness in found)
     at = list(range(max(most, 3) + 1))
     shares = [sum(f.get(str(age), 0.0) for f in histograms) / len(histograms) for age in at]
-    bars, labels = (
-        axes.bar(at, shares, color=BLUE, width=0.7),
-        [f"{s:.1%}" * (s > 0) for s in shares],
-    )
+    bars = axes.bar(at, shares, color=BUSY_COLOURS[0], width=0.7)
+    labels = [f"{share:.1%}" if share else "" for share in shares]
     axes.bar_label(bars, labels=labels, padding=3, color=INK)
     mean = sum(age * share for age, share in zip(at, shares, strict=True))
     axes.set_title(f"Staleness of trained tokens, {mean:.2f} on average over {len(rows):,} steps")
