@@ -50,9 +50,7 @@ def context_length(
     return context_limit(config, path, wanted=wanted, setting=setting)
 
 
-def context_limit(
-    config: "PreTrainedConfig", path: str, *, wanted: int | None, setting: str
-) -> int:
+def context_limit(config: Any, path: str, *, wanted: int | None, setting: str) -> int:
     """As context_length(), for a configuration that was read before."""
     limit = max_positions(config)
     if wanted is not None and limit is not None and wanted > limit:

@@ -79,9 +79,7 @@ def load_model(
 
 
 @contextmanager
-def _loading_shards(
-    shard: Callable[[PreTrainedModel], None], device: torch.device
-) -> Iterator[None]:
+def _loading_shards(shard: Callable[[Any], None], device: torch.device) -> Iterator[None]:
     """A context in which from_pretrained(distributed_config=...) divides models as `shard` does.
     transformers' own division has no replicas, and sees neither a critic's root nor adapters."""
 
@@ -106,14 +104,12 @@ def _loading_shards(
             setattr(DistributedMixin, name, method)
 
 
-def load_pretrained(
-    auto_class: Any, path: str, *, setting: str, remedy: str, **options: Any
-) -> Any:
+def load_pretrained(kind: Any, path: str, *, setting: str, remedy: str, **options: Any) -> Any:
     """The model of a transformers class; `remedy` is for a model that lacks weights."""
     check_directory(path, setting=setting)
     try:
         with without_progress_bars():
-            model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
+            model, info = kind.from_pretrained(path, output_loading_info=True, **options)
     except LOADING_ERRORS as error:
         raise ConfigError(f"Model {path!r} cannot be loaded: {first_line(error)}.") from error
     if missing := sorted(info["missing_keys"]):

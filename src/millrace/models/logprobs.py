@@ -196,9 +196,7 @@ class FusedLogprobs(torch.autograd.Function):
             if logits is None:
                 logits = ctx.transform.apply(_of_all_ranks(project(part, *factors), ctx.group))
             mask = None if allowed is None else allowed.allowed(logits.shape[-1])
-            given = (
-                None if values is None else values[rows] for values in (*known, *sampled_grads)
-            )
+            given = (None if x is None else x[rows] for x in (*known, *sampled_grads))
             grad = differentiate(logits, mask, *given)
             if topk_grad is not None:
                 _, temperatures, _, normalizers = (values[rows] for values in known)
@@ -216,10 +214,8 @@ class FusedLogprobs(torch.autograd.Function):
                 hidden_grad[rows] = torch.mm(grad, factors[0])
         if hidden_grad is not None and ctx.group is not None:
             dist.all_reduce(hidden_grad, group=ctx.group)
-        grads_of_head = (
-            None if g is None else g.to(weight.dtype) for g in (weight_grad, bias_grad)
-        )
-        return hidden_grad, *grads_of_head, *[None] * 9
+        of_head = (None if g is None else g.to(weight.dtype) for g in (weight_grad, bias_grad))
+        return hidden_grad, *of_head, *[None] * 9
 
 
 def _of_all_ranks(products: Tensor, group: Any) -> Tensor:
@@ -329,9 +325,8 @@ def chunked_distributions(
             group = weight.device_mesh.get_group()
             weight, bias = weight.to_local(), None if bias is None else local_part(bias)
         scalars = (LogitTransform.of(model), compute_dtype(hidden), chunk, compiled, group)
-        return FusedLogprobs.apply(
-            hidden, weight, bias, targets, temperatures, kept, topk_ids, *scalars
-        )
+        tensors = (hidden, weight, bias, targets, temperatures)
+        return FusedLogprobs.apply(*tensors, kept, topk_ids, *scalars)
 
     def chunk_outputs(*part: Any) -> tuple[Tensor, ...]:
         hidden, targets, temperatures, kept, topk_ids = part

@@ -81,9 +81,8 @@ class Routing:
         """Make each router use its rule from now on."""
         for router, rule in zip(self.routers, rules, strict=True):
             module: Any = router.module
-            module.topk_override = _TopkOverride(
-                rule, top_k=self.top_k, num_experts=router.num_experts
-            )
+            sizes = {"top_k": self.top_k, "num_experts": router.num_experts}
+            module.topk_override = _TopkOverride(rule, **sizes)
             # One function for all routers: torch.compile would compile one program per function.
             module.forward = MethodType(_forward_with_override, module)
 
@@ -185,9 +184,7 @@ class _TopkOverride(TorchFunctionMode):
         self.top_k = top_k
         self.num_experts = num_experts
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not is_topk(func):
             return func(*args, **kwargs)
@@ -307,9 +304,7 @@ class _CallRecorder(TorchFunctionMode):
         self._running: list[nn.Module] = []  # innermost last
         self._topks: list[tuple[Router, Tensor]] = []  # and their indices; since the last call
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if is_topk(func):
             scores = args[0] if args else kwargs["input"]
@@ -325,9 +320,7 @@ class _CallRecorder(TorchFunctionMode):
                 self._topks.append((router, result[1]))
         return result
 
-    def before_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._running.append(module)
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         tensors = [t for t in tensors if t.ndim == 2 and len(t) == _PROBE_TOKENS]

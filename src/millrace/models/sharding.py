@@ -86,9 +86,7 @@ def shard(
     units.append(_make_unit(root, mesh=meshes.fsdp, ignored_params=vectors))
     forward = root.forward
 
-    def forward_or_compute(
-        *args: Any, compute: Callable[[], Any] | None = None, **kwargs: Any
-    ) -> Any:
+    def forward_or_compute(*args: Any, compute: Any = None, **kwargs: Any) -> Any:
         with torch.autocast(meshes.fsdp.device_type, dtype=dtype) if is_half else nullcontext():
             return forward(*args, **kwargs) if compute is None else compute()
 

@@ -63,9 +63,8 @@ def chosen_layers(config: PreTrainedConfig) -> list[int]:
     count = _num_layers(config)
     per_layer = [value for value in vars(config).values() if _is_per_layer(value, count)]
     shared = _first_sharing(config)
-    kinds = {
-        repr([i < shared, *(values[i] for values in per_layer)]): i for i in reversed(range(count))
-    }
+    numbers = reversed(range(count))
+    kinds = {repr([i < shared, *(values[i] for values in per_layer)]): i for i in numbers}
     chosen = sorted(kinds.values())[:_MAX_LAYERS]
     return chosen if len(chosen) > 1 else list(range(min(count, 2)))
 

@@ -93,10 +93,8 @@ def find_obstacle(
     config: PreTrainedConfig, *, attention: AttentionPath, trust_remote_code: bool = False
 ) -> str | None:
     """Why such a model is not supported; None if it is. A process tests a configuration once."""
-    text = config.to_json_string()
-    return _tested(
-        _Case(text=text, attention=attention, config=config, trust_remote_code=trust_remote_code)
-    )
+    own = {"text": config.to_json_string(), "config": config}
+    return _tested(_Case(**own, attention=attention, trust_remote_code=trust_remote_code))
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace.core import records
 from millrace.core.errors import RunFailed
+from millrace.core.records import Finish
 from millrace.inference.backend import EngineCore, EngineStats, FinishedCompletions
 from millrace.inference.embedded.adapters import AdapterMerger
 from millrace.inference.embedded.decode.loop import NO_TOKEN, DecodeLoop
@@ -179,9 +180,7 @@ class EmbeddedEngine(EngineCore):
     def take_chunks(self, *, coalesced: bool = False) -> dict[str, list[records.CompletionChunk]]:
         return self._outputs.take_chunks(coalesced=coalesced)
 
-    def abort(
-        self, ids: Iterable[str], *, finish: records.Finish = "abort"
-    ) -> list[FinishedCompletions]:
+    def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[FinishedCompletions]:
         self._record_ended()
         for id in ids:
             for sequence in self._scheduler.remove(id):

@@ -77,9 +77,7 @@ class EngineParts:
             )
         self.routes: RoutesPool | None = None  # None = routes are not recorded
         if routing is not None:
-            self.routes = RoutesPool(
-                routing, cache=self.cache, num_blocks=num_blocks, device=model.device
-            )
+            self.routes = RoutesPool(routing, cache=self.cache, num_blocks=num_blocks)
         self.states: StatePool | None = None  # None = no layer has a recurrent state
         on_gpu = model.device.type == "cuda"
         if sizes.exact and probe.layers:

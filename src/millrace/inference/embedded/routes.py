@@ -22,9 +22,7 @@ from millrace.models.routing import Routing
 
 
 class RoutesPool:
-    def __init__(
-        self, routing: Routing, *, cache: KVCache, num_blocks: int, device: torch.device
-    ) -> None:
+    def __init__(self, routing: Routing, *, cache: KVCache, num_blocks: int) -> None:
         num_layers, top_k = routing.shape
         self._dtype = routing.dtype
         self._block_tokens = cache.block_tokens
@@ -34,11 +32,11 @@ class RoutesPool:
             (num_blocks + 1) * cache.block_tokens,
             top_k,
             dtype=torch.uint8 if routing.dtype == np.uint8 else torch.int16,
-            device=device,
+            device=cache.device,
         )
         self._requested: list[RouteRead] = []
         # [T]; of the KV that the next pass computes.
-        self.kv_slots = torch.empty(0, dtype=torch.int64, device=device)
+        self.kv_slots = torch.empty(0, dtype=torch.int64, device=cache.device)
         cache.copy_with_blocks(layer.view(num_blocks + 1, -1) for layer in self._routes)
         routing.install([_RecordedRouter(layer, pool=self) for layer in self._routes])
 

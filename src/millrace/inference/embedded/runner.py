@@ -79,9 +79,8 @@ class ModelRunner:
     def _tiles(self, plan: BatchPlan, starts: np.ndarray) -> Tiles:
         rows = self._tables.rows[plan.slots]
         offsets = np.arange(len(rows)) * rows.shape[1]
-        tables = KeyTables(
-            self._tensor(rows.reshape(-1)), self._tensor(offsets), self._tables.block_tokens
-        )
+        entries, block = self._tensor(rows.reshape(-1)), self._tables.block_tokens
+        tables = KeyTables(entries, self._tensor(offsets), block)
         return Tiles.of(starts, plan.counts, tables=tables, device=self._device)
 
     def _flash_prefill(

@@ -123,9 +123,7 @@ def sample_batch(logits: Tensor, rows: SamplingBatch, *, exact: bool = False) ->
     return SamplerOutput(tokens=drawn.tokens, logprobs=drawn.logprobs, kept=kept)
 
 
-def sample_step(
-    logits: Tensor, rows: SamplingBatch, *, capacity: int = KEPT_CAPACITY
-) -> StepSample:
+def sample_step(logits: Tensor, rows: SamplingBatch, capacity: int = KEPT_CAPACITY) -> StepSample:
     """One token for each row of logits [N, V] float32. On CUDA it runs inside CUDA graphs."""
     capacity = row_capacity(capacity, vocab_size=logits.shape[1])
     if logits.is_cuda:

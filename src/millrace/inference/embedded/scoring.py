@@ -91,9 +91,8 @@ class ScoringEngine:
             )
             for i, (rows, *chunk) in enumerate(chunks)
         ]
-        logprobs, ids, top, entropies = (
-            torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True)
-        )
+        columns = (torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True))
+        logprobs, ids, top, entropies = columns
         return logprobs, ids.astype(np.int32), top, entropies
 
 
@@ -135,10 +134,9 @@ def pack(groups: Sequence[Sequence[ScoreRequest]]) -> tuple[Segments, np.ndarray
     segments = Segments([group[0].inputs[:s] for group, s in zip(groups, shared, strict=True) if s])
     predictors: list[list[np.ndarray]] = [[] for _ in groups]
     for parent, g in enumerate(sorted(range(len(groups)), key=lambda g: shared[g] == 0)):
+        own_parent = parent if shared[g] else -1
         for request in groups[g]:
-            rows = segments.add(
-                request.inputs, parent=parent if shared[g] else -1, shared=shared[g]
-            )
+            rows = segments.add(request.inputs, parent=own_parent, shared=shared[g])
             predictors[g].append(rows[request.positions - 1])
     return segments, np.concatenate([rows for of_group in predictors for rows in of_group])
 

@@ -105,9 +105,8 @@ class ServerEngine:
         return self.staging.shapes
 
     def add_request(self, request: Request, *, stream: bool = False) -> None:
-        members = self._outputs.open(
-            request, stream=stream, kind=ServedSequence, records_kept=False
-        )
+        own = {"kind": ServedSequence, "records_kept": False}
+        members = self._outputs.open(request, stream=stream, **own)
         for sequence in members:
             sequence.num_given = sequence.num_streamed
         if self._holds_new:
@@ -132,9 +131,8 @@ class ServerEngine:
         scored = []
         for request in requests:
             if request.temperature != 1.0 or request.top_k or request.wants_entropies:
-                raise TaskError(
-                    f"A server of {self.client.product} scores tokens at temperature 1 only."
-                )
+                product = self.client.product
+                raise TaskError(f"A server of {product} scores tokens at temperature 1 only.")
             logprobs = self.client.prompt_logprobs(request.tokens.tolist())
             scored.append(
                 TokenLogprobs(
@@ -317,9 +315,8 @@ class ServerEngine:
         """Record the end at the server, and the versions of all tokens that it has sampled."""
         spans = chunk.spans or []
         if sequence.num_received != sum(end - start for start, end, _ in spans):
-            raise EngineLost(
-                f"{self.client} reports versions {spans} of {sequence.num_received} tokens."
-            )
+            num = sequence.num_received
+            raise EngineLost(f"{self.client} reports versions {spans} of {num} tokens.")
         sampled = sequence.versions[sequence.num_given :]  # a view, without what is behind a stop
         for start, end, version in spans:
             sampled[start:end] = version

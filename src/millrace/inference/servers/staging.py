@@ -60,9 +60,8 @@ class WeightStaging:
         """`folder`: where versions are written; with `lora`, they are adapters."""
         config = read_config(model_path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):  # only names, shapes and the layout of files
-            self._model = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=trust_remote_code
-            )
+            trust = {"trust_remote_code": trust_remote_code}
+            self._model = AutoModelForCausalLM.from_config(config, **trust)
         tensors = {name: tuple(p.shape) for name, p in policy_tensors(self._model).items()}
         self._lora = lora
         if lora is not None:

@@ -112,12 +112,10 @@ class AttentionCalls(NamedTuple):
         cls, spans: list[Tensor], sizes: list[int], window: int | None, scale: float
     ) -> "AttentionCalls":
         """From the arguments of the operators; see flattened()."""
-        segments, *families = (
-            Spans(bounds=b, longest=n) for b, n in zip(spans, sizes, strict=False)
-        )
-        within = VarlenArgs(
-            queries=segments, keys=segments, causal=True, window=window, scale=scale
-        )
+        pairs = zip(spans, sizes, strict=False)
+        segments, *families = (Spans(bounds=b, longest=n) for b, n in pairs)
+        own = {"queries": segments, "keys": segments}
+        within = VarlenArgs(**own, causal=True, window=window, scale=scale)
         if not families:
             return cls(within, None, slice(0), slice(0))
         assert window is None, "a window that ends within the parent is not supported"

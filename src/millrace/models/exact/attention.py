@@ -164,9 +164,8 @@ def _attend_on_cpu(
     output = output.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, value.shape[2])
     result = torch.zeros(len(query), num_heads, value.shape[2])
     is_real = (columns < counts[:, None]).flatten()
-    return result.index_copy(0, (rows[:, None] + within).flatten()[is_real], output[is_real]).to(
-        value.dtype
-    )
+    places = (rows[:, None] + within).flatten()[is_real]
+    return result.index_copy(0, places, output[is_real]).to(value.dtype)
 
 
 def _batched(a: Tensor, b: Tensor) -> Tensor:

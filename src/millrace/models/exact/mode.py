@@ -148,9 +148,7 @@ class ExactMode(TorchFunctionMode):
         super().__init__()
         self._dtype = dtype
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._dtype is not torch.float32:
             if func == _DTYPE and self._is_weight(args[0]):
                 return self._dtype

@@ -269,9 +269,8 @@ def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, tuple[
                 f"lora.target_modules has {target!r}, which is not an adaptable layer; this model"
                 f" has {known}."
             )
-    experts = {
-        n: m for n, m in expert_modules(model).items() if any(c.startswith(f"{n}.") for c in chosen)
-    }
+    modules = expert_modules(model)
+    experts = {n: m for n, m in modules.items() if any(c.startswith(f"{n}.") for c in chosen)}
     check_adaptable(experts.values())
     if experts and lora.dora:
         raise ConfigError(

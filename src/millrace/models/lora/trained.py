@@ -146,9 +146,7 @@ class TrainedAdapter:
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Save a copy of named_weights() as a PEFT folder. Any thread may call this."""
         self._settings.save_pretrained(str(folder))
-        tensors = {
-            f"{NAME_PREFIX}{name}": weight.cpu() for name, weight in to_peft(weights).items()
-        }
+        tensors = {f"{NAME_PREFIX}{name}": w.cpu() for name, w in to_peft(weights).items()}
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
     def load(self, folder: Path) -> None:

@@ -41,7 +41,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.block_tokens, self._device = block_tokens, device
+        self.block_tokens, self.device = block_tokens, device
         self.shapes = dict(shapes)
         # Zeros, not empty: masked entries are multiplied by 0, and 0 * NaN is NaN.
         self._blocks = {
@@ -84,7 +84,7 @@ class KVCache:
             tensor.index_copy_(0, index, saved[layer].to(tensor.device))
 
     def _index(self, blocks: np.ndarray) -> Tensor:
-        return torch.from_numpy(blocks).to(self._device)
+        return torch.from_numpy(blocks).to(self.device)
 
     def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         if not len(sources):

@@ -102,13 +102,11 @@ class ExactBatch:
     slot_mapping: Tensor  # [T] int64; -1 = a row of a decode step that idles
     tiles: Tiles
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: ScoreRules
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rules: ScoreRules) -> Tensor:
         cached = self.cache.layers[layer]
-        store(cached, self.slot_mapping, torch.cat([key, value], dim=-1))
-        keys, values = cached.split([key.shape[2], value.shape[2]], dim=-1)
-        return attend(query, keys, values, self.tiles, rules)
+        store(cached, self.slot_mapping, torch.cat([k, v], dim=-1))
+        keys, values = cached.split([k.shape[2], v.shape[2]], dim=-1)
+        return attend(q, keys, values, self.tiles, rules)
 
 
 def measure_cache(model: PreTrainedModel) -> CacheProbe:

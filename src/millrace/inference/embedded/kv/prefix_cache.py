@@ -158,9 +158,7 @@ class PrefixCache:
     def _remember(self, session: str, kv_history: KVHistory, *, num_tokens: int) -> None:
         earlier = self._sessions.pop(session, {})
         # A history that this one extends needs no entry of its own.
-        branches = [
-            item for item in earlier.items() if truncate_history(kv_history, item[1]) != item[0]
-        ]
+        branches = [(h, n) for h, n in earlier.items() if truncate_history(kv_history, n) != h]
         self._sessions[session] = dict([*branches, (kv_history, num_tokens)][-_BRANCHES:])
         if len(self._sessions) > len(self._digests):
             self._sessions.popitem(last=False)

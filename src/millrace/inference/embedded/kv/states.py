@@ -49,17 +49,15 @@ class CacheProbe:
     def unused(self) -> Cache:
         return DynamicCache(config=self._config)
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: ScoreRules
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rules: ScoreRules) -> Tensor:
         self.has_sinks |= rules.sinks is not None
         self.shapes[layer] = KVShape(
-            num_heads=key.shape[1],
-            key_dim=key.shape[2],
-            value_dim=value.shape[2],
+            num_heads=k.shape[1],
+            key_dim=k.shape[2],
+            value_dim=v.shape[2],
             is_capped=rules.softcap is not None,
         )
-        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
     def mix(self, mixer: Any, hidden: Tensor) -> Tensor:
         cache = _cache_with(self.unused, mixer.layer_idx)
