@@ -61,7 +61,7 @@ def test_models_of_other_tests_pass(architecture):
 
 def refusal(config, path: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_supported(config, path="some/model", attention=PATHS[path])
+        check_supported(config, path="some/model", attention=PATHS[path], trust_remote_code=False)
     message = str(caught.value)
     assert message.startswith("Model 'some/model' (")
     assert "\n" not in message

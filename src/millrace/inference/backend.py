@@ -246,12 +246,8 @@ def load_backend(config: EngineConfig) -> EngineBackend:
             f"Setting 'engine.tp' = {config.tp}: the embedded engine computes on one GPU; set it to"
             " 1, or engine.type to 'vllm'."
         )
-    return build_plugin(
-        {**config.options, "type": config.type},
-        builtins=BACKENDS,
-        default="embedded",
-        section="engine.options",
-    )
+    options, section = {**config.options, "type": config.type}, "engine.options"
+    return build_plugin(options, builtins=BACKENDS, default="embedded", section=section)
 
 
 def check_servers(config: RunConfig) -> None:

@@ -74,11 +74,8 @@ class RemoteEngine:
 
     async def swap(self, update: WeightUpdate) -> int:
         # No progress expected: an engine reports none while it fetches and lays out weights.
-        reply = await self._call(
-            messages.SwapWeights(update=update),
-            timeout_s=self.swap_timeout_s,
-            expect_progress=False,
-        )
+        message, timeout_s = messages.SwapWeights(update=update), self.swap_timeout_s
+        reply = await self._call(message, timeout_s=timeout_s, expect_progress=False)
         assert isinstance(reply, messages.Swapped)
         return reply.version
 

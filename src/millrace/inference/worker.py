@@ -315,11 +315,8 @@ class EngineWorker(ModelWorker):
         if under_way is not None:
             under_way.staged.cancel()  # if it has started, its result is dropped
             superseded = under_way.calls
-        self._staging = _Staging(
-            update=update,
-            staged=self._stager.submit(self._timed_stage, update),
-            calls=[*superseded, call],
-        )
+        staged = self._stager.submit(self._timed_stage, update)
+        self._staging = _Staging(update=update, staged=staged, calls=[*superseded, call])
         self._answer(self._interrupt.announce())
 
     def _timed_stage(self, update: WeightUpdate) -> tuple[Any, float]:

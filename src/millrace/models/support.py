@@ -73,11 +73,7 @@ class _Case:
 
 
 def check_supported(
-    config: PreTrainedConfig,
-    *,
-    path: str,
-    attention: AttentionPath,
-    trust_remote_code: bool = False,
+    config: PreTrainedConfig, *, path: str, attention: AttentionPath, trust_remote_code: bool
 ) -> None:
     """Refuse a model whose logprobs Millrace would not reproduce."""
     obstacle = find_obstacle(config, attention=attention, trust_remote_code=trust_remote_code)
@@ -93,8 +89,8 @@ def find_obstacle(
     config: PreTrainedConfig, *, attention: AttentionPath, trust_remote_code: bool = False
 ) -> str | None:
     """Why such a model is not supported; None if it is. A process tests a configuration once."""
-    own = {"text": config.to_json_string(), "config": config}
-    return _tested(_Case(**own, attention=attention, trust_remote_code=trust_remote_code))
+    text, trust = config.to_json_string(), trust_remote_code
+    return _tested(_Case(text=text, attention=attention, config=config, trust_remote_code=trust))
 
 
 @functools.lru_cache(maxsize=64)

@@ -25,7 +25,6 @@ from millrace.inference.embedded.live_weights import LiveWeights, PreparedWeight
 from millrace.inference.embedded.parts import EngineParts, EngineSizes
 from millrace.inference.embedded.runner import ModelRunner
 from millrace.inference.embedded.sampler import mask_logits, sample_batch
-from millrace.inference.embedded.scheduling.batch_slots import adjust_logits, grammar_masks
 from millrace.inference.embedded.scheduling.outputs import OutputProcessor, StopRules
 from millrace.inference.embedded.scheduling.scheduler import Scheduler
 from millrace.inference.embedded.scheduling.sequence import BatchPlan, DecodeResult, adapter_slot
@@ -292,7 +291,7 @@ class EmbeddedEngine(EngineCore):
             plan,
             should_stop=should_stop,
             while_running=self._record_ended,
-            masks=lambda out: grammar_masks(self._slots, plan.slots, self._grammars, out=out),
+            masks=lambda out: self._slots.grammar_masks(plan.slots, self._grammars, out=out),
         )
         counts, has_stop = self._stop_rules.counts_until_stop(self._slots, plan.slots, result)
         self._append(plan.slots, result._replace(counts=counts))
@@ -309,9 +308,9 @@ class EmbeddedEngine(EngineCore):
         logits = final_logits(self._model, hidden.to(self._model.dtype))
         how = self._slots.sampling_batch(slots, vocab_size=logits.shape[1], device=logits.device)
         if self._slots.adjusts_logits[slots].any():
-            logits = adjust_logits(logits, self._slots, slots)
+            logits = self._slots.adjust_logits(logits, slots)
         if self._slots.is_guided[slots].any():
-            masks = torch.from_numpy(grammar_masks(self._slots, slots, self._grammars))
+            masks = torch.from_numpy(self._slots.grammar_masks(slots, self._grammars))
             logits = mask_logits(logits, masks.to(logits.device))
         drawn = sample_batch(logits, how, exact=self._is_exact)
         kept = num_kept = None

@@ -60,12 +60,8 @@ class EngineParts:
         context, num_blocks, num_slots = sizes.usable_context, sizes.num_blocks, sizes.max_sequences
         self.model, self.sizes = model, sizes
         self.slots = BatchSlots(num_slots, max_context=context)
-        self.tables = BlockTables(
-            BlockPool(num_blocks),
-            num_slots=num_slots,
-            max_context=context,
-            block_tokens=sizes.block_tokens,
-        )
+        room = {"num_slots": num_slots, "max_context": context}
+        self.tables = BlockTables(BlockPool(num_blocks), block_tokens=sizes.block_tokens, **room)
         probe = measure_cache(model)
         with nullcontext() if memory is None else memory.kv.allocating():
             self.cache = KVCache(

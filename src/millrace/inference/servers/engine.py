@@ -68,12 +68,8 @@ class ServerEngine:
 
     def __post_init__(self, vocab_size: int) -> None:
         self.version: int | None = self.client.version
-        self._outputs = OutputProcessor(
-            self.rules,
-            sampled_by=ServedSequence.sampled,
-            max_context=self.max_context,
-            vocab_size=vocab_size,
-        )
+        limits = {"max_context": self.max_context, "vocab_size": vocab_size}
+        self._outputs = OutputProcessor(self.rules, sampled_by=ServedSequence.sampled, **limits)
         self._running: dict[str, ServedSequence] = {}  # by id at the server
         self._held: list[ServedSequence] = []  # wait for release_new()
         self._suspended: list[ServedSequence] = []  # wait for _resume(): the server keeps none
@@ -105,8 +101,8 @@ class ServerEngine:
         return self.staging.shapes
 
     def add_request(self, request: Request, *, stream: bool = False) -> None:
-        own = {"kind": ServedSequence, "records_kept": False}
-        members = self._outputs.open(request, stream=stream, **own)
+        kind = ServedSequence
+        members = self._outputs.open(request, stream=stream, kind=kind, records_kept=False)
         for sequence in members:
             sequence.num_given = sequence.num_streamed
         if self._holds_new:

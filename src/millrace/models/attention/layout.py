@@ -147,7 +147,7 @@ class PackedLayout:
             longest = len(whole[members[0]])
             groups.append(_padded([whole[n] for n in members], longest))
             for number, n in enumerate(members):
-                own = np.arange(len(whole[n]) - self.lengths[n], len(whole[n]))
+                own = np.arange(len(whole[n]) - int(self.lengths[n]), len(whole[n]))
                 place_of_row[self._rows(n)] = start + number * longest + own
             start += groups[-1].size
         return [self._tensor(rows.clip(0)) for rows in groups], self._tensor(place_of_row)

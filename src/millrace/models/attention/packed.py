@@ -96,7 +96,8 @@ def packed_attention(
     if obstacle is None:
         out, _ = flash_attention(q, k, v, *flattened(layout), sliding_window, scale, s_aux)
     else:
-        out: Any = _attend_in_blocks(q, k, v, layout, rules, obstacle)
+        options = (layout, rules, obstacle)
+        out: Any = _attend_in_blocks(q, k, v, *options)  # pyright: ignore[reportCallIssue]
     if context is not None:
         out = context.to_rows(out)
     return out[None], None

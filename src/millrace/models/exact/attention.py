@@ -17,13 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from millrace.core.errors import ConfigError
-from millrace.models.attention.flash import (
-    AttentionCalls,
-    FlashKernel,
-    attend_backward,
-    flattened,
-    packed_obstacle,
-)
+from millrace.models.attention import flash
 from millrace.models.attention.layout import PackedLayout, ScoreRules
 from millrace.models.exact.mode import refuse
 
@@ -193,7 +187,7 @@ def _check_sinks(rules: ScoreRules) -> None:
 def _check_gradient(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rules: ScoreRules
 ) -> None:
-    obstacle = packed_obstacle(q, k, v, layout, rules)
+    obstacle = flash.packed_obstacle(q, k, v, layout, rules)
     if q.shape[1] > 16 * v.shape[1]:
         obstacle = "more than 16 query heads share a KV head"
     if obstacle is not None:
@@ -222,6 +216,7 @@ class _PackedAttention(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
     ) -> tuple[Any, ...]:
-        calls = AttentionCalls.of(*flattened(ctx.layout), ctx.rules.window, ctx.rules.scale)
+        rules, spans = ctx.rules, flash.flattened(ctx.layout)
+        calls = flash.AttentionCalls.of(*spans, rules.window, rules.scale)
         tensors = (grad.contiguous(), *ctx.saved_tensors)
-        return *attend_backward(FlashKernel(), *tensors, calls=calls), None, None, None
+        return *flash.attend_backward(flash.FlashKernel(), *tensors, calls=calls), None, None, None

@@ -17,13 +17,7 @@ from transformers import PreTrainedModel
 
 from millrace.config import LoraConfig
 from millrace.core.errors import CheckpointError
-from millrace.models.lora.factors import (
-    TrainedUpdate,
-    adapter_of,
-    add_update,
-    require_peft,
-    tensor_names,
-)
+from millrace.models.lora import factors
 from millrace.models.lora.folders import NAME_PREFIX, WEIGHTS_FILE, read_checkpoint, to_peft
 from millrace.models.sharding import shard_like, whole, whole_units
 
@@ -35,11 +29,11 @@ class TrainedAdapter:
 
     def __init__(self, model: PreTrainedModel, lora: LoraConfig, *, model_path: str) -> None:
         """Add an adapter to `model`, loaded from `model_path`. B is 0: its output is unchanged."""
-        require_peft()
+        factors.require_peft()
         import peft
 
         self._model = model
-        self._adapter = adapter_of(model, lora)
+        self._adapter = factors.adapter_of(model, lora)
         experts = [name for name, shape in self._adapter.layers.items() if len(shape) == 3]
         linears = sorted(self._adapter.layers.keys() - set(experts))
         is_local = Path(model_path).exists()
@@ -99,18 +93,15 @@ class TrainedAdapter:
             targets = {key: name for key, name in targets.items() if name not in here}
         self._linears: dict[str, Any] = {name: model.get_submodule(name) for name in linears}
 
-    def _add_to_experts(self, names: list[str]) -> dict[str, TrainedUpdate]:
-        updates: dict[str, TrainedUpdate] = {}
+    def _add_to_experts(self, names: list[str]) -> dict[str, factors.TrainedUpdate]:
+        updates: dict[str, factors.TrainedUpdate] = {}
+        own = self._adapter
         for name in names:
             module, _, weight = name.rpartition(".")
-            own = self._adapter
-            updates[name] = TrainedUpdate(
-                self._model.get_parameter(name),
-                shape=own.layers[name],
-                rank=own.rank,
-                scale=own.scale,
-            )
-            add_update(self._model.get_submodule(module), weight, updates[name])
+            parameter, shape = self._model.get_parameter(name), own.layers[name]
+            update = factors.TrainedUpdate(parameter, shape=shape, rank=own.rank, scale=own.scale)
+            updates[name] = update
+            factors.add_update(self._model.get_submodule(module), weight, updates[name])
         return updates
 
     def named_weights(self) -> dict[str, Tensor]:
@@ -124,7 +115,7 @@ class TrainedAdapter:
                 magnitude = [layer.lora_magnitude_vector] if self._adapter.is_dora else []
                 parts = (layer.lora_A, layer.lora_B, *magnitude)
                 tensors = [part[_ADAPTER].weight for part in parts]
-            names = tensor_names(name, dora=self._adapter.is_dora)
+            names = factors.tensor_names(name, dora=self._adapter.is_dora)
             weights |= {n: t.detach() for n, t in zip(names, tensors, strict=True)}
         return weights
 

@@ -51,12 +51,8 @@ class CacheProbe:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rules: ScoreRules) -> Tensor:
         self.has_sinks |= rules.sinks is not None
-        self.shapes[layer] = KVShape(
-            num_heads=k.shape[1],
-            key_dim=k.shape[2],
-            value_dim=v.shape[2],
-            is_capped=rules.softcap is not None,
-        )
+        sizes = {"num_heads": k.shape[1], "key_dim": k.shape[2], "value_dim": v.shape[2]}
+        self.shapes[layer] = KVShape(**sizes, is_capped=rules.softcap is not None)
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
     def mix(self, mixer: Any, hidden: Tensor) -> Tensor:

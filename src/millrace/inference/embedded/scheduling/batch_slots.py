@@ -181,34 +181,27 @@ class BatchSlots:
         arrays = (self.tokens, self.logprobs, self.versions)
         self.tokens, self.logprobs, self.versions = (np.pad(array, pad) for array in arrays)
 
+    def grammar_masks(
+        self, slots: np.ndarray, grammars: GrammarCompiler, *, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The ids that grammars allow as the next token of these slots [R], [R, V / 32] int32."""
+        sequences = [self.sequence(slot) for slot in slots]
+        sampled = [self.sampled_by(sequence)[0] for sequence in sequences]
+        return grammars.masks([sequence.guide for sequence in sequences], sampled, out=out)
 
-def grammar_masks(
-    slots: BatchSlots,
-    chosen: np.ndarray,
-    grammars: GrammarCompiler,
-    *,
-    out: np.ndarray | None = None,
-) -> np.ndarray:
-    """The ids that grammars allow as the next token of these slots [R], [R, V / 32] int32."""
-    sequences = [slots.sequence(slot) for slot in chosen]
-    sampled = [slots.sampled_by(sequence)[0] for sequence in sequences]
-    return grammars.masks([sequence.guide for sequence in sequences], sampled, out=out)
-
-
-def adjust_logits(logits: Tensor, slots: BatchSlots, chosen: np.ndarray) -> Tensor:
-    """Logits [R, V] of these slots [R], with their penalties and biases."""
-    adjusted = logits.clone()
-    for row in np.flatnonzero(slots.adjusts_logits[chosen]):
-        sequence = slots.sequence(chosen[row])
-        sampling = sequence.request.sampling
-        sampled, _, _ = slots.sampled_by(sequence)
-        ids, counts = np.unique(sampled, return_counts=True)
-        penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
-        biases = dict(sampling.logit_bias)
-        ids = np.concatenate([ids, np.array(list(biases), ids.dtype)]).astype(np.int64)
-        changes = np.concatenate([-penalties, np.array(list(biases.values()))]).astype(np.float32)
-        device = logits.device
-        adjusted[row].index_add_(
-            0, torch.from_numpy(ids).to(device), torch.from_numpy(changes).to(device)
-        )
-    return adjusted
+    def adjust_logits(self, logits: Tensor, slots: np.ndarray) -> Tensor:
+        """Logits [R, V] of these slots [R], with their penalties and biases."""
+        adjusted = logits.clone()
+        for row in np.flatnonzero(self.adjusts_logits[slots]):
+            sequence = self.sequence(slots[row])
+            sampling = sequence.request.sampling
+            sampled, _, _ = self.sampled_by(sequence)
+            ids, counts = np.unique(sampled, return_counts=True)
+            penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
+            biases = dict(sampling.logit_bias)
+            ids = np.concatenate([ids, np.array(list(biases), ids.dtype)]).astype(np.int64)
+            changes = np.concatenate([-penalties, np.array(list(biases.values()))])
+            changed = (ids, changes.astype(np.float32))
+            added = (torch.from_numpy(x).to(logits.device) for x in changed)
+            adjusted[row].index_add_(0, *added)
+        return adjusted

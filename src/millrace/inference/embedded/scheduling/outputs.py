@@ -170,12 +170,8 @@ class OutputProcessor:
         that has ended. `stream`: the tokens they sample from now on become chunks."""
         if request.id in self._unfinished or request.id in self._finished:
             raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
-        check_request(
-            request,
-            max_context=self.max_context,
-            vocab_size=self.vocab_size,
-            records_kept=records_kept,
-        )
+        limits = {"max_context": self.max_context, "vocab_size": self.vocab_size}
+        check_request(request, records_kept=records_kept, **limits)
         options["first_arrival"] = self.num_arrived
         sequences = sequences_of(request, kind=kind, records_kept=records_kept, **options)
         self.num_arrived += request.n

@@ -280,12 +280,8 @@ class Scheduler:
 
     def leave(self, sequence: Sequence, *, ends: bool) -> None:
         slot = self._free_slot(sequence)
-        self.prefixes.leave(
-            sequence,
-            blocks=self.tables.take(slot),
-            num_cached=int(self.slots.num_cached[slot]),
-            ends=ends,
-        )
+        blocks, num_cached = self.tables.take(slot), int(self.slots.num_cached[slot])
+        self.prefixes.leave(sequence, blocks=blocks, num_cached=num_cached, ends=ends)
 
     def _free_slot(self, sequence: Sequence) -> int:
         """Free its slot, after a request to read the routes of the tokens that it fed there."""
