@@ -108,8 +108,7 @@ class EngineCore(Protocol):
         ...
 
     def expire(self, before: int) -> list[FinishedCompletions]:
-        """End requests with `expires` set that hold a token older than version `before`, now and
-        when they arrive later."""
+        """End requests with `expires` set that have an older token, now and when they arrive."""
         ...
 
     def interrupt(self) -> list[FinishedCompletions]:

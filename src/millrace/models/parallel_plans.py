@@ -122,12 +122,9 @@ def divide_experts(root: PreTrainedModel, *, ep: DeviceMesh, tp: DeviceMesh) -> 
 
 def _tensor_plan(model: PreTrainedModel) -> dict[str, str]:
     """Styles by name, without those of experts."""
-    experts = [name for name, style in model.ep_plan.items() if style == _EXPERTS]
-    return {
-        name: style
-        for name, style in model.tp_plan.items()
-        if not any(name == e or name.startswith(f"{e}.") for e in experts)
-    }
+    experts = tuple(f"{name}." for name, style in model.ep_plan.items() if style == _EXPERTS)
+    plan = model.tp_plan.items()
+    return {name: style for name, style in plan if not f"{name}.".startswith(experts)}
 
 
 def divide_factors(model: PreTrainedModel, linears: Mapping[str, Any], *, adapter: str) -> None:

@@ -136,8 +136,7 @@ class RouteReplay:
 
     def penalties(self) -> Tensor:  # [T]; differentiable
         """The load-balancing loss of each row of the last pass, as a mean over the layers: E Σ f p
-        over the experts, of the share f of the tokens that an expert gets and its probability p at
-        this row."""
+        over the experts, of an expert's share f of the tokens and its probability p at the row."""
         return torch.stack([rule.penalty for rule in self._rules]).mean(0)
 
 

@@ -59,8 +59,7 @@ class AdapterChoice:
 
 @dataclass(kw_only=True, eq=False)
 class AdaptedProduct:
-    """Everything that adapters add to a matrix product. No module: its tensors are no weights of
-    the model."""
+    """Everything that adapters add to a matrix product. Its tensors are no weights of the model."""
 
     choice: AdapterChoice
     layers: dict[str, slice]  # the adapted layers that it computes, and their rows of O

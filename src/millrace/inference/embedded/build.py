@@ -144,10 +144,8 @@ def applied_adapters(
     """The merger of the policy's adapter, and the adapters that are applied without merging. "auto"
     merges the policy's adapter if it is the only one: that rewrites the weights once per version
     and costs nothing per pass."""
-    residents = {
-        name: read_resident(name, Path(folder), model=model)
-        for name, folder in config.adapters.items()
-    }
+    found = config.adapters.items()
+    residents = {name: read_resident(name, Path(folder), model=model) for name, folder in found}
     if lora is None:
         return None, {**residents}
     policy = adapter_of(model, lora)

@@ -74,12 +74,9 @@ class ScoringEngine:
         counts = [len(request.positions) for request in requests]
         temperatures = np.repeat([request.temperature for request in requests], counts)
         columns = (predictors, targets, temperatures.astype(np.float32))
-        chunks = zip(
-            *(torch.from_numpy(column).to(device).split(self.logprob_chunk) for column in columns),
-            strict=True,
-        )
-        kept, chunk_rows = _join_kept(requests), self.logprob_chunk
-        allowed = None if kept is None else KeptRows.of(kept, device=device).split(chunk_rows)
+        kept, num = _join_kept(requests), self.logprob_chunk
+        split = (torch.from_numpy(column).to(device).split(num) for column in columns)
+        allowed = None if kept is None else KeptRows.of(kept, device=device).split(num)
         parts = [
             chunk_scores(
                 final_logits(self.model, hidden[rows]),
@@ -89,7 +86,7 @@ class ScoringEngine:
                 num_known=self.num_known,
                 wants_entropies=any(request.wants_entropies for request in requests),
             )
-            for i, (rows, *chunk) in enumerate(chunks)
+            for i, (rows, *chunk) in enumerate(zip(*split, strict=True))
         ]
         columns = (torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True))
         logprobs, ids, top, entropies = columns

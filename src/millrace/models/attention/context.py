@@ -58,10 +58,8 @@ class ContextGroup:
         parts = [x.reshape(len(x), self.size, -1) for x in tensors]
         together = _all_to_all(torch.cat(parts, -1).transpose(0, 1), self._group).flatten(0, 1)
         split = together[:num_rows].split([part.shape[-1] for part in parts], -1)
-        return [
-            part.unflatten(-1, (-1, x.shape[-1])).to(x.dtype)
-            for part, x in zip(split, tensors, strict=True)
-        ]
+        pairs = zip(split, tensors, strict=True)
+        return [part.unflatten(-1, (-1, x.shape[-1])).to(x.dtype) for part, x in pairs]
 
     def own_heads(self, of_heads: Tensor) -> Tensor:  # [H] -> [H / cp]
         return of_heads.chunk(self.size)[self._index]

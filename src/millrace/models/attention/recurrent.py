@@ -29,11 +29,7 @@ def mixers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The mixers of a model, by name."""
     found = {name: module for name, module in model.named_modules() if _is_mixer(module)}
     # Some layers have the signature of the mixer that they contain.
-    return {
-        name: module
-        for name, module in found.items()
-        if not any(other.startswith(f"{name}.") for other in found)
-    }
+    return {n: m for n, m in found.items() if not any(o.startswith(f"{n}.") for o in found)}
 
 
 def begin_pass(model: PreTrainedModel, current: PackedLayout | Any) -> None:

@@ -66,8 +66,7 @@ def product(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Te
 
 
 def grouped_product(x: Tensor, weight: Tensor, *, offs: Tensor, **_: None) -> Tensor:
-    """x [T, I], sorted by expert, times the weight [E, I, O] of each row's expert. `offs` [E]: ends
-    of the experts' rows."""
+    """x [T, I] times the weight [E, I, O] of each row's expert; `offs` [E]: ends of their rows."""
     if x.is_cuda:
         return _GroupedProduct.apply(x, weight, offs)
     ends = offs.tolist()

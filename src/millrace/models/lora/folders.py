@@ -213,9 +213,5 @@ def from_peft(
 
 def _wrapped(module: str, targets: Iterable[str]) -> list[str]:
     """The adapted weights of a module, in the order in which PEFT wraps them."""
-    names = {weight: f"{module}.{weight}" for weight in EXPERT_WEIGHTS}
-    return [
-        weight
-        for weight, name in names.items()
-        if any(name == target or name.endswith(f".{target}") for target in targets)
-    ]
+    endings = tuple(f".{target}" for target in targets)
+    return [weight for weight in EXPERT_WEIGHTS if f".{module}.{weight}".endswith(endings)]

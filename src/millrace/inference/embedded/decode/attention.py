@@ -36,8 +36,7 @@ def define_operator(
     """Make torch.ops.millrace.NAME. `shape` returns an empty tensor like the result. An operator
     that writes to an argument does not declare it: torch.compile would copy the tensor around the
     operator whenever it cannot prove that writing in place is safe. It is safe, because nothing
-    else in a layer touches the tensor, and whatever reads it next also depends on the operator's
-    output."""
+    else in a layer touches the tensor, and whatever reads it next depends on the output, too."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, cuda, "CUDA")

@@ -127,10 +127,7 @@ class PrefixCache:
                 return keys
         count = (len(sequence.tokens) - 1) // self._block_tokens
         tokens = sequence.tokens[: count * self._block_tokens]
-        keys = {
-            kv_history: _digests(tokens, kv_history, block_tokens=self._block_tokens)
-            for kv_history in histories
-        }
+        keys = {h: _digests(tokens, h, block_tokens=self._block_tokens) for h in histories}
         self._searched = (sequence.tokens, keys)
         return keys
 

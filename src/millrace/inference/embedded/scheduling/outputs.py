@@ -135,7 +135,7 @@ def _reach(stop: tuple[str, ...]) -> int:
 class OutputProcessor:
     """The requests of an engine: their completions, and the chunks of those that stream."""
 
-    _rules: StopRules
+    rules: StopRules
     _: KW_ONLY
     sampled_by: Callable[[Any], Sampled]
     max_context: int
@@ -184,7 +184,7 @@ class OutputProcessor:
 
     def end_on_arrival(self, sequence: Sequence) -> bool:
         """Whether a sequence with tokens has already ended; if so, its completion is built."""
-        finish = self._rules.finish_on_arrival(
+        finish = self.rules.finish_on_arrival(
             sequence, max_context=self.max_context, expired_before=self._expired_before
         )
         if finish is not None:
@@ -205,7 +205,7 @@ class OutputProcessor:
         """Build a completion; the last one finishes its request."""
         sequence.finish = finish
         request, sampled = sequence.request, sequence.tokens[sequence.num_prompt :]
-        text = self._rules.text(sampled, request.sampling.stop)
+        text = self.rules.text(sampled, request.sampling.stop)
         completion = sequence.completion(finish=finish, text=text, block_tokens=self.block_tokens)
         self._finished.setdefault(request.id, {})[sequence.member] = completion
         versions = self._unfinished[request.id]
