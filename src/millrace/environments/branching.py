@@ -7,7 +7,7 @@ instead of the branch, and counted. Runs on the controller's event loop.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
@@ -183,7 +183,13 @@ class Pivot(TreeRecipe):
                 rng = np.random.default_rng((policy.seed, number))
                 return rng.random(len(leaf.places))
             case reference:
-                return _user_weights(load_reference(reference), leaf, by=reference)
+                weights = np.asarray(load_reference(reference)(leaf), np.float64)
+                if weights.shape != leaf.places.shape or not np.isfinite(weights).all():
+                    raise TaskError(
+                        f"environment.recipe.by = {reference!r} returned {weights!r:.80}; return a"
+                        f" finite number for each of the {len(leaf.places)} places."
+                    )
+                return weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,16 +250,4 @@ def _negated_steps(rollout: Rollout, rewards: np.ndarray) -> np.ndarray:  # [L]
     ends = np.flatnonzero(rewards[sampled])
     begins = np.concatenate([[0], ends + 1])[: len(ends)]
     weights[sampled[begins]] = -rewards[sampled[ends]]
-    return weights
-
-
-def _user_weights(
-    function: Callable[[BranchLeaf], object], leaf: BranchLeaf, *, by: str
-) -> np.ndarray:
-    weights = np.asarray(function(leaf), np.float64)
-    if weights.shape != leaf.places.shape or not np.isfinite(weights).all():
-        raise TaskError(
-            f"environment.recipe.by = {by!r} returned {weights!r:.80}; return a finite number for"
-            f" each of the {len(leaf.places)} places."
-        )
     return weights

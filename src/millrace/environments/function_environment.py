@@ -50,7 +50,8 @@ from millrace.environments.rollouts.player import GroupPolicy
 from millrace.environments.rollouts.renderer import History, Renderer, RoleModel, role_model
 from millrace.environments.threads import LoopThread, on_loop
 from millrace.environments.tools.calls import ToolFormatName
-from millrace.environments.tools.functions import is_async, run_tool
+from millrace.environments.tools.functions import run_tool
+from millrace.scoring.functions.user_function import is_async
 
 if TYPE_CHECKING:
     from millrace.environments.branching import Recipe

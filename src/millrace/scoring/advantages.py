@@ -352,12 +352,9 @@ def discounted_returns(rewards: np.ndarray, *, discount: float) -> np.ndarray:  
     if discount == 1.0:
         return rewards[::-1].cumsum()[::-1]
 
-    def add_reward(later: float, reward: float) -> float:
-        return reward + discount * later
-
     backwards: list[float] = rewards[::-1].tolist()
-    later = accumulate(backwards, add_reward)
-    return np.fromiter(later, np.float64, len(rewards))[::-1]
+    returns = accumulate(backwards, lambda later, reward: reward + discount * later)
+    return np.fromiter(returns, np.float64, len(rewards))[::-1]
 
 
 def gae(

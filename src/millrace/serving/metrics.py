@@ -53,10 +53,6 @@ class ServerMetrics:
             lines += [f"# TYPE millrace_{name} {kind}", f"millrace_{name} {value}"]
         lines += self.first_token_s.lines("millrace_time_to_first_token_seconds")
         lines += self.request_s.lines("millrace_request_seconds")
-        return "\n".join([*lines, *self._engine_lines(), ""])
-
-    def _engine_lines(self) -> list[str]:
-        lines: list[str] = []
         for counter in sorted({name for counters in self.engines.values() for name in counters}):
             is_gauge = counter in _GAUGES
             name = f"millrace_engine_{counter}" + ("" if is_gauge else "_total")
@@ -64,4 +60,4 @@ class ServerMetrics:
             for engine, counters in sorted(self.engines.items()):
                 if counter in counters:
                     lines.append(f'{name}{{engine="{engine}"}} {counters[counter]:g}')
-        return lines
+        return "\n".join([*lines, ""])

@@ -23,6 +23,7 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from millrace.core.errors import TaskError
 from millrace.environments.threads import complete_future
+from millrace.scoring.functions.user_function import is_async
 
 Fault = Literal["tool_errors", "tool_timeouts"]
 
@@ -102,12 +103,6 @@ async def run_tool(
         kind = "" if isinstance(error, ToolError) else f"{type(error).__name__}: "
         text = _cut(f"Error: {kind}{error}", max_chars=max_chars)
         return ToolResult(text=text, fault="tool_errors")
-
-
-def is_async(function: Any) -> bool:
-    """True for a coroutine function, and for an object with a coroutine as its __call__."""
-    call = getattr(function, "__call__", None)  # noqa: B004 - inspected, not called
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 async def _result(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:

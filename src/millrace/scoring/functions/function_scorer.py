@@ -63,11 +63,17 @@ class FunctionScorer:
     num_lost: int = 0  # processes that died or were killed in its calls
 
     async def score(self, group: Group) -> list[ScorerResult]:
+        prompt, rollouts = group.task.prompt, [e.rollouts[-1] for e in group.episodes]
+        message = ScoreGroup(  # the TRL signature: lists with one entry per episode
+            function=self.name,
+            prompts=[prompt] * len(rollouts),
+            completions=[completion_of(episode, prompt) for episode in group.episodes],
+            completion_ids=[rollout.tokens[rollout.mask].tolist() for rollout in rollouts],
+            columns={name: [value] * len(rollouts) for name, value in group.task.columns.items()},
+        )
         try:
             scored = await self.workers.call(
-                _message(self.name, group),
-                exclusive=not self.is_async,
-                timeout_s=self.calls.timeout_s,
+                message, exclusive=not self.is_async, timeout_s=self.calls.timeout_s
             )
         except TimeoutError:
             self.num_lost += 1
@@ -86,19 +92,6 @@ class FunctionScorer:
             error.args = (f"{str(error).rstrip('.')} (group {group.number}).",)
             raise
         return [ScorerResult(score=reward) for reward in scored.rewards]
-
-
-def _message(function: str, group: Group) -> ScoreGroup:
-    """Build the arguments of the TRL signature: lists with one entry per episode."""
-    prompt = group.task.prompt
-    rollouts = [episode.rollouts[-1] for episode in group.episodes]
-    return ScoreGroup(
-        function=function,
-        prompts=[prompt] * len(rollouts),
-        completions=[completion_of(episode, prompt) for episode in group.episodes],
-        completion_ids=[rollout.tokens[rollout.mask].tolist() for rollout in rollouts],
-        columns={name: [value] * len(rollouts) for name, value in group.task.columns.items()},
-    )
 
 
 def completion_of(episode: Episode, prompt: Prompt) -> Prompt:

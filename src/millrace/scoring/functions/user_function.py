@@ -98,10 +98,14 @@ def inspect_reward(function: Callable[..., Any], *, name: str) -> RewardFunction
         takes=None if takes_all else frozenset(p.name for p in named),
         wants_environments=any(p.name == ENVIRONMENTS for p in named),
         needs=frozenset([*columns, *(p.name for p in named if p.default is p.empty)]),
-        # A callable object is async if its __call__ is.
-        is_async=inspect.iscoroutinefunction(function)
-        or inspect.iscoroutinefunction(getattr(function, "__call__", None)),  # noqa: B004
+        is_async=is_async(function),
     )
+
+
+def is_async(function: Any) -> bool:
+    """True for a coroutine function, and for an object with a coroutine as its __call__."""
+    call = getattr(function, "__call__", None)  # noqa: B004 - inspected, not called
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def check_rewards(value: Any, *, name: str, num_completions: int) -> list[float | None]:

@@ -132,10 +132,18 @@ class CommandEnvironment:
     async def __call__(self, task: Task, agent: Agent) -> float | None:
         async with self._slot(), self._gateway.open(agent) as session:
             result = await self._run(task, agent, session)
+        exited = describe_exit(result.exit_code)
         if session.num_calls == 0:
-            raise self._never_called(result)
+            last = (result.stderr.strip() or "no output on stderr").splitlines()[-1]
+            raise TaskError(
+                f"The program {self.__name__!r} {exited} without calling the model ({last:.200});"
+                " make it use OPENAI_BASE_URL and OPENAI_API_KEY."
+            )
         if result.exit_code != 0:
-            self._log_crash(result)
+            if self._log is not None:
+                self._log.parent.mkdir(parents=True, exist_ok=True)
+                with self._log.open("a", encoding="utf-8") as file:
+                    file.write(f"{self.__name__} {exited}\n{result.stderr[-_TAIL_CHARS:]}\n")
             raise agent.end("crash")
         if self._score is None:
             return None
@@ -162,18 +170,3 @@ class CommandEnvironment:
             if not limit.expired():
                 raise
             raise agent.end("timeout") from None
-
-    def _never_called(self, result: ProgramResult) -> TaskError:
-        last = (result.stderr.strip() or "no output on stderr").splitlines()[-1]
-        return TaskError(
-            f"The program {self.__name__!r} {describe_exit(result.exit_code)} without calling the"
-            f" model ({last:.200}); make it use OPENAI_BASE_URL and OPENAI_API_KEY."
-        )
-
-    def _log_crash(self, result: ProgramResult) -> None:
-        if self._log is None:
-            return
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("a", encoding="utf-8") as file:
-            exited = describe_exit(result.exit_code)
-            file.write(f"{self.__name__} {exited}\n{result.stderr[-_TAIL_CHARS:]}\n")
