@@ -36,8 +36,7 @@ class GroupAdvantages:
 
     normalize_std: bool = True
     """Divide by the standard deviation; false keeps the scale of the rewards, as in Dr. GRPO."""
-    epsilon: NonNegativeFloat = 1e-4
-    """Added to the standard deviation, so that a tiny one does not amplify noise."""
+    epsilon: NonNegativeFloat = 1e-4  # added to the deviation: a tiny one must not amplify noise
 
     def __call__(self, group: Group) -> np.ndarray:  # [episodes]
         return _normalized(_totals(group), by_std=self.normalize_std, epsilon=self.epsilon)
@@ -71,8 +70,7 @@ class BatchAdvantages:
     """Normalised over all episodes that are trained in one step (REINFORCE++)."""
 
     baseline: Literal["batch", "group"] = "batch"
-    """Mean that is subtracted from each total: that of the step, or of its group. The standard
-    deviation is always that of the step."""
+    """Mean that is subtracted: of the step, or of the group. The deviation is the step's."""
     epsilon: NonNegativeFloat = 1e-4
 
     def __call__(self, group: Group) -> np.ndarray:  # [episodes]

@@ -301,8 +301,7 @@ class Puzzles:
     seed: int = 0  # seed of the dataset
     config: dict[str, Any] = field(default_factory=dict[str, Any])  # such as {max_animals = 4}
     system: str = "default"
-    """System message that asks for the answer in tags: a name of reasoning_gym, or a text; "" for
-    none."""
+    """System message that asks for tags: a name of reasoning_gym, or a text; "" = none."""
     chat: bool = True  # a list of messages; if false, a text that begins with `system`
 
     def __call__(self) -> list[Task]:

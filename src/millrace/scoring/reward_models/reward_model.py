@@ -43,18 +43,15 @@ class RewardModelSettings:
 
     model: str  # directory or hub name
     label: int | None = None
-    """Number of the label whose probability is the score, for a model with several labels. With a
-    single label the score is its logit."""
+    """Label whose probability is the score. Without it, the score is the only label's logit."""
     template: Template = "auto"
     """Input of the model. "chat": messages through the chat template of its tokenizer. "text":
     prompt and completion as text. "ids": the policy's tokens, for a model with the same tokenizer.
     "auto": chat for messages if the tokenizer has a chat template, otherwise text."""
     dtype: Dtype = "auto"  # "auto" is bfloat16 on CUDA and float32 on a CPU
     threads: PositiveInt = 1  # CPU threads
-    batch_tokens: PositiveInt = 8192
-    """Token budget of one forward pass, with padding. A longer sequence gets a pass of its own."""
-    max_length: PositiveInt | None = None
-    """Longest sequence in tokens. Default: the model's own limit."""
+    batch_tokens: PositiveInt = 8192  # of one pass, with padding; a longer sequence gets its own
+    max_length: PositiveInt | None = None  # of a sequence, in tokens; default: the model's limit
     trust_remote_code: bool = False
 
     def call_settings(self, *, num_workers: int) -> CallSettings:
@@ -187,8 +184,7 @@ class ProcessRewardModel(RewardModelSettings):
     score: Aggregate | None = None  # of the episode: min, mean or last of its step values
     separator: str | None = None  # inserted after each step; the model is read at it
     pipelined: bool = True  # read steps while the rest of the sequence is still being generated
-    ahead_tokens: PositiveInt = 32
-    """Number of new tokens that trigger the next read of an unfinished sequence."""
+    ahead_tokens: PositiveInt = 32  # new tokens that trigger the next read of a running sequence
     kept_tokens: PositiveInt = 65_536  # whose KV a causal model keeps until the next step arrives
 
     default_name = "process_reward_model"

@@ -77,8 +77,7 @@ class ByEntropy:
     where the policy was confident, and the other way round."""
 
     threshold: float | None = None
-    quantile: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Threshold as a quantile of the turn's own surprisals, which is known when the turn ends."""
+    quantile: Annotated[float, Field(gt=0, lt=1)] | None = None  # threshold, among the turn's own
     min_tokens: PositiveInt = 4  # minimum length of a step; surprising tokens within it are ignored
 
     def __post_init__(self) -> None:

@@ -59,12 +59,10 @@ TOP_K = 32  # default for losses that compare distributions
 
 @plugin
 class TeacherSettings(LogprobModelSettings):
-    loss: Divergence = "reverse_kl"
-    """Default of loss.distil. The scorer's weight is the default of loss.distil_weight."""
+    loss: Divergence = "reverse_kl"  # default of loss.distil; the weight is that of distil_weight
     beta: float = 0.5  # default of loss.distil_beta with "jsd"
     top_k: NonNegativeInt | None = None
-    """Number of most likely tokens per position whose logprobs the teacher returns. Default: 0 with
-    "reverse_kl", which does not use them, otherwise 32."""
+    """Most likely tokens per position to return. Default: 0 with "reverse_kl", otherwise 32."""
     temperature: PositiveFloat = 1.0  # of the teacher's distribution, whatever that of sampling
     tasks: Annotated[tuple[str, ...], OneOrMore, Field(strict=False)] = ()
     """Names of the [tasks.source] tables that the teacher scores; empty means all tasks."""

@@ -96,8 +96,7 @@ class Exact(ColumnVerifier):
 
     column: NonEmptyStr = "answer"
     after: NonEmptyStr | None = None
-    """Marker, as in "####". Only the text after its last occurrence is compared. The score is 0 if
-    it is missing."""
+    """Marker, as in "####": only the text after its last occurrence counts. Without it: 0."""
     ignore_case: bool = False
     ignore_space: bool = True  # collapse white space to single blanks, and strip it at both ends
     ignore_punctuation: bool = False
@@ -130,8 +129,7 @@ class Regex:
 
     pattern: NonEmptyStr  # Python syntax; flags go inline, as in "(?s)"
     match: Literal["full", "search"] = "full"  # the whole completion, or any part of it
-    scores: dict[str, float] = field(default_factory=dict)
-    """Score by named group, added if the group took part in the match. No match scores 0."""
+    scores: dict[str, float] = field(default_factory=dict)  # by named group that matched
 
     def __post_init__(self) -> None:
         try:
@@ -166,11 +164,9 @@ class Numeric(ColumnVerifier):
 
     column: NonEmptyStr = "answer"
     after: NonEmptyStr | None = None
-    """Marker, as in "####". Only the text after its last occurrence is read. The score is 0 if it
-    is missing."""
+    """Marker, as in "####": only the text after its last occurrence counts. Without it: 0."""
     tolerance: NonNegativeFloat = 0.0  # largest accepted absolute difference
-    relative_tolerance: NonNegativeFloat = 0.0
-    """Largest accepted difference as a share of the reference. The larger tolerance applies."""
+    relative_tolerance: NonNegativeFloat = 0.0  # share of the reference; the larger one applies
 
     def _score(self, text: str, reference: Any) -> float:
         expected = None if isinstance(reference, bool) else last_number(str(reference))

@@ -28,8 +28,7 @@ class ReasoningGym(ColumnVerifier):
     column = COLUMN
 
     tag: str = "answer"
-    """Name of the tag around the answer, as in <answer>...</answer>; the last one counts. The score
-    is 0 if it is missing. "" takes the whole completion."""
+    """Tag around the answer; the last one counts, and none scores 0. "" = the whole text."""
 
     def __post_init__(self) -> None:
         reasoning_gym()
