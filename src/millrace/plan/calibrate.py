@@ -32,14 +32,15 @@ from millrace.plan.model_costs import Calibration, ModelShape
 from millrace.plan.simulation import Prediction, simulate
 from millrace.plan.workers import SharedCores
 
-_FIRST = 2  # steps that warm up
-_SYNC = {"buffer.max_staleness": 0, "weights.interrupt": "barrier", "trainer.steps": 6}
-_ASYNC = {"buffer.max_staleness": 4, "weights.interrupt": "swap", "trainer.steps": 12}
-_TRIALS: dict[str, dict[str, Any]] = {
-    "small": {**_SYNC, "trainer.groups_per_step": 2, "engine.max_sequences": 4},
-    "large": {**_SYNC, "trainer.groups_per_step": 8, "engine.max_sequences": 64},
-    "overlapping": {**_ASYNC, "trainer.groups_per_step": 6, "engine.max_sequences": 32},
+# By device: steps that warm up; steps, groups per step and sequences of each trial. A GPU needs
+# more of all: its first steps tune kernels, and small batches do not fill it.
+_WARM_UP = {"cpu": 2, "cuda": 6}
+_TRIALS = {
+    "cpu": {"small": (6, 2, 4), "large": (6, 8, 64), "overlapping": (12, 6, 32)},
+    "cuda": {"small": (14, 4, 16), "large": (14, 24, 192), "overlapping": (24, 12, 128)},
 }
+_SYNC = {"buffer.max_staleness": 0, "weights.interrupt": "barrier"}
+_ASYNC = {"buffer.max_staleness": 4, "weights.interrupt": "swap"}
 _ALWAYS = {"buffer.capacity": 64, "evaluate.every_steps": 0, "checkpoint.every_steps": 0}
 
 
@@ -85,8 +86,14 @@ def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calib
     """Measure with the settings of a TOML file, and save the result."""
     from millrace.models.loading import resolve_device  # imports torch
 
+    overrides = {key: parse_override(key, value) for key, value in settings.items()}
+    placement = load_config(source, overrides=overrides).placement
+    device = resolve_device(placement.rank(0)).type
     with tempfile.TemporaryDirectory(prefix="millrace-plan-") as folder:
-        small, large, overlapping = (_Trial(source, settings, Path(folder) / t) for t in _TRIALS)
+        small, large, overlapping = (
+            _Trial(source, settings, device=device, folder=Path(folder) / name)
+            for name in _TRIALS[device]
+        )
     shape, sync = ModelShape.read(small.config.model.path), (small, large)
     engine_s, trainer_s = np.array([trial.busy_s for trial in sync]).T
     # Busy times without any cost would be 0; with a cost of 1 per step they count the steps.
@@ -94,7 +101,6 @@ def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calib
         ("sequence_s", "train_step_s", "publish_s", "score_s"), 0.0
     )
     costs |= {"decode_step_s": 1.0, "train_token_s": 1.0}
-    device = resolve_device(small.config.placement.rank(0)).type
     unit = Calibration(shape=asdict(shape), device=device, num_cores=available_cores(), **costs)
     counted = np.array([trial.predicted_busy_s(unit, shape) for trial in sync])
     per_step, per_sequence = _solve(counted[:, 0], [trial.tokens for trial in sync], engine_s)
@@ -139,8 +145,18 @@ def _solve(
 class _Trial:
     """A short run of the user's settings, in a process of its own."""
 
-    def __init__(self, source: Path, settings: Mapping[str, str], folder: Path) -> None:
-        own = {**_ALWAYS, **_TRIALS[folder.name], "run_dir": str(folder)}
+    def __init__(
+        self, source: Path, settings: Mapping[str, str], *, device: str, folder: Path
+    ) -> None:
+        steps, groups, sequences = _TRIALS[device][folder.name]
+        own: dict[str, Any] = {
+            **_ALWAYS,
+            **(_ASYNC if folder.name == "overlapping" else _SYNC),
+            "trainer.steps": steps,
+            "trainer.groups_per_step": groups,
+            "engine.max_sequences": sequences,
+            "run_dir": str(folder),
+        }
         changes = {**settings, **{key: json.dumps(value) for key, value in own.items()}}
         options = [f"--{key}={value}" for key, value in changes.items()]
         log = folder.with_suffix(".log")
@@ -151,11 +167,11 @@ class _Trial:
         overrides = {key: parse_override(key, value) for key, value in changes.items()}
         self.config = load_config(source, overrides=overrides)
         self.lengths = read_lengths(str(folder), max_new_tokens=1)
-        self._read(RunDir(folder))
+        self._read(RunDir(folder), warm_up=_WARM_UP[device])
 
-    def _read(self, run_dir: RunDir) -> None:
+    def _read(self, run_dir: RunDir, *, warm_up: int) -> None:
         read = [read_lifecycle(run_dir, step) for step in steps_in(run_dir.lifecycle)]
-        lives = [life for life in read if life is not None][_FIRST:]
+        lives = [life for life in read if life is not None][warm_up:]
         spans, groups = read_trace(run_dir.trace), [g for life in lives for g in life.groups]
         turns = [turn for g in groups for turns in g.turns.values() for turn in turns]
         self.steps, self.tokens = len(lives), sum(turn.num_tokens for turn in turns)
@@ -167,10 +183,10 @@ class _Trial:
         takes = [life.begin_s - end_s for life, end_s in zip(lives, ready, strict=True)]
         self.take_s = max(0.0, fmean(takes))
         trained = [s for s in spans if role_of(s.worker) == "trainer" and s.name == "step"]
-        self.train_s = fmean(s.end_s - s.start_s for s in trained[_FIRST:])
+        self.train_s = fmean(s.end_s - s.start_s for s in trained[warm_up:])
         ends = [s.end_s for s in trained]
         starts = sorted(s.start_s for s in spans if role_of(s.worker) == "engine" and s.busy)
-        gaps = [next((s - end for s in starts if s >= end), None) for end in ends[_FIRST:-1]]
+        gaps = [next((s - end for s in starts if s >= end), None) for end in ends[warm_up:-1]]
         self.publish_s = fmean(gap for gap in gaps if gap is not None)
 
     def predicted_busy_s(self, calibration: Calibration, shape: ModelShape) -> tuple[float, float]:
