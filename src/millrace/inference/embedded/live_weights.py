@@ -87,8 +87,6 @@ class LiveWeights:
             return self._merger.prepare(tensors, live=self._parameters)
         if self._bank is not None and self._bank.policy is not None:
             return self._bank.prepare(tensors)
-        pairs: list[tuple[Tensor, Tensor]] = [
-            (parameter, tensors[name].to(parameter.device, parameter.dtype))
-            for name, parameter in self._parameters.items()
-        ]
+        live = self._parameters.items()
+        pairs = [(own, tensors[name].to(own.device, own.dtype)) for name, own in live]
         return pairs if self._bank is None else pairs + self._bank.prepare_gains(tensors)

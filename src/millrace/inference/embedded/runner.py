@@ -103,20 +103,13 @@ class ModelRunner:
     def _buckets(self, plan: BatchPlan, starts: np.ndarray) -> tuple[Bucket, ...]:
         sizes = starts[: plan.num_single] // self._tables.block_tokens + 1
         runs = [*pairwise([0, *_split(sizes)]), *_prefill_runs(plan, starts)]
-        buckets: list[Bucket] = []
-        token = 0
-        for first, last in runs:
-            buckets.append(self._bucket(plan, starts, first=first, last=last, token=token))
-            token = buckets[-1].stop
-        return tuple(buckets)
+        return tuple(self._bucket(plan, starts, slice(*run)) for run in runs)
 
-    def _bucket(
-        self, plan: BatchPlan, starts: np.ndarray, *, first: int, last: int, token: int
-    ) -> Bucket:
-        """Rows first..last of the plan, whose tokens begin at `token`."""
-        starts, counts = starts[first:last], plan.counts[first:last]
+    def _bucket(self, plan: BatchPlan, starts: np.ndarray, rows: slice) -> Bucket:
+        """These rows of the plan."""
+        starts, counts = starts[rows], plan.counts[rows]
         num_blocks = self._tables.blocks_for(int((starts + counts).max()))
-        blocks = self._tables.rows[plan.slots[first:last], :num_blocks]
+        blocks = self._tables.rows[plan.slots[rows], :num_blocks]
         # [S, Q]; padding repeats the last token of its row, and its output is dropped.
         columns = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
         padded = unpadded = None
@@ -124,8 +117,7 @@ class ModelRunner:
             padded = self._tensor((np.cumsum(counts) - counts)[:, None] + columns)
             unpadded = self._tensor(np.flatnonzero(np.arange(counts.max()) < counts[:, None]))
         return Bucket(
-            start=token,
-            stop=token + int(counts.sum()),
+            num_tokens=int(counts.sum()),
             blocks=self._tensor(blocks.reshape(-1)),
             positions=self._tensor(starts[:, None] + columns),
             padded=padded,

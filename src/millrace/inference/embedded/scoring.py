@@ -151,10 +151,7 @@ def _shared_tokens(group: Sequence[ScoreRequest]) -> int:
 def _join_kept(requests: Sequence[ScoreRequest]) -> Kept | None:
     if all(request.kept is None for request in requests):
         return None
+    none = np.zeros(1 + max(len(r.positions) for r in requests), np.int64)  # offsets of no ids
     no_ids = np.empty(0, dtype=np.int32)
-    return join_kept(
-        [
-            request.kept or Kept(ids=no_ids, offsets=np.zeros(len(request.positions) + 1, np.int64))
-            for request in requests
-        ]
-    )
+    all_ids = (Kept(ids=no_ids, offsets=none[: len(r.positions) + 1]) for r in requests)
+    return join_kept([r.kept or own for r, own in zip(requests, all_ids, strict=True)])

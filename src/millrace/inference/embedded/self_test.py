@@ -47,13 +47,9 @@ def _generate(
             engine.add_request(Request(id=str(i), prompt=tokens, sampling=sampling, n=n))
         while engine.has_work:
             for finished in engine.step():
-                results += [
-                    ScoredTokens(
-                        tokens=np.concatenate([prompts[int(finished.id)], completion.tokens]),
-                        logprobs=completion.logprobs,
-                    )
-                    for completion in finished.completions.values()
-                ]
+                for completion in finished.completions.values():
+                    tokens = np.concatenate([prompts[int(finished.id)], completion.tokens])
+                    results.append(ScoredTokens(tokens=tokens, logprobs=completion.logprobs))
     return results
 
 

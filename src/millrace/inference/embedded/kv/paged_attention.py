@@ -34,12 +34,11 @@ PAGED_ATTENTION = "millrace_paged"
 class Bucket:
     """Sequences that attend together, padded to the longest of them."""
 
-    start: int  # its tokens are start..stop of the flat batch, sequence after sequence
-    stop: int
+    num_tokens: int  # of the flat batch, sequence after sequence
     blocks: Tensor  # [S * blocks per sequence] int64
     positions: Tensor  # [S, Q] int64; where padded, some position of the same sequence
     padded: Tensor | None = None  # [S, Q] int64; tokens of the bucket; None = all have Q queries
-    unpadded: Tensor | None = None  # [stop - start] int64; places of those tokens in [S * Q]
+    unpadded: Tensor | None = None  # [num_tokens] int64; places of those tokens in [S * Q]
     fresh: bool = False  # one sequence from its first token on: no KV has to be gathered
     masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)  # by (window, L)
 
@@ -78,15 +77,15 @@ class PagedBatch:
     ) -> Tensor:  # [T, H, Dv]
         kv = torch.cat([key, value], dim=-1)
         self.cache.layers[layer].index_copy_(0, self.slot_mapping, kv)
-        outputs = []
-        for bucket in self.buckets:
-            own = slice(bucket.start, bucket.stop)
+        sizes, outputs = [bucket.num_tokens for bucket in self.buckets], []
+        parts = (x.split(sizes) for x in (query, key, value))
+        for bucket, q, k, v in zip(self.buckets, *parts, strict=True):
             if bucket.fresh:
-                keys, values = (t[own].transpose(0, 1)[None] for t in (key, value))
+                keys, values = (x.transpose(0, 1)[None] for x in (k, v))
             else:
                 num_rows = len(bucket.positions)
                 keys, values = self.cache.gather(layer, blocks=bucket.blocks, num_rows=num_rows)
-            outputs.append(_attend_bucket(bucket, query[own], keys, values, rules))
+            outputs.append(_attend_bucket(bucket, q, keys, values, rules))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def mix(self, mixer: nn.Module, hidden: Tensor) -> Tensor:
@@ -122,11 +121,11 @@ def measure_cache(model: PreTrainedModel) -> CacheProbe:
 
 def _attend_bucket(
     bucket: Bucket,
-    query: Tensor,  # [stop - start, H, D]
+    query: Tensor,  # [num_tokens, H, D]
     keys: Tensor,  # [S, H // G, L, D]
     values: Tensor,  # [S, H // G, L, Dv]
     rules: ScoreRules,
-) -> Tensor:  # [stop - start, H, Dv]
+) -> Tensor:  # [num_tokens, H, Dv]
     num_rows, num_queries = bucket.positions.shape
     num_kv_heads, context = keys.shape[1:3]
     num_heads, head_dim = query.shape[1:]
