@@ -353,18 +353,18 @@ class PlayEpisode(Message, frozen=True):
 
 
 class TurnWanted(Part, frozen=True):
-    """The environment wants a reply: arguments of GroupPolicy.sample. TurnSampled follows."""
+    """The environment wants a reply. TurnSampled follows."""
 
     prompt: np.ndarray  # [P] int32
-    call: int
+    call: int  # number of the turn in its episode
     sampling: records.Sampling
-    session: str
+    session: str  # unique within the group, see Request
     adapter: str | None = None
-    model: str | None = None
+    model: str | None = None  # that samples it, whose tokens are trained only if it is a policy
     is_trained: bool = True
     pinned: bool = False
-    partial: Completion | None = None
-    routes_from: int = 0
+    partial: Completion | None = None  # tokens that the reply begins with
+    routes_from: int = 0  # if routes are replayed, the reply has those from this position on
 
 
 class TurnDropped(Part, frozen=True):

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from millrace.cluster.messages import TurnWanted
 from millrace.core.errors import TaskError
 from millrace.core.records import Completion, Ending, Prompt, Rollout, Sampling, Turn
 from millrace.environments.agent import Agent
@@ -136,9 +137,8 @@ class EpisodeState:
             raise self._too_long(len(tokens), row)
         self._tools_with_turns.update(_ENCLOSING_TOOLS.get())
         with self._entry(CutRow(number=number, agent=row.name, ending=None)) as finish:
-            completion = await self._sample_in_time(
-                tokens,
-                episode=self.settings.index,
+            wanted = TurnWanted(
+                prompt=tokens,
                 call=number,
                 sampling=sampling,
                 session=f"{self.root}/{row.name if session is None else session}",
@@ -148,6 +148,7 @@ class EpisodeState:
                 pinned=pinned,
                 routes_from=first_routed(beginning.start),
             )
+            completion = await self._sample_in_time(wanted)
             exchange = agent.record.add(
                 beginning.given,
                 completion,
@@ -172,11 +173,11 @@ class EpisodeState:
         self.turns.append(Turn(prompt=prompt, completion=text, finish=ending, agent=row.name))
         return exchange
 
-    async def _sample_in_time(self, tokens: np.ndarray, **settings: Any) -> Completion:
+    async def _sample_in_time(self, wanted: TurnWanted) -> Completion:
         limit = asyncio.timeout(self.limits.turn_timeout_s)
         try:
             async with limit:
-                return await self.sample(tokens, **settings)
+                return await self.sample(wanted, episode=self.settings.index)
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -26,8 +26,6 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from millrace.core.errors import ConfigError, MillraceError, ReplayError, TaskError
 from millrace.core.records import Branching, Completion, Episode, Message, Prompt, Task
 from millrace.environments.agent import Agent
@@ -176,8 +174,8 @@ class ThreadHost:
     async def play(self, plan: EpisodePlan, sample: Sample) -> PlayedEpisode:
         home = asyncio.get_running_loop()
 
-        def sample_at_home(prompt: np.ndarray, **settings: Any) -> Coroutine[Any, Any, Completion]:
-            return on_loop(home, sample(prompt, **settings))
+        def sample_at_home(wanted: Any, *, episode: int) -> Coroutine[Any, Any, Completion]:
+            return on_loop(home, sample(wanted, episode=episode))
 
         return await self.thread.run(self.loaded.play(plan, sample_at_home))
 

@@ -137,8 +137,7 @@ class _Turns:
         known = self._known.get(wanted.call)
         if known is None or known[0] != digest:
             self.drop(wanted.call)
-            arguments = {name: getattr(wanted, name) for name in wanted.__struct_fields__}
-            turn = asyncio.ensure_future(self._sample(**arguments, episode=self._episode))
+            turn = asyncio.ensure_future(self._sample(wanted, episode=self._episode))
             known = self._known[wanted.call] = digest, turn
         return known[1]
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import numpy as np
 
+from millrace.cluster.messages import TurnWanted
 from millrace.core.completions import cut
 from millrace.core.errors import ConfigError, ReplayError
 from millrace.core.records import Completion, Episode, Task, Turn
@@ -182,16 +183,16 @@ class RecordedAnswers:
         self._num_answered = 0
         self._advanced = asyncio.Condition()
 
-    async def sample(self, prompt: np.ndarray, *, call: int, **_settings: Any) -> Completion:
+    async def sample(self, wanted: TurnWanted, *, episode: int) -> Completion:
         """Answer as GroupPolicy.sample does."""
-        entry = self._turns.get(call)
+        entry, what = self._turns.get(wanted.call), f"turn {wanted.call}"
         if entry is None:
-            raise self._differs(f"turn {call}", "which is not in the recording")
+            raise self._differs(what, "which is not in the recording")
         if isinstance(entry, CutRow):
             return await self._cut(entry)
         if entry.is_recorded:
-            self._check_prompt(entry, prompt, recording=self._recording)
-        await self._in_order(entry, what=f"turn {call}")
+            self._check_prompt(entry, wanted.prompt, recording=self._recording)
+        await self._in_order(entry, what=what)
         return entry.completion
 
     async def run_tool(self, tool: Tool, arguments: Mapping[str, Any], **limits: Any) -> ToolResult:
@@ -292,17 +293,17 @@ class BranchAnswers(RecordedAnswers):
         self._branch = branch
         self._sample_new = sample_new
 
-    async def sample(self, prompt: np.ndarray, *, call: int, **settings: Any) -> Completion:
-        if call in self._turns:
-            known = await super().sample(prompt, call=call)
+    async def sample(self, wanted: TurnWanted, *, episode: int) -> Completion:
+        if wanted.call in self._turns:
+            known = await super().sample(wanted, episode=episode)
             return replace(known, num_shared=len(known.tokens))
         branch = self._branch
-        if call != branch.turn.number:
-            return await self._sample_new(prompt, call=call, **settings)
-        self._check_prompt(branch.turn, prompt, recording=branch.recording)
+        if wanted.call != branch.turn.number:
+            return await self._sample_new(wanted, episode=episode)
+        self._check_prompt(branch.turn, wanted.prompt, recording=branch.recording)
         partial = cut(branch.turn.completion, 0, branch.at) if branch.at else None
-        settings |= {"partial": partial, "pinned": True}
-        completion = await self._sample_new(prompt, call=call, **settings)
+        wanted = msgspec.structs.replace(wanted, partial=partial, pinned=True)
+        completion = await self._sample_new(wanted, episode=episode)
         return replace(completion, num_shared=branch.at)
 
 

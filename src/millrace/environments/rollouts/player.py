@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from millrace.cluster.messages import TurnWanted
 from millrace.core.completions import is_complete
 from millrace.core.errors import TaskError
 from millrace.core.protocols import Engine, OnTokens, SupportsGenerate, SupportsScore
@@ -111,37 +112,23 @@ class GroupPolicy:
             finish(member, completion)
         return [episodes[member] for member in range(n)]
 
-    async def sample(
-        self,
-        prompt: np.ndarray,  # [P] int32
-        *,
-        episode: int,  # index in the group; draws depend on it and on the number of the call
-        call: int,
-        sampling: Sampling,
-        session: str,  # unique within the group, see Request
-        adapter: str | None = None,
-        model: str | None = None,
-        is_trained: bool = True,
-        pinned: bool = False,
-        partial: Completion | None = None,
-        routes_from: int = 0,
-    ) -> Completion:
-        """Sample one turn of one episode, after the tokens of `partial` if given. `model`: another
-        model that samples it, whose tokens are trained only if it is a policy, too. If routes are
-        replayed, the completion has those from position `routes_from` on."""
+    async def sample(self, wanted: TurnWanted, *, episode: int) -> Completion:
+        """Sample one turn of the episode with this index in the group. Draws depend on the index
+        and on the number of the call."""
+        model, partial, is_trained = wanted.model, wanted.partial, wanted.is_trained
         request = Request(
-            id=f"{self.name}/{episode}.{call}",
-            prompt=prompt,
-            sampling=sampling,
-            seed=self.seed + call,
+            id=f"{self.name}/{episode}.{wanted.call}",
+            prompt=wanted.prompt,
+            sampling=wanted.sampling,
+            seed=self.seed + wanted.call,
             index=episode,
-            session=f"{self.name}/{session}",
-            pinned=pinned,
-            priority=self.priority if call == 0 else FOLLOW_UP,
+            session=f"{self.name}/{wanted.session}",
+            pinned=wanted.pinned,
+            priority=self.priority if wanted.call == 0 else FOLLOW_UP,
             partial=partial,
             expires=self.is_trained and is_trained,
-            adapter=adapter,
-            routes_from=routes_from if self.wants_routes and is_trained else None,
+            adapter=wanted.adapter,
+            routes_from=wanted.routes_from if self.wants_routes and is_trained else None,
         )
         start_s = 0.0 if self.attempt is None else self.attempt.now()
         engine, on_tokens = self.engine if model is None else self.others[model], None

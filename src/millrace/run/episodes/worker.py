@@ -7,10 +7,10 @@ process.
 
 import asyncio
 import contextlib
+from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from millrace.cluster import messages
 from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
@@ -100,8 +100,8 @@ class EnvironmentWorker:
             turn.set_result(sampled.completion)
 
     async def _play(self, call: WorkerCall, message: messages.PlayEpisode) -> None:
-        async def sample(prompt: np.ndarray, **settings: Any) -> Completion:
-            return await self._sample(call, message.key, prompt, **settings)
+        def sample(wanted: messages.TurnWanted, **_: int) -> Coroutine[Any, Any, Completion]:
+            return self._sample(call, message.key, wanted)  # the controller knows the episode
 
         name = message.settings["name"]
         try:
@@ -122,23 +122,21 @@ class EnvironmentWorker:
             call.fail(TaskError(f"{name}: its episode cannot be sent to the controller: {error}"))
 
     async def _sample(
-        self, link_call: WorkerCall, key: int, prompt: np.ndarray, **settings: Any
+        self, link_call: WorkerCall, key: int, wanted: messages.TurnWanted
     ) -> Completion:
         """Ask the controller for a turn."""
         if key not in self._episodes:
             raise EpisodeOver("done")  # the environment goes on after its end
-        del settings["episode"]  # the controller knows it
-        number = settings["call"]
-        turn = self._turns[key, number] = asyncio.get_running_loop().create_future()
-        link_call.send_part(messages.TurnWanted(prompt=prompt, **settings))
+        turn = self._turns[key, wanted.call] = asyncio.get_running_loop().create_future()
+        link_call.send_part(wanted)
         try:
             return await turn
         except asyncio.CancelledError:
             if key in self._episodes:
-                link_call.send_part(messages.TurnDropped(call=number))
+                link_call.send_part(messages.TurnDropped(call=wanted.call))
             raise
         finally:
-            del self._turns[key, number]
+            del self._turns[key, wanted.call]
 
 
 def load_environment(config: RunConfig, location: str | None) -> LoadedEnvironment:
