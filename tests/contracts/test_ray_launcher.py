@@ -32,6 +32,7 @@ class TestRayLauncher(HostLauncherContract):
         launcher.timeout_s = 0.5
         with pytest.raises(ConfigError, match="2 of 3 CPUs free and 0 of 0 GPUs free, and"):
             await launcher.reserve({f"trainer-{i}": Resources(cpus=2, gpus=1) for i in range(2)})
+        assert "trainer-0" not in launcher._places, "nothing waits for nodes that may be added"
         await launcher.reserve({"echo-1": Resources(cpus=2)})
 
     async def test_released_resources_are_free_again(self, launched):

@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 from project import Command, make_project, steps_in
+
+from millrace.run.scaling import ask
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(300)
@@ -123,3 +126,29 @@ def test_too_few_resources_are_one_sentence(project):
     assert code == 2
     assert "CPUs free, and trainer need 500 CPUs; lower" in stderr
     assert len(stderr.strip().splitlines()) == 1
+
+
+def test_autoscaling_adds_an_engine_on_the_cluster(project, cluster):
+    """The policy decides every 30 s."""
+    settings = ["--trainer.steps", "100000", "--sampling.max_new_tokens", "200"]
+    settings += ["--engine.max_count", "2"]
+    run = Command(
+        "train", "run.toml", "--cluster.launcher", "ray", *settings, folder=project, env=cluster
+    )
+    try:
+        deadline = time.monotonic() + 200
+        run.wait_for(project / "run" / "metrics.jsonl", lines=1)
+        while ask(project / "run") != ["engine-0", "engine-1"]:
+            assert run.process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        assert ask(project / "run", remove=("engine-0",)) == ["engine-1"]
+        done = len(steps_in(project / "run" / "metrics.jsonl"))
+        run.wait_for(project / "run" / "metrics.jsonl", lines=done + 4)  # the added engine alone
+    finally:
+        run.process.send_signal(signal.SIGINT)
+        code, stdout, stderr = run.finish()
+        print(stdout, stderr)  # shown if it fails
+    assert code == 130
+    assert "The trainer waited for " in stdout
+    assert workers() == {}

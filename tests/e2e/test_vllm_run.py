@@ -1,6 +1,9 @@
 """Runs on servers that Millrace starts; here each is a fake (fake_vllm.py, fake_sglang.py)."""
 
+import contextlib
 import json
+import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -9,7 +12,8 @@ import fake_sglang
 import psutil
 import pytest
 from digits import TASKS, share_of_digits
-from fake_vllm import write_python
+from fake_vllm import serving, write_python
+from project import Command, make_project
 
 import millrace as mr
 from millrace.core.errors import RunFailed
@@ -76,3 +80,36 @@ def test_run_on_torn_weights_ends_with_both_numbers(model, tmp_path):
     with pytest.raises(RunFailed, match=r"-\d\.\d+ in this engine and -\d\.\d+ in the trainer"):
         train(model, tmp_path / "run", python=python, steps=4, supervision=once)
     assert servers() == []
+
+
+@pytest.mark.parametrize(
+    ("server", "sentence"),
+    [
+        (None, r"No vLLM server can be reached at .* \(Connection refused\); start"),
+        ({"faults": ["wrong_model"]}, "serves another model than .*: its hidden_size is 64, not"),
+        ({"api_key": "right"}, "wants a key, and has got none; set engine"),
+    ],
+)
+def test_command_with_a_wrong_server_ends_with_one_sentence_and_leaves_no_process(
+    tmp_path, server, sentence
+):
+    options = {"attach": ["http://127.0.0.1:9"]}
+    engine = {"type": "vllm", "count": 1, "options": options}
+    project = make_project(tmp_path, engine=engine)
+    with contextlib.ExitStack() as stack:
+        if server is not None:
+            options["attach"] = [stack.enter_context(serving(project / "model", **server))[0]]
+            make_project(tmp_path, engine=engine)
+        run = Command("train", "run.toml", folder=project)
+        code, _, stderr = run.finish()
+    assert code == 2
+    assert re.search(sentence, stderr)
+    assert len(stderr.strip().splitlines()) == 1
+    left = [p for p in psutil.process_iter() if p.is_running() and session(p) == run.process.pid]
+    assert left == []
+
+
+def session(process: psutil.Process) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(process.pid)
+    return None

@@ -89,7 +89,7 @@ async def test_waits_longer_than_a_sleep_and_a_wake_lend_the_gpu():
 
 
 async def test_an_engine_that_was_kept_wakes_with_the_newest_weights_when_the_wait_gets_long():
-    rig = Rig(SleepyEngine(sleep_s=0.05, wake_s=0.05))
+    rig = Rig(SleepyEngine(sleep_s=0.1, wake_s=0.1))
     lending = await rig.build()
     versions = iter(range(1, 9))
 
@@ -97,7 +97,7 @@ async def test_an_engine_that_was_kept_wakes_with_the_newest_weights_when_the_wa
         version = next(versions)
         assert await rig.swap(version) == version, "visible without the engine that sleeps"
 
-    await steps(lending, [0.01, 0.01, 0.01, 0.5], after=publish)
+    await steps(lending, [0.01, 0.01, 0.01, 0.8], after=publish)
     # The first step lends, and the wake is under way when version 1 arrives.
     assert rig.lent.events == ["sleep", "swap 1", "wake", "sleep", "wake", "load newest"]
     assert rig.other.events == ["swap 1", "swap 2", "swap 3", "swap 4"]

@@ -132,7 +132,11 @@ class RayLauncher(HostLauncher):
         try:
             async with asyncio.timeout(self.timeout_s):
                 await asyncio.wrap_future(group.ready().future())
-        except TimeoutError:
+        except BaseException as error:
+            for name in workers:  # a run that goes on without them must not hold them later
+                await self.release(name)
+            if not isinstance(error, TimeoutError):
+                raise
             await self._check_room(workers)
             raise ConfigError(
                 f"Ray did not place {', '.join(workers)} within {self.timeout_s:g} s: no node has"
