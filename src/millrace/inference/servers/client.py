@@ -267,8 +267,8 @@ def _reason(text: str) -> str:
 
 def _why(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
-        cause = error.os_error
-        return os.strerror(cause.errno) if (cause.errno or 0) > 0 else cause.strerror or str(cause)
+        cause, number = error.os_error, error.os_error.errno or 0
+        return os.strerror(number) if number > 0 else cause.strerror or str(cause)
     if isinstance(error, json.JSONDecodeError):
         return "the answer is not JSON"
     return str(error) or type(error).__name__

@@ -109,7 +109,11 @@ class PackedLayout:
         # Plain attributes, because compiled layers read them.
         self.segments = Spans.of(lengths, device=device)
         # One span per parent, and one per parent of all its children, which come next.
-        self.families = self._spans_of_families(lengths[children]) if self.num_parents else None
+        self.families: tuple[Spans, Spans] | None = None
+        if self.num_parents:
+            owned = np.bincount(parents[is_child], weights=lengths[children]).astype(np.int64)
+            shared = lengths[: self.num_parents]
+            self.families = Spans.of(shared, device=device), Spans.of(owned, device=device)
         # The most rows that any row attends to, itself included.
         self.longest = int((lengths + np.where(is_child, lengths[parents], 0)).max())
         self.on_flash_gpu = (
@@ -151,11 +155,6 @@ class PackedLayout:
                 place_of_row[self._rows(n)] = start + number * longest + own
             start += groups[-1].size
         return [self._tensor(rows.clip(0)) for rows in groups], self._tensor(place_of_row)
-
-    def _spans_of_families(self, own: np.ndarray) -> tuple[Spans, Spans]:
-        shared, owners = self.lengths[: self.num_parents], self.parents[self.parents >= 0]
-        per_parent = np.bincount(owners, weights=own, minlength=self.num_parents).astype(np.int64)
-        return Spans.of(shared, device=self._device), Spans.of(per_parent, device=self._device)
 
     def _tree_blocks(self) -> Iterator[tuple[Block, np.ndarray, np.ndarray]]:
         """Small families whole: with few queries, a mask is cheaper than repeated keys."""

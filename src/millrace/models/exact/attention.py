@@ -60,13 +60,9 @@ class Tiles(NamedTuple):
         own = np.repeat(np.arange(len(counts)), num_tiles)
         within = np.arange(len(own)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
         first = within * size
-        columns = (
-            *(own, (np.cumsum(counts) - counts)[own] + first),
-            *(np.minimum(counts[own] - first, size), starts[own] + first),
-        )
-        numbers = np.stack(columns).astype(np.int64)
-        sequences, rows, lengths, positions = torch.from_numpy(numbers).to(device)
-        return cls(sequences, rows, lengths, positions, tables, size)
+        rows = (np.cumsum(counts) - counts)[own] + first
+        columns = (own, rows, np.minimum(counts[own] - first, size), starts[own] + first)
+        return cls(*torch.from_numpy(np.stack(columns).astype(np.int64)).to(device), tables, size)
 
     @classmethod
     def single(cls, positions: Tensor, lengths: Tensor, *, tables: Tensor, block: int) -> "Tiles":
