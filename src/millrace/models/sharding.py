@@ -114,11 +114,8 @@ def _check_experts(model: PreTrainedModel) -> None:
 
 def expert_lists(model: nn.Module) -> list[nn.ModuleList]:
     """Experts that are modules of their own. A pass uses those that have tokens."""
-    return [
-        module
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] == "experts" and isinstance(module, nn.ModuleList)
-    ]
+    lists = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList))
+    return [module for name, module in lists if name.rpartition(".")[2] == "experts"]
 
 
 def zero_unused_gradients(model: nn.Module) -> None:

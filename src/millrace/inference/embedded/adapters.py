@@ -42,19 +42,12 @@ class AdapterSlot:
     adapter: Adapter
 
 
+@dataclass(eq=False)
 class AdapterChoice:
     """The adapter of each row of a pass; shared by all layers. Set before every pass."""
 
-    def __init__(self, column_slots: Tensor, *, dtype: torch.dtype) -> None:
-        self._column_slots = column_slots  # [K]; the adapter of each column
-        self._dtype = dtype
-        self.slots = column_slots[:0]  # [T] int64; S = none
-        self.mask = column_slots[:0, None].to(dtype)  # [T, K]
-
-    def set(self, slots: Tensor) -> None:
-        """Runs inside CUDA graphs."""
-        self.slots = slots
-        self.mask = (slots[:, None] == self._column_slots).to(self._dtype)
+    slots: Tensor  # [T] int64; S = none
+    mask: Tensor  # [T, K], of the model's dtype; 1 in the columns of the row's adapter, 0 elsewhere
 
 
 @dataclass(kw_only=True, eq=False)
@@ -203,8 +196,9 @@ class AdapterBank:
                 " without merging; set lora.apply to 'merged', and leave engine.adapters empty."
             )
         ranks = torch.tensor([slot.adapter.rank for slot in slots])
-        column_slots = torch.arange(len(ranks)).repeat_interleave(ranks).to(model.device)
-        self._choice = AdapterChoice(column_slots, dtype=model.dtype)
+        columns = torch.arange(len(ranks)).repeat_interleave(ranks).to(model.device)
+        self._column_slots = columns  # [K]; the adapter of each column
+        self._choice = AdapterChoice(columns[:0], columns[:0, None].to(model.dtype))
         self._weights = {
             name: model.get_parameter(name)
             for slot in slots
@@ -235,7 +229,8 @@ class AdapterBank:
 
     def choose(self, slots: Tensor) -> None:
         """Set the adapter of each row [T] of the next pass. Runs inside CUDA graphs."""
-        self._choice.set(slots)
+        self._choice.slots = slots
+        self._choice.mask = (slots[:, None] == self._column_slots).to(self._choice.mask.dtype)
 
     @torch.inference_mode()
     def load(self, name: str, folder: Path) -> None:

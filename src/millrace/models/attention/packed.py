@@ -217,10 +217,8 @@ def _score(
             tiles=Tiles.packed(layout, model.device) if exact else None,
         )
         logprobs = final_logits(model, hidden).log_softmax(-1).numpy()
-    return [
-        ScoredTokens(tokens=tokens, logprobs=logprobs[own[:-1], tokens[1:]])
-        for own, tokens in zip(rows, sequences, strict=True)
-    ]
+    pairs = zip(rows, sequences, strict=True)
+    return [ScoredTokens(tokens=t, logprobs=logprobs[own[:-1], t[1:]]) for own, t in pairs]
 
 
 EXACT_PACKED = AttentionPath(

@@ -208,10 +208,8 @@ class Adapter:
         """A layer's weight with an adapter of these tensors merged, of its shape. DoRA needs the
         norms of float32 weights and ignores `dtype`."""
         dtype = torch.float32 if self.is_dora else dtype
-        a, b, *magnitude = (
-            factor.to(weight.device, dtype, non_blocking=True)
-            for factor in factors_of(tensors, layer, dora=self.is_dora)
-        )
+        given = factors_of(tensors, layer, dora=self.is_dora)
+        a, b, *magnitude = (x.to(weight.device, dtype, non_blocking=True) for x in given)
         is_transposed = layer in self.transposed
         weight = weight.mT if is_transposed else weight
         product = torch.addmm if weight.ndim == 2 else torch.baddbmm

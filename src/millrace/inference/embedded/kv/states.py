@@ -72,10 +72,7 @@ class StatePool:
     def __init__(self, probe: CacheProbe, *, num_slots: int) -> None:
         self._probe = probe
         self._pools: dict[int, dict[Place, Tensor]] = {
-            number: {
-                place: tensor.new_zeros(num_slots, *tensor.shape[1:])
-                for place, tensor in _tensors(layer)
-            }
+            number: {at: x.new_zeros(num_slots, *x.shape[1:]) for at, x in _tensors(layer)}
             for number, layer in probe.layers.items()
         }
 
