@@ -62,7 +62,8 @@ class Tiles(NamedTuple):
         first = within * size
         rows = (np.cumsum(counts) - counts)[own] + first
         columns = (own, rows, np.minimum(counts[own] - first, size), starts[own] + first)
-        return cls(*torch.from_numpy(np.stack(columns).astype(np.int64)).to(device), tables, size)
+        numbers = torch.from_numpy(np.stack(columns).astype(np.int64)).to(device)
+        return cls(*numbers, tables=tables, size=size)
 
     @classmethod
     def single(cls, positions: Tensor, lengths: Tensor, *, tables: Tensor, block: int) -> "Tiles":
