@@ -54,14 +54,12 @@ class TestCollective(DeltaContract, FaultContract, TransportContract):
     ) -> WeightUpdate:
         assert isinstance(sender, PackingSender)
         assert isinstance(sender.backend, CollectiveSendBackend)
-        backend, field = sender.backend, "delta" if is_delta else "payload"
-        offer = backend._offers[update.version]
-        blob = getattr(offer, field)
+        backend, blobs = sender.backend, sender.backend._offers[update.version]
+        base = update.delta.base if is_delta and update.delta is not None else None
         if how == "corrupted":
-            blob.flat[0] ^= 1
+            blobs[base].flat[0] ^= 1
         else:
-            shorter = backend._blob(blob.flat[: -(2**16)])
-            backend._offers[update.version] = offer._replace(**{field: shorter})
+            blobs[base] = backend._blob(blobs[base].flat[: -(2**16)])
         return update
 
 

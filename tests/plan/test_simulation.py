@@ -10,7 +10,6 @@ from millrace.config import RunConfig, load_config
 from millrace.plan.lengths import Lengths
 from millrace.plan.model_costs import GPUS, DeviceCosts, ModelShape
 from millrace.plan.simulation import Prediction, simulate
-from millrace.plan.workers import SharedCores
 
 SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=128, vocab=256)
 
@@ -145,8 +144,8 @@ def test_workers_that_share_cores_slow_each_other_down():
     )
     lengths, times = Lengths(groups=(np.array([50]),)), costs(train_step_s=0.5)
     alone = simulate(config, times, lengths)
-    shared = SharedCores(cores=1, threads=1)
-    assert simulate(config, times, lengths, cores=shared).step_s > 1.4 * alone.step_s
+    shared = simulate(config, times, lengths, speed_of=lambda worker, num_busy: 1 / num_busy)
+    assert shared.step_s > 1.4 * alone.step_s
 
 
 @pytest.mark.parametrize("interrupt", ["swap", "drain", "barrier", "abort"])

@@ -35,6 +35,22 @@ class JournalHistory:
     # Closed tasks by status and reason, if listed.
     closed: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
 
+    @property
+    def pending(self) -> dict[str, list[int]]:
+        """Open tasks by status."""
+        names = ("training", "waiting", "running")
+        return {name: sorted(getattr(self.ledger, name)) for name in names}
+
+    def check(self) -> list[str]:
+        """A sentence for each way in which the ledger and the listed tasks do not add up."""
+        listed = {number for numbers in self.closed.values() for number in numbers}
+        missing = {*range(self.ledger.next_number)} - self.ledger.open - listed
+        return self.ledger.check() + [f"Task {number} has no status." for number in sorted(missing)]
+
+    def status(self, number: int) -> str:
+        statuses = {**self.closed, **self.pending}.items()
+        return next((name for name, numbers in statuses if number in numbers), "not issued")
+
 
 def read_journal(
     folder: Path, *, verify: bool = False, list_closed: bool = False

@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,7 +31,6 @@ from millrace.monitoring.run_dir import RunDir, steps_in
 from millrace.plan.lengths import Lengths, read_lengths
 from millrace.plan.model_costs import Calibration, ModelShape
 from millrace.plan.simulation import Prediction, simulate
-from millrace.plan.workers import SharedCores
 
 # By device: steps that warm up; steps, groups per step and sequences of each trial. A GPU needs
 # more of all: its first steps tune kernels, and small batches do not fill it.
@@ -53,13 +53,9 @@ def predict(
     workers = config.engine.num_local + config.trainer.num_ranks
     threads = config.cluster.threads or max(1, found.num_cores // workers)
     threads = 1 if found.device == "cuda" else threads  # its host has cores enough
-    cores = SharedCores(
-        cores=found.num_cores,
-        threads=threads,
-        engine_slowdown=found.engine_slowdown,
-        trainer_slowdown=found.trainer_slowdown,
+    return simulate(
+        config, found, lengths, speed_of=partial(found.speed, threads=threads), **counts
     )
-    return simulate(config, found, lengths, cores=cores, **counts)
 
 
 def microbatch_tokens(config: RunConfig, lengths: Lengths) -> float:

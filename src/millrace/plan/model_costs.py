@@ -242,6 +242,12 @@ class Calibration:
     def train_s(self, tokens: float, pairs: float) -> float:
         return self.train_step_s + tokens * self.train_token_s
 
+    def speed(self, worker: str, num_busy: int, *, threads: int) -> float:
+        """Of a worker beside others, each with so many threads. Even with cores for each, it takes
+        longer while another one works."""
+        slowdown = self.trainer_slowdown if worker == "trainer" else self.engine_slowdown
+        return min(1.0, self.num_cores / (num_busy * threads)) / slowdown
+
     def run_mib(self, config: RunConfig, shape: ModelShape, *, tokens: float) -> float:
         """Of all processes. `tokens`: of a microbatch."""
         engine_mib = _ENGINE_MIB + shape.num_weights * 4 / 2**20

@@ -28,7 +28,7 @@ from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.journal import NoJournal
 from millrace.plan.lengths import Lengths
 from millrace.plan.model_costs import Costs
-from millrace.plan.workers import SharedCores, SimulatedEngine, SimulatedHost, VirtualClock
+from millrace.plan.workers import SimulatedEngine, SimulatedHost, SpeedOf, VirtualClock
 from millrace.run.build import build_dispatcher
 from millrace.tasks.streams import TaskStream
 from millrace.weights.broadcaster import VersionBroadcaster
@@ -64,10 +64,10 @@ class _Simulation:
     """Stands in for the player, the engine pool, the scorers and the trainer of a Dispatcher."""
 
     def __init__(
-        self, config: RunConfig, costs: Costs, lengths: Lengths, cores: SharedCores | None
+        self, config: RunConfig, costs: Costs, lengths: Lengths, speed_of: SpeedOf | None
     ) -> None:
         self.config, self.costs, self.lengths = config, costs, lengths
-        self.host = SimulatedHost(cores)
+        self.host = SimulatedHost(speed_of)
         self.unit = max(1.0, lengths.mean / lengths.turns / _STAMPS)  # tokens of a stamp
         parts: dict[str, Any] = {"costs": costs, "host": self.host, "unit": self.unit}
         count = max(1, config.engine.num_local + config.engine.remote)
@@ -232,7 +232,7 @@ def simulate(
     costs: Costs,
     lengths: Lengths,
     *,
-    cores: SharedCores | None = None,
+    speed_of: SpeedOf | None = None,
     steps: int | None = None,
     warm_up: int | None = None,
 ) -> Prediction:
@@ -241,7 +241,7 @@ def simulate(
     steps = steps or warm_up + 8
 
     async def run() -> Prediction:
-        simulation = _Simulation(config, costs, lengths, cores)
+        simulation = _Simulation(config, costs, lengths, speed_of)
         await simulation.run(steps)
         return _prediction(simulation, warm_up)
 

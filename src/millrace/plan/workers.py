@@ -11,6 +11,7 @@ import heapq
 import itertools
 import selectors
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from millrace.plan.model_costs import Costs
 
 _CHUNK_TOKENS = 256  # the step time of a batch is computed again at least this often
 _MAX_SPANS = 20_000
+SpeedOf = Callable[[str, int], float]  # of a worker, while so many are busy; 1 = as if alone
 
 
 class VirtualClock(selectors.DefaultSelector):
@@ -43,45 +45,27 @@ class VirtualClock(selectors.DefaultSelector):
         return loop
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedCores:
-    """Workers that share a device: each uses `threads` of its cores. Even with cores for each, a
-    worker takes longer while another one works: `engine_slowdown`, `trainer_slowdown`."""
-
-    cores: int
-    threads: int = 1
-    engine_slowdown: float = 1.0
-    trainer_slowdown: float = 1.0
-
-    def speed(self, worker: str, num_busy: int) -> float:
-        if num_busy < 2:
-            return 1.0
-        slowdown = self.trainer_slowdown if worker == "trainer" else self.engine_slowdown
-        return min(1.0, self.cores / (num_busy * self.threads)) / slowdown
-
-
 class SimulatedHost:
     """Which workers are busy, how fast they are, and their spans."""
 
-    def __init__(self, cores: SharedCores | None) -> None:
-        """`cores`: None if workers do not slow each other down."""
-        self._cores = cores
+    def __init__(self, speed_of: SpeedOf | None) -> None:
+        """`speed_of`: None if workers do not slow each other down."""
+        self._speed_of = speed_of
         self._doing: dict[str, tuple[str, bool, float]] = {}  # activity, busy, since
         self.busy_s: dict[str, float] = {}  # by worker
         self.spans: list[Span] = []
         self.changed: list[asyncio.Event] = []  # set when the speed changes
 
     def speed(self, worker: str) -> float:
-        if self._cores is None:
-            return 1.0
-        return self._cores.speed(worker, sum(busy for _, busy, _ in self._doing.values()))
+        num_busy = sum(busy for _, busy, _ in self._doing.values())
+        return 1.0 if self._speed_of is None or num_busy < 2 else self._speed_of(worker, num_busy)
 
     def enter(self, worker: str, name: str, *, busy: bool) -> None:
         before, now_s = self._doing.get(worker), asyncio.get_running_loop().time()
         if before is None or before[:2] != (name, busy):
             self._end(worker, now_s)
             self._doing[worker] = (name, busy, now_s)
-            if self._cores is not None:
+            if self._speed_of is not None:
                 for event in self.changed:
                     event.set()
 

@@ -8,7 +8,6 @@ that it would have filled.
 
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from millrace.config import ModelConfig, RunConfig
 from millrace.core.errors import ConfigError
-from millrace.journal import Ledger, read_journal
+from millrace.journal import JournalHistory, read_journal
 from millrace.journal.ledger import TRAINED
 from millrace.monitoring import activity
 from millrace.monitoring.files.metrics import flatten, read_metrics, run_rates, table
@@ -183,41 +182,16 @@ STEPS_SHOWN = 10
 RANGES_SHOWN = 20
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LedgerReport:
-    ledger: Ledger
-    closed: Mapping[str, list[int]]  # tasks by status and reason
-    pending: Mapping[str, list[int]]  # open tasks by status
-
-    def check(self) -> list[str]:
-        """A sentence for each way in which the ledger does not add up."""
-        listed = {number for numbers in self.closed.values() for number in numbers}
-        missing = {*range(self.ledger.next_number)} - self.ledger.open - listed
-        return self.ledger.check() + [f"Task {number} has no status." for number in sorted(missing)]
-
-    def status(self, number: int) -> str:
-        for status, numbers in {**self.closed, **self.pending}.items():
-            if number in numbers:
-                return status
-        return "not issued"
-
-
-def read_report(path: str | Path) -> LedgerReport:
+def read_report(path: str | Path) -> JournalHistory:
     history = read_journal(RunDir(path).journal, list_closed=True)
     if history is None:
         raise ConfigError(
             f"{path} has no journal: it is not a run directory, or journal.max_bytes was 0."
         )
-    ledger = history.ledger
-    pending = {
-        "training": sorted(ledger.training),
-        "waiting": sorted(ledger.waiting),
-        "running": sorted(ledger.running),
-    }
-    return LedgerReport(ledger=ledger, closed=history.closed, pending=pending)
+    return history
 
 
-def ledger_table(report: LedgerReport) -> Table:
+def ledger_table(report: JournalHistory) -> Table:
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -227,7 +201,7 @@ def ledger_table(report: LedgerReport) -> Table:
     return table
 
 
-def _rows(report: LedgerReport) -> Iterator[tuple[str, int, str]]:
+def _rows(report: JournalHistory) -> Iterator[tuple[str, int, str]]:
     ledger = report.ledger
     yield "issued", ledger.next_number, f"0-{ledger.next_number - 1}" if ledger.next_number else ""
     trained = _ranges(report.closed.get(TRAINED, []))

@@ -53,12 +53,6 @@ class _Blob(NamedTuple):
     checksums: list[int]  # of each bucket
 
 
-class _Offer(NamedTuple):
-    payload: _Blob
-    delta: _Blob | None
-    base: int | None  # of the delta
-
-
 class CollectiveSendBackend(SendBackend):
     """Trainer side. Its methods are called by the publisher's thread."""
 
@@ -87,7 +81,8 @@ class CollectiveSendBackend(SendBackend):
         )
         self._changed = threading.Condition()
         # Guarded by the condition.
-        self._offers: dict[int, _Offer] = {}
+        # By version: the payload under None, and the delta under the checksum of its base.
+        self._offers: dict[int, dict[int | None, _Blob]] = {}
         self._sending: int | None = None  # version
         self._is_closing = False
         self._error: BaseException | None = None
@@ -102,15 +97,13 @@ class CollectiveSendBackend(SendBackend):
         return Memory(num_bytes, device=self._device)
 
     def offer(self, update: WeightUpdate, *, payload: Memory, delta: Memory | None) -> WeightUpdate:
-        offer = _Offer(
-            payload=self._blob(payload.flat),
-            delta=None if delta is None else self._blob(delta.flat),
-            base=None if update.delta is None else update.delta.base,
-        )
+        blobs: dict[int | None, _Blob] = {None: self._blob(payload.flat)}
+        if delta is not None and update.delta is not None:
+            blobs[update.delta.base] = self._blob(delta.flat)
         with self._changed:
             if self._error is not None:
                 raise self._error
-            self._offers[update.version] = offer
+            self._offers[update.version] = blobs
         return replace(update, location=msgspec.json.encode(self._endpoint).decode())
 
     def withdraw(self, version: int) -> None:
@@ -146,17 +139,18 @@ class CollectiveSendBackend(SendBackend):
         first = next(iter(requests.values()))
         version, role = first.version, first.role
         with self._changed:
-            offer = self._offers.get(version)
-            self._sending = None if offer is None else version
-        if offer is None:
+            blobs = self._offers.get(version)
+            self._sending = None if blobs is None else version
+        if blobs is None:
             refusal = TransferAdmission(refusal=f"version {version} was released")
             for caller in requests:
                 self._server.answer(caller, refusal)
             return
-        have_base = all(request.base == offer.base for request in requests.values())
-        delta = offer.delta if have_base else None
+        # All get the delta if all hold its base.
+        has_base = first.base in blobs and all(r.base == first.base for r in requests.values())
+        base = first.base if has_base else None
         try:
-            self._send(role, [*requests], delta or offer.payload, is_delta=delta is not None)
+            self._send(role, [*requests], blobs[base], is_delta=base is not None)
         except BroadcastFailed:
             self._drop_group(role)  # the remaining engines notice it and request again
         finally:

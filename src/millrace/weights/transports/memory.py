@@ -166,8 +166,7 @@ class SharedMemory(Memory):
     def close(self) -> None:
         # torch keeps the memory; an engine that still has it open must not read it as weights.
         self._whole.zero_()
-        del self._whole
-        self.flat = torch.empty(0, dtype=torch.uint8)
+        self._whole = self.flat = torch.empty(0, dtype=torch.uint8)
 
 
 class IpcSendBackend(SendBackend):
