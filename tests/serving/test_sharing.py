@@ -21,7 +21,7 @@ from millrace.environments.tools.calls import FORMATS
 from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.inference.embedded.engine import EmbeddedEngine
-from millrace.serving.clients import FairQueue, Flow, QueuedPart
+from millrace.serving.fair_queue import FairQueue, Flow, QueuedPart
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
 from millrace.serving.served_model import ServedModel

@@ -4,7 +4,8 @@
 |---|---|
 | `options.py`, `settings.py`, `command.py` | `millrace serve` |
 | `server.py` | the listening socket, routes, errors |
-| `clients.py` | API keys, Host headers, rate limits, and whose sequences the engines get next |
+| `clients.py` | API keys, Host headers, rate limits |
+| `fair_queue.py` | which client's sequences the engines get next |
 | `served_model.py` | a model behind its engines |
 | `api/` | one module per endpoint, request bodies, replies, streaming, the OpenAPI description |
 | `metrics.py` | counters for Prometheus |

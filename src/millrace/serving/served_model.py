@@ -31,7 +31,8 @@ from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.tools.calls import ToolFormat
 from millrace.serving.api.bodies import OpenAIBody
 from millrace.serving.api.errors import ApiError
-from millrace.serving.clients import Client, FairQueue, Flow
+from millrace.serving.clients import Client
+from millrace.serving.fair_queue import FairQueue, Flow
 from millrace.serving.metrics import ServerMetrics
 
 # A longer text is first encoded in pieces, until they exceed the context twice.

@@ -20,7 +20,7 @@ from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
 from millrace.core.errors import CheckpointError, ConfigError, WorkerError
 from millrace.core.records import Request, Sampling
-from millrace.serving.clients import FairQueue, Flow, QueuedPart
+from millrace.serving.fair_queue import FairQueue, Flow, QueuedPart
 from millrace.training.adapters.requests import PASS_TOKENS, AdapterPass, PassResult
 
 if TYPE_CHECKING:
