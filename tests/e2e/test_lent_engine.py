@@ -24,7 +24,6 @@ def train(tmp_path: Path, commands: list[Command]) -> Callable[..., Path]:
             tmp_path / "controller",
             sampling={"max_new_tokens": 48},
             rollout={"group_size": 8},
-            engine={"count": 1, "remote": 1},
             weights={"transport": "disk"},
             cluster={
                 "address": "tcp://127.0.0.1:0",
@@ -32,7 +31,7 @@ def train(tmp_path: Path, commands: list[Command]) -> Callable[..., Path]:
                 "share_gpu": "sleep",
                 "threads": 1,
             },
-            **sections,
+            **{"engine": {"count": 1, "remote": 1}, **sections},
         )
         ticket = project / "secret" / "ticket.json"
         run = Command("train", "run.toml", folder=project)
@@ -63,10 +62,30 @@ def test_lent_engine_generates_between_steps_only_and_the_other_all_the_time(tra
     assert read_metrics(run_dir / "metrics.jsonl")[-1]["lending/lent"] >= 2
 
 
-def test_engine_stays_asleep_while_the_trainer_does_not_wait(train):
-    """Steps of many epochs take so long that the other engine always has the next batch ready."""
+SLOW_SLEEPER = """
+import time
+from dataclasses import dataclass
+
+from millrace.inference.backend import EmbeddedBackend
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowSleeper(EmbeddedBackend):
+    def load(self, spec):
+        engine = super().load(spec)
+        engine.wake = lambda: time.sleep(0.5)
+        return engine
+"""
+
+
+def test_engine_stays_asleep_while_the_trainer_does_not_wait(train, tmp_path):
+    """Steps of many epochs take so long that the other engine always has the next batch ready, and
+    a wake takes half a second, as with a large model on a GPU."""
+    backend = tmp_path / "slow_sleeper.py"
+    backend.write_text(SLOW_SLEEPER)
     trainer = {"steps": 10, "groups_per_step": 4, "epochs": 8}
-    run_dir = train(trainer=trainer, buffer={"max_staleness": 4})
+    engine = {"type": f"{backend}:SlowSleeper", "count": 1, "remote": 1}
+    run_dir = train(trainer=trainer, engine=engine, buffer={"max_staleness": 4})
     last = read_metrics(run_dir / "metrics.jsonl")[-1]
     assert last["lending/kept_asleep"] >= 3
     assert steps_in(run_dir / "metrics.jsonl") == [*range(1, 11)]
