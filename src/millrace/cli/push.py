@@ -94,12 +94,10 @@ def _checkpoint(run_dir: RunDir, step: int | None) -> Path:
 
 def _files(checkpoint: Path) -> list[CommitOperationAdd]:
     """The files of the model; folders hold the optimizer and the critic."""
-    files = {path.name: path for path in sorted(checkpoint.iterdir()) if path.is_file()}
-    for name in NOT_PUSHED:
-        files.pop(name, None)
-    contents: dict[str, Path | bytes] = {**files}
-    if (adapter := files.get(ADAPTER_FILE)) is not None:
-        settings: dict[str, Any] = json.loads(adapter.read_text())
+    files = [path for path in sorted(checkpoint.iterdir()) if path.is_file()]
+    contents: dict[str, Path | bytes] = {p.name: p for p in files if p.name not in NOT_PUSHED}
+    if ADAPTER_FILE in contents:
+        settings: dict[str, Any] = json.loads((checkpoint / ADAPTER_FILE).read_text())
         # Of a local base model, the name of its folder only.
         base, _ = base_model({"model": {"path": settings["base_model_name_or_path"]}})
         settings["base_model_name_or_path"] = base
@@ -141,11 +139,10 @@ def model_card(
     # A JSON value is also a YAML value.
     head = "".join(f"{key}: {json.dumps(value)}\n" for key, value in metadata.items())
     versions = text.partition("\n")[0].removeprefix("# ") if text.startswith("# ") else "unknown"
-    kind = "LoRA adapter (PEFT) for" if is_adapter else "full fine-tune of"
     return CARD.read_text().format(
         head=head,
         title=title,
-        kind=kind,
+        kind="LoRA adapter (PEFT) for" if is_adapter else "full fine-tune of",
         base=f"the local model {base}" if is_local else f"[{base}](https://huggingface.co/{base})",
         step=step,
         curve=_curve(read_metrics(run_dir.metrics), step),

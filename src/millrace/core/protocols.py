@@ -26,8 +26,8 @@ Filter = Callable[[Group], Group | None]
 
 
 class Capability(StrEnum):
-    """Something an engine backend may offer beyond the core of the Engine protocol. The value is
-    what error messages call it. Every capability has a part of the contract suite."""
+    """Something an engine backend may offer beyond the Engine protocol, as error messages call it.
+    Every capability has a part of the contract suite."""
 
     KEPT_IDS = "kept ids of truncated sampling"
     ROUTES = "expert routes of each token"
@@ -55,8 +55,7 @@ class SupportsGenerate(Protocol):
 
         Before that, on this event loop, `on_tokens` receives every sampled token once and in order,
         and `on_completion` receives each completion once, as soon as it has ended. An exception
-        raised by either callback ends the request and is raised here.
-        """
+        raised by either callback ends the request and is raised here."""
         ...
 
 

@@ -53,9 +53,8 @@ def predict(
     workers = config.engine.num_local + config.trainer.num_ranks
     threads = config.cluster.threads or max(1, found.num_cores // workers)
     threads = 1 if found.device == "cuda" else threads  # its host has cores enough
-    return simulate(
-        config, found, lengths, speed_of=partial(found.speed, threads=threads), **counts
-    )
+    speed_of = partial(found.speed, threads=threads)
+    return simulate(config, found, lengths, speed_of=speed_of, **counts)
 
 
 def microbatch_tokens(config: RunConfig, lengths: Lengths) -> float:
