@@ -91,7 +91,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     ),
     "lfm2": ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}),
-    "lfm2_moe": ("lfm2_moe", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
+    ),
     "phi3 (LongRoPE)": (
         "phi3",
         {

@@ -9,6 +9,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, MIXTURES, RECURRENT, tiny_model
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     DiffLlamaConfig,
@@ -190,6 +191,48 @@ def test_the_copy_has_a_layer_of_every_kind():
     config = TABLE["config_of"]("gemma3_text")
     assert chosen_layers(config) == [0, config.layer_types.index("full_attention")]
     assert shrunk(config).layer_types == ["sliding_attention", "full_attention"]
+
+
+def layer_kinds(config) -> set[tuple[tuple[str, str], ...]]:
+    """The names and classes of the modules in each layer."""
+    with torch.device("meta"):
+        layers = AutoModelForCausalLM.from_config(config).model.layers
+    return {
+        tuple((name, type(module).__name__) for name, module in layer.named_modules())
+        for layer in layers
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "num_kinds"),
+    [
+        ("deepseek_v3", {}, 2),
+        ("glm4_moe", {"first_k_dense_replace": 3}, 2),
+        ("lfm2_moe", {"layer_types": ["conv", "conv", "full_attention", "conv"]}, 3),
+        ("afmoe", {"num_dense_layers": 2}, 2),
+        ("ernie4_5_moe", {"moe_layer_start_index": 3}, 2),
+        ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_layer_interval": 2}, 2),
+        ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_layer_end_index": 2}, 2),
+        ("qwen3_moe", {"decoder_sparse_step": 3}, 2),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}, 2),
+        ("llama4_text", {"interleave_moe_layer_step": 2}, 3),
+        ("exaone_moe", {"first_k_dense_replace": 3}, 2),
+        ("jamba", {"num_hidden_layers": 8}, 3),
+        ("bamba", {"attn_layer_indices": [2]}, 2),
+    ],
+)
+def test_the_copy_of_a_mixture_or_hybrid_has_every_kind_of_layer(name, settings, num_kinds):
+    config = CONFIG_MAPPING[name](**{"num_hidden_layers": 4, **settings})
+    kinds = layer_kinds(config)
+    assert len(kinds) == num_kinds
+    assert layer_kinds(shrunk(config)) == kinds
+    assert shrunk(config, num_layers=1).num_hidden_layers == 1
+    if name != "jamba":
+        assert shrunk(config).num_hidden_layers <= 3
+
+
+def test_the_copy_of_mamba2_runs():
+    assert find_obstacle(CONFIG_MAPPING["mamba2"](), attention=PACKED) is None
 
 
 def test_a_self_test_leaves_random_numbers_and_the_configuration_alone():
