@@ -167,6 +167,9 @@ def make_dashboard_app(dashboard: Dashboard, *, token: str) -> web.Application:
             response.set_cookie(cookie, token, httponly=True, samesite="Strict")
         return response
 
+    async def events(request: web.Request) -> web.StreamResponse:
+        return await send_events(request, dashboard.events())
+
     async def about_run(request: web.Request) -> web.StreamResponse:
         run, what = dashboard.find(request), request.match_info["what"]
         if what == "trace.json" and run.reader.run_dir.trace.is_file():
@@ -187,7 +190,7 @@ def make_dashboard_app(dashboard: Dashboard, *, token: str) -> web.Application:
     app = web.Application(middlewares=[error_middleware, guard])
     app.on_response_prepare.append(add_headers)
     app.router.add_get("/", index)
-    app.router.add_get("/events", lambda request: send_events(request, dashboard.events()))
+    app.router.add_get("/events", events)
     app.router.add_get("/runs/{run}/{what}", about_run)
     app.router.add_post("/runs/{run}/chat", partial(_chat, dashboard))
     app.router.add_static("/static", STATIC)
