@@ -111,7 +111,7 @@ def trainer_of(model, *, loss=None, learning_rate: float = 1e-2, **settings) -> 
     model.set_attn_implementation(PACKED_ATTENTION)
     policy_settings = {
         name: settings.pop(name)
-        for name in ("adapter", "replay", "logprob_chunk", "on_forward")
+        for name in ("adapter", "replay", "logprob_chunk", "on_forward", "is_prepared")
         if name in settings
     }
     return Trainer(

@@ -106,7 +106,7 @@ async def test_step_in_flight_runs_once_on_the_new_group_after_the_steps_since_i
     await run_pending_tasks()
     assert not stepping.done()
     second = FakeWorker(version=1)
-    newest = await group.replace([second], version=1)  # pyright: ignore
+    (newest,) = await group.replace([second], version=1)  # pyright: ignore
     assert newest.version == 2
     assert (await stepping).version == 3
     assert second.steps == [(2, False), (3, True)]
@@ -160,7 +160,7 @@ async def test_updates_of_a_dead_group_are_lost_and_never_released_to_the_next()
     group.lose()
     await group.release(old)
     second = FakeWorker()
-    lent = await group.replace([second], version=0)  # pyright: ignore
+    (lent,) = await group.replace([second], version=0)  # pyright: ignore
     assert await group.is_lost(old)
     await group.release(old)
     assert not any(isinstance(message, Release) for message in second.calls)

@@ -23,7 +23,7 @@ class FakeTrainer:
     async def is_lost(self, update: WeightUpdate) -> bool:
         return update.version in self.lost
 
-    async def borrow(self) -> WeightUpdate:
+    async def borrow(self, policy: str) -> WeightUpdate:
         return make_update(await self.newest.get())
 
 

@@ -12,7 +12,6 @@ import numpy as np
 from millrace.cluster.launchers.launcher import HostDevice, JoinSlot, ProcessExit
 from millrace.core import records
 from millrace.core.microbatch import Batch
-from millrace.core.records import Completion, Prompt, WeightUpdate
 from millrace.core.spans import Span
 
 
@@ -112,6 +111,7 @@ class StartEngine(Message, frozen=True):
     model_path: str  # the config's model, or a checkpoint of it
     version: int  # of those weights
     adapter_path: str | None = None  # in a LoRA run: the checkpoint whose adapter is applied
+    policies: dict[str, str | None] = {}  # the same of further LoRA policies, by name
     records_routes: bool = False  # record the experts of each token of a mixture of experts
     role: str = "engine"  # engines of one role receive weights together
 
@@ -133,17 +133,17 @@ class TokensSampled(Part, frozen=True):
 class Completed(Part, frozen=True):
     """Completions that ended before others of their request."""
 
-    completions: dict[int, Completion]  # by their number in the request
+    completions: dict[int, records.Completion]  # by their number in the request
 
 
 class GenerateDone(Message, frozen=True):
-    completions: dict[int, Completion]  # as in Completed; those that were not sent before
+    completions: dict[int, records.Completion]  # as in Completed; those that were not sent before
 
 
 class SwapWeights(Message, frozen=True):
     """Stage, verify, and make visible between two forward passes. -> Swapped"""
 
-    update: WeightUpdate
+    update: records.WeightUpdate
 
 
 class Swapped(Message, frozen=True):
@@ -204,6 +204,7 @@ class StartTrainer(Message, frozen=True):
     own_address: str = ""  # of the rank's host; "" = it is on the controller's host
     peer_address: str = ""  # of another rank's host, if ranks are on several hosts
     shares_gpu: bool | None = None  # with another rank; None = as placement.trainer says
+    policies: dict[str, tuple[dict[str, Any], str | None]] = {}  # further adapters: the same two
 
 
 class TrainStep(Message, frozen=True):
@@ -211,7 +212,7 @@ class TrainStep(Message, frozen=True):
 
     batch: Batch
     version: int
-    more: tuple[Batch, ...] = ()  # further minibatches: an optimizer update each, one version
+    more: tuple[Batch, ...] = ()  # further minibatches, an update each, or of other policies
     max_rows: int | None = None  # of a microbatch, since larger ones exceeded a rank's memory
     publish: bool = True
     updates: bool = True  # False: only the loss of `batch` is computed, at `version`
@@ -221,24 +222,27 @@ class Stepped(Message, frozen=True):
     version: int
     metrics: dict[str, float]
     skipped: tuple[int, ...] = ()  # indices of minibatches with a non-finite loss or gradient
-    # By number in Microbatch.reported: logprobs, entropies and advantages [3, n] of trained tokens.
-    reported: dict[int, np.ndarray] = {}
+    reported: dict[int, np.ndarray] = {}  # of HostSums, by number in Microbatch.reported
+    others: dict[str, "Stepped"] = {}  # of further policies in the same trainer, by name
 
 
 class Published(Message, frozen=True):
     """Event, or reply to Lend: these weights are ready to be read, until a Release."""
 
-    update: WeightUpdate
+    update: records.WeightUpdate
 
 
 class Lend(Message, frozen=True):
     """Make the newest version readable for a late engine. -> Published; Done from ranks above 0"""
+
+    policy: str = records.DEFAULT_POLICY
 
 
 class Release(Message, frozen=True):
     """One reader of this version has finished. -> Done"""
 
     version: int
+    policy: str = records.DEFAULT_POLICY
 
 
 class SaveCheckpoint(Message, frozen=True):
@@ -246,6 +250,7 @@ class SaveCheckpoint(Message, frozen=True):
 
     directory: str
     run_state: dict[str, Any]  # of the controller, such as the task cursor
+    policy: str = records.DEFAULT_POLICY
 
 
 class Copied(Part, frozen=True):
@@ -270,8 +275,8 @@ class ScoreGroup(Message, frozen=True):
     """Run one reward function on the episodes of a group. -> GroupScored"""
 
     function: str
-    prompts: list[Prompt]
-    completions: list[Prompt]  # as TRL: text for text prompts, [assistant message] for chat prompts
+    prompts: list[records.Prompt]
+    completions: list[records.Prompt]  # as in TRL: text, or [assistant message] of a chat
     completion_ids: list[list[int]]
     columns: dict[str, list[Any]]
 
@@ -296,7 +301,7 @@ class StepReading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     tokens: np.ndarray | None = None  # [L] int32
     ends: list[int] = []  # last token of each step
-    prompt: Prompt = ""  # without tokens: the text of the prompt
+    prompt: records.Prompt = ""  # without tokens: the text of the prompt
     pieces: list[str] = []  # without tokens: the text of each step
     num_known: int = 0  # first steps, whose values are known already
     is_partial: bool = False  # further steps will follow
@@ -320,8 +325,7 @@ class StartTeacher(Message, frozen=True):
     device: str  # of placement.models
     model_path: str
     num_known: int | None = None  # token ids it may report; None = those of the config's model
-    # Of a self-teacher:
-    history: dict[str, Any] | None = None  # lag, ema and every; None = fixed weights
+    history: dict[str, Any] | None = None  # of a self-teacher: lag, ema and every
     version: int = 0  # of the weights in model_path
     adapter_path: str | None = None  # in a LoRA run: the checkpoint whose adapter is applied
     saved_path: str = ""  # file in which it saves its weights, for a restart
@@ -345,8 +349,7 @@ class PlayEpisode(Message, frozen=True):
     task: records.Task
     is_trained: bool
     branching: records.Branching | None = None
-    # Of a branch:
-    parent: bytes | None = None  # recording of the parent episode, as JSON
+    parent: bytes | None = None  # of a branch: recording of the parent episode, as JSON
     turn: int = 0  # number of the parent's turn that it shares in part
     at: int = 0  # sampled tokens of that turn that are shared
     root: int = 0  # number of the root episode
@@ -363,7 +366,7 @@ class TurnWanted(Part, frozen=True):
     model: str | None = None  # that samples it, whose tokens are trained only if it is a policy
     is_trained: bool = True
     pinned: bool = False
-    partial: Completion | None = None  # tokens that the reply begins with
+    partial: records.Completion | None = None  # tokens that the reply begins with
     routes_from: int = 0  # if routes are replayed, the reply has those from this position on
 
 
@@ -378,7 +381,7 @@ class TurnSampled(Message, frozen=True):
 
     key: int
     call: int
-    completion: Completion | None
+    completion: records.Completion | None
     error: str = ""
 
 

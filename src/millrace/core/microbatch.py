@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from millrace.core.records import Kept
+from millrace.core.records import DEFAULT_POLICY, Kept
 
 # A shared prefix costs a second look at its keys in every layer; a shorter one is not worth it.
 MIN_SHARED_TOKENS = 4
@@ -106,6 +106,7 @@ class Batch:
     num_groups: int = 0
     num_ranks: int = 1  # shares that it is divided into
     balance: float = 1.0  # mean cost of the ranks' shares, divided by the largest
+    policy: str = DEFAULT_POLICY  # that learns from it, of several adapters of one trainer
 
     def of_rank(self, rank: int) -> "Batch":
         """The microbatches of one rank, with the totals of the whole batch."""

@@ -1,7 +1,7 @@
 """Builds the trainer that a configuration describes, and its end of the weight transport."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from millrace.config.training import ADAMW, ADAMW_8BIT, MUON
 from millrace.models.attention.packed import EXACT_PACKED, PACKED
 from millrace.models.exact.mode import check_exact
 from millrace.models.loading import load_model, resolve_device, resolve_dtype
-from millrace.models.lora.trained import TrainedAdapter
+from millrace.models.lora.trained import TrainedAdapter, train_in_float32
 from millrace.models.routing import (
     RouteReplay,
     check_aux_loss,
@@ -23,6 +23,8 @@ from millrace.models.routing import (
     find_routing,
 )
 from millrace.models.sharding import shard
+from millrace.training.adapters.adapted_model import AdaptedModel
+from millrace.training.adapters.policy_adapter import PolicyAdapter
 from millrace.training.critic import Critic, GaeEstimator
 from millrace.training.losses.recipes import build_loss
 from millrace.training.optimizer import Schedule, TrainSettings
@@ -44,9 +46,51 @@ def build_trainer(
 ) -> Trainer:
     """The trainer with the weights at `path`; `ranks` share it (None = one rank)."""
     ranks = ranks or Ranks()
-    optimizer, critic = config.optimizer, config.critic
+    policy = build_policy(config, path=path, ranks=ranks, on_forward=on_forward)
+    return _trainer_of(config, policy, on_forward=on_forward)
+
+
+def build_trainers(
+    configs: Sequence[RunConfig], *, path: str, on_forward: Callable[[], None] = lambda: None
+) -> list[Trainer]:
+    """Trainers of several LoRA policies, which share the model at `path`."""
+    config = configs[0]
+    assert config.lora is not None
+    dtype = frozen_dtype(config)
+    model = _load(
+        config,
+        path=path,
+        ranks=Ranks(),
+        root=lambda model: model,
+        compute_dtype=train_settings(config).compute_dtype,
+        dtype=dtype,
+    )
+    adapted = AdaptedModel(model, dtype=dtype)
+    train_in_float32(model)
+    replay = _replay_of(model, config)
+    trainers: list[Trainer] = []
+    for number, own in enumerate(configs):
+        adapter = PolicyAdapter(
+            model, config.lora, model_path=path, adapted=adapted, seed=config.seed + number
+        )
+        policy = PolicyModel(
+            model,
+            settings=train_settings(own),
+            adapter=adapter,
+            replay=replay,
+            on_forward=on_forward,
+            is_prepared=number > 0,
+        )
+        trainers.append(_trainer_of(own, policy, on_forward=on_forward))
+    return trainers
+
+
+def _trainer_of(
+    config: RunConfig, policy: PolicyModel, *, on_forward: Callable[[], None]
+) -> Trainer:
+    optimizer, critic, ranks = config.optimizer, config.critic, policy.ranks
     return Trainer(
-        build_policy(config, path=path, ranks=ranks, on_forward=on_forward),
+        policy,
         critic=critic and build_critic(config, critic, ranks=ranks, on_forward=on_forward),
         loss=build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens),
         schedule=Schedule(
@@ -78,11 +122,7 @@ def build_policy(
         compute_dtype=torch.float32 if is_dora else settings.compute_dtype,
         dtype=frozen_dtype(config),
     )
-    replay = None
-    # A dense model has no routing.
-    if config.trainer.replay_routes and (routing := find_routing(model)) is not None:
-        check_replay(model, routing)
-        replay = RouteReplay(routing)
+    replay = _replay_of(model, config)
     if config.trainer.router_aux_loss:
         check_aux_loss(replay)
     if config.trainer.router_bias_rate:
@@ -95,6 +135,14 @@ def build_policy(
         ranks=ranks,
         on_forward=on_forward,
     )
+
+
+def _replay_of(model: PreTrainedModel, config: RunConfig) -> RouteReplay | None:
+    # A dense model has no routing.
+    if not config.trainer.replay_routes or (routing := find_routing(model)) is None:
+        return None
+    check_replay(model, routing)
+    return RouteReplay(routing)
 
 
 def build_critic(

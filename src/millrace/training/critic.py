@@ -26,8 +26,8 @@ from millrace.training.checkpoints.shards import ShardReader
 from millrace.training.checkpoints.snapshot import OPTIMIZER
 from millrace.training.optimizer import TrainSettings
 from millrace.training.parallel.ranks import Ranks
-from millrace.training.policy_model import TrainableModel
 from millrace.training.token_batches import as_tensor
+from millrace.training.trainable_model import TrainableModel
 
 _EPSILON = 1e-4  # keeps normalization from amplifying noise where all advantages are equal
 

@@ -33,7 +33,7 @@ from millrace.core.errors import (
     WorkerError,
 )
 from millrace.core.microbatch import Batch, MeshSizes
-from millrace.core.records import WeightUpdate
+from millrace.core.records import DEFAULT_POLICY, WeightUpdate
 
 MAX_BYTES = 2**31
 Batches = tuple[Batch, ...]
@@ -156,6 +156,7 @@ class TrainerGroup:
         run_state: dict[str, Any],
         is_last: bool,
         on_copied: Callable[[], None],
+        policy: str = DEFAULT_POLICY,
     ) -> messages.Saved:
         """Write a checkpoint and return when it is on the disk. Steps may continue after
         `on_copied`, unless this is the last checkpoint. If the group dies before `on_copied`, or
@@ -176,7 +177,7 @@ class TrainerGroup:
             num_copied = 0
 
         reply = await self._call(
-            messages.SaveCheckpoint(directory=str(directory), run_state=run_state),
+            messages.SaveCheckpoint(directory=str(directory), run_state=run_state, policy=policy),
             timeout_s=self._save_timeout_s,
             on_part=count_copy,
             on_death=check_retry,
@@ -188,9 +189,9 @@ class TrainerGroup:
     def published(self, update: WeightUpdate) -> None:
         self._unreleased.append(update)
 
-    async def borrow(self) -> WeightUpdate:
+    async def borrow(self, policy: str = DEFAULT_POLICY) -> WeightUpdate:
         """The newest version, which stays readable until it is released."""
-        reply = await self._call(messages.Lend(), timeout_s=self._step_timeout_s)
+        reply = await self._call(messages.Lend(policy=policy), timeout_s=self._step_timeout_s)
         assert isinstance(reply, messages.Published)
         self._unreleased.append(reply.update)
         return reply.update
@@ -202,7 +203,8 @@ class TrainerGroup:
         self._unreleased = [other for other in self._unreleased if other is not update]
         ranks = self._ranks
         try:
-            await ranks[0].call(messages.Release(version=update.version))
+            message = messages.Release(version=update.version, policy=update.policy)
+            await ranks[0].call(message)
         except WorkerError:
             if not await _has_died(ranks):
                 raise
@@ -219,10 +221,12 @@ class TrainerGroup:
         self._ranks = ()
         self._unreleased.clear()
 
-    async def replace(self, ranks: Sequence[Worker], *, version: int) -> WeightUpdate:
+    async def replace(
+        self, ranks: Sequence[Worker], *, version: int, policies: Sequence[str] = ()
+    ) -> list[WeightUpdate]:
         """Let new ranks, which have loaded `version`, repeat the steps since then and take over.
         These steps are not published, because engines may already hold their weights. Returns the
-        newest version, as borrow() does."""
+        newest version, as borrow() does, and those of further `policies`."""
         timeout_s = self._step_timeout_s
         async for following, (batch, *more) in self.past.after(version):
             step = messages.TrainStep(
@@ -230,12 +234,16 @@ class TrainerGroup:
             )
             await self._call_ranks(ranks, step, timeout_s=timeout_s)
             self.num_redone += 1
-        reply = await self._call_ranks(ranks, messages.Lend(), timeout_s=timeout_s)
-        assert isinstance(reply, messages.Published)
-        self._unreleased.append(reply.update)
+        updates: list[WeightUpdate] = []
+        for policy in (DEFAULT_POLICY, *policies):
+            lend = messages.Lend(policy=policy)
+            reply = await self._call_ranks(ranks, lend, timeout_s=timeout_s)
+            assert isinstance(reply, messages.Published)
+            updates.append(reply.update)
+        self._unreleased += updates
         self._ranks = ranks
         self._replaced.set()
-        return reply.update
+        return updates
 
     def _has_published(self, update: WeightUpdate) -> bool:
         return bool(self._ranks) and any(update is other for other in self._unreleased)

@@ -9,7 +9,8 @@ Used by one thread.
 """
 
 import math
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from millrace.core.errors import CheckpointError, RunFailed
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.models.routing import balance_experts
+from millrace.training.adapters.shared_passes import PolicyBatch, clipped_gradients
 from millrace.training.checkpoints.directory import CRITIC
 from millrace.training.checkpoints.shards import own_parts, sharded_tensors
 from millrace.training.checkpoints.snapshot import (
@@ -44,8 +46,9 @@ from millrace.training.metrics import (
     summarize,
 )
 from millrace.training.optimizer import Schedule
-from millrace.training.policy_model import Gradient, PolicyModel
-from millrace.training.token_batches import token_batch
+from millrace.training.policy_model import PolicyModel
+from millrace.training.token_batches import PolicyOutput, token_batch
+from millrace.training.trainable_model import Gradient
 
 # What torch and safetensors raise for files that are missing, damaged, or of another model.
 _FILE_ERRORS = (OSError, EOFError, UnpicklingError, SafetensorError)
@@ -73,25 +76,35 @@ class Trainer:
     def step(self, *batches: Batch) -> dict[str, float]:
         """Make one version: in each epoch one optimizer update per batch. Returns the metrics of
         all updates, without those that were skipped, unless all were."""
+        return step_together([(self, batches)])[0]
+
+    def begin(self, batches: tuple[Batch, ...]) -> "StepUnderWay":
         assert batches, "a step needs a batch"
         if not batches[0].microbatches:  # of several policies, this one sampled none of the tokens
-            self.steps_done += 1
-            self.skipped, self.reported = (), {}
-            return {"batch/trained_tokens": 0.0}
+            return StepUnderWay(trainer=self, batches=(), learning_rate=0.0, num_proximal=0)
         if self.critic is not None:
             batches = self.critic.estimate_advantages(batches)
         batches, num_proximal = self._with_logprobs(batches)
-        batches *= self.epochs
         self._has_updated = False
-        learning_rate = 0.0 if self._is_critic_warmup else self.schedule.at(self.steps_done)
-        updates = [self._update(batch, learning_rate=learning_rate) for batch in batches]
+        return StepUnderWay(
+            trainer=self,
+            batches=batches * self.epochs,
+            learning_rate=0.0 if self._is_critic_warmup else self.schedule.at(self.steps_done),
+            num_proximal=num_proximal,
+        )
+
+    def finish(self, step: "StepUnderWay") -> dict[str, float]:
+        updates, learning_rate = step.updates, step.learning_rate
         self.skipped = tuple(i for i, update in enumerate(updates) if not update.is_finite)
         self.steps_done += 1
+        if not updates:
+            self.reported = {}
+            return {"batch/trained_tokens": 0.0}
         counted = [update for update in updates if update.is_finite] or updates
         metrics = _merged([_merged(update.outputs) for update in counted]).on_host()
         num_splits = sum(update.num_splits for update in updates)
         found = self.policy.ranks.gather(
-            (metrics, num_splits, num_proximal, *replayed_rows(batches)),
+            (metrics, num_splits, step.num_proximal, *replayed_rows(step.batches)),
             tuple[HostSums, int, int, int, int],
         )
         sums, splits, proximal, replayed, computed = zip(*found, strict=True)
@@ -202,13 +215,16 @@ class Trainer:
             batches = tuple(map(self.policy.with_reference_logprobs, batches))
         return batches, num_proximal
 
-    def _update(self, batch: Batch, *, learning_rate: float) -> Gradient:
+    def pending(self, batch: Batch) -> PolicyBatch:
+        """What the gradient of a batch is computed from."""
         assert batch.num_trained_tokens > 0, "a batch has trained tokens"
         if self.router_aux_loss:
             self.policy.set_batch_load(batch)
-        gradient = self.policy.clipped_gradient(
-            batch, lambda part: self._microbatch_loss(part, batch)
+        return PolicyBatch(
+            self.policy, batch, lambda part, output: self._microbatch_loss(part, batch, output)
         )
+
+    def apply(self, gradient: Gradient, batch: Batch, *, learning_rate: float) -> Gradient:
         # The critic learns first: either both learn from a batch or neither does.
         is_finite = gradient.is_finite and (self.critic is None or self.critic.update(batch))
         scale = self._step_scale(gradient) if is_finite and scales_step(self.loss) else 1.0
@@ -223,9 +239,12 @@ class Trainer:
         num_tokens, ratios, squares = self.policy.ranks.sum(sums)
         return math.sqrt(ratios**2 / (num_tokens * squares))
 
-    def _microbatch_loss(self, part: Microbatch, batch: Batch) -> tuple[Tensor, StepMetrics]:
-        topk_ids = part.topk_ids if loss_needs(self.loss, "topk") else None
-        output = self.policy.logprobs(part, topk_ids=topk_ids)
+    def _microbatch_loss(
+        self, part: Microbatch, batch: Batch, output: PolicyOutput | None = None
+    ) -> tuple[Tensor, StepMetrics]:
+        if output is None:
+            topk_ids = part.topk_ids if loss_needs(self.loss, "topk") else None
+            output = self.policy.logprobs(part, topk_ids=topk_ids)
         tokens = token_batch(part, batch, output=output, version=self.steps_done)
         loss, named = self.loss(tokens)
         if self.router_aux_loss:
@@ -240,6 +259,33 @@ class Trainer:
             is_mixed = mixed_context(part) if self.exact_kv == "keep" else None
             metrics.compare_bits(tokens, is_mixed)
         return loss, metrics
+
+
+@dataclass(kw_only=True, eq=False)
+class StepUnderWay:
+    """A step of one trainer; without batches, it makes a version with the same weights."""
+
+    trainer: Trainer
+    batches: tuple[Batch, ...]  # one update each
+    learning_rate: float
+    num_proximal: int  # microbatches that took a forward pass for proximal logprobs
+    updates: list[Gradient] = field(default_factory=list[Gradient])
+
+
+def step_together(
+    work: Sequence[tuple[Trainer, tuple[Batch, ...]]], *, pass_tokens: int = 0
+) -> list[dict[str, float]]:
+    """Trainer.step() of several trainers, which compute their gradients in passes of at most
+    `pass_tokens` rows together, as far as they share a model."""
+    steps = [trainer.begin(batches) for trainer, batches in work]
+    for number in range(max(len(step.batches) for step in steps)):
+        due = [step for step in steps if number < len(step.batches)]
+        pending = [step.trainer.pending(step.batches[number]) for step in due]
+        gradients = clipped_gradients(pending, pass_tokens=pass_tokens)
+        for step, gradient in zip(due, gradients, strict=True):
+            rate, batch = step.learning_rate, step.batches[number]
+            step.updates.append(step.trainer.apply(gradient, batch, learning_rate=rate))
+    return [step.trainer.finish(step) for step in steps]
 
 
 def _merged(parts: list[StepMetrics]) -> StepMetrics:

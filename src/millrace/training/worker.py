@@ -11,21 +11,28 @@ from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from millrace.cluster import messages
 from millrace.cluster.link import Link, WorkerCall, run_worker, serve
 from millrace.config import RunConfig
 from millrace.core import files as storage
 from millrace.core.errors import CheckpointError, RankUnreachable, RunFailed
-from millrace.core.records import WeightUpdate
+from millrace.core.microbatch import Batch
+from millrace.core.records import DEFAULT_POLICY, WeightUpdate
 from millrace.core.spans import Timeline
 from millrace.models.directory import load_tokenizer, text_config
 from millrace.models.loading import resolve_device, resolve_dtype, use_threads
-from millrace.training.build import build_sender, build_trainer, seed_everything
+from millrace.training.build import (
+    build_sender,
+    build_trainer,
+    build_trainers,
+    seed_everything,
+)
 from millrace.training.checkpoints.snapshot import CheckpointWriter
 from millrace.training.parallel.ranks import Ranks, is_lost_connection, use_interface_to
+from millrace.training.trainer import Trainer, step_together
 from millrace.weights.probe import ProbeReference
 from millrace.weights.publisher import Publisher
 
@@ -54,52 +61,62 @@ class TrainerWorker:
             torch.cuda.set_device(device)
         # The checkpoint of an adapter holds no model, so the base model comes from the config.
         path = config.model.path if config.lora else message.checkpoint or config.model.path
+        trusts = config.model.trust_remote_code
         seed_everything(config.seed)
         # Before the model is loaded: each rank loads its shard.
         self._ranks = _join_ranks(message, config, devices=devices, device=device)
         if not self._ranks.is_alone:
-            found = text_config(path, trust_remote_code=config.model.trust_remote_code)
+            found = text_config(path, trust_remote_code=trusts)
             model = sha256(found.to_json_string().encode()).hexdigest()[:12]
             packages = {name: version(name) for name in ("millrace", "torch", "transformers")}
             self._ranks.check_equal({**packages, "model config": model})
-        self._trainer = build_trainer(
-            config, path=path, ranks=self._ranks, on_forward=self._on_forward
-        )
-        if message.checkpoint is not None:
-            self._trainer.restore(Path(message.checkpoint))
-        self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(
-            path, trust_remote_code=config.model.trust_remote_code
-        )
+        own = {name: RunConfig.model_validate(own) for name, (own, _) in message.policies.items()}
+        # By policy; DEFAULT_POLICY is the only one, or the first.
+        configs = {DEFAULT_POLICY: config, **own}
+        self._trainers = dict(zip(configs, self._build([*configs.values()], path), strict=True))
+        checkpoints = [message.checkpoint, *(folder for _, folder in message.policies.values())]
+        for trainer, checkpoint in zip(self._trainers.values(), checkpoints, strict=True):
+            if checkpoint is not None:
+                trainer.restore(Path(checkpoint))
+        self._tokenizer = load_tokenizer(path, trust_remote_code=trusts)
         self._writing_ranks = self._ranks.for_thread()
-        self._writer = make_writer(keep=config.checkpoint.keep, ranks=self._writing_ranks)
+        self._writers = {
+            policy: make_writer(keep=own.checkpoint.keep, ranks=self._writing_ranks)
+            for policy, own in configs.items()
+        }
+        self._pass_tokens = config.trainer.microbatch_tokens
         exports = config.lora is not None and config.lora.export_merged
         self._has_adapter = config.lora is not None
         self._export_version = config.trainer.steps if exports else None
         # Engines that wake up need what the trainer holds for its next step.
         self._gives_memory_back = device.type == "cuda" and config.cluster.share_gpu == "sleep"
-        self._trained_tokens = 0.0
-        self._num_forwards = 0
-        self._is_stepping = False
-        self._link = link
-        self._timeline = timeline
+        self._trained_tokens, self._num_forwards, self._is_stepping = 0.0, 0, False
+        self._link, self._timeline = link, timeline
         self._reported_at = time.monotonic()
-        self._publisher = Publisher(
-            build_sender(
-                config,
-                ranks=self._ranks,
-                reference=self._reference(config, device),
-                own_address=message.own_address,
-            ),
-            emit=self._announce,
-            patience_s=config.weights.timeout_s,
-        )
+        reference, address = self._reference(config, device), message.own_address
+        self._publishers = {
+            policy: Publisher(
+                build_sender(own, ranks=self._ranks, reference=reference, own_address=address),
+                emit=self._announce,
+                patience_s=config.weights.timeout_s,
+                policy=policy,
+            )
+            for policy, own in configs.items()
+        }
+
+    def _build(self, configs: Sequence[RunConfig], path: str) -> list[Trainer]:
+        on_forward = self._on_forward
+        if len(configs) > 1:
+            return build_trainers(configs, path=path, on_forward=on_forward)
+        return [build_trainer(configs[0], path=path, ranks=self._ranks, on_forward=on_forward)]
 
     def _reference(self, config: RunConfig, device: torch.device) -> ProbeReference | None:
         if not config.probes_weights or self._ranks.rank != 0:
             return None
         # Adapters travel in float32, whatever engines compute in.
         dtype = str(resolve_dtype(config.engine.dtype, device)) if config.lora else ""
-        module, name = self._trainer.policy.module, dtype.removeprefix("torch.")
+        module = self._trainers[DEFAULT_POLICY].policy.module
+        name = dtype.removeprefix("torch.")
         return ProbeReference(module, lora=config.lora, dtype=name)
 
     def serve(self) -> None:
@@ -108,20 +125,22 @@ class TrainerWorker:
             while True:
                 self._timeline.enter("a batch", busy=False)
                 call = self._link.receive(PROGRESS_S)
-                self._publisher.check()
+                for publisher in self._publishers.values():
+                    publisher.check()
                 if call is not None and not self._handle(call):
                     return
                 if time.monotonic() - self._reported_at >= PROGRESS_S:
                     self._report_progress()
         finally:
-            self._writer.wait()
-            self._publisher.close()
+            self._wait_for_writers()
+            for publisher in self._publishers.values():
+                publisher.close()
 
     def _handle(self, call: WorkerCall) -> bool:
         """Answer one call; False = stop."""
         message = call.message
         if isinstance(message, messages.Lend):
-            self._lend(call)
+            self._lend(call, message.policy)
             return True
         reply: messages.Message = messages.Done()
         try:
@@ -132,7 +151,7 @@ class TrainerWorker:
                     self._save(call, message)  # the writer's thread replies
                     return True
                 case messages.Release():
-                    self._publisher.release(message.version)
+                    self._publishers[message.policy].release(message.version)
                 case messages.Stop():
                     pass
                 case _:
@@ -147,22 +166,24 @@ class TrainerWorker:
             self._timeline.enter("publish", busy=True)  # before the reply: the step is over
         call.reply(reply)
         if isinstance(message, messages.TrainStep) and message.publish:
-            self._publisher.publish(self._trainer.steps_done, self._trainer.policy.weights())
+            for policy, trainer in self._trainers.items():
+                self._publishers[policy].publish(trainer.steps_done, trainer.policy.weights())
             self._report_progress()
         return not isinstance(message, messages.Stop)
 
-    def _lend(self, call: WorkerCall) -> None:
+    def _lend(self, call: WorkerCall, policy: str) -> None:
         """Rank 0 replies when the weights can be read. The others offer it their shards, which it
         does not gather if its version is still readable; the next version then replaces them."""
-        version, weights = self._trainer.steps_done, self._trainer.policy.weights()
+        trainer, publisher = self._trainers[policy], self._publishers[policy]
+        version, weights = trainer.steps_done, trainer.policy.weights()
         if self._ranks.rank == 0:
-            self._publisher.lend(
+            publisher.lend(
                 version,
                 weights,
                 answer=lambda update: call.reply(messages.Published(update=update)),
             )
         else:
-            self._publisher.publish(version, weights)
+            publisher.publish(version, weights)
             call.reply(messages.Done())
 
     def _announce(self, update: WeightUpdate) -> None:
@@ -170,38 +191,54 @@ class TrainerWorker:
         if self._ranks.rank == 0:
             self._link.emit(messages.Published(update=update))
         else:
-            self._publisher.release(update.version)  # rank 0 holds its bytes
+            self._publishers[update.policy].release(update.version)  # rank 0 holds its bytes
 
     def _step(self, message: messages.TrainStep) -> messages.Stepped:
         made = message.version if message.updates else message.version + 1
-        assert made == self._trainer.steps_done + 1, "a step makes the next version"
+        first = self._trainers[DEFAULT_POLICY]
+        assert made == first.steps_done + 1, "a step makes the next version"
         self._timeline.enter("step" if message.updates else "evaluate", busy=True)
         self._is_stepping = True
-        if message.max_rows is not None:
-            self._trainer.limit_rows(message.max_rows)
-        if message.updates:
-            metrics = self._trainer.step(message.batch, *message.more)
-        else:
-            metrics = {"loss": self._trainer.held_out_loss(message.batch)}
-        self._is_stepping = False
+        for trainer in self._trainers.values():
+            if message.max_rows is not None:
+                trainer.limit_rows(message.max_rows)
         if not message.updates:
+            metrics = {"loss": first.held_out_loss(message.batch)}
+            self._is_stepping = False
             return messages.Stepped(version=message.version, metrics=metrics)
+        batches: dict[str, list[Batch]] = {policy: [] for policy in self._trainers}
+        for batch in (message.batch, *message.more):
+            batches[batch.policy].append(batch)
+        work = [(trainer, tuple(batches[policy])) for policy, trainer in self._trainers.items()]
+        found = step_together(work, pass_tokens=self._pass_tokens)
+        self._is_stepping = False
         if self._gives_memory_back:
             torch.cuda.empty_cache()
-        self._trained_tokens += metrics["batch/trained_tokens"]
-        skipped, reported = self._trainer.skipped, self._trainer.reported
-        return messages.Stepped(
-            version=message.version, metrics=metrics, skipped=skipped, reported=reported
-        )
+        self._trained_tokens += sum(metrics["batch/trained_tokens"] for metrics in found)
+        replies = {
+            policy: messages.Stepped(
+                version=message.version,
+                metrics=metrics,
+                skipped=trainer.skipped,
+                reported=trainer.reported,
+            )
+            for (policy, trainer), metrics in zip(self._trainers.items(), found, strict=True)
+        }
+        return msgspec.structs.replace(replies.pop(DEFAULT_POLICY), others=replies)
+
+    def _wait_for_writers(self) -> None:
+        for writer in self._writers.values():
+            writer.wait()
 
     def _save(self, call: WorkerCall, message: messages.SaveCheckpoint) -> None:
         """Copy the state. A thread writes it and replies while steps continue."""
         self._timeline.enter("checkpoint", busy=True)
-        self._writer.wait()  # before the copy: the host holds one snapshot at a time
-        directory, version = Path(message.directory), self._trainer.steps_done
+        self._wait_for_writers()  # before the copy: the host holds one snapshot at a time
+        trainer = self._trainers[message.policy]
+        directory, version = Path(message.directory), trainer.steps_done
         is_exported = version == self._export_version
         try:
-            snapshot = self._trainer.snapshot(merged_into=MERGED if is_exported else None)
+            snapshot = trainer.snapshot(merged_into=MERGED if is_exported else None)
         except (MemoryError, RuntimeError) as error:
             if is_lost_connection(error):
                 raise
@@ -210,7 +247,7 @@ class TrainerWorker:
             raise kind(
                 f"Checkpoint {str(directory)!r} could not be made: the trainer's state could not be"
                 f" copied to the host ({storage.reason(error)}); it needs"
-                f" {self._trainer.state_bytes()} bytes of memory there."
+                f" {trainer.state_bytes()} bytes of memory there."
             ) from error
         call.send_part(messages.Copied())
         # While a sharded model is written, its parts are on the disk as well.
@@ -230,17 +267,16 @@ class TrainerWorker:
             else:
                 call.reply(messages.Saved(version=version, complaint=complaint))
 
-        self._writer.begin(
+        self._writers[message.policy].begin(
             directory,
             write=write,
             run_state={"step": version, "version": version, **message.run_state},
-            needed_bytes=self._trainer.state_bytes()
-            + num_models * self._trainer.policy.merged_bytes(),
+            needed_bytes=trainer.state_bytes() + num_models * trainer.policy.merged_bytes(),
             on_done=reply,
         )
 
     def _report_progress(self) -> None:
-        steps_done = float(self._trainer.steps_done)
+        steps_done = float(self._trainers[DEFAULT_POLICY].steps_done)
         progress = messages.WorkerProgress(
             spans=self._timeline.drain(),
             counters={"steps": steps_done, "trained_tokens": self._trained_tokens},

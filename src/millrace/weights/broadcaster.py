@@ -34,8 +34,9 @@ class VersionSource(Protocol):
 
     async def is_lost(self, update: WeightUpdate) -> bool: ...
 
-    async def borrow(self) -> WeightUpdate:
-        """The newest version; readable until it is released. Waits while the trainer restarts."""
+    async def borrow(self, policy: str) -> WeightUpdate:
+        """The newest version of a policy; readable until it is released. Waits while the trainer
+        restarts."""
         ...
 
 
@@ -157,7 +158,7 @@ class VersionBroadcaster:
                     raise
             finally:
                 self._done(shared)
-            shared = _Shared(update=await source.borrow(), num_readers=1)
+            shared = _Shared(update=await source.borrow(self._policy), num_readers=1)
 
     def _done(self, shared: _Shared) -> None:
         shared.num_readers -= 1

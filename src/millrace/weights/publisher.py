@@ -17,11 +17,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from millrace.core.records import WeightUpdate
+from millrace.core.records import DEFAULT_POLICY, WeightUpdate
 from millrace.models.sharding import local_part
 from millrace.weights.backends import NoSpace, Superseded
 from millrace.weights.gathering import WeightSender
@@ -82,8 +83,11 @@ class Publisher:
         *,
         emit: Callable[[WeightUpdate], None],
         patience_s: float = 60.0,
+        policy: str = DEFAULT_POLICY,
     ) -> None:
-        """`emit` is called from the publisher's thread with each update that is ready."""
+        """`emit` is called from the publisher's thread with each update that is ready. `policy`:
+        whose versions these are."""
+        self._policy = policy
         self.superseded = 0  # versions never sent, because a newer one came first
         self._sender = sender
         self._emit = emit
@@ -203,6 +207,7 @@ class Publisher:
         try:
             with snapshot.reading():
                 update = self._sender.publish(snapshot.version, snapshot.tensors)
+            update = replace(update, policy=self._policy)
         except NoSpace as error:
             self._try_later(snapshot, error)
             return

@@ -1,4 +1,4 @@
-"""Reads PEFT adapter folders without PEFT.
+"""Reads and writes PEFT adapter folders without PEFT.
 
 Promise: an adapter that would not compute here what it computes in PEFT is refused in one sentence
 that names it.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -164,6 +164,33 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     tensors = {name.removeprefix(NAME_PREFIX): tensor for name, tensor in loaded.items()}
     saved = json.loads((folder / SETTINGS_FILE).read_text())
     return from_peft(tensors, targets=saved.get("target_parameters") or (), rank=saved["r"])
+
+
+def write_folder(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    layout: Adapter,
+    alpha: float,
+    path: str,
+    rslora: bool = False,
+) -> None:
+    """Save an adapter as PEFT does. `path`: of its base model."""
+    experts = sorted(layer for layer, size in layout.layers.items() if len(size) == 3)
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": path,
+        "r": layout.rank,
+        "lora_alpha": alpha,
+        "use_rslora": rslora,
+        "use_dora": False,
+        "target_modules": sorted(layout.layers.keys() - set(experts)),
+        "target_parameters": experts or None,
+    }
+    (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+    named = {f"{NAME_PREFIX}{name}": t.cpu().contiguous() for name, t in to_peft(tensors).items()}
+    save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def to_peft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

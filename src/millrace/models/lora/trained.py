@@ -4,7 +4,7 @@ Promise: PeftModel.from_pretrained loads what write() wrote.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,27 +51,13 @@ class TrainedAdapter:
         self._experts = self._add_to_experts(experts)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".lora_" in name)
-        self._train_in_float32()
+        train_in_float32(model)
         sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
         if any("tp" in (p.device_mesh.mesh_dim_names or ()) for p in sharded):
             from millrace.models.parallel_plans import divide_factors
 
             divide_factors(model, self._linears, adapter=_ADAPTER)
         model.eval()  # new modules start in train mode
-
-    def _train_in_float32(self) -> None:
-        """Convert a model that was loaded in 16 bits, except for frozen matrices. Autocast would
-        round these to 16 bits in each pass; the adapter, the residual stream and the head need
-        float32. Sharded weights were loaded like this."""
-        head = self._model.get_output_embeddings()
-        for module in self._model.modules():
-            is_linear = isinstance(module, nn.Linear) and module is not head
-            for parameter in module.parameters(recurse=False):
-                is_matrix = parameter.ndim == 3 or (is_linear and parameter.ndim == 2)
-                is_kept = is_matrix and not parameter.requires_grad
-                is_kept = is_kept or isinstance(parameter, DTensor)
-                if parameter.dtype != torch.float32 and not is_kept:
-                    parameter.data = parameter.data.float()
 
     def _inject(self, linears: list[str]) -> None:
         """Add PEFT's layers. It does not see the model's config, so that it takes names as they
@@ -118,6 +104,10 @@ class TrainedAdapter:
             names = factors.tensor_names(name, dora=self._adapter.is_dora)
             weights |= {n: t.detach() for n, t in zip(names, tensors, strict=True)}
         return weights
+
+    def changing(self, num_rows: int) -> AbstractContextManager[None]:
+        """A context for a pass over so many rows, and for its backward pass."""
+        return nullcontext()
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -169,6 +159,21 @@ class TrainedAdapter:
                 value = adapter.merged(layers[name], whole(tensor), tensors).to(tensor.dtype)
             weights[name] = shard_like(value, tensor, device=torch.device("cpu"))
         return weights
+
+
+def train_in_float32(model: PreTrainedModel) -> None:
+    """Convert a model that was loaded in 16 bits, except for frozen matrices. Autocast would round
+    these to 16 bits in each pass; the adapter, the residual stream and the head need float32.
+    Sharded weights were loaded like this."""
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        is_linear = isinstance(module, nn.Linear) and module is not head
+        for parameter in module.parameters(recurse=False):
+            is_matrix = parameter.ndim == 3 or (is_linear and parameter.ndim == 2)
+            is_kept = is_matrix and not parameter.requires_grad
+            is_kept = is_kept or isinstance(parameter, DTensor)
+            if parameter.dtype != torch.float32 and not is_kept:
+                parameter.data = parameter.data.float()
 
 
 @contextmanager

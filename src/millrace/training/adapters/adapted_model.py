@@ -22,6 +22,7 @@ from millrace.models.attention.layout import PackedLayout
 from millrace.models.loading import hidden_states
 from millrace.models.logprobs import chunked_distributions
 from millrace.models.lora.factors import (
+    Adapter,
     adaptable_layers,
     add_update,
     aligned,
@@ -31,7 +32,6 @@ from millrace.models.lora.factors import (
     tensor_names,
 )
 from millrace.training.adapters.requests import TARGETS, TrainingDatum
-from millrace.training.layers import checkpoint_layers
 
 _MAX_ADAPTERS = 16  # of one forward pass
 _MAX_GROUPS = 1023  # of a grouped product on a GPU
@@ -42,7 +42,8 @@ _LOGPROB_CHUNK = 1024  # positions whose logits exist at one time
 class _ActiveAdapters:
     """The adapters of the rows of a pass."""
 
-    # By layer: A [N, R, I] and scaled B [N, O, R]; of experts [E N, R, I] and [E N, O, R].
+    # By layer: A [N, R, I] and scaled B [N, O, R]; of experts [E N, R, I] and [E N, O, R]. R and O
+    # are rounded up to what grouped products need.
     factors: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     ends: Tensor = field(default_factory=lambda: torch.zeros(1))  # [N] int32; of their rows
     num_rows: int = 0
@@ -59,11 +60,13 @@ class _AdaptedLayer:
         if self._layer not in self._active.factors:
             return output
         a, b = self._active.factors[self._layer]
+        given = args[0].to(a.dtype)
         if len(a) == 1:
-            return output + F.linear(F.linear(args[0], a[0]), b[0])
-        ends, x = self._active.ends, args[0].flatten(0, -2)
+            return output + F.linear(F.linear(given, a[0]), b[0])[..., : output.shape[-1]]
+        ends, x = self._active.ends, given.flatten(0, -2)
         assert len(x) == self._active.num_rows, "an adapted layer sees every row of a pass, once"
-        return output + grouped(grouped(x, a, ends), b, ends).view(output.shape)
+        update = grouped(grouped(x, a, ends), b, ends)[:, : output.shape[-1]]
+        return output + update.reshape(output.shape)
 
     def add(self, output: Tensor, x: Tensor, *, offsets: Tensor, tokens: Tensor) -> Tensor:
         if self._layer not in self._active.factors:
@@ -78,14 +81,15 @@ class _AdaptedLayer:
             groups = experts * len(ends) + adapters
             numbers = torch.arange(len(a), device=groups.device, dtype=groups.dtype)
             offsets = torch.searchsorted(groups, numbers, right=True, out_int32=True)
-        return output + grouped(grouped(x, a, offsets), b, offsets)
+        return output + grouped(grouped(x, a, offsets), b, offsets)[:, : output.shape[-1]]
 
 
 class AdaptedModel:
-    def __init__(self, model: PreTrainedModel) -> None:
-        """`model`: loaded with PACKED attention."""
+    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> None:
+        """`model`: loaded with PACKED attention. `dtype`: of products with factors, if not the
+        model's."""
         self._model = model.requires_grad_(False)
-        self.device, self.dtype = model.device, model.dtype
+        self.device, self.dtype = model.device, dtype or model.dtype
         self.layers = adaptable_layers(model)
         self._active = _ActiveAdapters()
         check_adaptable(expert_modules(model).values())
@@ -98,8 +102,6 @@ class AdaptedModel:
             else:
                 module, _, weight = layer.rpartition(".")
                 add_update(model.get_submodule(module), weight, adapted)
-        if model.device.type == "cuda":
-            checkpoint_layers(model)
 
     @contextmanager
     def applied(
@@ -116,7 +118,8 @@ class AdaptedModel:
             if not ranks:
                 continue
             rank, dim = aligned(max(ranks)), len(experts)
-            a_size, b_size = (*experts, rank, num_in), (*experts, num_out, rank)
+            # The gate of a shared expert has one output.
+            a_size, b_size = (*experts, rank, num_in), (*experts, aligned(num_out), rank)
             a = torch.stack([_padded(t.get(a_name), a_size, device) for t, _ in adapters], dim)
             b = torch.stack([_padded(t.get(b_name), b_size, device) for t, _ in adapters], dim)
             b = b * scales[:, None, None]
@@ -154,6 +157,19 @@ class AdaptedModel:
             chunk=_LOGPROB_CHUNK,
         )
         return logprobs
+
+
+def initial_factors(
+    layout: Adapter, *, generator: torch.Generator, device: torch.device
+) -> dict[str, nn.Parameter]:
+    """The tensors of a new adapter, by name. B is 0, so it changes nothing yet."""
+    parameters: dict[str, nn.Parameter] = {}
+    for tensor, size in layout.shapes().items():
+        values = torch.zeros(size)
+        if ".lora_A." in tensor:
+            values.uniform_(-(size[-1] ** -0.5), size[-1] ** -0.5, generator=generator)
+        parameters[tensor] = nn.Parameter(values.to(device))
+    return parameters
 
 
 def _padded(factor: Tensor | None, size: Sequence[int], device: torch.device) -> Tensor:

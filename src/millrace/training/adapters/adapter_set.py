@@ -7,8 +7,7 @@ is a complete PEFT folder or none, and training continues from it with the same 
 One thread calls all methods. L = tokens of a datum.
 """
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,8 @@ from transformers import PreTrainedModel
 
 from millrace.core.errors import CheckpointError, TaskError
 from millrace.models.lora.factors import Adapter, scale_of
-from millrace.models.lora.folders import (
-    NAME_PREFIX,
-    SETTINGS_FILE,
-    WEIGHTS_FILE,
-    read_checkpoint,
-    to_peft,
-)
-from millrace.training.adapters.adapted_model import AdaptedModel, to_tensor
+from millrace.models.lora.folders import read_checkpoint, write_folder
+from millrace.training.adapters.adapted_model import AdaptedModel, initial_factors, to_tensor
 from millrace.training.adapters.requests import (
     PASS_TOKENS,
     TARGETS,
@@ -39,6 +32,7 @@ from millrace.training.adapters.requests import (
     TrainingDatum,
 )
 from millrace.training.checkpoints.directory import read_run_state, write_checkpoint
+from millrace.training.layers import checkpoint_layers
 from millrace.training.losses.summed import summed_loss
 
 ALPHA = 32.0  # B A is scaled by ALPHA / rank, as the Tinker API does
@@ -63,22 +57,19 @@ class AdapterSet:
     def __init__(self, model: PreTrainedModel, *, path: str, max_context: int) -> None:
         """`model`: loaded from `path` with PACKED attention. Its weights never change."""
         self._model = AdaptedModel(model)
+        if model.device.type == "cuda":
+            checkpoint_layers(model)
         self._path = path
         self.max_context = max_context
         self._num_ids = model.config.get_text_config().vocab_size
         self.owned: dict[str, OwnedAdapter] = {}  # by name; removing one frees it
 
     def create(self, name: str, shape: AdapterShape, *, seed: int | None) -> None:
-        """Add an adapter. B is 0, so it changes nothing yet."""
+        """Add an adapter, which changes nothing yet."""
         layout = self._layout(shape)
         generator = torch.Generator()
         generator.seed() if seed is None else generator.manual_seed(seed)
-        parameters: dict[str, nn.Parameter] = {}
-        for tensor, size in layout.shapes().items():
-            values = torch.zeros(size)
-            if ".lora_A." in tensor:
-                values.uniform_(-(size[-1] ** -0.5), size[-1] ** -0.5, generator=generator)
-            parameters[tensor] = nn.Parameter(values.to(self._model.device))
+        parameters = initial_factors(layout, generator=generator, device=self._model.device)
         self.owned[name] = OwnedAdapter(
             shape=shape,
             layout=layout,
@@ -190,7 +181,7 @@ class AdapterSet:
         }
 
         def write(unfinished: Path) -> None:
-            _write_folder(unfinished, tensors, layout=adapter.layout, alpha=ALPHA, path=self._path)
+            write_folder(unfinished, tensors, layout=adapter.layout, alpha=ALPHA, path=self._path)
             if moments:
                 save_file(moments, unfinished / _OPTIMIZER_FILE)
 
@@ -227,7 +218,7 @@ class AdapterSet:
         dtype = self._model.dtype
         tensors = {name: torch.zeros(size, dtype=dtype) for name, size in layout.shapes().items()}
         folder.mkdir(parents=True, exist_ok=True)
-        _write_folder(folder, tensors, layout=layout, alpha=rank, path=self._path)
+        write_folder(folder, tensors, layout=layout, alpha=rank, path=self._path)
 
     def prompt_logprobs(self, tokens: np.ndarray, folder: Path | None) -> np.ndarray:
         """Logprobs [L] of tokens [L], with a saved adapter or without one. The first is NaN."""
@@ -316,21 +307,3 @@ def _packs(
             room -= len(datum.tokens)
     if pack:
         yield pack
-
-
-def _write_folder(
-    folder: Path, tensors: Mapping[str, Tensor], *, layout: Adapter, alpha: float, path: str
-) -> None:
-    experts = sorted(layer for layer, size in layout.layers.items() if len(size) == 3)
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": path,
-        "r": layout.rank,
-        "lora_alpha": alpha,
-        "target_modules": sorted(layout.layers.keys() - set(experts)),
-        "target_parameters": experts or None,
-    }
-    (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
-    named = {f"{NAME_PREFIX}{name}": t.cpu().contiguous() for name, t in to_peft(tensors).items()}
-    save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
