@@ -271,6 +271,12 @@ class RunConfig(Section):
         return self.engine.remote + self.trainer.remote > 0 or not self.cluster.is_local
 
     @property
+    def adapter_policies(self) -> tuple[str, ...]:
+        """Policies besides the first that are adapters of the run's model: they share its trainer
+        and engines."""
+        return tuple(self.policies)[1:] if self.lora is not None else ()
+
+    @property
     def probes_weights(self) -> bool:
         """weights.probe, with its default resolved."""
         if self.weights.probe is None:

@@ -10,7 +10,7 @@ starts. Torch-free: a backend imports its libraries in load().
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from millrace.config import EngineConfig, LoraConfig, RunConfig
 from millrace.config.section import PositiveInt
@@ -35,6 +35,8 @@ class EngineSpec:
     trust_remote_code: bool = False
     lora: LoraConfig | None = None  # updates bring adapters of this kind instead of all weights
     adapter_path: Path | None = None
+    # Further policies on the same base, by name, and the checkpoints of their adapters.
+    policies: Mapping[str, Path | None] = field(default_factory=dict[str, Path | None])
     records_routes: bool = False  # record the experts of each token of a mixture of experts
     sleeps: bool = False  # sleep() will be called
     exact: bool = False  # logprobs are bit for bit those of the trainer
@@ -59,6 +61,16 @@ class EngineStats:
     prefill_tokens: int
     cached_tokens: int  # found in the prefix cache, so not prefilled
     preemptions: int
+
+
+@runtime_checkable
+class HasPolicies(Protocol):
+    """An EngineCore that may serve adapters of several policies."""
+
+    def version_of(self, policy: str) -> int | None: ...
+
+    def unchanged(self, *, version: int, policy: str) -> Any:
+        """What prepare() returns, for a version with the weights that the engine has."""
 
 
 class EngineCore(Protocol):

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpecte
 from millrace.config import Interrupt, RunConfig, load_config
 from millrace.core.errors import MillraceError, TaskError, WeightError
 from millrace.core.protocols import Capability
-from millrace.core.records import CompletionChunk, WeightUpdate
+from millrace.core.records import DEFAULT_POLICY, CompletionChunk, WeightUpdate
 from millrace.core.spans import Timeline
 from millrace.inference.backend import (
     EngineCore,
@@ -67,6 +68,7 @@ def _start(message: messages.StartEngine, link: Link, timeline: Timeline) -> "En
         trust_remote_code=config.model.trust_remote_code,
         lora=config.lora,
         adapter_path=None if message.adapter_path is None else Path(message.adapter_path),
+        policies={name: Path(at) if at else None for name, at in message.policies.items()},
         records_routes=message.records_routes,
         sleeps=config.cluster.share_gpu == "sleep",
         exact=config.is_exact,
@@ -81,7 +83,8 @@ def wire(
 ) -> "EngineWorker":
     """Connect a built engine to the link and to the weight transport."""
     device = resolve_device(config.placement.engine(0))
-    receiver = make_receiver(
+    receiver = partial(
+        make_receiver,
         config.weights.transport,
         expected=engine.parameter_shapes(),
         dtype=resolve_dtype(config.transfer_dtype, device),
@@ -93,7 +96,8 @@ def wire(
     return EngineWorker(
         link,
         engine=engine,
-        receiver=receiver,
+        receiver=receiver(),
+        receivers={policy: receiver() for policy in config.adapter_policies},
         timeline=timeline,
         interrupt=config.weights.interrupt,
         capabilities=load_backend(config.engine).capabilities,
@@ -119,25 +123,28 @@ class EngineWorker(ModelWorker):
         *,
         engine: EngineCore,
         receiver: StagingReceiver,
+        receivers: Mapping[str, StagingReceiver] | None = None,
         timeline: Timeline,
         interrupt: Interrupt = "swap",
         capabilities: frozenset[Capability] = frozenset(Capability),
         report_s: float = REPORT_S,
     ) -> None:
-        """`report_s`: interval of the coalesced token reports, in seconds."""
+        """`receivers`: of further policies. `report_s`: interval of coalesced reports, in s."""
         super().__init__(link, timeline=timeline)
         self._arrived: deque[WorkerCall] = deque()  # during a step, not yet handled
         self._engine = engine
         self._capabilities = capabilities
         self._interrupt = WeightInterrupt(interrupt, engine)
-        self._receiver = receiver
+        self._receivers = {DEFAULT_POLICY: receiver, **(receivers or {})}
+        self._checksums: dict[str, int] = {}  # of the newest update of each policy
         self._calls: dict[str, WorkerCall] = {}  # Generate calls by request id
         self._score_calls: deque[WorkerCall] = deque()
         self._num_scored = 0  # tokens
         self._staging: _Staging | None = None
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
         self._is_paused = self._is_asleep = False
-        self._early_swaps: list[WorkerCall] = []  # arrived while the engine was asleep
+        # Arrived while the engine was asleep, or while an update of another policy was staged.
+        self._early_swaps: list[WorkerCall] = []
         self._num_swaps = 0
         self._report_s = report_s
         self._coalesced_s = time.monotonic()  # of the last coalesced report
@@ -156,7 +163,8 @@ class EngineWorker(ModelWorker):
 
     def _close(self) -> None:
         self._stager.shutdown(wait=True, cancel_futures=True)
-        self._receiver.close()
+        for receiver in self._receivers.values():
+            receiver.close()
         self._engine.close()
 
     def _is_awaited(self) -> bool:
@@ -257,9 +265,11 @@ class EngineWorker(ModelWorker):
                 call.fail(unexpected(call))
 
     def _sleep(self) -> None:
-        if self._staging is not None:  # it reads live weights
-            wait([self._staging.staged])
+        while (staging := self._staging) is not None:  # it reads live weights
+            wait([staging.staged])
             self._commit_weights()
+            if self._staging is staging:  # sequences have to finish first
+                break
         self._timeline.enter("sleep", busy=True)
         self._engine.sleep()
         self._is_asleep = True
@@ -268,6 +278,9 @@ class EngineWorker(ModelWorker):
         self._timeline.enter("wake", busy=True)
         self._engine.wake()
         self._is_asleep = False
+        self._stage_early()
+
+    def _stage_early(self) -> None:
         early, self._early_swaps = self._early_swaps, []
         for call in early:
             self._handle(call)
@@ -302,28 +315,38 @@ class EngineWorker(ModelWorker):
             self._calls[id].send_part(messages.TokensSampled(pieces=pieces))
 
     def _stage(self, update: WeightUpdate, call: WorkerCall) -> None:
-        """Start to stage an update. Of several updates only the newest is applied."""
+        """Start to stage an update. Of several of a policy only the newest is applied. Policies
+        take turns: staged weights are for the next commit."""
         under_way = self._staging
+        if under_way is not None and under_way.update.policy != update.policy:
+            self._early_swaps.append(call)
+            return
         if under_way is not None and under_way.update.version >= update.version:
             under_way.calls.append(call)
             return
         visible = self._engine.version
+        if isinstance(self._engine, HasPolicies):
+            visible = self._engine.version_of(update.policy)
         if visible is not None and visible >= update.version:
             call.reply(messages.Swapped(version=visible, stage_ms=0.0, gap_ms=0.0))
             return
-        superseded = []
+        superseded = [] if under_way is None else under_way.calls
         if under_way is not None:
             under_way.staged.cancel()  # if it has started, its result is dropped
-            superseded = under_way.calls
         staged = self._stager.submit(self._timed_stage, update)
         self._staging = _Staging(update=update, staged=staged, calls=[*superseded, call])
         self._answer(self._interrupt.announce())
 
     def _timed_stage(self, update: WeightUpdate) -> tuple[Any, float]:
         """Runs in the staging thread."""
-        started_s = time.perf_counter()
-        tensors = self._receiver.stage(update)
-        prepared = self._engine.prepare(tensors, version=update.version)
+        started_s, policy, engine = time.perf_counter(), update.policy, self._engine
+        is_held = self._checksums.get(policy) == update.checksum
+        # All engines take part in a broadcast.
+        if is_held and update.transport != "collective" and isinstance(engine, HasPolicies):
+            return engine.unchanged(version=update.version, policy=policy), 0.0
+        tensors = self._receivers[policy].stage(update)
+        own: dict[str, Any] = {} if policy == DEFAULT_POLICY else {"policy": policy}
+        prepared = engine.prepare(tensors, version=update.version, **own)
         return prepared, (time.perf_counter() - started_s) * 1000
 
     def _commit_weights(self) -> None:
@@ -333,6 +356,11 @@ class EngineWorker(ModelWorker):
         staging, self._staging = self._staging, None
         assert staging is not None
         self._timeline.enter("swap", busy=True)
+        self._commit(staging)
+        self._stage_early()
+
+    def _commit(self, staging: _Staging) -> None:
+        self._checksums.pop(staging.update.policy, None)  # until all of it is applied
         try:
             prepared, stage_ms = staging.staged.result()
             started_s = time.perf_counter()
@@ -349,10 +377,11 @@ class EngineWorker(ModelWorker):
         finally:
             self._interrupt.settle()
         self._num_swaps += 1
+        self._checksums[staging.update.policy] = staging.update.checksum
         gap_ms = (time.perf_counter() - started_s) * 1000
-        reply = messages.Swapped(version=staging.update.version, stage_ms=stage_ms, gap_ms=gap_ms)
+        version = staging.update.version
         for call in staging.calls:
-            call.reply(reply)
+            call.reply(messages.Swapped(version=version, stage_ms=stage_ms, gap_ms=gap_ms))
 
     def _progress(self) -> messages.WorkerProgress:
         stats = self._engine.stats()

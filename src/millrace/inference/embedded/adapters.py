@@ -179,8 +179,9 @@ def _add_products(
 
 class AdapterBank:
     def __init__(self, model: PreTrainedModel, adapters: Mapping[str | None, Adapter]) -> None:
-        """`adapters` by name; None = the policy's, which updates bring. The model's projections
-        must have been fused before, if they ever are."""
+        """`adapters` by name; None = the policy's, which updates bring, as they bring those of
+        further policies, which are not loaded yet. The model's projections must have been fused
+        before, if they ever are."""
         self._slots: dict[str | None, AdapterSlot] = {}
         num_columns = 0
         for number, (name, adapter) in enumerate(adapters.items()):
@@ -206,7 +207,7 @@ class AdapterBank:
         }
         self._products = _add_products(model, slots, self._choice)
         for name, slot in self._slots.items():
-            if name is not None:
+            if name not in self.policies:
                 self._write(self._products, slot, slot.adapter.tensors)
 
     @property
@@ -214,6 +215,16 @@ class AdapterBank:
         """The adapter that updates bring; None if they bring the model's own weights."""
         slot = self._slots.get(None)
         return None if slot is None else slot.adapter
+
+    @property
+    def policies(self) -> list[str | None]:
+        """Names of the adapters that updates bring; None = the only or first policy."""
+        return [name for name, slot in self._slots.items() if not slot.adapter.tensors]
+
+    @property
+    def names(self) -> list[str | None]:
+        """By slot."""
+        return [*self._slots]
 
     def slot_of(self, name: str | None) -> int:
         """The number of this adapter for choose(); None = the policy."""
@@ -248,11 +259,13 @@ class AdapterBank:
             room.narrow(rank_dim, 0, saved["r"]).copy_(value * scale if is_b else value)
         self._write(self._products, slot, tensors)
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of live and new tensor that make these the policy's adapter."""
-        # A clone holds the frozen adapters, too, so that whole tensors are copied.
+    def prepare(
+        self, tensors: Mapping[str, Tensor], *, name: str | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of live and new tensor that make these the adapter of a policy. They are for the
+        next commit: a clone holds the other adapters, too, so that whole tensors are copied."""
         staged = [live.clone() for live in self._products]
-        self._write(staged, self._slots[None], tensors)
+        self._write(staged, self._slots[name], tensors)
         return [
             pair
             for live, new in zip(self._products, staged, strict=True)

@@ -3,7 +3,7 @@
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -51,7 +51,8 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
         if spec.sleeps and device.type == "cuda":
             memory = EngineMemory(device)
             memory.adopt(model)
-        merger, adapters = applied_adapters(model, config=config, lora=spec.lora)
+        policies = [*spec.policies]
+        merger, adapters = applied_adapters(model, config=config, lora=spec.lora, policies=policies)
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"The weights of {model_path!r} do not fit on {device} ({_free(device)}); free some"
@@ -73,6 +74,9 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
     )
     if spec.adapter_path is not None:
         engine.swap(read_checkpoint(spec.adapter_path), version=spec.version)
+    for policy, folder in spec.policies.items():
+        if folder is not None:
+            engine.swap(read_checkpoint(folder), version=spec.version, policy=policy)
     return engine
 
 
@@ -139,19 +143,23 @@ def engine_of(
 
 
 def applied_adapters(
-    model: PreTrainedModel, *, config: EngineConfig, lora: LoraConfig | None
+    model: PreTrainedModel,
+    *,
+    config: EngineConfig,
+    lora: LoraConfig | None,
+    policies: Sequence[str] = (),
 ) -> tuple[AdapterMerger | None, dict[str | None, Adapter]]:
-    """The merger of the policy's adapter, and the adapters that are applied without merging. "auto"
-    merges the policy's adapter if it is the only one: that rewrites the weights once per version
-    and costs nothing per pass."""
+    """The merger of the policy's adapter, and the adapters that are applied without merging, those
+    of further `policies` included. "auto" merges the policy's adapter if it is the only one: that
+    rewrites the weights once per version and costs nothing per pass."""
     found = config.adapters.items()
     residents = {name: read_resident(name, Path(folder), model=model) for name, folder in found}
     if lora is None:
         return None, {**residents}
     policy = adapter_of(model, lora)
-    if lora.apply == "merged" or (lora.apply == "auto" and not residents):
+    if lora.apply == "merged" or (lora.apply == "auto" and not residents and not policies):
         return AdapterMerger(model, policy), {}
-    return None, {None: policy, **residents}
+    return None, {None: policy, **dict.fromkeys(policies, policy), **residents}
 
 
 def _decode_steps(model: PreTrainedModel, wanted: int | None, probe: CacheProbe) -> int:

@@ -69,6 +69,7 @@ class EmbeddedEngine(EngineCore):
             version=version,
             keeps=sizes.kv == "keep",
             is_on=sizes.prefix_cache and parts.states is None,
+            policies=[] if parts.bank is None else parts.bank.policies,
         )
         self._scheduler = Scheduler(
             parts.slots,
@@ -99,6 +100,9 @@ class EmbeddedEngine(EngineCore):
     @property
     def version(self) -> int | None:
         return self._weights.version
+
+    def version_of(self, policy: str) -> int | None:
+        return self._weights.versions[_name_of(policy)]
 
     @property
     def has_work(self) -> bool:
@@ -214,15 +218,24 @@ class EmbeddedEngine(EngineCore):
         self._scheduler.waiting.release_new()
 
     @torch.inference_mode()
-    def prepare(self, tensors: Mapping[str, Tensor], *, version: int) -> PreparedWeights:
-        return self._weights.prepare(tensors, version=version)
+    def prepare(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        version: int,
+        policy: str = records.DEFAULT_POLICY,
+    ) -> PreparedWeights:
+        return self._weights.prepare(tensors, version=version, policy=_name_of(policy))
+
+    def unchanged(self, *, version: int, policy: str) -> PreparedWeights:
+        return PreparedWeights(version=version, pairs=[], policy=_name_of(policy))
 
     @torch.inference_mode()
     def commit(self, prepared: PreparedWeights) -> None:
         self._weights.commit(prepared)
-        if self._kv == "recompute" or self._is_exact:
+        if prepared.pairs and (self._kv == "recompute" or self._is_exact):
             self._scheduler.forget_kv(only_prompts=self._kv == "keep")
-        self._scheduler.begin(prepared.version)
+        self._scheduler.begin(prepared.version, policy=prepared.policy)
 
     @torch.inference_mode()
     def sleep(self) -> None:
@@ -247,12 +260,14 @@ class EmbeddedEngine(EngineCore):
         self._cache.write(*self._saved_kv)
         self._saved_kv = None
 
-    def swap(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
+    def swap(
+        self, tensors: Mapping[str, Tensor], *, version: int, policy: str = records.DEFAULT_POLICY
+    ) -> None:
         """prepare() and commit() in one call, for callers without a staging thread."""
         if self._model.device.type == "cuda":
             # Work that this thread queued may still write the tensors.
             torch.cuda.current_stream(self._model.device).synchronize()
-        self.commit(self.prepare(tensors, version=version))
+        self.commit(self.prepare(tensors, version=version, policy=policy))
 
     def _forward(self, plan: BatchPlan | None) -> None:
         if plan is None:
@@ -334,8 +349,8 @@ class EmbeddedEngine(EngineCore):
                 f"Version {self.version} of the weights gives logits that are not finite;"
                 " lower optimizer.learning_rate."
             )
-        assert self.version is not None
-        self._slots.append(slots, result, version=self.version)
+        version = self._weights.slot_versions[self._slots.adapters[slots]]
+        self._slots.append(slots, result, version=version)
         self._num_generated += int(result.counts.sum())
 
     def _end_sequences(self, slots: np.ndarray, *, has_stop: np.ndarray | None = None) -> None:
@@ -346,3 +361,8 @@ class EmbeddedEngine(EngineCore):
             self._outputs.mark_ended(sequence, finish=finish)
         if has_stop is None:
             self._record_ended()
+
+
+def _name_of(policy: str) -> str | None:
+    """The adapter of a policy: that of the only or first one has no name."""
+    return None if policy == records.DEFAULT_POLICY else policy

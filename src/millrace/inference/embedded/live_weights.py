@@ -1,4 +1,5 @@
-"""The weights that an engine decodes with, and their version.
+"""The weights that an engine decodes with, and their version; or the adapters of several policies,
+and the version of each.
 
 Promise: all or nothing. An update that does not fit, or cannot be prepared, is refused before any
 weight changes. An update that fails half-way leaves no version until a complete one is committed.
@@ -11,6 +12,7 @@ engine's thread calls commit() between two forward passes: one operation for all
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -26,7 +28,8 @@ class PreparedWeights:
     """A complete version on the engine's device, to be committed or dropped. Several may exist."""
 
     version: int
-    pairs: list[tuple[Tensor, Tensor]]  # live tensors, and their new values
+    pairs: list[tuple[Tensor, Tensor]]  # live tensors, and their new values; none if they stay
+    policy: str | None = None  # a further one, whose adapter this is
 
 
 class LiveWeights:
@@ -40,7 +43,9 @@ class LiveWeights:
     ) -> None:
         """`version`: of the model's weights. With a `merger`, or a `bank` that holds the policy's
         adapter, updates are adapters."""
-        self.version: int | None = version  # None after an update that failed half-way
+        names = [] if bank is None else bank.policies
+        # By policy, where None is the only or first; None after an update that failed half-way.
+        self.versions: dict[str | None, int | None] = dict.fromkeys([None, *names], version)
         self._device, self._parameters = model.device, policy_tensors(model)
         self._merger, self._bank = merger, bank
         policy = bank and bank.policy if merger is None else merger.adapter
@@ -50,13 +55,26 @@ class LiveWeights:
         # Decoding uses the device's default stream.
         self._stream = torch.cuda.Stream(model.device) if self._device.type == "cuda" else None
 
-    def prepare(self, tensors: Mapping[str, Tensor], *, version: int) -> PreparedWeights:
+    @property
+    def version(self) -> int | None:
+        """Of the first policy; None if a policy has no complete version."""
+        return None if None in self.versions.values() else self.versions[None]
+
+    @property
+    def slot_versions(self) -> np.ndarray:  # [slots of the bank + 1] int64
+        """The version of rows with each adapter; every version is complete."""
+        names = [] if self._bank is None else self._bank.names
+        return np.array([self.versions.get(name, self.versions[None]) for name in [*names, None]])
+
+    def prepare(
+        self, tensors: Mapping[str, Tensor], *, version: int, policy: str | None = None
+    ) -> PreparedWeights:
         """The tensors are complete: on a GPU, no stream still writes to them."""
         given = {name: tensor.shape for name, tensor in tensors.items()}
         check_shapes(given, expected=self.shapes, version=version)
         try:
             with torch.cuda.stream(self._stream):  # no effect if None
-                pairs = self._pairs(tensors)
+                pairs = self._pairs(tensors, policy)
             if self._stream is not None:
                 # Decoding continues meanwhile, and commit() does not have to wait.
                 self._stream.synchronize()
@@ -64,10 +82,10 @@ class LiveWeights:
             raise WeightError(
                 f"Version {version} cannot be prepared ({error}); the engine keeps its weights."
             ) from error
-        return PreparedWeights(version=version, pairs=pairs)
+        return PreparedWeights(version=version, pairs=pairs, policy=policy)
 
     def commit(self, prepared: PreparedWeights) -> None:
-        self.version = None
+        self.versions[prepared.policy] = None
         try:
             pairs = prepared.pairs
             for dtype in {target.dtype for target, _ in pairs}:  # a launch for each
@@ -80,13 +98,15 @@ class LiveWeights:
                 f"Version {prepared.version} was applied only in part ({error}); the engine serves"
                 " nothing until a complete version is in."
             ) from error
-        self.version = prepared.version
+        self.versions[prepared.policy] = prepared.version
 
-    def _pairs(self, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(
+        self, tensors: Mapping[str, Tensor], policy: str | None
+    ) -> list[tuple[Tensor, Tensor]]:
         if self._merger is not None:
             return self._merger.prepare(tensors, live=self._parameters)
         if self._bank is not None and self._bank.policy is not None:
-            return self._bank.prepare(tensors)
+            return self._bank.prepare(tensors, name=policy)
         live = self._parameters.items()
         pairs = [(own, tensors[name].to(own.device, own.dtype)) for name, own in live]
         return pairs if self._bank is None else pairs + self._bank.prepare_gains(tensors)

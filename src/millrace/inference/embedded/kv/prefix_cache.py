@@ -14,6 +14,7 @@ device works, and when it arrives, never while it decodes. The engine's thread c
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
@@ -44,14 +45,23 @@ class Prefix(NamedTuple):
 
 class PrefixCache:
     def __init__(
-        self, pool: BlockPool, *, block_tokens: int, version: int, keeps: bool, is_on: bool = True
+        self,
+        pool: BlockPool,
+        *,
+        block_tokens: int,
+        version: int,
+        keeps: bool,
+        is_on: bool = True,
+        policies: Iterable[str | None] = (None,),
     ) -> None:
-        """`keeps`: sequences continue with their KV when weights change (kv = "keep")."""
+        """`keeps`: sequences continue with their KV when weights change (kv = "keep").
+        `policies`: adapters with versions of their own; None = the first policy."""
         self._pool = pool
         self._block_tokens = block_tokens
         self._keeps = keeps
         self._is_on = is_on
-        self._source = KVSource(version=version, swap=0)
+        # By adapter; one that is no policy has the version of the first.
+        self._sources = dict.fromkeys([None, *policies], KVSource(version=version, swap=0))
         self._index: dict[bytes, tuple[int, int]] = {}  # digest -> block, its content_id
         self._digests: list[bytes | None] = [None] * len(pool.references)  # by block
         # Blocks [B] that are not in the index yet, their content_ids [B] when they were released,
@@ -63,13 +73,15 @@ class PrefixCache:
 
     def source_for(self, request: Request) -> KVSource:
         """What computes this request's tokens now."""
+        source = self._sources.get(request.adapter, self._sources[None])
         if request.adapter is None and not request.cache_salt:
-            return self._source
-        return replace(self._source, adapter=request.adapter, cache_salt=request.cache_salt)
+            return source
+        return replace(source, adapter=request.adapter, cache_salt=request.cache_salt)
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, *, policy: str | None = None) -> None:
         """Other weights serve from now on."""
-        self._source = KVSource(version=version, swap=self._source.swap + 1)
+        swap = self._sources[policy].swap + 1
+        self._sources[policy] = KVSource(version=version, swap=swap)
         self._pool.expire()
 
     def leave(self, sequence: Sequence, *, blocks: np.ndarray, num_cached: int, ends: bool) -> None:

@@ -116,15 +116,16 @@ class BatchSlots:
         self._free.append(slot)
         return slot
 
-    def append(self, slots: np.ndarray, result: DecodeResult, *, version: int) -> None:
-        """Record sampled tokens; all tokens but the last of each slot [R] are cached."""
+    def append(self, slots: np.ndarray, result: DecodeResult, *, version: int | np.ndarray) -> None:
+        """Record sampled tokens; all tokens but the last of each slot [R] are cached. `version`: of
+        all slots, or [R]."""
         at, counts = self.num_tokens[slots], result.counts
         self._reserve(int((at + counts).max()))
         step, row = np.nonzero(np.arange(len(result.tokens))[:, None] < counts)
         slot, position = slots[row], at[row] + step
         self.tokens[slot, position] = result.tokens[step, row]
         self.logprobs[slot, position] = result.logprobs[step, row]
-        self.versions[slot, position] = version
+        self.versions[slot, position] = np.broadcast_to(version, len(slots))[row]
         self.num_tokens[slots] = at + counts
         self.num_cached[slots] = at + counts - 1
         if result.kept is not None and result.num_kept is not None:

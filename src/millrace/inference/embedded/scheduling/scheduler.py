@@ -157,9 +157,9 @@ class Scheduler:
                 self.waiting.add(sequence)
         self.waiting.forget_kv(only_prompts=only_prompts)
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, *, policy: str | None = None) -> None:
         """Other weights compute from now on, and use the KV that was not dropped."""
-        self.prefixes.begin(version)
+        self.prefixes.begin(version, policy=policy)
         for sequence in self.slots.running():
             self._record_source(sequence, at=int(self.slots.num_cached[sequence.slot]))
 
