@@ -2,8 +2,10 @@
 
     python examples/self_play.py
     python examples/self_play.py --policies
+    python examples/self_play.py --policies --lora
 
-One policy plays both roles, or with --policies each role is a policy of its own. The proposer is
+One policy plays both roles, or with --policies each role is a policy of its own, and with --lora
+each policy is an adapter of one model. The proposer is
 rewarded for numbers that the solver gets wrong, and the solver for sorting them correctly, so each
 role makes the other's task harder as it learns. Held-out numbers measure the solver alone, before
 and after training.
@@ -40,6 +42,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--policies", action="store_true", help="train a model for each role")
+    parser.add_argument("--lora", action="store_true", help="train adapters of one model")
     args = parser.parse_args()
     make_model(args.run_dir / "model", args.seed)
     result = mr.train(
@@ -53,7 +56,8 @@ def main() -> None:
         rollout={"group_size": 16},
         trainer={"steps": args.steps, "groups_per_step": 16},
         policies={"solver": {}, "proposer": {}} if args.policies else {},
-        optimizer={"learning_rate": 1.5e-4},
+        lora={"rank": 16} if args.lora else None,
+        optimizer={"learning_rate": 1e-3 if args.lora else 1.5e-4},
         engine={"max_sequences": 128},
         scoring={"workers": 1},
     )

@@ -22,8 +22,9 @@ async def play(task, agent):
 STEPS = 6
 
 
-@pytest.fixture
-def run(tmp_path) -> Iterator[KillableRun]:
+@pytest.fixture(params=["full", "lora"])
+def run(tmp_path, request) -> Iterator[KillableRun]:
+    more = {"lora": {"rank": 4}} if request.param == "lora" else {}
     run = KillableRun(
         tmp_path,
         steps=STEPS,
@@ -31,19 +32,23 @@ def run(tmp_path) -> Iterator[KillableRun]:
         policies={"proposer": {}, "solver": {"optimizer": {"learning_rate": 1e-3}}},
         sampling={"max_new_tokens": 12},
         supervision={"max_restarts": 20, "hang_timeout_s": 60.0},
+        **more,
     )
     (tmp_path / "play.py").write_text(ENVIRONMENT)
     yield run
     run.close()
 
 
-def test_killed_trainer_and_engine_of_a_policy_are_replaced(run):
+def test_killed_trainer_and_engine_of_a_policy_are_replaced(run, request):
     run.start()
     run.until(lambda: run.step >= 3)
-    for name in ("trainer-solver", "model-solver-0"):
+    # Adapters share the trainer and the engine of the first policy.
+    is_lora = "lora" in request.node.callspec.id
+    names = ("trainer", "engine-0") if is_lora else ("trainer-solver", "model-solver-0")
+    for name in names:
         run.until(lambda name=name: run.worker(name)).kill()
     restarts = run.summary()["restarts"]
-    assert restarts == {"trainer-solver": 1, "model-solver-0": 1}
+    assert restarts == dict.fromkeys(names, 1)
     steps = {path.name for path in (run.path / "checkpoints").iterdir()}
     assert {path.name for path in (run.path / "policies/solver/checkpoints").iterdir()} == steps
 

@@ -107,6 +107,46 @@ def test_role_that_is_no_policy_is_refused_with_the_nearest_name(tmp_path):
         mr.train(**settings_of(tmp_path, environment=environment))
 
 
+def adapter_weights(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def lora_settings(folder: Path, **more: Any) -> dict[str, Any]:
+    policies = {"proposer": {}, "solver": {"optimizer": {"learning_rate": 1e-2}}}
+    return settings_of(folder, policies=policies, lora={"rank": 4}, **more)
+
+
+@pytest.mark.slow
+def test_adapters_of_policies_share_one_trainer_and_one_engine(tmp_path):
+    result = mr.train(**lora_settings(tmp_path, buffer={"max_staleness": 0}))
+    rows = read_metrics(result.run_dir / "metrics.jsonl")
+    assert unknown_metrics(rows[0]) == []
+    for row in rows:
+        # All episodes give the proposer the same reward, so its own rollouts change nothing.
+        assert row["policies/proposer/loss"] == row["loss"] == 0.0
+        assert row["policies/solver/learning_rate"] == 1e-2
+        assert row["policies/solver/grad_norm"] > 0
+        # Each role was sampled with the newest adapter of its policy: the trainer agrees.
+        assert abs(row["policies/proposer/mismatch/logprob"]) < 1e-5
+        assert abs(row["policies/solver/mismatch/logprob"]) < 1e-5
+    logs = {path.name for path in (result.run_dir / "logs").glob("*.log")}
+    assert {name for name in logs if name.startswith(("engine", "trainer", "model"))} == {
+        "engine-0.log",
+        "trainer.log",
+    }
+    solver = result.run_dir / "policies" / "solver" / "checkpoints" / "step_3"
+    ours, theirs = adapter_weights(result.checkpoint), adapter_weights(solver)
+    assert ours.keys() == theirs.keys()
+    b = [name for name in ours if ".lora_B." in name]
+    assert all(not ours[name].any() for name in b)
+    assert all(theirs[name].any() for name in b)
+    for step in (1, 2, 3):
+        for sample in read_samples(RunDir(result.run_dir), step):
+            for rollout in sample.rollouts:
+                assert rollout.policy == rollout.agent
+                assert set(rollout.versions) == {-1, step - 1}
+
+
 def test_unsupported_settings_are_refused_before_the_run(tmp_path):
     for more, message in [
         ({"evaluate": {"engines": 1}, "eval_tasks": [{"prompt": "1"}]}, "evaluate.engines = 1"),
@@ -120,4 +160,13 @@ def test_unsupported_settings_are_refused_before_the_run(tmp_path):
     ]:
         with pytest.raises(ConfigError, match=message):
             mr.train(**settings_of(tmp_path, **more))
+    for more, message in [
+        ({"policies": {"a": {}, "b": {"model": "other"}}}, "policies.b.model = 'other', but with"),
+        ({"lora": {"dora": True}}, "lora.dora = true"),
+        ({"lora": {"apply": "merged"}}, "lora.apply = 'merged'"),
+        ({"optimizer": {"type": "muon"}}, "optimizer.type = 'muon'"),
+        ({"policies": {"a": {}, "b": {}}, "engine": {"adapters": {"b": "x"}}}, "have one name"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            mr.train(**{**lora_settings(tmp_path), **more})
     assert not (tmp_path / "run").exists()

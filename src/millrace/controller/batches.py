@@ -28,8 +28,8 @@ class TakenBatch:
 
     groups: list[Group]
     replayed: frozenset[int]  # numbers of the groups that were trained before
-    batches: tuple[Batch, ...]
-    others: Mapping[str, tuple[Batch, ...]]  # of the policies besides the first, by name
+    batches: tuple[Batch, ...]  # of the first policy, and of all that share its trainer
+    others: Mapping[str, tuple[Batch, ...]]  # of policies with trainers of their own, by name
     policies: tuple[str, ...] = ()  # names of all of them, if there are several
 
     @property
@@ -134,13 +134,17 @@ class Batches:
             or (Batch(microbatches=(), num_sequences=0, num_trained_tokens=0),)
             for name in self.config.policies
         }
-        first, *others = of_policies
+        batches, *others = of_policies.values()
+        for policy, own in zip(self.config.adapter_policies, others, strict=False):
+            batches += tuple(replace(batch, policy=policy) for batch in own)
+        first, *names = of_policies
+        is_shared = bool(self.config.adapter_policies)
         return TakenBatch(
             groups=groups,
             replayed=numbers,
-            batches=of_policies[first],
-            others={name: of_policies[name] for name in others},
-            policies=tuple(of_policies),
+            batches=batches,
+            others={} if is_shared else {name: of_policies[name] for name in names},
+            policies=(first, *names),
         )
 
     def _packed(self, minibatch: Sequence[Group], reported: Mapping[Rollout, int]) -> Batch:

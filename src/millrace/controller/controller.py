@@ -121,7 +121,7 @@ class Controller:
 
     @property
     def _num_redone(self) -> int:
-        return sum(policy.trainer.num_redone for policy in (self, *self.others))
+        return sum(trainer.num_redone for trainer in {p.trainer for p in (self, *self.others)})
 
     @property
     def _has_next(self) -> bool:

@@ -1,4 +1,5 @@
-"""The policies of a run besides the first: each has its own trainer, engines and checkpoints.
+"""The policies of a run besides the first: each has its own trainer, engines and checkpoints. With
+[lora], trainer and engines are those of the first, and have an adapter of each.
 
 Promise: a step trains all policies, so their versions count together, and each trains only the
 rollouts that its own engines sampled. A checkpoint of the first policy is written after those of
@@ -29,6 +30,7 @@ PREFIX = "policies"  # of the metrics of each policy
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OtherPolicy:
     name: str
+    policy: str  # its name in the trainer: DEFAULT_POLICY if that trains no other
     trainer: TrainerGroup
     broadcaster: VersionBroadcaster
     engines: EnginePool
@@ -40,8 +42,13 @@ async def step_all(
     first: TrainerGroup, others: Sequence[OtherPolicy], taken: TakenBatch, *, version: int
 ) -> Stepped:
     """Let all trainers make `version`, each from its own batches."""
-    steps = [other.trainer.step(*taken.others[other.name], version=version) for other in others]
+    steps = [
+        other.trainer.step(*taken.others[other.name], version=version)
+        for other in others
+        if other.trainer is not first
+    ]
     stepped, *more = await asyncio.gather(first.step(*taken.batches, version=version), *steps)
+    more += stepped.others.values()
     return stepped if not others else _joined(stepped, more, names=taken.policies)
 
 
@@ -72,6 +79,7 @@ async def save_others(
             run_state=dict(run_state),
             is_last=True,
             on_copied=lambda: None,
+            policy=other.policy,
         )
         for other in others
     ]

@@ -119,6 +119,8 @@ class Agent:
                 f" {suggestion(name, policies, otherwise='policies')} A role that is not trained"
                 " needs trained=False."
             )
+        if model in policies and model not in self._state.models:  # an adapter, or the first
+            adapter, model = None if model == policies[0] else model, None
         row = AgentRow(name=name, adapter=adapter, model=model, is_trained=is_trained)
         return self._state.agent(row)
 

@@ -29,6 +29,7 @@ from millrace.inference.backend import (
     EngineCore,
     EngineSpec,
     FinishedCompletions,
+    HasPolicies,
     check_request,
     load_backend,
 )

@@ -121,6 +121,8 @@ def _record_steps(run: RunParts, batches: Batches) -> None:
     version = run.cursor.version
     run.trainer.past = StepsOnRecord(batches.redo, version=version)
     for other in run.others:
+        if other.trainer is run.trainer:
+            continue
         redo = partial(batches.redo, policy=other.name)
         other.trainer.past = StepsOnRecord(redo, version=version)
 
@@ -141,7 +143,7 @@ def _build_lending(run: RunParts) -> GpuLending:
     share_gpu, interrupt = run.config.cluster.share_gpu, run.config.weights.interrupt
     if share_gpu not in ("take_turns", "sleep"):
         return GpuLending()
-    pools = [run.engines, *(other.engines for other in run.others)]
+    pools = [*dict.fromkeys((run.engines, *(other.engines for other in run.others)))]
     # Engines that stay asleep hand their sequences over, which may then have several versions.
     is_optional = share_gpu == "sleep" and interrupt not in ("drain", "barrier")
     return GpuLending(
@@ -210,7 +212,7 @@ def build_dispatcher(run: RunParts) -> Dispatcher:
             run.journal, every_s=config.journal.partial_every_s if has_partials else 0
         ),
         engines=run.engines,
-        others=[other.engines for other in run.others],
+        others=[other.engines for other in run.others if other.engines is not run.engines],
         group_size=config.rollout.group_size + config.rollout.oversample,
         barrier=barrier,
     )

@@ -204,7 +204,7 @@ def check_devices(config: RunConfig, resolve: Callable[[str], object]) -> None:
 def _places(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The setting and the device of each process on this host that computes."""
     placement, models = config.placement, config.environment.models
-    num_trainers = max(1, len(config.policies))  # on the devices of the first
+    num_trainers = 1 if config.lora else max(1, len(config.policies))  # on devices of the first
     for rank in range((config.trainer.num_ranks - config.trainer.remote) * num_trainers):
         yield "placement.trainer", placement.rank(rank)
     num_devices = (config.engine.num_local + config.evaluate.engines) * config.engine.tp

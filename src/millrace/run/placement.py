@@ -198,7 +198,7 @@ def placed_processes(
         name = "trainer" if ranks == 1 else f"trainer-{rank}"
         is_here = rank < ranks - config.trainer.remote
         add(name, placement.rank(rank) if is_here else ELSEWHERE, state_bytes, "and activations")
-    for policy in list(config.policies)[1:]:
+    for policy in list(config.policies)[1:] if config.lora is None else ():
         own_bytes = _rank_bytes(policy_config(config, policy))
         add(f"trainer-{policy}", placement.rank(0), own_bytes, "and activations")
     num_local, tp = config.engine.num_local, config.engine.tp

@@ -2,8 +2,9 @@
 
 The first policy is that of every other section: engines, the trainer and checkpoints/ are its own.
 Each further one has engines like a model of environment.models, a trainer process, and a folder
-policies/NAME with its checkpoints. Promise: what a run with several policies cannot do yet is
-refused in one sentence before any worker starts.
+policies/NAME with its checkpoints. With [lora], all are adapters of one model, in one trainer and
+one set of engines. Promise: what a run with several policies cannot do yet is refused in one
+sentence before any worker starts.
 """
 
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 from millrace.config import PolicyConfig, RoleModelConfig, RunConfig
 from millrace.config.episodes import OF_POLICY
-from millrace.config.training import OptimizerConfig
+from millrace.config.training import MUON, OptimizerConfig
 from millrace.core.errors import CheckpointError, ConfigError
 from millrace.core.files import check_file_name
 from millrace.monitoring.run_dir import RunDir
@@ -60,12 +61,20 @@ def expand_policies(config: RunConfig) -> RunConfig:
             }
         )
         for name, own in list(full.items())[1:]
+        if name not in config.adapter_policies
     }
-    for name in full:
+    for name, own in config.policies.items():
         check_file_name(name, of="One of policies")
-        if name in config.environment.models:
+        for setting in ("environment.models", "engine.adapters"):
+            section, _, key = setting.partition(".")
+            if name in getattr(getattr(config, section), key):
+                raise ConfigError(
+                    f"policies.{name} and {setting}.{name} have one name; rename one of them."
+                )
+        if config.lora is not None and own.model and own.model != config.model.path:
             raise ConfigError(
-                f"policies.{name} and environment.models.{name} have one name; rename one of them."
+                f"policies.{name}.model = {own.model!r}, but with [lora] all policies are adapters"
+                f" of model = {config.model.path!r}; remove it, or remove [lora]."
             )
     ranks = 1 if config.trainer.ranks == "auto" else config.trainer.ranks
     return config.model_copy(
@@ -107,7 +116,7 @@ def check_policies(
         )
     engine, trainer = config.engine, config.trainer
     obstacles = {
-        "[lora]": config.lora is not None,
+        **_obstacles_of_adapters(config),
         "[critic]": config.critic is not None,
         f"engine.type = {engine.type!r}": engine.type != "embedded",
         f"trainer.ranks = {trainer.ranks}": trainer.ranks != 1,
@@ -136,6 +145,22 @@ def check_policies(
     for name in config.policies:
         own = policy_config(config, name)
         checks.check_loss(own, build_loss(own.loss, max_new_tokens=own.sampling.max_new_tokens))
+
+
+def _obstacles_of_adapters(config: RunConfig) -> dict[str, bool]:
+    """What adapters of one model cannot do, if the policies are adapters."""
+    if (lora := config.lora) is None or not config.adapter_policies:
+        return {}
+    optimizers = [policy.optimizer["type"] for policy in config.policies.values()]
+    return {
+        "lora.dora = true": lora.dora,
+        "lora.apply = 'merged'": lora.apply == "merged",
+        f"optimizer.type = {MUON!r} with [lora]": MUON in optimizers,
+        "fidelity.mode = 'exact' with [lora]": config.is_exact,
+        "trainer.compile = true with [lora]": config.trainer.compile,
+        "trainer.router_aux_loss with [lora]": config.trainer.router_aux_loss > 0,
+        "weights.probe = true with [lora]": config.probes_weights,
+    }
 
 
 def policy_config(config: RunConfig, name: str) -> RunConfig:

@@ -321,7 +321,7 @@ def _resolve_auto(config: RunConfig) -> RunConfig:
     engine, trainer, placement = config.engine, config.trainer, config.placement
     num_engines = engine.num_local + config.evaluate.engines
     num_engines += sum(model.engine.num_local for model in config.environment.models.values())
-    num_ranks = trainer.num_ranks * max(1, len(config.policies))
+    num_ranks = trainer.num_ranks * (1 if config.lora else max(1, len(config.policies)))
     threads = max(1, available_cores() // (num_engines + num_ranks))
     engine_device = placement.engine(0) if engine.num_local > 0 else placement.trainer[0]
     return with_sections(

@@ -8,7 +8,7 @@ Engines can be added and removed while the run lasts. Runs on the controller's e
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from millrace.cluster.worker import Worker
 from millrace.config import EngineConfig, RunConfig, WeightsConfig
 from millrace.core.errors import ConfigError, WeightError
 from millrace.core.protocols import Engine
-from millrace.core.records import WeightUpdate
+from millrace.core.records import DEFAULT_POLICY, WeightUpdate
 from millrace.inference.backend import load_backend, of_engine, server_secrets
 from millrace.inference.pool import EnginePool
 from millrace.inference.remote import EngineReplica
@@ -61,7 +61,9 @@ class RunWorkers:
         self.models = {name: EnginePool(replaces=True) for name in config.environment.models}
         """Models besides the policy, by name; their weights never change, except for policies."""
         self._trainers = {
-            policy: TrainerReplica(self, policy=policy) for policy in self.broadcasters
+            policy: TrainerReplica(self, policy=policy)
+            for policy in self.broadcasters
+            if policy not in config.adapter_policies
         }
         self.engine_names: list[str] = []  # engines of the rollouts, serving or restarting
         self._numbers = itertools.count(config.engine.num_local + config.engine.remote)
@@ -74,14 +76,18 @@ class RunWorkers:
     @property
     def other_trainers(self) -> dict[str, TrainerGroup]:
         """Of the policies besides the first, by name."""
-        return {name: self._trainers[name].trainer for name in self.prepared.policies}
+        return {
+            name: self._trainers.get(name, self._trainers[None]).trainer
+            for name in self.prepared.policies
+        }
 
     def published(self, worker: str, update: WeightUpdate) -> None:
         """A trainer has published a version of its policy."""
         for policy, replica in self._trainers.items():
             if worker in replica.members:
                 replica.trainer.published(update)
-                self.broadcasters[policy].publish(update)
+                name = policy if update.policy == DEFAULT_POLICY else update.policy
+                self.broadcasters[name].publish(update)
 
     async def start(self, *others: Coroutine[Any, Any, object]) -> None:
         """Start all workers concurrently, and run `others` beside them."""
@@ -180,7 +186,8 @@ class RunWorkers:
     ) -> EngineReplica:
         """`fixed`: settings of an engine whose weights never change; None for that of a `policy`,
         where None = the first."""
-        load_newest = partial(self._load_newest, self._trainers[policy])
+        names = (DEFAULT_POLICY, *(self._config.adapter_policies if policy is None else ()))
+        load_newest = partial(self._load_newest, self._trainers[policy], names)
         return EngineReplica(
             name,
             pool=pool,
@@ -196,7 +203,7 @@ class RunWorkers:
     def _is_lent(self, name: str) -> bool:
         """Whether an engine may compute on a device of the trainer."""
         config, placement, tp = self._config, self._config.placement, self._config.engine.tp
-        if self.prepared.policies:  # any of their trainers
+        if self.prepared.policies and not config.adapter_policies:  # any of their trainers
             return True
         role, index = self._place(name)
         if role not in ("engine", "evaluator"):
@@ -275,9 +282,18 @@ class RunWorkers:
             model_path=absolute(config.model.path if is_late else prepared.model_path),
             version=0 if is_late else prepared.cursor.version,
             adapter_path=None if adapter is None else absolute(adapter),
+            policies=self._adapters(is_late=is_late),
             records_routes=config.trainer.replay_routes,
             role=role,
         )
+
+    def _adapters(self, *, is_late: bool) -> dict[str, str | None]:
+        """The checkpoints of further policies that are adapters, as far as an engine needs them."""
+        own = {name: self.prepared.policies[name] for name in self._config.adapter_policies}
+        return {
+            name: None if is_late or o.checkpoint is None else absolute(str(o.checkpoint))
+            for name, o in own.items()
+        }
 
     async def _launch(self, name: str, start: Message, engine: EngineConfig) -> Worker:
         env = {**self.gpu_env, **server_secrets(engine)}
@@ -310,10 +326,15 @@ class RunWorkers:
         self.on_phase(worker.name, None)
         return worker
 
-    async def _load_newest(self, replica: TrainerReplica, engine: Engine) -> None:
-        trainer = replica.trainer
+    async def _load_newest(
+        self, replica: TrainerReplica, policies: Sequence[str], engine: Engine
+    ) -> None:
+        for policy in policies:
+            await self._load_policy(replica.trainer, policy, engine)
+
+    async def _load_policy(self, trainer: TrainerGroup, policy: str, engine: Engine) -> None:
         while True:
-            update = await trainer.borrow()
+            update = await trainer.borrow(policy)
             try:
                 await engine.swap(update)
                 return

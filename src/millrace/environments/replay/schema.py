@@ -119,7 +119,7 @@ class EpisodeSettings(Row, frozen=True, kw_only=True):
 
     def policy_of(self, agent: AgentRow) -> str:
         """The name of the policy that samples and trains a role."""
-        return agent.model or (self.policies or (DEFAULT_POLICY,))[0]
+        return agent.model or agent.adapter or (self.policies or (DEFAULT_POLICY,))[0]
 
 
 class Recording(EpisodeSettings, frozen=True, kw_only=True):

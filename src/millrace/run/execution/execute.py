@@ -31,7 +31,7 @@ from millrace.controller.preemption import SIGTERM, Preemption
 from millrace.core import files as storage
 from millrace.core.errors import Preempted, RunFailed, first_cause
 from millrace.core.files import private_files, private_folder
-from millrace.core.records import Sampling
+from millrace.core.records import DEFAULT_POLICY, Sampling
 from millrace.environments.rollouts.player import Environment, Player
 from millrace.journal import Journal, NoJournal
 from millrace.monitoring.callbacks import CallbackList
@@ -161,7 +161,8 @@ class RunProcesses:
         )
         self._broadcaster = VersionBroadcaster(version=cursor.version, policy=cursor.policy)
         self._broadcasters = {
-            name: VersionBroadcaster(version=cursor.version) for name in self.prepared.policies
+            name: VersionBroadcaster(version=cursor.version, policy=self._name_of(name))
+            for name in self.prepared.policies
         }
         remove_later_checkpoints(self._config, version=cursor.version)
         self._workers: RunWorkers | None = None
@@ -286,14 +287,19 @@ class RunProcesses:
             scaling.cancel()
         return gauges
 
+    def _name_of(self, policy: str) -> str:
+        """Of a policy besides the first, in its trainer."""
+        return policy if policy in self._config.adapter_policies else DEFAULT_POLICY
+
     def _other_policies(self, workers: RunWorkers) -> list[OtherPolicy]:
         return [
             OtherPolicy(
                 name=name,
+                policy=self._name_of(name),
                 trainer=trainer,
                 broadcaster=self._broadcasters[name],
-                engines=workers.models[name],
-                versions=self._broadcasters[name].subscribe(workers.models[name].swap),
+                engines=(engines := workers.models.get(name, workers.engines)),
+                versions=self._broadcasters[name].subscribe(engines.swap),
                 checkpoints=RunDir(self.prepared.policies[name].config.run_dir).checkpoints,
             )
             for name, trainer in workers.other_trainers.items()

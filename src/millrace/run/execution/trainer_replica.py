@@ -8,7 +8,7 @@ event loop.
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,6 +18,7 @@ from millrace.cluster.mps import below_normal
 from millrace.cluster.supervision.replica import GroupReplica
 from millrace.cluster.worker import Worker
 from millrace.run.cluster import absolute, portable
+from millrace.run.policies import further_policies
 from millrace.training.checkpoints.directory import newest_checkpoint, read_run_state
 from millrace.training.group import StepsInMemory, TrainerGroup
 
@@ -50,7 +51,7 @@ class TrainerReplica(GroupReplica):
         self._step_timeout_s = max(MIN_STEP_TIMEOUT_S, config.supervision.stall_timeout_s)
         self._run_workers = workers
         self._checkpoint = own.checkpoint
-        self._broadcaster = workers.broadcasters[policy]
+        self._policy = policy
         self._version = workers.prepared.cursor.version  # of the weights that the ranks have loaded
         self._trainer: TrainerGroup | None = None
 
@@ -76,8 +77,10 @@ class TrainerReplica(GroupReplica):
             self._version = 0 if checkpoint is None else int(read_run_state(checkpoint)["version"])
         await self._load(workers, checkpoint)
         if is_restart:
-            update = await self.trainer.replace(workers, version=self._version)
-            self._broadcaster.publish(update)
+            policies = self._adapters
+            updates = await self.trainer.replace(workers, version=self._version, policies=policies)
+            for name, update in zip((self._policy, *policies), updates, strict=True):
+                self._run_workers.broadcasters[name].publish(update)
             return
         self._trainer = TrainerGroup(
             workers,
@@ -86,6 +89,11 @@ class TrainerReplica(GroupReplica):
             step_timeout_s=self._step_timeout_s,
             save_timeout_s=SAVE_TIMEOUT_S,
         )
+
+    @property
+    def _adapters(self) -> tuple[str, ...]:
+        """Further policies that it trains."""
+        return self._config.adapter_policies if self._policy is None else ()
 
     def detach(self) -> None:
         self.trainer.lose()
@@ -101,6 +109,7 @@ class TrainerReplica(GroupReplica):
             checkpoint=None if checkpoint is None else absolute(str(checkpoint)),
             rendezvous="" if len(workers) == 1 else f"tcp://{host}:{port}",
             shares_gpu=self._shares_gpu(workers),
+            policies=await asyncio.to_thread(self._further, checkpoint),
         )
 
         async def load(rank: int, worker: Worker) -> None:
@@ -120,6 +129,19 @@ class TrainerReplica(GroupReplica):
             self._run_workers.on_phase(worker.name, None)
 
         await asyncio.gather(*(load(rank, worker) for rank, worker in enumerate(workers)))
+
+    def _further(self, checkpoint: Path | None) -> dict[str, tuple[dict[str, Any], str | None]]:
+        """Each at the step of the first policy's checkpoint."""
+        if not self._adapters:
+            return {}
+        found = further_policies(self._config, checkpoint=checkpoint)
+        return {
+            name: (
+                own.config.model_dump(mode="json"),
+                None if own.checkpoint is None else absolute(str(own.checkpoint)),
+            )
+            for name, own in found.items()
+        }
 
     def _address(self, rank: Worker) -> str:
         """Of its host, as the other ranks reach it."""
