@@ -29,7 +29,15 @@ from transformers import PreTrainedModel
 from millrace.core.errors import ConfigError, TaskError
 from millrace.inference.embedded.decode.layers import add_side, frozen, fused_slice_of
 from millrace.models.attention.recurrent import mixers_of
-from millrace.models.lora.factors import Adapter, add_update, aligned, factors_of, gain, grouped
+from millrace.models.lora.factors import (
+    Adapter,
+    add_update,
+    aligned,
+    factors_of,
+    gain,
+    grouped,
+    scale_of,
+)
 from millrace.models.lora.folders import check_resident, read_checkpoint
 
 BASE = "base"  # name of the model without an adapter, if the policy is an adapter
@@ -249,7 +257,8 @@ class AdapterBank:
         Layers that the new one lacks become those of the model. No running request uses `name`."""
         slot, saved = self._slots[name], check_resident(name, folder)
         given = read_checkpoint(folder)
-        scale = saved["lora_alpha"] / saved["r"] / slot.adapter.scale
+        own = scale_of(saved["lora_alpha"], rank=saved["r"], rslora=bool(saved.get("use_rslora")))
+        scale = own / slot.adapter.scale
         tensors = {key: torch.zeros(shape) for key, shape in slot.adapter.shapes().items()}
         for key, value in given.items():
             is_b, room = ".lora_B." in key, tensors.get(key)
