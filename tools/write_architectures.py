@@ -11,7 +11,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from millrace.inference.embedded.self_test import DECODE_LOOP
 from millrace.models.attention.packed import PACKED
-from millrace.models.directory import first_line
 from millrace.models.support import find_obstacle
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "architectures.md"
@@ -131,8 +130,8 @@ def obstacle_of(name: str) -> str | None:
     """Why engine or trainer refuse a model; None if they compute it as transformers does."""
     try:
         config = config_of(name)
-    except StrictDataclassError as error:
-        return f"it has no default configuration ({first_line(error.__cause__ or error)})"
+    except StrictDataclassError:
+        return "its default configuration is not valid in transformers"
     found = (find_obstacle(config, attention=path) for path in (PACKED, DECODE_LOOP))
     return next(filter(None, found), None)
 

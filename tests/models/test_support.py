@@ -25,7 +25,7 @@ from millrace.inference.embedded.self_test import SINGLE_STEPS
 from millrace.models.attention.packed import PACKED
 from millrace.models.directory import context_limit, max_positions
 from millrace.models.shrinking import chosen_layers, shrunk, thresholds
-from millrace.models.support import check_supported, find_obstacle
+from millrace.models.support import PROBE_ATTENTION, check_supported, find_obstacle
 
 TABLE = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "write_architectures.py"))
 PATHS = {"trainer": PACKED, "engine": SINGLE_STEPS}
@@ -52,6 +52,14 @@ def test_table_of_architectures_is_up_to_date(name):
 @pytest.mark.slow
 def test_whole_table_of_architectures_is_up_to_date():
     assert TABLE["page"]() == TABLE["PAGE"].read_text()
+
+
+def test_each_refusal_in_the_table_is_one_sentence_in_plain_words():
+    """It has no further sentence, no text of an exception and no name from the code of a model."""
+    reasons = re.findall(r"\| no \| (.+) \|$", TABLE["PAGE"].read_text(), re.MULTILINE)
+    assert len(reasons) > 50
+    plain = re.compile(r"(it|its|in its|an|a) [a-z][^.:;()\[\]{}`_=*^\\]*")
+    assert [reason for reason in reasons if not plain.fullmatch(reason)] == []
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MIXTURES, *RECURRENT])
@@ -154,6 +162,7 @@ def registered():
     for config, model in (
         (ShiftingConfig, ShiftingForCausalLM),
         (FixedConfig, FixedForCausalLM),
+        (BrokenConfig, BrokenForCausalLM),
     ):
         AutoConfig.register(config.model_type, config, exist_ok=True)
         AutoModelForCausalLM.register(config, model, exist_ok=True)
@@ -168,6 +177,43 @@ def test_positions_that_depend_on_the_batch_are_refused(registered, path):
 def test_attention_that_cannot_be_replaced_is_refused(registered):
     message = refusal(FixedConfig(**SHAPE), "engine")
     assert "does not go through transformers' AttentionInterface" in message
+
+
+class BrokenConfig(LlamaConfig):
+    model_type = "broken"
+
+
+class BrokenAttention(LlamaAttention):
+    def forward(self, *args, **kwargs):
+        if self.config._attn_implementation not in ("eager", PROBE_ATTENTION):
+            self.missing_state.clear()
+        return super().forward(*args, **kwargs)
+
+
+class BrokenForCausalLM(LlamaForCausalLM):
+    """Its second layer fails with any other attention than that of transformers."""
+
+    config_class = BrokenConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers[1:]:
+            layer.self_attn.__class__ = BrokenAttention
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_refusal_names_the_layer_and_the_cause_and_chains_the_error(registered, path):
+    config = BrokenConfig(**SHAPE)
+    message = refusal(config, path)
+    assert message.endswith(
+        f"it does not run with the attention of the {path}, from layer 1 on, because its code looks"
+        " up a setting or a layer that it does not have; use a decoder-only transformer such as"
+        " Llama, Qwen or Gemma."
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_supported(config, path="m", attention=PATHS[path], trust_remote_code=False)
+    assert isinstance(caught.value.__cause__, AttributeError)
+    assert "missing_state" in str(caught.value.__cause__)
 
 
 def test_the_copy_is_small_and_keeps_the_order_of_thresholds():

@@ -12,6 +12,7 @@ layer, and a window that is known to the mask alone are found, whatever the arch
 
 import copy
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from transformers import (
 
 from millrace.core.errors import ConfigError
 from millrace.models.attention.recurrent import fix_time_limits, mixers_of
-from millrace.models.directory import first_line, max_positions
+from millrace.models.directory import max_positions
 from millrace.models.logprobs import final_logits
 from millrace.models.shrinking import SPECIAL_ID, VOCAB, chosen_layers, shrunk, thresholds
 
@@ -40,7 +41,11 @@ _UNSUPPORTED_LAYERS = {
     "indexed_attention": "an indexer in its layers chooses the tokens that attention sees",
     "compressed_sparse_attention": "its layers attend to compressed blocks of tokens",
 }
-_UNSUPPORTED_ARGUMENTS = ("position_bias", "indices", "block_indices")
+_UNSUPPORTED_ARGUMENTS = {
+    "position_bias": "its attention adds a bias to the scores of positions",
+    "indices": "its attention sees chosen tokens only",
+    "block_indices": "its attention sees chosen blocks of tokens only",
+}
 _BEYOND = 12  # tokens of the longest sequence after the last threshold
 # What forward passes raise that take other inputs, or have an attention or cache of their own.
 RUNNING_ERRORS = (TypeError, AttributeError, ValueError, RuntimeError, LookupError, AssertionError)
@@ -62,6 +67,12 @@ class AttentionPath:
     score: Callable[[PreTrainedModel, Sequence[np.ndarray]], list[ScoredTokens]]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Obstacle:
+    text: str  # part of a sentence
+    error: Exception | None = None  # raised by the code of the model
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Case:
     """What the result of a self-test depends on."""
@@ -76,54 +87,84 @@ def check_supported(
     config: PreTrainedConfig, *, path: str, attention: AttentionPath, trust_remote_code: bool
 ) -> None:
     """Refuse a model whose logprobs Millrace would not reproduce."""
-    obstacle = find_obstacle(config, attention=attention, trust_remote_code=trust_remote_code)
+    obstacle = _tested(_case(config, attention, trust_remote_code))
     if obstacle is not None:
         name = (config.architectures or [config.model_type])[0]
         raise ConfigError(
-            f"Model {path!r} ({name}) is not supported: {obstacle}; use a decoder-only transformer"
-            " such as Llama, Qwen or Gemma."
-        )
+            f"Model {path!r} ({name}) is not supported: {obstacle.text}; use a decoder-only"
+            " transformer such as Llama, Qwen or Gemma."
+        ) from obstacle.error
 
 
 def find_obstacle(
     config: PreTrainedConfig, *, attention: AttentionPath, trust_remote_code: bool = False
 ) -> str | None:
     """Why such a model is not supported; None if it is. A process tests a configuration once."""
+    obstacle = _tested(_case(config, attention, trust_remote_code))
+    return obstacle and obstacle.text
+
+
+def _case(config: PreTrainedConfig, attention: AttentionPath, trust_remote_code: bool) -> _Case:
     text, trust = config.to_json_string(), trust_remote_code
-    return _tested(_Case(text=text, attention=attention, config=config, trust_remote_code=trust))
+    return _Case(text=text, attention=attention, config=config, trust_remote_code=trust)
 
 
 @functools.lru_cache(maxsize=64)
 @torch.no_grad()
-def _tested(case: _Case) -> str | None:
+def _tested(case: _Case) -> _Obstacle | None:
+    user = case.attention.user
     with torch.random.fork_rng(devices=[]):
         try:
             layers = getattr(case.config.get_text_config(), "layer_types", None) or []
             if unknown := sorted(_UNSUPPORTED_LAYERS.keys() & layers):
-                return _UNSUPPORTED_LAYERS[unknown[0]]
+                return _Obstacle(text=_UNSUPPORTED_LAYERS[unknown[0]])
             model = _random_model(case, num_layers=None)
             _plain_logits(model, np.arange(3))
         except (*RUNNING_ERRORS, ImportError) as error:
-            return f"a small copy of it does not run as a language model ({first_line(error)})"
+            text = f"a small copy of it does not run as a language model, because {_cause(error)}"
+            return _Obstacle(text=text, error=error)
         if model.get_output_embeddings() is None:
-            return "it has no language-model head"
+            return _Obstacle(text="it has no language-model head")
         calls = _attention_calls(model)
         if not calls and not mixers_of(model):
-            return (
+            text = (
                 "its attention does not go through transformers' AttentionInterface with all"
                 " arguments"
             )
+            return _Obstacle(text=text)
         if obstacle := next((call.obstacle for call in calls if call.obstacle), None):
-            return obstacle
-        difference = _difference(case, model)
+            return _Obstacle(text=obstacle)
+        try:
+            difference = _difference(case, model)
+        except RUNNING_ERRORS as error:
+            start = f"it does not run with the attention of the {user}"
+            return _Obstacle(text=f"{start}{_place(case)}, because {_cause(error)}", error=error)
         if difference <= TOLERANCE:
             return None
-        if np.isinf(difference):
-            return f"it does not run with the attention of the {case.attention.user}"
-        return (
-            f"in its self-test, the {case.attention.user}'s logprobs differ from those of"
-            f" transformers by {difference:.2g} nats{_place(case)}{_reason(case, calls)}"
+        text = (
+            f"in its self-test, the {user}'s logprobs differ from those of transformers by"
+            f" {difference:.2g} nats{_place(case)}{_reason(case, calls)}"
         )
+        return _Obstacle(text=text)
+
+
+def _cause(error: Exception) -> str:
+    """An error of a model's code in plain words; its own text names parts of that code."""
+    if isinstance(error, ImportError):
+        named = re.search(r"requires the (\S+) library", str(error))
+        package = error.name or (named and named[1])
+        return f"it needs the package {package!r}" if package else "it needs another package"
+    if "get_text_config" in str(error):
+        return "it has several text models"
+    if isinstance(error, AttributeError | LookupError):
+        return "its code looks up a setting or a layer that it does not have"
+    if isinstance(error, TypeError):
+        return "its code takes other arguments"
+    if isinstance(error, ValueError | AssertionError):
+        return "its code does not accept these settings or inputs"
+    if re.search(r"\b(size|shape|dimension)", str(error)):
+        return "the sizes of its tensors do not fit together"
+    return "its computation fails"
 
 
 def _random_model(case: _Case, *, num_layers: int | None) -> PreTrainedModel:
@@ -147,17 +188,14 @@ def _random_model(case: _Case, *, num_layers: int | None) -> PreTrainedModel:
 
 
 def _difference(case: _Case, model: PreTrainedModel) -> float:
-    """The largest difference to a logprob of transformers; infinite if the model does not run."""
+    """The largest difference to a logprob of transformers."""
     fix_time_limits(model)
     plain = copy.deepcopy(model)
     limit = max_positions(model.config.get_text_config())
     reach = max(thresholds(model.config), default=0) + _BEYOND
-    try:
-        model.set_attn_implementation(case.attention.name)
-        fix_rotary_factors(model)
-        scored = case.attention.score(model, _sequences(min(reach, limit or reach)))
-    except RUNNING_ERRORS:
-        return np.inf
+    model.set_attn_implementation(case.attention.name)
+    fix_rotary_factors(model)
+    scored = case.attention.score(model, _sequences(min(reach, limit or reach)))
     differences = [np.abs(_plain_logprobs(plain, s) - s.logprobs).max() for s in scored]
     return float(np.max(differences))  # unlike max(), never drops NaN
 
@@ -183,9 +221,13 @@ def _plain_logprobs(model: PreTrainedModel, scored: ScoredTokens) -> np.ndarray:
 
 
 def _place(case: _Case) -> str:
-    """The first layer whose copy alone, on top of those before, makes a difference."""
+    """The first layer whose copy alone, on top of those before, fails or makes a difference."""
     for count, layer in enumerate(chosen_layers(case.config), start=1):
-        if not _difference(case, _random_model(case, num_layers=count)) <= TOLERANCE:
+        try:
+            agrees = _difference(case, _random_model(case, num_layers=count)) <= TOLERANCE
+        except RUNNING_ERRORS:
+            agrees = False
+        if not agrees:
             return f", from layer {layer} on"
     return ""
 
@@ -258,9 +300,9 @@ def _attend_to_self(
     """Attention in which each token's output is its own value."""
     if millrace_calls is not None:  # a model that drops it would drop a packed layout, too
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        used = [name for name in _UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]
         obstacles = [] if causal else ["its attention is not causal"]
-        obstacles += [f"its attention uses {name!r}" for name in used]
+        named = _UNSUPPORTED_ARGUMENTS.items()
+        obstacles += [text for name, text in named if kwargs.get(name) is not None]
         layer = getattr(module, "layer_idx", None)
         obstacle = obstacles[0] if obstacles else None
         millrace_calls.append(_Call(layer=layer, window=sliding_window, obstacle=obstacle))
