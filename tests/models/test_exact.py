@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from millrace.core.errors import ConfigError
 from millrace.models.attention.layout import PackedLayout, ScoreRules
 from millrace.models.attention.packed import packed_attention
-from millrace.models.exact.attention import KeyTables, Tiles, attend, attend_packed
+from millrace.models.exact.attention import KeyTables, Tiles, attend, attend_packed, check_trainable
 from millrace.models.exact.mode import ExactMode, check_exact
 
 CPU = torch.device("cpu")
@@ -103,6 +104,40 @@ def test_weights_are_rounded_to_the_compute_dtype_and_residuals_are_not():
 def test_function_without_an_exact_version_is_refused_by_name():
     with ExactMode(torch.float32), pytest.raises(ConfigError, match="uses 'einsum'"):
         torch.einsum("ij,kj->ik", weight(3, 4), weight(5, 4))
+
+
+def config_of(**settings) -> PreTrainedConfig:
+    shape = {"num_attention_heads": 8, "hidden_size": 512, "num_hidden_layers": 2}
+    return CONFIG_MAPPING[settings.pop("model_type", "llama")](**{**shape, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"model_type": "gemma2", "sliding_window": 4096}, "the model softcaps its attention"),
+        ({"model_type": "mistral", "sliding_window": 1023}, "the model's window is shorter than"),
+        ({"num_attention_heads": 32, "num_key_value_heads": 1}, "more than 16 query heads share"),
+        ({"model_type": "deepseek_v3"}, "its head sizes are 192 and 128"),
+    ],
+)
+def test_what_exact_mode_cannot_train_on_a_gpu_is_refused_before_the_weights_are_loaded(
+    settings, part
+):
+    config = config_of(**settings)
+    with pytest.raises(ConfigError, match=f"needs the flash kernel on a GPU, .*because {part}"):
+        check_trainable(config, torch.device("cuda"), max_context=1024)
+    check_trainable(config, CPU, max_context=1024)
+
+
+def test_exact_mode_trains_models_whose_window_spans_the_sequences_on_a_gpu():
+    gpu = torch.device("cuda")
+    for config in (
+        config_of(),
+        config_of(num_attention_heads=16, num_key_value_heads=1),
+        config_of(model_type="mistral", sliding_window=1024),
+        config_of(model_type="qwen2", sliding_window=8, use_sliding_window=False),
+    ):
+        check_trainable(config, gpu, max_context=1024)
 
 
 def test_dtype_without_exact_kernels_is_refused():

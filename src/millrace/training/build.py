@@ -1,6 +1,7 @@
 """Builds the trainer that a configuration describes, and its end of the weight transport."""
 
 import random
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from transformers import PreTrainedModel
 from millrace.config import CriticConfig, RunConfig
 from millrace.config.training import ADAMW, ADAMW_8BIT, MUON
 from millrace.models.attention.packed import EXACT_PACKED, PACKED
+from millrace.models.directory import max_positions, text_config
+from millrace.models.exact.attention import check_trainable
 from millrace.models.exact.mode import check_exact
 from millrace.models.loading import load_model, resolve_device, resolve_dtype
 from millrace.models.lora.trained import TrainedAdapter, train_in_float32
@@ -250,12 +253,17 @@ def _load(
     def shard_over_ranks(model: PreTrainedModel) -> None:
         shard(model, root=root(model), meshes=ranks.sharding_meshes, dtype=compute_dtype)
 
+    device, trust = resolve_device(config.placement.trainer[0]), config.model.trust_remote_code
+    if config.is_exact:
+        text = text_config(path, trust_remote_code=trust)
+        limit = config.engine.max_context or max_positions(text)
+        check_trainable(text, device, max_context=limit or sys.maxsize)
     return load_model(
         path,
         dtype=dtype,
-        device=resolve_device(config.placement.trainer[0]),
+        device=device,
         attention=EXACT_PACKED if config.is_exact else PACKED,
-        trust_remote_code=config.model.trust_remote_code,
+        trust_remote_code=trust,
         shard=None if ranks.is_alone else shard_over_ranks,
     )
 

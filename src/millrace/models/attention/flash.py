@@ -23,6 +23,7 @@ from torch import Tensor
 
 from millrace.models.attention.layout import PackedLayout, ScoreRules, Spans
 
+SHORT_WINDOW = "the model's window is shorter than the sequences, which share prefixes"
 _MAX_HEAD_DIM = 256
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
@@ -47,7 +48,7 @@ def packed_obstacle(
 ) -> str | None:
     """As flash_obstacle(), for a microbatch."""
     if rules.window is not None and layout.families is not None:
-        return "the model's window is shorter than the sequences, which share prefixes"
+        return SHORT_WINDOW
     return flash_obstacle(
         q.dtype if q.dtype == k.dtype == v.dtype else torch.float32,
         head_dims=(q.shape[-1], v.shape[-1]),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from transformers import PreTrainedConfig
 
 from millrace.core.errors import ConfigError
 from millrace.models.attention import flash
@@ -185,7 +186,33 @@ def _check_gradient(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rules: ScoreRules
 ) -> None:
     obstacle = flash.packed_obstacle(q, k, v, layout, rules)
-    if q.shape[1] > 16 * v.shape[1]:
+    _refuse_training(obstacle, num_heads=q.shape[1], num_kv_heads=v.shape[1])
+
+
+def check_trainable(config: PreTrainedConfig, device: torch.device, *, max_context: int) -> None:
+    """Raise ConfigError for a model that exact mode cannot train on a device, as far as its text
+    configuration tells. `max_context`: length of the longest sequence in tokens."""
+    if device.type != "cuda":
+        return
+    num_heads = config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    plain_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    key_dim = getattr(config, "qk_head_dim", None) or plain_dim
+    obstacle = flash.flash_obstacle(
+        torch.bfloat16,
+        head_dims=(key_dim, getattr(config, "v_head_dim", None) or key_dim),
+        is_capped=getattr(config, "attn_logit_softcapping", None) is not None,
+        on_flash_gpu=True,  # the first pass knows
+    )
+    window, kinds = (getattr(config, name, None) for name in ("sliding_window", "layer_types"))
+    is_used = not kinds or "sliding_attention" in kinds
+    if is_used and window is not None and window < max_context:
+        obstacle = f"{flash.SHORT_WINDOW} (engine.max_context = {window} would limit them)"
+    _refuse_training(obstacle, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+
+def _refuse_training(obstacle: str | None, *, num_heads: int, num_kv_heads: int) -> None:
+    if num_heads > 16 * num_kv_heads:
         obstacle = "more than 16 query heads share a KV head"
     if obstacle is not None:
         raise ConfigError(
