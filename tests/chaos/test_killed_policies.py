@@ -9,7 +9,7 @@ from project import Command
 
 from millrace.monitoring.files.metrics import read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ENVIRONMENT = """
 def digits(text):
     return sum(c.isdigit() for c in text) / (len(text) + 1)
