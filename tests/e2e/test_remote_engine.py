@@ -72,7 +72,7 @@ def test_dead_joined_engine_is_replaced_by_its_host_and_a_dead_host_by_another(p
 
 @pytest.mark.slow
 def test_engine_that_cannot_start_is_reported_with_its_host(project, commands):
-    settings = ["--weights.transport", "disk", "--placement.engines", "cuda:7"]
+    settings = ["--weights.transport", "disk", "--engine.options.kv_bytes", "10"]
     run, host = start(project, commands, *settings)
     code, _, stderr = run.finish()
     assert code == 2
