@@ -61,6 +61,8 @@ def test_dead_joined_engine_is_replaced_by_its_host_and_a_dead_host_by_another(p
     engine.kill()
     run.wait_for(project / "run" / "metrics.jsonl", lines=5)
     host.process.kill()
+    # A host that joins before the run has noticed the loss finds no free place.
+    run.wait_for(project / "run" / "logs" / "warnings.log", lines=2)
     ticket = project / "secret" / "ticket.json"
     commands.append(Command("join", ticket, folder=project.parent / "elsewhere"))
     code, stdout, stderr = run.finish()
