@@ -12,8 +12,7 @@ import argparse
 
 import numpy as np
 import torch
-from mismatch import SAMPLING
-from sums import make_tasks
+from mismatch import SAMPLING, chat_prompts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -21,7 +20,6 @@ from millrace.config import EngineConfig
 from millrace.core.records import Completion, Request
 from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.build import build_engine
-from millrace.models.directory import load_tokenizer
 
 BEFORE_SWAP = SAMPLING.max_new_tokens // 2  # decode steps
 
@@ -33,16 +31,7 @@ def main() -> None:
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[5e-6, 1e-4])
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 4])
     args = parser.parse_args()
-    tokenizer = load_tokenizer(args.model, trust_remote_code=False)
-    prompts = [
-        np.array(
-            tokenizer.apply_chat_template(
-                task["prompt"], add_generation_prompt=True, return_dict=False
-            ),
-            dtype=np.int32,
-        )
-        for task in make_tasks(args.prompts, seed=0)
-    ]
+    prompts = chat_prompts(args.model, args.prompts)
     old = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     print("| learning rate | steps | `engine.kv` | tokens | to the new version | to the old |")
     print("|---" * 6 + "|")

@@ -33,16 +33,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     args = parser.parse_args()
-    tokenizer = load_tokenizer(args.model, trust_remote_code=False)
-    prompts = [
-        np.array(
-            tokenizer.apply_chat_template(
-                task["prompt"], add_generation_prompt=True, return_dict=False
-            ),
-            dtype=np.int32,
-        )
-        for task in make_tasks(args.prompts, seed=0)
-    ]
+    prompts = chat_prompts(args.model, args.prompts)
     batch = sample(args.model, prompts, dtype=args.dtype)
     engine = torch.from_numpy(batch.engine_logprobs)
     half, exact = (
@@ -56,6 +47,16 @@ def main() -> None:
         (f"trainer {args.dtype} - float32", half, exact),
     ):
         print(f"{name:<34}{(left - right).abs().mean().item():.4f}")
+
+
+def chat_prompts(model: str, count: int) -> list[np.ndarray]:
+    """Tokens of sums that the model is asked for."""
+    tokenizer = load_tokenizer(model, trust_remote_code=False)
+    tokens = (
+        tokenizer.apply_chat_template(task["prompt"], add_generation_prompt=True, return_dict=False)
+        for task in make_tasks(count, seed=0)
+    )
+    return [np.array(prompt, dtype=np.int32) for prompt in tokens]
 
 
 def sample(model: str, prompts: list[np.ndarray], *, dtype: str) -> Microbatch:
