@@ -143,12 +143,20 @@ class FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperatures: Tensor,
+        kept: KeptRows | None,
+        topk_ids: Tensor | None,
+        transform: LogitTransform,
+        dtype: torch.dtype,
+        chunk: int,
+        compiled: bool,
+        group: Any,  # ranks that share the vocabulary, each with its rows of the head; or None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`arguments`: as chunked_distributions() gives them. `group`: the ranks that share the
-        vocabulary, each with its rows of the head; or None."""
-        targets, temperatures, kept, topk_ids, *scalars = arguments
-        transform, dtype, chunk, compiled, group = scalars
         describe = _compiled(distribution) if compiled else distribution
         factors = (weight.to(dtype), None if bias is None else bias.to(dtype))
         results: list[tuple[Tensor, ...]] = []
