@@ -111,7 +111,7 @@ class GpuLending:
                 async with asyncio.timeout(self._cycle_s):
                     await self._recall.wait()
             except TimeoutError:
-                pass
+                pass  # the trainer waits for longer than expected: lend the engines after all
             else:
                 self.num_kept += 1
                 return
