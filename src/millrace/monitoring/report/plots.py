@@ -108,9 +108,9 @@ def _curves(
         at = sorted(accuracy)
         values = [accuracy[step] for step in at]
         axes.plot(at, values, "o--", color=ORANGE, linewidth=1.0, label="held-out accuracy")
-        place: dict[str, Any] = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center"}
-        for step in (at[0], at[-1]):
-            axes.annotate(f"{accuracy[step]:.2f}", (step, accuracy[step]), color=ORANGE, **place)
+        style: dict[str, Any] = {"color": ORANGE, "textcoords": "offset points", "ha": "center"}
+        for step, above in {at[0]: -16, at[-1]: 7}.items():  # points; curves rise from the first
+            axes.annotate(f"{accuracy[step]:.2f}", (step, accuracy[step]), (0, above), **style)
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.margins(x=0.03, y=0.12)
