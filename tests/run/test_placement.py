@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 from tiny_model import make_tiny_model
 
@@ -6,10 +9,10 @@ from millrace.cluster.launchers.launcher import HostDevice
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.models.directory import num_weights
-from millrace.run.checks import check_devices
 from millrace.run.placement import (
     ELSEWHERE,
     OtherModel,
+    check_devices,
     check_memory,
     placed,
     placed_processes,
@@ -204,3 +207,19 @@ def test_models_with_tensor_parallelism_have_whole_sets_of_gpus():
     config = placed(load_config({"model": "m"}), devices=devices, models=[judge])
     processes = placed_processes(config, devices=devices, models=[judge])
     assert [p.device for p in processes if p.name == "judge-0"] == ["cuda:5", "cuda:4"]
+
+
+def test_controller_imports_no_code_of_models(model, tmp_path):
+    """Importing it takes seconds, and only workers need it."""
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    settings = {"model": str(model), "tasks": {"path": str(tmp_path / "tasks.jsonl")}}
+    code = f"""
+import sys
+from millrace.config import load_config
+from millrace.run.train import describe_placement
+print(describe_placement(load_config({{**{settings!r}, "scorers": ["exact"]}})))
+print([name for name in sys.modules if name in ("millrace.models.loading", "torch._dynamo")])
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "trainer" in shown.stdout
+    assert shown.stdout.splitlines()[-1] == "[]"

@@ -118,7 +118,8 @@ def test_typo_in_data_shaping_is_reported_before_the_start(folder, settings, sen
         prepared(folder, tasks={"path": str(folder / "sums.jsonl")}, **settings)
 
 
-def test_resumed_run_restores_tasks_and_solve_rates_of_its_checkpoint(folder, tmp_path):
+@pytest.mark.parametrize("counters", [{"step": 3, "version": 3}, {"version": 3}])
+def test_resumed_run_restores_tasks_and_solve_rates_of_its_checkpoint(folder, tmp_path, counters):
     tasks = {"source": sources(folder), "order": "curriculum"}
     first = prepared(folder, tasks=tasks).tasks
     for number in range(40):
@@ -127,12 +128,18 @@ def test_resumed_run_restores_tasks_and_solve_rates_of_its_checkpoint(folder, tm
         first.finish(number)
     open_tasks = [first.task(number) for number in (40, 41)]
     checkpoint = tmp_path / "run" / "checkpoints" / "step_3"
-    cursor = {"version": 3, "next_number": 42, "unfinished": [40, 41], "tasks": first.state()}
+    cursor = {
+        **counters,
+        "next_number": 42,
+        "unfinished": [40, 41],
+        "tasks": first.state(),
+    }
     write_fake_checkpoint(checkpoint, run_state=cursor)
     config = load_config(
         {"model": str(folder / "model"), "run_dir": str(tmp_path / "run"), "tasks": tasks}
     )
     resumed = prepare(config, scorers=[length], resume=True)
+    assert resumed.cursor.version == 3
     assert resumed.cursor.unfinished == (40, 41)
     assert [resumed.tasks.task(number) for number in (40, 41)] == open_tasks
     assert [resumed.tasks.task(n) for n in range(42, 80)] == [first.task(n) for n in range(42, 80)]
@@ -148,7 +155,7 @@ def test_resumed_run_skips_damaged_checkpoints_with_a_warning(folder, tmp_path):
     )
     steps = [tmp_path / "checkpoints" / f"step_{step}" for step in (1, 2, 3)]
     for version, directory in enumerate(steps, start=1):
-        cursor = {"version": version, "next_number": 8, "unfinished": []}
+        cursor = {"step": version, "version": version, "next_number": 8, "unfinished": []}
         write_fake_checkpoint(directory, run_state=cursor)
     for directory in steps[1:]:
         (directory / "trainer_state.pt").write_text("[]")
@@ -163,7 +170,7 @@ def test_resumed_run_skips_damaged_checkpoints_with_a_warning(folder, tmp_path):
 
 def test_checkpoint_of_another_model_is_refused(folder, tmp_path):
     checkpoint = tmp_path / "checkpoints" / "step_1"
-    cursor = {"version": 1, "next_number": 8, "unfinished": []}
+    cursor = {"step": 1, "version": 1, "next_number": 8, "unfinished": []}
     write_fake_checkpoint(checkpoint, run_state=cursor, num_layers=3)
     settings = {
         "model": str(folder / "model"),

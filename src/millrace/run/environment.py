@@ -171,6 +171,7 @@ async def open_environment(
             history=settings.history,
             recipe=prepared.recipe,
             policies=tuple(config.policies),
+            lagged=config.lagged,
         )
         yield environment, workers
 

@@ -27,12 +27,14 @@ from millrace.journal import JournalHistory
 from millrace.models import directory
 from millrace.run import checks, placement
 from millrace.run.environment import build_environment, check_prompts, load_models, resolve_recipe
-from millrace.run.mesh_checks import check_mesh, check_model_mesh, rank_warnings
+from millrace.run.mesh_checks import check_baseline, check_mesh, check_model_mesh, rank_warnings
 from millrace.run.policies import (
     FurtherPolicy,
     check_policies,
     expand_policies,
+    first_adapters,
     further_policies,
+    saved_versions,
 )
 from millrace.run.resume import Cursor, find_resume_point
 from millrace.scoring.advantages import CRITIC, TREE, build_advantages
@@ -92,6 +94,28 @@ class PreparedRun:
         """The LoRA adapter that engines load on top of it: the checkpoint of a LoRA run."""
         is_adapter = self.checkpoint is not None and self.config.lora is not None
         return str(self.checkpoint) if is_adapter else None
+
+    @property
+    def version(self) -> int:
+        """Of the only or first policy."""
+        return next(iter(self.versions.values()), self.cursor.version)
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Of several policies, by name."""
+        return saved_versions(self.config, self.policies, checkpoint=self.checkpoint)
+
+    @property
+    def sent_versions(self) -> dict[str, int]:
+        """Of all that engines receive, besides the first policy."""
+        versions = self.versions
+        lagged = {name: version for name, (_, version) in self.adapters.items()}
+        return {**{name: versions[name] for name in self.policies}, **lagged}
+
+    @property
+    def adapters(self) -> dict[str, tuple[Path | None, int]]:
+        """The folders and versions of config.further_adapters."""
+        return first_adapters(self.config, self.policies, checkpoint=self.checkpoint)
 
     @property
     def run_info(self) -> RunInfo:
@@ -198,6 +222,7 @@ def _resolve_objective(config: RunConfig, specs: Sequence[ScorerSpec]) -> RunCon
     )
     loss = build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens)
     checks.check_loss(config, loss)
+    check_baseline(config, loss)
     checks.check_teaching(config, specs, loss=loss)
     checks.check_filters(config)
     return config
@@ -215,14 +240,14 @@ def place(
     config: RunConfig, specs: Sequence[ScorerSpec], *, trains: bool = True
 ) -> tuple[RunConfig, list[placement.PlacedProcess], tuple[HostDevice, ...]]:
     """The settings with every "auto" resolved, and what runs where."""
-    from millrace.models.loading import resolve_device
+    from millrace.models.devices import resolve_device
 
     models, devices = placement.other_models(config, specs), placement.host_devices()
     is_local = config.cluster.is_local
     # Another launcher chooses the GPUs, so the number of processes is that of the settings.
     config = placement.placed(config, devices=devices if is_local else devices[-1:], models=models)
     check_mesh(config)
-    checks.check_devices(config, resolve_device)
+    placement.check_devices(config, resolve_device)
     config = _resolve_auto(config)
     processes = placement.placed_processes(config, devices=devices, models=models, trains=trains)
     if is_local:
@@ -233,15 +258,17 @@ def place(
 def check_files(config: RunConfig) -> tuple[str, ...]:
     """Check adapters, and what mesh and engine backend must offer for this model; returns warnings
     about the backend."""
-    from millrace.models.lora.factors import require_peft
-    from millrace.models.lora.folders import check_resident
-    from millrace.training.optimizer import require_torchao
-
     if config.lora is not None:
+        from millrace.models.lora.factors import require_peft
+
         require_peft()
     if config.optimizer.type == ADAMW_8BIT:
+        from millrace.training.optimizer import require_torchao
+
         require_torchao()
-    if config.engine.num_local > 0:  # other hosts have folders of their own
+    if config.engine.num_local > 0 and config.engine.adapters:  # other hosts have their own folders
+        from millrace.models.lora.folders import check_resident
+
         for name, folder in config.engine.adapters.items():
             check_resident(name, Path(folder))
     model = config.model
@@ -311,7 +338,7 @@ def _resolve_auto(config: RunConfig) -> RunConfig:
     one data type, those of other hosts included: weights travel in it."""
     import torch
 
-    from millrace.models.loading import resolve_device, resolve_dtype
+    from millrace.models.devices import resolve_device, resolve_dtype
 
     def dtype(wanted: str, device: str) -> str:
         is_here = config.cluster.is_local or device == "auto"

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--scorers", type=int, default=0, metavar="N", help=scorers)
     training = "also serve the Tinker training API, under /api/v1"
     add("--train", action="store_true", help=training)
-    states = "directory for saved states of --train (default: training)"
+    states = "directory of saved states and of the log of requests with --train (default: training)"
     add("--train-dir", type=Path, default=Path("training"), metavar="DIR", help=states)
     rank = "largest rank of an adapter with --train (default: 32)"
     add("--train-max-rank", type=int, default=32, metavar="R", help=rank)

@@ -37,7 +37,7 @@ class ServeSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSettings:
-    folder: Path  # of saved states and the audit log
+    folder: Path  # of saved states, snapshots, and the logs of requests
     max_rank: int
     max_tokens: int | None = None  # of a key per minute; None = any number
     max_bytes: int | None = None  # of the saved states of a key

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from millrace.config import RoleModelConfig
+from millrace.core.chat_template import ChatTemplate
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.files import check_file_name
 from millrace.core.records import Message, Prompt, Task
@@ -29,7 +30,6 @@ from millrace.environments.tools.calls import (
     ToolFormatName,
     format_of,
 )
-from millrace.models.chat_template import ChatTemplate
 from millrace.models.directory import check_directory, context_length, load_tokenizer
 
 _NO_TEMPLATE = (

@@ -6,8 +6,8 @@ from families import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.core.chat_template import ChatTemplate
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.models.chat_template import ChatTemplate
 
 SEARCH = {"type": "function", "function": {"name": "search", "description": "Looks up."}}
 

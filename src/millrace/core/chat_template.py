@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from millrace.core.records import Message
 
@@ -124,8 +124,8 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
             key if str(key).isidentifier() else change(str(key)): (
                 each if key in _NOT_TEXT else _with_texts(each, change)
             )
-            for key, each in value.items()
+            for key, each in cast("Mapping[Any, Any]", value).items()
         }
     if isinstance(value, list | tuple):
-        return [_with_texts(each, change) for each in value]
+        return [_with_texts(each, change) for each in cast("Sequence[Any]", value)]
     return value
