@@ -10,14 +10,9 @@ from transformers.models.hyperclovax import HyperCLOVAXConfig, HyperCLOVAXForCau
 
 from millrace.core.errors import ConfigError
 from millrace.models.attention.packed import PACKED, PACKED_ATTENTION, PackedLayout
+from millrace.models.devices import resolve_device, use_threads
 from millrace.models.directory import check_directory, context_length, load_tokenizer
-from millrace.models.loading import (
-    hidden_states,
-    load_model,
-    resolve_device,
-    stop_token_ids,
-    use_threads,
-)
+from millrace.models.loading import hidden_states, load_model, stop_token_ids
 
 CPU = torch.device("cpu")
 

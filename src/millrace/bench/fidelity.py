@@ -28,6 +28,8 @@ from millrace.inference.embedded.kv.cache import block_bytes
 from millrace.inference.embedded.kv.paged_attention import measure_cache
 from millrace.inference.embedded.self_test import engine_path
 from millrace.models.attention.packed import PACKED
+from millrace.models.routing import RouteReplay, find_routing
+from millrace.training.metrics import replayed_rows
 from millrace.training.optimizer import TrainSettings
 from millrace.training.packing.packer import pack
 from millrace.training.policy_model import PolicyModel
@@ -44,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, help="sequences decoded together (256; on a CPU 16)")
     parser.add_argument("--new-tokens", type=int, help="of each completion (256; on a CPU 64)")
     parser.add_argument("--decode-steps", type=int, help="decode steps per launch on the device")
+    parser.add_argument(
+        "--routes", action="store_true", help="replay the recorded routes of a mixture of experts"
+    )
     args = parser.parse_args(argv)
     result = measure(args)
     show_result(result, args.json)
@@ -59,17 +64,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     new_tokens = args.new_tokens or (256 if on_gpu else 64)
     model, _ = make_model(name, dtype=torch.float32, device=device, attention=PACKED)
     settings = TrainSettings(compute_dtype=dtype, compile_layers=on_gpu, exact=exact)
-    policy = PolicyModel(model, settings=settings)
+    routing = find_routing(model) if args.routes else None
+    replay = None if routing is None else RouteReplay(routing)
+    policy = PolicyModel(model, settings=settings, replay=replay)
     engine = _engine(name, policy, args, batch=batch, new_tokens=new_tokens, exact=exact)
     known = min(1000, model.config.get_text_config().vocab_size)
     sizes = (16384, 4096, 30000, 7000) if on_gpu else (512, 128, 2048, 300)  # of microbatches
-    tokens = differing = 0
+    tokens = differing = replayed = rows = 0
     largest = total = 0.0  # nats
     for number, size in enumerate(cycle(sizes)):
         groups = generate(
             engine, number, num_prompts=batch // 2, new_tokens=new_tokens, num_tokens=known
         )
-        for part in pack(groups, microbatch_tokens=size).microbatches:
+        packed = pack(groups, microbatch_tokens=size)
+        replayed, rows = np.add((replayed, rows), replayed_rows([packed])).tolist()
+        for part in packed.microbatches:
             with torch.no_grad():
                 ours, theirs = policy.logprobs(part).logprobs.cpu().numpy(), part.engine_logprobs
             apart = np.abs(ours.astype(np.float64) - theirs)
@@ -92,6 +101,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "prefill_tokens": stats.prefill_tokens,
         "reused_tokens": stats.cached_tokens,
         "preemptions": stats.preemptions,
+        "replayed_share": replayed / rows,
     }
 
 
@@ -117,6 +127,7 @@ def _engine(
         config=EngineConfig(max_sequences=batch, max_context=context),
         version=0,
         exact=exact,
+        routing=find_routing(model) if args.routes else None,
         options=EmbeddedBackend(
             kv_bytes=batch * context // 4 * token_bytes,
             prefill_tokens=4 * new_tokens - 1,
@@ -145,7 +156,7 @@ def generate(
     for id, prompt in prompts.items():
         seed = number * num_prompts + int(id)
         engine.add_request(
-            Request(id=id, prompt=prompt, sampling=sampling[id], n=_GROUP, seed=seed)
+            Request(id=id, prompt=prompt, sampling=sampling[id], n=_GROUP, seed=seed, routes_from=0)
         )
     ended: dict[str, list[Completion]] = {id: [] for id in prompts}
     while engine.has_work:

@@ -13,7 +13,7 @@ import torch
 from millrace.cluster.address import free_port
 from millrace.core.errors import RunFailed
 from millrace.core.microbatch import MeshSizes
-from millrace.models.loading import use_threads
+from millrace.models.devices import use_threads
 from millrace.training.parallel.ranks import Ranks
 
 

@@ -74,6 +74,7 @@ class Feature:
     num_groups: int = 4  # of 2 to 4 rollouts, so that shares are uneven
     num_kept: int = 0  # ids that truncated sampling kept
     has_routes: bool = False  # of the engine, which are replayed
+    has_reference: bool = True  # in the rollouts; without it, the base of an adapter is one
 
     @property
     def has_float64(self) -> bool:  # torch has no grouped products of experts in float64
@@ -95,7 +96,9 @@ FEATURES = {
         settings={"loss": {"type": "decoupled_ppo"}, "optimizer": {**SGD, "learning_rate": 1e-4}},
         minibatches=2,
     ),
-    "lora": Feature(settings={"lora": {"rank": 4}, "loss": {"type": "grpo", "kl": 0.1}}),
+    "lora": Feature(
+        settings={"lora": {"rank": 4}, "loss": {"type": "grpo", "kl": 0.1}}, has_reference=False
+    ),
     "dora": Feature(settings={"lora": {"rank": 4, "dora": True}}),
     "kept ids": Feature(num_kept=30),
     "checkpointing": Feature(settings={"trainer": {"gradient_checkpointing": True}}),
@@ -337,9 +340,10 @@ def _rollout(rng: np.random.Generator, feature: Feature, prompt: np.ndarray) -> 
     sampling = Sampling(temperature=float(rng.choice([0.7, 1.0, 1.3])))
     completion = completion_of(sampled, logprobs, kept=kept, routes=routes)
     rollout = rollout_of(prompt, completion, sampling)
+    references = rollout.engine_logprobs - np.float32(0.1)
     return replace(
         rollout,
-        reference_logprobs=rollout.engine_logprobs - np.float32(0.1),
+        reference_logprobs=references if feature.has_reference else None,
         teacher=TeacherLogprobs(
             logprobs=rollout.engine_logprobs + np.float32(0.1),
             top_ids=top_ids,

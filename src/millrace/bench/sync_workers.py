@@ -22,7 +22,7 @@ from millrace.core.spans import Timeline
 from millrace.inference.embedded.build import applied_adapters, engine_of
 from millrace.inference.embedded.self_test import engine_path
 from millrace.inference.worker import EngineWorker, wire
-from millrace.models.loading import resolve_device, resolve_dtype, use_threads
+from millrace.models.devices import resolve_device, resolve_dtype, use_threads
 from millrace.models.lora.factors import adapter_of
 from millrace.training.build import build_sender
 from millrace.weights.publisher import Publisher

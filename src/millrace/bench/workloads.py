@@ -28,8 +28,9 @@ from transformers import (
 from millrace.core.errors import ConfigError
 from millrace.core.records import Completion, Episode, Group, Rollout, Score, Task
 from millrace.demo.model import build_model, build_tokenizer
+from millrace.models.devices import resolve_device
 from millrace.models.directory import load_tokenizer
-from millrace.models.loading import load_model, resolve_device
+from millrace.models.loading import load_model
 from millrace.models.support import AttentionPath
 
 

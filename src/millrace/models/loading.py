@@ -7,7 +7,6 @@ T = tokens of one forward pass, D = hidden size.
 """
 
 import json
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -153,40 +152,6 @@ def stop_token_ids(
     if isinstance(tokenizer.eos_token_id, int):
         ids.append(tokenizer.eos_token_id)
     return tuple(sorted(set(ids)))
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """ "auto" is bfloat16 on CUDA and float32 elsewhere."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, name)
-
-
-def use_threads(count: int | None) -> None:
-    """Of this process; None = as many as there are cores. On Arm, oneDNN uses all cores whatever
-    the count, so workers would wait for each other; only its products in bfloat16 are faster."""
-    if count is not None:
-        torch.set_num_threads(count)
-    if platform.machine() == "aarch64" and torch.backends.mkldnn.is_available():
-        torch.backends.mkldnn.enabled = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def resolve_device(name: str) -> torch.device:
-    """ "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1" -> device."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"Device {name!r} is unknown; use 'auto', 'cpu', 'cuda' or 'cuda:N'.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"Device {name!r} does not exist: PyTorch sees {torch.cuda.device_count()} CUDA"
-            " devices; use 'auto' or 'cpu'."
-        )
-    return device
 
 
 @contextmanager

@@ -4,7 +4,7 @@ Promise: a combination that cannot work is refused before any worker starts, and
 imported where no file of a model is needed. Torch-free.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 from millrace.config import RunConfig, TaskPlace
 from millrace.core.errors import ConfigError, suggestion
@@ -174,45 +174,6 @@ def _fidelity(config: RunConfig) -> None:
             f"fidelity.mode = 'exact' does not support {obstacle}, which computes in another order"
             " or precision; change it, or set fidelity.mode to 'fast'."
         )
-
-
-def local_devices(config: RunConfig) -> list[str]:
-    """The devices of the trainer's ranks and of all engines on this host, one for each process."""
-    if not config.cluster.is_local:
-        return []
-    first = ("auto", "cuda")
-    return ["cuda:0" if device in first else device for _, device in _places(config)]
-
-
-def check_devices(config: RunConfig, resolve: Callable[[str], object]) -> None:
-    """Every device of this host must exist; `resolve` raises ConfigError for one that does not.
-    With another launcher, only models of scorers are on this host."""
-    is_local, elsewhere = config.cluster.is_local, config.environment.models
-    models = [
-        (f"placement.models.{name}", device)
-        for name, devices in config.placement.models.items()
-        for device in devices
-        if is_local or name not in elsewhere
-    ]
-    for setting, device in [*(_places(config) if is_local else ()), *models]:
-        try:
-            resolve(device)
-        except ConfigError as error:
-            raise ConfigError(f"{setting} = {device!r}: {error}") from None
-
-
-def _places(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """The setting and the device of each process on this host that computes."""
-    placement, models = config.placement, config.environment.models
-    num_trainers = 1 if config.lora else max(1, len(config.policies))  # on devices of the first
-    for rank in range((config.trainer.num_ranks - config.trainer.remote) * num_trainers):
-        yield "placement.trainer", placement.rank(rank)
-    num_devices = (config.engine.num_local + config.evaluate.engines) * config.engine.tp
-    yield from (("placement.engines", placement.engine(i)) for i in range(num_devices))
-    for name, model in models.items():
-        for i in range(model.engine.num_local):
-            for device in placement.model_devices(name, i, tp=model.engine.tp):
-                yield f"placement.models.{name}", device
 
 
 def check_roles(config: RunConfig, specs: Sequence[ScorerSpec], *, num_held_out: int) -> None:

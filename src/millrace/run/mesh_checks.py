@@ -13,6 +13,7 @@ from millrace.config import RunConfig
 from millrace.core.errors import ConfigError
 from millrace.core.microbatch import MeshSizes
 from millrace.models.directory import num_experts, rope_tables
+from millrace.training.losses.loss import Loss, subtracts_baseline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -60,6 +61,23 @@ def check_mesh(config: RunConfig) -> None:
         raise ConfigError(
             "placement.trainer mixes 'cpu' with other devices; put all ranks on GPUs, or all on the"
             " CPU."
+        )
+
+
+def check_baseline(config: RunConfig, loss: Loss) -> None:
+    """Check that one rank has what loss.minimum_variance_baseline needs."""
+    if not subtracts_baseline(loss):
+        return
+    obstacles = {
+        "several ranks do": config.trainer.num_ranks > 1,
+        "[policies] does": bool(config.policies),
+        "[critic] does": config.critic is not None,
+    }
+    if found := next((name for name, is_there in obstacles.items() if is_there), None):
+        raise ConfigError(
+            "loss.minimum_variance_baseline needs the gradient of each sequence and the advantages"
+            f" of its group, which {found} not leave to one process; remove that, or set it to"
+            " false."
         )
 
 

@@ -9,7 +9,7 @@ processes is refused in one sentence before any of them starts. torch is importe
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from safetensors import SafetensorError
@@ -218,7 +218,7 @@ def placed_processes(
 
 
 def _rank_bytes(config: RunConfig) -> int:
-    from millrace.training.build import rank_bytes
+    from millrace.models.devices import rank_bytes
 
     return rank_bytes(config, num_weights=_num_weights(config.model.path))
 
@@ -233,6 +233,45 @@ def _num_weights(path: str) -> int:
         return num_weights(path) or 0
     except (SafetensorError, ValueError, KeyError, OSError):
         return 0
+
+
+def local_devices(config: RunConfig) -> list[str]:
+    """The devices of the trainer's ranks and of all engines on this host, one for each process."""
+    if not config.cluster.is_local:
+        return []
+    first = ("auto", "cuda")
+    return ["cuda:0" if device in first else device for _, device in _places(config)]
+
+
+def check_devices(config: RunConfig, resolve: Callable[[str], object]) -> None:
+    """Every device of this host must exist; `resolve` raises ConfigError for one that does not.
+    With another launcher, only models of scorers are on this host."""
+    is_local, elsewhere = config.cluster.is_local, config.environment.models
+    models = [
+        (f"placement.models.{name}", device)
+        for name, devices in config.placement.models.items()
+        for device in devices
+        if is_local or name not in elsewhere
+    ]
+    for setting, device in [*(_places(config) if is_local else ()), *models]:
+        try:
+            resolve(device)
+        except ConfigError as error:
+            raise ConfigError(f"{setting} = {device!r}: {error}") from None
+
+
+def _places(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """The setting and the device of each process on this host that computes."""
+    placement, models = config.placement, config.environment.models
+    num_trainers = 1 if config.lora else max(1, len(config.policies))  # on devices of the first
+    for rank in range((config.trainer.num_ranks - config.trainer.remote) * num_trainers):
+        yield "placement.trainer", placement.rank(rank)
+    num_devices = (config.engine.num_local + config.evaluate.engines) * config.engine.tp
+    yield from (("placement.engines", placement.engine(i)) for i in range(num_devices))
+    for name, model in models.items():
+        for i in range(model.engine.num_local):
+            for device in placement.model_devices(name, i, tp=model.engine.tp):
+                yield f"placement.models.{name}", device
 
 
 def check_memory(processes: Sequence[PlacedProcess], devices: Sequence[HostDevice]) -> None:

@@ -292,6 +292,10 @@ class StagingReceiver:
             self._stream.synchronize()
         return tensors
 
+    def forget(self) -> None:
+        """Free the memory of staged payloads; the next update is fetched in full."""
+        self._staging.clear()
+
     def close(self) -> None:
         if self._backend is not None:
             self._backend.close()

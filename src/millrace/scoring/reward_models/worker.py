@@ -17,14 +17,14 @@ import numpy as np
 
 from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
 from millrace.cluster.messages import ReadSteps, StartRewardModel, StepReading, StepValues
+from millrace.core.chat_template import ChatTemplate
 from millrace.core.errors import ScoreError
 from millrace.core.records import Message, Prompt
 from millrace.core.spans import Timeline
 from millrace.inference.model_worker import PROGRESS_S, ModelWorker
-from millrace.models.chat_template import ChatTemplate
 from millrace.models.classifier import ClassifierInput, SequenceKvCache, load_classifier
+from millrace.models.devices import resolve_device, resolve_dtype, use_threads
 from millrace.models.directory import load_tokenizer
-from millrace.models.loading import resolve_device, resolve_dtype, use_threads
 from millrace.scoring.reward_models.reward_model import RewardModelSettings, Template
 
 GATHER_TOKENS = 512  # of partial sequences; a larger pass is not more efficient

@@ -31,6 +31,7 @@ import torch
 
 from millrace.core.errors import WeightError
 from millrace.core.records import Delta, WeightUpdate
+from millrace.models.devices import fixed_segments
 from millrace.weights.backends import Fetched, Memory, RecvBackend, SendBackend, Staging
 
 Backing = Literal["memfd", "file"]
@@ -158,7 +159,8 @@ class SharedMemory(Memory):
 
     def __init__(self, num_bytes: int, *, device: torch.device) -> None:
         # Never empty: empty memory has no handle.
-        self._whole = torch.zeros(max(num_bytes, 1), dtype=torch.uint8, device=device)
+        with fixed_segments():
+            self._whole = torch.zeros(max(num_bytes, 1), dtype=torch.uint8, device=device)
         self.flat = self._whole[:num_bytes]
         handle = Handle(*self._whole.untyped_storage()._share_cuda_())
         self.location = msgspec.json.encode(handle).decode()

@@ -1,10 +1,12 @@
 import pytest
+import torch
 from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM
 
 from millrace.config import load_config
+from millrace.core.errors import ConfigError
+from millrace.models.devices import check_free_memory, rank_bytes
 from millrace.models.directory import num_weights
-from millrace.training.build import rank_bytes
 
 
 def config_of(path="m", **sections):
@@ -37,3 +39,18 @@ def test_weights_are_counted_without_loading_them(tmp_path):
 )
 def test_ranks_share_the_state_except_for_replicas(sections, per_weight):
     assert rank_bytes(config_of(**sections), num_weights=1000) == 1000 * per_weight
+
+
+def test_rank_that_exceeds_the_free_memory_is_refused_before_it_loads(tmp_path, monkeypatch):
+    config, device = config_of(make_tiny_model(tmp_path)), torch.device("cuda:0")
+    needed = rank_bytes(config, num_weights=num_weights(str(tmp_path)) or 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (needed, 2**30))
+    check_free_memory(config, device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (needed - 1, 2**30))
+    with pytest.raises(ConfigError, match=r"cuda:0 has 0\.0 of 1\.0 GiB free; stop what else"):
+        check_free_memory(config, device, patience_s=0.0)
+    freed = iter([needed - 1, needed])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(freed), 2**30))
+    check_free_memory(config, device)  # the memory of a killed process is freed a little later
+    sleeping = config_of(tmp_path, cluster={"share_gpu": "sleep"})
+    check_free_memory(sleeping, device)
