@@ -1,8 +1,6 @@
 """`python -m millrace` is the `millrace` command."""
 
-import sys
-
-from millrace.cli.main import main
+from millrace.cli.main import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

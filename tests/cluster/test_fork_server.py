@@ -152,6 +152,48 @@ def test_server_that_died_is_replaced_for_the_next_user():
     assert servers_of(os.getpid()) == before
 
 
+async def test_failed_fork_leaves_no_process_and_the_server_goes_on(tmp_path):
+    server = ForkServer(["numpy"])
+    try:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        log = tmp_path / "no_such_folder" / "log"
+        before = psutil.Process().children()
+        assert await server.fork(["mute_worker", "--name", "mute-0"], env=env, log=log) is None
+        child = await fork_mute(server, tmp_path)
+        assert child is not None
+        child.send_signal(signal.SIGKILL)
+        await child.wait()
+        assert psutil.Process().children() == before
+    finally:
+        server.close()
+
+
+@pytest.mark.gpu
+async def test_forked_worker_uses_the_gpu_though_the_server_has_imported_torch(tmp_path):
+    program = "import torch\nassert torch.ones(2, device='cuda').sum().item() == 2\n"
+    (tmp_path / "cuda_program.py").write_text(program)
+    server = ForkServer(["torch"])
+    try:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        child = await server.fork(["cuda_program"], env=env, log=tmp_path / "log")
+        assert child is not None, (tmp_path / "fork_server.log").read_text()
+        assert await child.wait() == 0, (tmp_path / "log").read_text()
+    finally:
+        server.close()
+
+
+@pytest.mark.gpu
+async def test_workers_start_directly_if_an_import_initialises_cuda(tmp_path, monkeypatch):
+    (tmp_path / "cuda_at_import.py").write_text("import torch\ntorch.cuda.init()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    server = ForkServer(["cuda_at_import"])
+    try:
+        assert await fork_mute(server, tmp_path) is None
+        assert "has initialised CUDA" in (tmp_path / "fork_server.log").read_text()
+    finally:
+        server.close()
+
+
 def fork_mute(server: ForkServer, folder: Path) -> Coroutine[Any, Any, ForkedChild | None]:
     """A worker that sends nothing."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

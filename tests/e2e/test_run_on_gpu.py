@@ -40,6 +40,13 @@ def test_engine_and_trainer_share_a_gpu_however_it_is_named(model, tmp_path, dev
     assert len(trained(model, tmp_path / "run", placement=placement)) == 2
 
 
+@pytest.mark.parametrize("share_gpu", ["auto", "take_turns", "sleep"])
+def test_two_engines_share_a_gpu_with_the_trainer(model, tmp_path, share_gpu):
+    engine = {"count": 2, "options": {"kv_bytes": 2**28}}
+    rows = trained(model, tmp_path / "run", engine=engine, cluster={"share_gpu": share_gpu})
+    assert len(rows) == 2
+
+
 def test_two_ranks_share_a_gpu(model, tmp_path):
     placement = {"trainer": ["cuda:0", "cuda:0"], "engines": "cuda:0"}
     rows = trained(model, tmp_path / "run", placement=placement, trainer={"ranks": 2})

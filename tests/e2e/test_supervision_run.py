@@ -123,3 +123,20 @@ def test_engines_can_be_added_and_removed(start, tmp_path):
     run.process.send_signal(signal.SIGINT)
     assert run.finish()[0] == 130
     assert engines()[0] == 2
+
+
+@pytest.mark.slow
+def test_engine_is_added_while_the_trainer_waits(start):
+    """The policy decides every 30 s."""
+    run = start(
+        trainer={"steps": 100000, "groups_per_step": 2}, engine={"count": 1, "max_count": 2}
+    )
+    run.wait_for(run.path / "logs" / "engine-1.log")
+    done = len(steps_in(run.path / "metrics.jsonl"))
+    run.wait_for_step(done + 2)
+    run.process.send_signal(signal.SIGINT)
+    code, stdout, _ = run.finish()
+    assert code == 130
+    (line,) = [line for line in stdout.splitlines() if "adding an engine" in line]
+    assert "The trainer waited for " in line
+    assert not (run.path / "logs" / "engine-2.log").exists()

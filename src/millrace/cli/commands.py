@@ -5,6 +5,7 @@ Nothing heavy is imported before a command needs it.
 
 import argparse
 import atexit
+import contextlib
 import importlib
 import os
 import re
@@ -55,21 +56,25 @@ def train(args: argparse.Namespace) -> int:
     if (begun := _begin_run(args)) is None:
         return DONE
     config, resume = begun
+    from millrace.cluster.fork_server import shared_fork_server
     from millrace.monitoring.terminal.progress import make_progress
 
     progress = make_progress(config.monitoring.progress)
     progress.starting("run", "importing PyTorch")
     url = _start_dashboard(config.run_dir) if args.dashboard and not args.dry_run else None
-    try:
-        from millrace.run import train as run
-    finally:
-        progress.stop()
-    if args.dry_run:
-        print(run.describe_placement(config, resume=resume))
-        return DONE
-    if url is not None:  # which was printed during the import
-        print(url.readline().rstrip() or "warning: the dashboard did not start.")
-    code = _finish_run(lambda: run.train(config, resume=resume), run_dir=config.run_dir)
+    with contextlib.ExitStack() as stack:
+        if not args.dry_run:
+            stack.enter_context(shared_fork_server())  # it imports PyTorch at the same time
+        try:
+            from millrace.run import train as run
+        finally:
+            progress.stop()
+        if args.dry_run:
+            print(run.describe_placement(config, resume=resume))
+            return DONE
+        if url is not None:  # which was printed during the import
+            print(url.readline().rstrip() or "warning: the dashboard did not start.")
+        code = _finish_run(lambda: run.train(config, resume=resume), run_dir=config.run_dir)
     if code == DONE and args.config.name.endswith(".plan.toml"):
         from millrace.plan.command import compared
 

@@ -69,9 +69,9 @@ win, and each axis that they override is printed.
 """
 
 JOIN = """\
-Add engines, or ranks of the trainer, of this host to a run whose controller is on another host. The
-run writes a ticket (setting cluster.ticket); copy it here, for example over ssh. It is a secret:
-this command refuses a ticket that other users of this machine can read.
+Add engines, ranks of the trainer, or workers of the environment of this host to a run whose
+controller is on another host. The run writes a ticket (setting cluster.ticket); copy it here, for
+example over ssh. It is a secret: this command refuses a ticket that other users can read.
 
 Millrace, PyTorch, transformers and Python must have the versions of the run. Workers load the run's
 model.path, which must exist here too. Ranks write checkpoints to the run's run_dir, which the hosts
@@ -82,6 +82,7 @@ JOIN_MORE = """\
 example:
   scp controller:ticket.json . && millrace join ticket.json --count 2
   millrace join ticket.json --role trainer
+  millrace join ticket.json --role environment --count 8
 """
 
 LAUNCH = """\
@@ -146,6 +147,14 @@ examples:
 
 # Options of train that are no settings.
 PLAIN_OPTIONS = ("resume", "auto-resume", "dry-run", "dashboard", "help")
+
+
+def command() -> None:
+    """The `millrace` command; ends the process."""
+    status = main()
+    from millrace.cluster.fork_server import end_process
+
+    end_process(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -261,7 +270,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    add = command("join", JOIN, JOIN_MORE, help="add engines of this host to a run").add_argument
+    add = command("join", JOIN, JOIN_MORE, help="add workers of this host to a run").add_argument
     add("ticket", type=Path, metavar="TICKET")
     add("--count", type=int, default=1, metavar="N", help="workers (default: 1)")
     text = "engines, ranks of the trainer, or workers of the environment (default: engine)"

@@ -1,4 +1,4 @@
-"""A fork server: it imports slow modules once and forks workers, on Linux without an NVIDIA GPU.
+"""A fork server: it imports slow modules once and forks workers, on Linux.
 
 Importing torch and transformers takes seconds at each start of a worker; a fork takes milliseconds.
 
@@ -7,10 +7,10 @@ was started directly: exit status, signals, parent death and command line are th
 survives the server. The server forks twice, and the process in between exits at once: the kernel
 gives the orphan to the nearest subreaper, which the parent is for that moment.
 
-The server creates no thread and does not load the CUDA driver, so forking is safe; if an import
-loads the driver, the server ends and workers are started directly. The parent's side runs on its
-event loop; this module, run as a program, is the server. Hubs share a server, whose imports overlap
-with other work if it starts early.
+The server creates no thread and does not initialise CUDA, so forking is safe; if an import does,
+the server ends and workers are started directly. The parent's side runs on its event loop; this
+module, run as a program, is the server. Hubs share a server, whose imports overlap with other work
+if it starts early.
 """
 
 import asyncio
@@ -52,15 +52,13 @@ TITLE_BYTES = 2048  # room for the command line of a worker
 LATE_VARIABLES = ("CUDA_MPS_", "CUDA_VISIBLE_DEVICES", "MILLRACE_HUB_", "PYTEST_", "PYTHONPATH")
 # torch.cuda.is_available() asks NVML then: an initialised CUDA driver does not survive a fork.
 SERVER_ENV = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-CUDA_DRIVER = b"/libcuda.so"
+CUDA_DRIVER, CUDA_ERROR_NOT_INITIALIZED = "libcuda.so.1", 3
 PR_SET_CHILD_SUBREAPER = 36
 READY = b"ready\n"
 
 
 def is_supported() -> bool:
-    """With a GPU, importing torch loads the driver: the server would only delay the workers."""
-    has_gpu = Path("/dev/nvidiactl").exists()
-    return sys.platform == "linux" and hasattr(os, "pidfd_open") and not has_gpu
+    return sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
 class ForkedChild:
@@ -174,9 +172,12 @@ class ForkServer:
                 _set_subreaper(True)
                 try:
                     self._send(request)
-                    return int(self._stdout.readline() or b"0")
+                    pid = int(self._stdout.readline().strip() or 0)
                 finally:
                     _set_subreaper(False)
+        if pid < 0:  # it could not become a worker, and exits
+            os.waitpid(-pid, 0)
+        return max(0, pid)
 
     def _send(self, message: object) -> None:
         with contextlib.suppress(BrokenPipeError):  # then there is no reply, either
@@ -234,8 +235,8 @@ def main() -> None:
         # A worker module is run as __main__ later; only its imports are of use here.
         if module.endswith(".worker"):
             del sys.modules[module]
-    if CUDA_DRIVER in Path("/proc/self/maps").read_bytes():
-        sys.exit("An import has loaded the CUDA driver, so workers are not forked.")
+    if _cuda_is_initialized():
+        sys.exit("An import has initialised CUDA, so workers are not forked.")
     gc.collect()
     gc.freeze()  # or the collector of each worker would copy all pages
     os.write(1, READY)
@@ -253,12 +254,21 @@ def main() -> None:
             try:
                 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
             except SystemExit as end:
-                _exit(end.code)
-            _exit(None)
+                end_process(end.code)
+            end_process(None)
         os.close(writer)
         os.waitpid(middle, 0)
-        os.write(1, os.read(reader, 32) + b"\n")  # empty if the worker could not start
+        os.write(1, os.read(reader, 32) + b"\n")
         os.close(reader)
+
+
+def _cuda_is_initialized() -> bool:
+    """Whether this process has called cuInit(). Importing torch only loads the driver."""
+    try:
+        driver = ctypes.CDLL(CUDA_DRIVER, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return False  # it is not loaded
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != CUDA_ERROR_NOT_INITIALIZED
 
 
 def _become_worker(request: dict[str, Any], *, middle: int, writer: int) -> None:
@@ -284,21 +294,23 @@ def _become_worker(request: dict[str, Any], *, middle: int, writer: int) -> None
         _set_command_line([sys.executable, "-m", *request["arguments"]])
         os.write(writer, str(os.getpid()).encode())
         os.close(writer)
-    except BaseException:  # noqa: BLE001 - the server replies that it failed
+    except BaseException:  # noqa: BLE001 - the parent starts a worker directly
         traceback.print_exc()
+        os.write(writer, str(-os.getpid()).encode())
         os._exit(1)
 
 
-def _exit(status: object) -> None:
-    """End a worker as multiprocessing does. Destroying all imported modules would take a second,
-    because the first write to each page of the server copies it."""
+def end_process(status: object) -> None:
+    """End this process as multiprocessing does. Destroying all imported modules would take a
+    second, in a worker because the first write to each page of the server copies it."""
     if not isinstance(status, int | None):
         print(status, file=sys.stderr)
         status = 1
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - waits for threads
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(status or 0)
 
 
