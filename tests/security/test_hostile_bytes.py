@@ -17,9 +17,10 @@ from millrace.cluster.join.ticket import JoinTicket, read_ticket
 from millrace.cluster.wire import ARRAY_CODE, DTYPES, WireError, decode
 from millrace.core.errors import ConfigError
 from millrace.environments.tools.calls import FORMATS
-from millrace.serving.api.bodies import ChatBody, CompletionBody, read_body
+from millrace.serving.api.bodies import Body, ChatBody, CompletionBody, read_body
 from millrace.serving.api.chat import read_messages
 from millrace.serving.api.errors import ApiError
+from millrace.serving.tinker import wire
 from millrace.training.checkpoints.directory import damage_to
 
 MOST_BYTES = 4 * 2**20  # allowed allocation for a few hundred hostile bytes
@@ -153,6 +154,22 @@ def test_a_body_is_read_or_refused(kind, data: bytes):
     if error is not None:
         assert 400 <= error.status < 500
         json.dumps(error.body(), ensure_ascii=False).encode()  # valid text for a client
+
+
+TRAINING_KINDS = [
+    kind for kind in vars(wire).values() if isinstance(kind, type) and issubclass(kind, Body)
+]
+
+
+@settings(deadline=None)
+@given(st.sampled_from(TRAINING_KINDS), st.data())
+def test_a_body_of_the_training_api_is_read_or_refused(kind: type[Body], data: st.DataObject):
+    fields = {name: st.just("tiny") | plain for name in kind.model_fields}
+    body = data.draw(st.fixed_dictionaries({}, optional=fields))
+    error = refusal_of(lambda: read_body(kind, json.dumps(body).encode()), kind=ApiError)
+    if error is not None:
+        assert 400 <= error.status < 500
+        json.dumps(error.body(), ensure_ascii=False).encode()
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -15,6 +15,8 @@ from writing_engine import WritingEngine, served
 
 from millrace.core.errors import MillraceError
 from millrace.environments.tools.calls import FORMATS
+from millrace.serving.api.bodies import ChatBody, read_body
+from millrace.serving.api.errors import ApiError
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.served_model import ServedModel
 
@@ -31,17 +33,26 @@ ATTACKS = {
     "wrong messages": (400, {**CHAT, "messages": [0] * MANY}),
     "wrong prompts": (400, {"model": "tiny", "prompt": [[]] * 256 + [{}] * MANY}),
     "unknown fields": (
-        400,
+        413,
         {**CHAT, "stream": True, "stream_options": dict.fromkeys(map(str, range(MANY)))},
     ),
-    "large enum": (
+    "some unknown fields": (
         400,
+        {**CHAT, "stream_options": dict.fromkeys(map(str, range(60_000)))},
+    ),
+    "large enum": (
+        413,
         {**CHAT, "response_format": schema_of({"enum": [f"v{i}" for i in range(MANY)]})},
+    ),
+    "large schema": (
+        400,
+        {**CHAT, "response_format": schema_of({"enum": [f"v{i}" for i in range(60_000)]})},
     ),
     "many objects": (413, {**CHAT, "metadata": [{}] * 2 * MANY}),
     "wrong items": (400, {"model": "tiny", "input": [0] * MANY}),
     "wrong parts": (400, {"model": "tiny", "input": [{"role": "user", "content": [0] * MANY}]}),
-    "many messages": (400, {**CHAT, "messages": CHAT["messages"] * (MANY // 2)}),
+    "many messages": (400, {**CHAT, "messages": CHAT["messages"] * 16_000}),
+    "very many messages": (413, {**CHAT, "messages": CHAT["messages"] * (MANY // 2)}),
 }
 
 
@@ -70,6 +81,16 @@ async def test_no_request_takes_longer_than_a_plain_one_of_its_size():
             data = json.dumps(body).encode()
             found_s = await seconds(http, f"{client.base_url}{path}", data, status=status)
             assert found_s < 20 * plain_s, name
+
+
+def test_quotes_in_a_text_are_not_strings():
+    text = '{"a": "b"}' * 50_000
+    with pytest.raises(ApiError, match="has 200008 strings"):
+        read_body(ChatBody, json.dumps({**CHAT, "metadata": ["b", "b"] * MANY}).encode())
+    body = read_body(
+        ChatBody, json.dumps({**CHAT, "messages": [{"role": "user", "content": text}]}).encode()
+    )
+    assert body.messages[0]["content"] == text
 
 
 async def test_compressed_bodies_are_refused_unread():

@@ -1,10 +1,12 @@
 """The training loops of tinker-cookbook, unmodified, against `millrace serve --train`: supervised,
 GRPO-like and on-policy distillation, with a local tokenizer and local data.
 
-`make test-tinker` installs the cookbook.
+`make test-tinker` installs the cookbook and runs the recipes on a tiny model. COOKBOOK_MODEL is the
+directory of a pretrained model to use instead, such as SmolLM2.
 """
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,6 +36,8 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 pytestmark = pytest.mark.slow
 RENDERER = "role_colon"
+PRETRAINED = os.environ.get("COOKBOOK_MODEL")
+SHRINK = 10 if PRETRAINED else 1  # of learning rates
 ANSWER = "a mill turns"
 
 
@@ -41,7 +45,11 @@ ANSWER = "a mill turns"
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """The address of a server, and the path of its model."""
     folder = tmp_path_factory.mktemp("server")
-    model = make_chat_model(folder / "model", initializer_range=0.3)
+    model = folder / "model"
+    if PRETRAINED:
+        model.symlink_to(Path(PRETRAINED).absolute())
+    else:
+        make_chat_model(model, initializer_range=0.3)
     with training_server(folder) as (url, _):
         yield url, str(model)
 
@@ -73,7 +81,7 @@ async def fine_tune(served: tuple[str, str], folder: Path) -> str:
         recipe_name="recipe_sl_basic",
         renderer_name=RENDERER,
         dataset_builder=builder,
-        learning_rate=0.02,
+        learning_rate=0.02 / SHRINK,
         num_epochs=4,
         lora_rank=8,
         base_url=url,
@@ -96,13 +104,15 @@ async def test_supervised_training(served: tuple[str, str], tmp_path: Path):
     assert any(state.expires_at for state in states)  # the periodic ones
 
 
-class LowerCaseEnv(ProblemEnv):
-    """Rewards completions that have many lower-case letters."""
+class CharacterEnv(ProblemEnv):
+    """Rewards completions that have many lower-case letters; of a pretrained model, digits."""
 
     def get_question(self) -> str:
-        return "write"
+        return "Say a number." if PRETRAINED else "write"
 
     def check_answer(self, sample_str: str) -> bool:
+        if PRETRAINED:
+            return sum(each.isdigit() for each in sample_str) >= 2
         return sum(each.islower() for each in sample_str) >= 3
 
     def check_format(self, sample_str: str) -> bool:
@@ -112,12 +122,12 @@ class LowerCaseEnv(ProblemEnv):
         return "abc"
 
 
-class LowerCaseDataset(RLDataset):
+class CharacterDataset(RLDataset):
     def __init__(self, renderer: renderers.Renderer) -> None:
         self._renderer = renderer
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
-        env = partial(LowerCaseEnv, self._renderer)
+        env = partial(CharacterEnv, self._renderer)
         return [ProblemGroupBuilder(env_thunk=env, num_envs=16) for _ in range(2)]
 
     def __len__(self) -> int:
@@ -129,18 +139,18 @@ def renderer_of(model: str) -> Any:
 
 
 @chz.chz
-class LowerCaseBuilder(RLDatasetBuilder):
+class CharacterBuilder(RLDatasetBuilder):
     model: str
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
-        return LowerCaseDataset(renderer_of(self.model)), None
+        return CharacterDataset(renderer_of(self.model)), None
 
 
 async def test_group_relative_policy_optimization(served: tuple[str, str], tmp_path: Path):
     url, model = served
     config = rl_train.Config(
-        learning_rate=0.01,
-        dataset_builder=LowerCaseBuilder(model=model),
+        learning_rate=0.01 / SHRINK,
+        dataset_builder=CharacterBuilder(model=model),
         model_name=model,
         recipe_name="recipe_rl_basic",
         renderer_name=RENDERER,
@@ -181,7 +191,7 @@ async def test_on_policy_distillation(served: tuple[str, str], tmp_path: Path):
     url, model = served
     teacher = await fine_tune(served, tmp_path)
     config = train_on_policy.Config(
-        learning_rate=0.003,
+        learning_rate=0.003 / SHRINK,
         dataset_configs=[
             DistillationDatasetConfig(
                 dataset_builder=PromptBuilder(model=model),

@@ -30,11 +30,12 @@ GREEDY = types.SamplingParams(max_tokens=8, temperature=0.0)
 
 
 @contextmanager
-def training_server(folder: Path) -> Iterator[tuple[str, subprocess.Popen]]:
+def training_server(folder: Path, *, port: int = 0) -> Iterator[tuple[str, subprocess.Popen]]:
     """A server on the model and the states in `folder`, killed at the end."""
     (folder / "keys").write_text("\n".join(KEYS))
     command = [sys.executable, "-m", "millrace.cli.main", "serve", str(folder / "model")]
-    command += ["--train", "--train-dir", str(folder / "states"), "--port", "0", "--name", NAME]
+    command += ["--train", "--train-dir", str(folder / "states"), "--name", NAME]
+    command += ["--port", str(port)]
     command += ["--api-key-file", str(folder / "keys"), "--log-dir", str(folder / "logs")]
     command += ["--placement.engines", "cpu", "--cluster.threads=1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -236,14 +237,39 @@ def test_training_continues_with_equal_losses_after_kill_9(tmp_path: Path):
         train(model, steps=3)
         path = model.save_state("state").result().path
         expected = train(model, steps=3)
-        model_id = model.model_id
     with training_server(tmp_path) as (url, _):
         client = tinker.ServiceClient(base_url=url, api_key=KEYS[0])
         resumed = client.create_training_client_from_state_with_optimizer(path)
         assert train(resumed, steps=3) == expected
-        lost = tinker.TrainingClient(resumed.holder, 0, model_id)
-        with pytest.raises(tinker.NotFoundError, match="last saved state"):
-            lost.forward([datum_of()], "cross_entropy").result()
+
+
+def test_a_client_and_its_models_outlive_the_server(tmp_path: Path):
+    make_chat_model(tmp_path / "model")
+    with training_server(tmp_path) as (url, _):
+        client = tinker.ServiceClient(base_url=url, api_key=KEYS[0])
+        model = client.create_lora_training_client(base_model=NAME, rank=4, seed=1)
+        expected = train(model, steps=6)
+        sampled = greedy(model.save_weights_and_get_sampling_client())
+    port = int(url.rpartition(":")[2])
+    with training_server(tmp_path, port=port) as (url, _):
+        client = tinker.ServiceClient(base_url=url, api_key=KEYS[0])
+        model = client.create_lora_training_client(base_model=NAME, rank=4, seed=1)
+        sampler = model.save_weights_and_get_sampling_client()
+        base = greedy(sampler)
+        losses = train(model, steps=2)
+        passed = model.forward_backward([datum_of()], "cross_entropy")
+    with training_server(tmp_path, port=port):
+        stepped = model.optim_step(ADAM)
+        losses.append(passed.result().metrics["loss:sum"])
+        stepped.result()
+        losses += train(model, steps=1)
+        stepped = [model.forward_backward([datum_of()], "cross_entropy"), model.optim_step(ADAM)]
+    with training_server(tmp_path, port=port):
+        losses.append(stepped[0].result().metrics["loss:sum"])
+        losses += train(model, steps=1)
+        assert losses == expected
+        assert greedy(sampler) == base
+        assert greedy(model.save_weights_and_get_sampling_client()) == sampled
 
 
 def test_the_script_of_the_guide_runs(server: str):

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 import torch
 from chat_model import chat_tokenizer, make_chat_model
 from fakes import ScriptedEngine
+from mutations import FEW, MANY, costs_little, mutations
 
 from millrace.config import EngineConfig
 from millrace.core.records import Completion, Request, Sampling
@@ -171,6 +172,25 @@ def test_a_recorded_request_is_read_as_the_client_meant_it():
 def test_a_damaged_request_is_refused(cut: int):
     with pytest.raises(ApiError):
         wire.read_pass(RECORDED[:-cut])
+
+
+@pytest.mark.parametrize("count", [FEW, MANY])
+def test_damaged_passes_are_read_or_refused(count: int):
+    def read() -> None:
+        for changed in mutations(RECORDED, count=count, seed=5):
+            with suppress(ApiError):
+                assert wire.read_pass(changed).seq_id < 2**53
+
+    costs_little(read)
+
+
+async def test_numbers_that_do_not_fit_the_log_are_refused(model_path: Path, tmp_path: Path):
+    async with callers(model_path, tmp_path) as (one, _):
+        model = await one.new_model()
+        adam = {"model_id": model, "adam_params": {}}
+        assert (await one.post("optim_step", {**adam, "seq_id": 2**63}))[0] == 400
+        assert (await one.post("forward_backward", a_pass(model, 2**63)))[0] == 400
+        assert await one.train(model, 1)
 
 
 async def test_tenants_cannot_use_each_others_models_paths_and_futures(

@@ -34,6 +34,7 @@ MAX_ERRORS = 100  # that are looked at
 # Parts of a body. The characters { [ and , in its texts count, too.
 MAX_OBJECTS = 2**17
 MAX_VALUES = 2**19
+MAX_STRINGS = 2**16  # names of fields included
 _UNKNOWN = "unknown_field"  # type of an error of pydantic
 # Smaller values exceed the range of float32; the client means greedy sampling.
 MIN_TEMPERATURE = 1e-5
@@ -320,6 +321,14 @@ def read_body(kind: type[B], data: bytes) -> B:
             f" {MAX_OBJECTS} and {MAX_VALUES} are read; send several smaller ones.",
             status=413,
         )
+    if (num_quotes := data.count(b'"')) > 2 * MAX_STRINGS:
+        num_strings = (num_quotes - data.count(b'\\"')) // 2
+        if num_strings > MAX_STRINGS:
+            raise ApiError(
+                f"The body has {num_strings} strings, but at most {MAX_STRINGS} are read; send"
+                " several smaller ones.",
+                status=413,
+            )
     try:
         table = msgspec.json.decode(data)  # several times as fast as the standard library
     except (ValueError, RecursionError) as error:  # also invalid UTF-8 and lone surrogates

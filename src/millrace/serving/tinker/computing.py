@@ -43,6 +43,7 @@ class TrainingThread:
 
     def __init__(self, adapters: "AdapterSet", thread: ThreadPoolExecutor) -> None:
         self.max_context = adapters.max_context
+        self.busy_s = 0.0  # that all passes have taken
         self._adapters, self._thread = adapters, thread
         self._queue = FairQueue(PASS_TOKENS, separates_clients=False)
         self._ready: deque[tuple[AdapterPass, Future[PassResult]]] = deque()
@@ -54,6 +55,10 @@ class TrainingThread:
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train")
         loop = asyncio.get_running_loop()
         return TrainingThread(await loop.run_in_executor(thread, _load, config), thread)
+
+    @property
+    def num_models(self) -> int:
+        return len(self._adapters.owned)
 
     async def run(self, tenant: str, num_tokens: int, work: Callable[["AdapterSet"], T]) -> T:
         async with self._turn(tenant, num_tokens, places=PASS_TOKENS):
@@ -96,6 +101,7 @@ class TrainingThread:
         except BaseException as error:  # noqa: BLE001 - given to the callers
             outcomes = [error] * len(ready)
         self._last_s = time.monotonic() - began_s
+        self.busy_s += self._last_s
         for (_, result), outcome in zip(ready, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 result.set_exception(outcome)
@@ -109,8 +115,9 @@ class TrainingThread:
 
 def _load(config: RunConfig) -> "AdapterSet":
     from millrace.models.attention.packed import PACKED
+    from millrace.models.devices import resolve_device, resolve_dtype, use_threads
     from millrace.models.directory import context_length
-    from millrace.models.loading import load_model, resolve_device, resolve_dtype, use_threads
+    from millrace.models.loading import load_model
     from millrace.training.adapters.adapter_set import AdapterSet
 
     use_threads(config.cluster.threads or 1)

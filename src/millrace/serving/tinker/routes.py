@@ -66,15 +66,15 @@ class TrainingRoutes:
     def __init__(self, app: web.Application, service: TrainingService, *, timeout_s: float) -> None:
         self._app, self._service, self._timeout_s = app, service, timeout_s
 
-    def _tenant(self, request: web.Request) -> Tenant:
-        return self._service.tenant(request[CLIENT])
+    async def _tenant(self, request: web.Request) -> Tenant:
+        return await self._service.tenant(request[CLIENT])
 
     def post(
         self, path: str, kind: type[B], answer: Callable[[Tenant, B], Awaitable[Reply]]
     ) -> None:
         async def handle(request: web.Request) -> web.Response:
             body = await read_request(request, kind, timeout_s=self._timeout_s)
-            return json_response(await answer(self._tenant(request), body))
+            return json_response(await answer(await self._tenant(request), body))
 
         self._app.router.add_post(f"/api/v1/{path}", handle)
 
@@ -86,7 +86,7 @@ class TrainingRoutes:
                 await read_bytes(request, timeout_s=self._timeout_s)
             if isinstance(answer, dict):
                 return json_response(answer)
-            reply = await answer(self._tenant(request), *request.match_info.values())
+            reply = await answer(await self._tenant(request), *request.match_info.values())
             return web.Response(status=204) if reply is None else json_response(reply)
 
         self._app.router.add_route(method, f"/api/v1/{path}", handle)
@@ -99,7 +99,7 @@ class TrainingRoutes:
                 offset, limit = (int(request.query.get(key, "0")) for key in ("offset", "limit"))
             except ValueError:
                 raise ApiError("limit and offset must be integers.") from None
-            found = await answer(self._tenant(request), *request.match_info.values())
+            found = await answer(await self._tenant(request), *request.match_info.values())
             offset, limit = max(offset, 0), min(limit, MAX_LISTED) if limit > 0 else MAX_LISTED
             cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
             return json_response({name: found[offset : offset + limit], "cursor": cursor})
@@ -109,11 +109,11 @@ class TrainingRoutes:
     async def compute(self, request: web.Request) -> web.Response:
         data = await read_bytes(request, timeout_s=self._timeout_s, content_type=_PROTOBUF)
         body = await asyncio.to_thread(wire.read_pass, data)
-        return json_response(await self._service.compute(self._tenant(request), body))
+        return json_response(await self._service.compute(await self._tenant(request), body))
 
     async def retrieve(self, request: web.Request) -> web.Response:
         body = await read_request(request, wire.FutureBody, timeout_s=self._timeout_s)
-        futures = self._tenant(request).futures
+        futures = (await self._tenant(request)).futures
         result = await futures.result(body.request_id, timeout_s=POLL_S)
         if isinstance(result, bytes):
             return web.Response(body=result, content_type=_PROTOBUF)
@@ -124,6 +124,7 @@ class TrainingRoutes:
 def add_routes(
     app: web.Application, service: TrainingService, *, client_config: Reply, timeout_s: float
 ) -> None:
+    app.on_cleanup.append(service.close)
     routes = TrainingRoutes(app, service, timeout_s=timeout_s)
     post, plain, listing = routes.post, routes.plain, routes.listing
     plain("POST", "client/config", client_config)

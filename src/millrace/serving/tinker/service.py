@@ -9,7 +9,7 @@ import secrets
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,13 +19,15 @@ import numpy as np
 
 from millrace.core.errors import CheckpointError, TaskError
 from millrace.core.records import Request, Sampling
-from millrace.serving.api.bodies import MIN_TEMPERATURE, MIN_TOP_P
+from millrace.serving.api.bodies import MIN_TEMPERATURE, MIN_TOP_P, read_body
 from millrace.serving.api.errors import ApiError
 from millrace.serving.clients import Client
 from millrace.serving.served_model import ServedModel
 from millrace.serving.settings import TrainingSettings
 from millrace.serving.tinker import wire
 from millrace.serving.tinker.computing import AdapterSlots, TrainingThread
+from millrace.serving.tinker.execution import RequestExecutor
+from millrace.serving.tinker.request_log import AcceptedRequest, RequestLog, Result
 from millrace.serving.tinker.states import (
     EXPIRES,
     SavedState,
@@ -34,16 +36,19 @@ from millrace.serving.tinker.states import (
     iso_time,
     saved_states,
 )
-from millrace.serving.tinker.tenants import Result, Tenant, TenantModel, TenantSession, Work
+from millrace.serving.tinker.tenants import Tenant, TenantModel, TenantSession, Work
 from millrace.serving.tinker.usage import AuditLog, TokenQuota
 from millrace.training.adapters.requests import AdapterShape
+from millrace.training.checkpoints.directory import read_run_state
 
 MAX_MODELS = 16  # of a tenant at a time
 MAX_UNSAVED = 32  # samplers of unsaved weights of a tenant; older ones are removed
 SILENT_S = 3600.0  # after the last heartbeat of a session, its models are freed
 _STEP_TOKENS = 256  # that a request without data counts as, when tenants take turns
 _AUDIT_FILE = "audit.jsonl"
-_UNSAVED = "unsaved"  # folder of weights that only samplers of this process use
+_UNSAVED = "unsaved"  # folder of weights that only samplers use
+_RUNNING = "running"  # folder of snapshots of models in training
+_REQUEST = "request"  # in what a state says about itself: the id of the request that saved it
 
 Reply = dict[str, Any]
 
@@ -60,34 +65,44 @@ class TrainingService:
     ) -> None:
         self._served, self._thread, self._slots = served, thread, slots
         self._settings, self._model_path = settings, model_path
-        self._tenants: dict[str, Tenant] = {}
-        shutil.rmtree(settings.folder / _UNSAVED, ignore_errors=True)
+        self._tenants: dict[str, asyncio.Task[Tenant]] = {}
         self._audit = AuditLog(settings.folder / _AUDIT_FILE)
+        self._log = RequestLog(settings.folder)
+        running = settings.folder / _RUNNING
+        self._executor = RequestExecutor(running, log=self._log, thread=thread, audit=self._audit)
+        self._log.remove_unused(running, settings.folder / _UNSAVED)
 
-    def tenant(self, client: Client) -> Tenant:
+    async def close(self, _app: object) -> None:
+        await self._log.close()
+        self._audit.close()
+
+    async def tenant(self, client: Client) -> Tenant:
+        """Its first request waits until the models that it had are there again."""
         if client.tenant not in self._tenants:
-            quota = TokenQuota(self._settings.max_tokens)
-            self._tenants[client.tenant] = Tenant(client, self._settings.folder, quota)
-        return self._tenants[client.tenant]
+            self._tenants[client.tenant] = asyncio.create_task(self._restored(client))
+        return await asyncio.shield(self._tenants[client.tenant])
 
-    def _submit(
-        self,
-        tenant: Tenant,
-        key: Hashable,
-        work: Work,
-        *,
-        operation: str,
-        about: str,
-        tokens: int = 0,
-    ) -> str:
-        """The id of a future. A repeated request is neither counted nor recorded."""
-        if key in tenant.futures.ids:
-            return tenant.futures.ids[key]
-        if tokens:
-            tenant.quota.take(tokens)
-        id = tenant.futures.submit(key, work)
-        self._audit.write(tenant.name, operation, about=about, tokens=tokens)
-        return id
+    async def _restored(self, client: Client) -> Tenant:
+        tenant = Tenant(client, self._settings.folder, TokenQuota(self._settings.max_tokens))
+        await self._executor.restore(tenant, self._submit_again)
+        return tenant
+
+    async def _submit_again(self, tenant: Tenant, request: AcceptedRequest) -> None:
+        body = request.body or b""
+        if request.operation in ("forward", "forward_backward"):
+            await self.compute(tenant, await asyncio.to_thread(wire.read_pass, body))
+            return
+        kind, answer = {
+            "create_model": (wire.CreateModelBody, self.create_model),
+            "optim_step": (wire.OptimStepBody, self.optim_step),
+            "save_weights": (wire.SaveBody, self.save_weights),
+            "save_weights_for_sampler": (wire.SaveBody, self.save_for_sampler),
+            "load_weights": (wire.LoadBody, self.load_weights),
+            "sample": (wire.SampleBody, self.sample),
+        }[request.operation]
+        await answer(tenant, read_body(kind, body))
+        if request.operation == "create_model":  # later requests need it
+            await tenant.futures.result(request.id)
 
     async def capabilities(self, _tenant: Tenant) -> Reply:
         size = {"max_context_length": self._thread.max_context}
@@ -96,11 +111,13 @@ class TrainingService:
     # Sessions and models
 
     async def create_session(self, tenant: Tenant) -> Reply:
-        for each in list(self._tenants.values()):
+        there = [task for task in self._tenants.values() if task.done() and not task.exception()]
+        for each in [task.result() for task in there]:
             for id, session in list(each.sessions.items()):
                 if time.monotonic() - session.heard_s > SILENT_S:
                     await self.finish_session(each, id)
         id = uuid.uuid4().hex
+        await self._log.add_session(tenant.name, id)
         tenant.sessions[id] = TenantSession()
         self._audit.write(tenant.name, "create_session", about=id)
         return {"session_id": id}
@@ -114,28 +131,32 @@ class TrainingService:
         del tenant.sessions[session_id]
         for id in models:
             tenant.models.pop(id, None)
-            await self._thread.run(tenant.name, 0, lambda a, id=id: a.owned.pop(id, None))
+        await self._executor.remove(session_id, models)
 
     async def create_model(self, tenant: Tenant, body: wire.CreateModelBody) -> Reply:
         session, lora = tenant.session(body.session_id), body.lora_config
         self._check_base(body.base_model)
         if lora.rank > (most := self._settings.max_rank):
             raise ApiError(f"Rank {lora.rank} exceeds --train-max-rank {most}.")
+        if lora.seed is None:  # the adapter has to be the same if it is created again
+            lora = lora.model_copy(update={"seed": secrets.randbits(63)})
 
-        async def create() -> Result:
+        async def create(id: str) -> Result:
             if len(tenant.models) >= MAX_MODELS:
                 raise TaskError(f"You have {MAX_MODELS} models; end the sessions of old ones.")
-            id = uuid.uuid4().hex
-            tenant.models[id] = TenantModel(shape=lora.shape)
+            model = tenant.models[id] = TenantModel(shape=lora.shape)
             session.models.append(id)
-            await self._thread.run(
-                tenant.name, 0, lambda adapters: adapters.create(id, lora.shape, seed=lora.seed)
-            )
+            await self._executor.create_adapter(tenant.name, id, model, seed=lora.seed)
             return {"model_id": id}
 
-        key = ("model", body.session_id, body.model_seq_id)
-        about = body.session_id
-        id = self._submit(tenant, key, create, operation="create_model", about=about)
+        id = await self._executor.submit(
+            tenant,
+            "create_model",
+            body.session_id,
+            body.model_seq_id,
+            body.model_copy(update={"lora_config": lora}).as_json(),
+            create,
+        )
         return {"request_id": id}
 
     def _check_base(self, name: str) -> None:
@@ -148,7 +169,7 @@ class TrainingService:
         info = {"is_lora": True, "lora_rank": rank, "model_name": self._served.name}
         return {"model_id": body.model_id, "model_data": names, **info}
 
-    def _turn(
+    async def _turn(
         self,
         tenant: Tenant,
         body: wire.TurnBody | wire.PassBody,
@@ -160,50 +181,45 @@ class TrainingService:
         model, key = tenant.model(body.model_id), (body.model_id, body.seq_id)
         if body.seq_id < model.next_seq and key not in tenant.futures.ids:
             raise ApiError(f"Request {body.seq_id} of the model was executed long ago.")
-
         model.used_s = time.time()
-
-        async def in_turn() -> Result:
-            async with model.turn(body.seq_id):
-                return await work()
-
-        about = body.model_id
-        id = self._submit(tenant, key, in_turn, operation=operation, about=about, tokens=tokens)
+        data = body.body if isinstance(body, wire.PassBody) else body.as_json()
+        id = await self._executor.submit(tenant, operation, *key, data, work, tokens=tokens)
         return {"request_id": id}
 
     # Training and saved states
 
     async def compute(self, tenant: Tenant, body: wire.PassBody) -> Reply:
-        async def compute() -> Result:
+        async def compute(_id: str) -> Result:
             logprobs, loss = await self._thread.compute(tenant.name, body)
             return await asyncio.to_thread(wire.pass_result, logprobs, loss)
 
         operation = "forward_backward" if body.backward else "forward"
-        return self._turn(tenant, body, compute, operation, body.num_tokens)
+        return await self._turn(tenant, body, compute, operation, body.num_tokens)
 
     async def optim_step(self, tenant: Tenant, body: wire.OptimStepBody) -> Reply:
-        async def step() -> Result:
+        async def step(_id: str) -> Result:
             adam, id = body.adam_params.settings(), body.model_id
             return {"metrics": await self._thread.run_next(lambda a: a.step(id, adam))}
 
-        return self._turn(tenant, body, step, "optim_step")
+        return await self._turn(tenant, body, step, "optim_step")
 
     async def save_weights(self, tenant: Tenant, body: wire.SaveBody) -> Reply:
         save = partial(self._save, tenant, body, kind="weights")
-        return self._turn(tenant, body, save, "save_weights")
+        return await self._turn(tenant, body, save, "save_weights")
 
     async def save_for_sampler(self, tenant: Tenant, body: wire.SaveBody) -> Reply:
         save = partial(self._save, tenant, body, kind="sampler_weights")
-        return self._turn(tenant, body, save, "save_weights_for_sampler")
+        return await self._turn(tenant, body, save, "save_weights_for_sampler")
 
-    async def _save(self, tenant: Tenant, body: wire.SaveBody, *, kind: str) -> Result:
+    async def _save(self, tenant: Tenant, body: wire.SaveBody, id: str, *, kind: str) -> Result:
         if body.path is None:
-            id = uuid.uuid4().hex
             folder, reply = self._settings.folder / _UNSAVED / id, {"sampling_session_id": id}
             tenant.samplers[id] = folder
+            await self._log.add_sampler(tenant.name, id, folder, session=None)
             unsaved = [(id, own) for id, own in tenant.samplers.items() if own and own.name == id]
             for old, removed in unsaved[:-MAX_UNSAVED]:
                 del tenant.samplers[old]
+                await self._log.remove_sampler(old)
                 await asyncio.to_thread(shutil.rmtree, removed, True)
         else:
             reply = {"path": f"tinker://{body.model_id}/{kind}/{body.path}"}
@@ -211,7 +227,8 @@ class TrainingService:
 
         def save(adapters: Any) -> None:
             delete_expired(tenant.folder)
-            if folder.exists() and not body.overwrite:
+            is_own = folder.exists() and read_run_state(folder).get(_REQUEST) == id
+            if folder.exists() and not body.overwrite and not is_own:
                 raise TaskError(f"{body.path!r} exists; choose another name, or overwrite it.")
             used = 0 if body.path is None else sum(s.num_bytes for s in saved_states(tenant.folder))
             if self._settings.max_bytes is not None and used >= self._settings.max_bytes:
@@ -220,7 +237,7 @@ class TrainingService:
                     f" {self._settings.max_bytes}; delete some of them."
                 )
             expires_s = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
-            about = {"base_model": self._served.name, EXPIRES: expires_s}
+            about = {"base_model": self._served.name, EXPIRES: expires_s, _REQUEST: id}
             adapters.save(body.model_id, folder, optimizer=kind == "weights", about=about)
 
         await self._brief(tenant, save)
@@ -230,11 +247,11 @@ class TrainingService:
     async def load_weights(self, tenant: Tenant, body: wire.LoadBody) -> Reply:
         id, folder, optimizer = body.model_id, tenant.path_of(body.path), body.optimizer
 
-        async def load() -> Result:
+        async def load(_id: str) -> Result:
             await self._brief(tenant, lambda a: a.load(id, folder, optimizer=optimizer))
             return {"path": body.path, "model_id": id}
 
-        return self._turn(tenant, body, load, "load_weights")
+        return await self._turn(tenant, body, load, "load_weights")
 
     async def weights_info(self, tenant: Tenant, body: wire.PathBody) -> Reply:
         about = await self._about(tenant.path_of(body.tinker_path))
@@ -308,6 +325,7 @@ class TrainingService:
         elif body.base_model is not None:
             self._check_base(body.base_model)
         id = f"{body.session_id}:{body.sampling_session_seq_id}"
+        await self._log.add_sampler(tenant.name, id, folder, session=body.session_id)
         tenant.samplers[id] = folder
         return {"sampling_session_id": id}
 
@@ -324,7 +342,7 @@ class TrainingService:
         folder = self._sampler(tenant, body.sampling_session_id)
         request = self._request(tenant, body, folder)
 
-        async def sample() -> Result:
+        async def sample(_id: str) -> Result:
             scored = None
             if body.prompt_logprobs:
                 prompt = request.prompt  # engines score without adapters
@@ -344,9 +362,10 @@ class TrainingService:
             self._audit.write(tenant.name, "sampled", about=sampler, tokens=num_sampled)
             return wire.sample_result(done, scored)
 
-        key, about = (body.sampling_session_id, body.seq_id), body.sampling_session_id
-        tokens = len(request.prompt)
-        id = self._submit(tenant, key, sample, operation="sample", about=about, tokens=tokens)
+        key, tokens = (body.sampling_session_id, body.seq_id), len(request.prompt)
+        id = await self._executor.submit(
+            tenant, "sample", *key, body.as_json(), sample, tokens=tokens
+        )
         numbers = range(body.num_samples)
         return {"request_id": id, "sample_sequence_ids": [f"{id}:{number}" for number in numbers]}
 

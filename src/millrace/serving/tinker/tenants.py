@@ -9,15 +9,14 @@ import contextlib
 import logging
 import re
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from millrace.core.errors import CheckpointError, MillraceError
 from millrace.serving.api.errors import ApiError, as_api_error
 from millrace.serving.clients import Client
+from millrace.serving.tinker.request_log import AcceptedRequest, RequestKey, Result
 from millrace.serving.tinker.usage import TokenQuota
 from millrace.training.adapters.requests import AdapterShape
 
@@ -25,45 +24,60 @@ MAX_FUTURES = 4096  # of a tenant; the oldest results are dropped
 _PATH = re.compile(r"tinker://([\w-]+)/(weights|sampler_weights)/([\w-][\w.-]*)", re.ASCII)
 _log = logging.getLogger(__name__)
 
-Result = bytes | dict[str, Any]  # protobuf, or JSON
-Work = Callable[[], Awaitable[Result]]
+Work = Callable[[str], Awaitable[Result]]  # gets the id of its future
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestFuture:
+    key: RequestKey
+    on_disk: asyncio.Future[None]  # done when the request is
+    task: asyncio.Task[Result]
 
 
 class RequestFutures:
     def __init__(self) -> None:
-        self.ids: dict[Hashable, str] = {}  # by what identifies a request
-        self._tasks: dict[str, tuple[Hashable, asyncio.Task[Result]]] = {}  # the oldest first
+        self.ids: dict[RequestKey, str] = {}
+        self._futures: dict[str, RequestFuture] = {}  # the oldest first
 
-    def submit(self, key: Hashable, work: Work) -> str:
-        """Start the work, unless a request with this key did. Returns the id of its future."""
-        if key in self.ids:
-            return self.ids[key]
-        if len(self._tasks) >= MAX_FUTURES:
-            old = next((id for id, (_, task) in self._tasks.items() if task.done()), None)
-            if old is None:
-                message = f"{MAX_FUTURES} requests wait; try again later."
-                raise ApiError(message, status=429, retry_after_s=1)
-            del self.ids[self._tasks.pop(old)[0]]
-        id = self.ids[key] = uuid.uuid4().hex
-        self._tasks[id] = key, asyncio.create_task(_outcome(work))
+    def make_room(self) -> str | None:
+        """Drop the oldest result if there are too many; returns its id."""
+        if len(self._futures) < MAX_FUTURES:
+            return None
+        old = next((id for id, future in self._futures.items() if future.task.done()), None)
+        if old is None:
+            message = f"{MAX_FUTURES} requests wait; try again later."
+            raise ApiError(message, status=429, retry_after_s=1)
+        del self.ids[self._futures.pop(old).key]
+        return old
+
+    def add(self, id: str, future: RequestFuture) -> None:
+        self.ids[future.key], self._futures[id] = id, future
+
+    async def accepted(self, id: str) -> str:
+        """The id, when the request is on disk."""
+        await asyncio.shield(self._futures[id].on_disk)
         return id
 
-    async def result(self, id: str, *, timeout_s: float) -> Result | None:
+    async def result(self, id: str, *, timeout_s: float | None = None) -> Result | None:
         """None if it is not there in time."""
-        if id not in self._tasks:
+        if id not in self._futures:
             raise ApiError(
-                f"Request {id!r:.80} is unknown: the server has restarted, or its result is no"
-                " longer kept; continue from the last saved state.",
+                f"Request {id!r:.80} is unknown: its session has ended, or its result is no longer"
+                " kept.",
                 status=404,
             )
-        task = self._tasks[id][1]
+        task = self._futures[id].task
         await asyncio.wait({task}, timeout=timeout_s)  # a client that leaves does not cancel it
         return task.result() if task.done() else None
 
+    def cancel(self) -> None:
+        for future in self._futures.values():
+            future.task.cancel()
 
-async def _outcome(work: Work) -> Result:
+
+async def outcome(work: Awaitable[Result]) -> Result:
     try:
-        return await work()
+        return await work
     except MillraceError as error:
         is_user = isinstance(error, CheckpointError) or as_api_error(error).status < 500
         return {"error": str(as_api_error(error)), "category": "user" if is_user else "server"}
@@ -77,6 +91,8 @@ class TenantModel:
     shape: AdapterShape
     used_s: float = field(default_factory=time.time)  # since 1970
     next_seq: int = 1
+    saved_at_s: float = 0.0  # TrainingThread.busy_s when its snapshot was written
+    save_s: float = 0.0  # that this took
     waiting: dict[int, asyncio.Event] = field(default_factory=dict[int, asyncio.Event])
 
     @contextlib.asynccontextmanager
@@ -104,6 +120,7 @@ class Tenant:
         self.client, self.quota = client, quota
         self.name = client.tenant
         self.futures = RequestFutures()
+        self.restored: dict[RequestKey, AcceptedRequest] = {}  # of before a crash, to be submitted
         self.sessions: dict[str, TenantSession] = {}
         self.models: dict[str, TenantModel] = {}
         self.samplers: dict[str, Path | None] = {}  # their adapters; None = the model itself
@@ -117,8 +134,8 @@ class Tenant:
     def model(self, id: str) -> TenantModel:
         if id not in self.models:
             raise ApiError(
-                f"Model {id!r:.80} does not exist: its session has ended, or the server has"
-                " restarted; continue from its last saved state with"
+                f"Model {id!r:.80} does not exist: its session has ended; continue from its last"
+                " saved state with"
                 " create_training_client_from_state_with_optimizer().",
                 status=404,
             )

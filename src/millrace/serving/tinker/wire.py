@@ -30,7 +30,7 @@ _DTYPES = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8"), _INT32: np.dtype(
 
 Id = Annotated[str, Field(min_length=1, max_length=128)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
-SeqId = Annotated[int, Field(ge=0)]
+SeqId = Annotated[int, Field(ge=0, lt=2**53)]
 Rate = Annotated[Number, Field(ge=0)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 
@@ -38,6 +38,9 @@ Beta = Annotated[Number, Field(ge=0, lt=1)]
 class TinkerBody(Body):
     type: str | None = None
     user_metadata: dict[str, Any] | None = None  # accepted and not kept
+
+    def as_json(self) -> bytes:
+        return self.model_dump_json(exclude_unset=True).encode()
 
 
 class SessionBody(TinkerBody):
@@ -156,6 +159,7 @@ class SampleBody(TinkerBody):
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PassBody(AdapterPass):
     seq_id: int
+    body: bytes  # as the client sent it
 
 
 def read_pass(body: bytes) -> PassBody:
@@ -166,11 +170,13 @@ def read_pass(body: bytes) -> PassBody:
             raise ApiError(f"loss_fn_config has {name!r}, which is not a number.")
         settings[name] = struct.unpack("<d", number)[0]
     data = [_datum(protobuf.read(datum)) for datum in messages(fields, 3)]
-    if not data or not (seq_id := integers(fields, 2)):
-        raise ApiError("The request needs a seq_id above 0 and at least one datum.")
+    seq_id = integers(fields, 2)[-1:]
+    if not data or not seq_id or seq_id[0] >= 2**53:
+        raise ApiError("The request needs a seq_id from 1 to 2^53 and at least one datum.")
     return PassBody(
         model_id=message(fields, 1).decode(errors="replace"),
-        seq_id=seq_id[-1],
+        seq_id=seq_id[0],
+        body=body,
         data=data,
         loss=message(fields, 4).decode(errors="replace"),
         settings=settings,
