@@ -76,6 +76,7 @@ def make_engine(
         "num_blocks": 256,
         "block_tokens": 4,
         "prefill_tokens": 64,
+        "num_snapshots": 64,
     }
     return EmbeddedEngine(
         model,

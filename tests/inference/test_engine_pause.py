@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from engine_rig import assert_same, finish_all, make_engine, make_request, weights
-from scripted_link import ScriptedLink
+from scripted_link import Batch, ScriptedLink
 
 from millrace.cluster.messages import (
     AbortRequests,
@@ -33,18 +33,21 @@ class ReadyReceiver:
     def stage(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
         return weights(seed=update.version)
 
+    def forget(self) -> None:
+        """Nothing is staged."""
+
     def close(self) -> None:
         """Nothing to let go."""
 
 
-def serve(*script: list[Message], **settings: Any) -> ScriptedLink:
+def serve(*script: Batch, receiver: Any = None, **settings: Any) -> ScriptedLink:
     """Run an engine through a script."""
     engine = make_engine(**settings)
     link = ScriptedLink(script, engine)
     worker: Any = EngineWorker(
         link,  # pyright: ignore[reportArgumentType]
         engine=engine,
-        receiver=ReadyReceiver(),
+        receiver=receiver or ReadyReceiver(),
         timeline=Timeline("engine-0"),
     )
     worker.serve()

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_rig import assert_same, finish_all, make_engine, make_request, prompt_of
+from engine_rig import assert_same, finish_all, make_engine, make_request, prompt_of, weights
 from test_engine_pause import UPDATE, serve
 
 from millrace.cluster.messages import Generate, Pause, Resume, SwapWeights
 from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.weights.transport import make_receiver, make_sender
 
 
 class LostMemory:
@@ -91,6 +92,27 @@ def test_weights_that_arrive_during_sleep_are_taken_after_it():
     assert link.reply_to(SwapWeights).version == 1
     assert ("sleep", True) in link.spans
     assert [name for name, _ in link.spans].index("wake") < [n for n, _ in link.spans].index("swap")
+
+
+def test_memory_of_staged_weights_is_given_back_in_sleep():
+    sender = make_sender("shm", dtype=torch.float32, payload="delta")
+    receiver = make_receiver("shm", payload="delta")
+    kept: list[bool] = []
+    first, second = (sender.publish(version, weights(seed=version)) for version in (1, 2))
+    link = serve(
+        [Generate(request=make_request())],
+        [SwapWeights(update=first)],
+        [Pause(sleep=True)],
+        [lambda: kept.append(receiver._staging.newest is not None)],
+        [Resume()],
+        [SwapWeights(update=second)],
+        [],
+        receiver=receiver,
+    )
+    assert kept == [False]
+    calls: list[Any] = link.calls_of(SwapWeights)
+    assert [call.replies[0].version for call in calls] == [1, 2]
+    sender.close()
 
 
 @pytest.mark.gpu

@@ -20,9 +20,10 @@ from millrace.inference.embedded.kv.paged_attention import measure_cache
 from millrace.inference.embedded.kv.states import CacheProbe
 from millrace.inference.embedded.parts import EngineSizes
 from millrace.inference.embedded.self_test import engine_path
+from millrace.models.devices import resolve_device, resolve_dtype
 from millrace.models.directory import context_limit, load_tokenizer
 from millrace.models.exact.mode import check_exact
-from millrace.models.loading import load_model, resolve_device, resolve_dtype, stop_token_ids
+from millrace.models.loading import load_model, stop_token_ids
 from millrace.models.lora.factors import Adapter, adapter_of
 from millrace.models.lora.folders import read_checkpoint, read_resident
 from millrace.models.routing import Routing, find_routing
@@ -74,9 +75,9 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
     )
     if spec.adapter_path is not None:
         engine.swap(read_checkpoint(spec.adapter_path), version=spec.version)
-    for policy, folder in spec.policies.items():
+    for policy, (folder, version) in spec.policies.items():
         if folder is not None:
-            engine.swap(read_checkpoint(folder), version=spec.version, policy=policy)
+            engine.swap(read_checkpoint(Path(folder)), version=version, policy=policy)
     return engine
 
 
@@ -95,16 +96,15 @@ def engine_of(
     exact: bool = False,
 ) -> EmbeddedEngine:
     """An engine with these settings, ready for its first request."""
-    on_gpu = model.device.type == "cuda"
-    block_tokens, probe = options.block_tokens, measure_cache(model)
-    decode_steps = _decode_steps(model, options.decode_steps, probe)
+    on_gpu, probe = model.device.type == "cuda", measure_cache(model)
+    block_tokens = options.block_tokens
     text_config, path = model.config.get_text_config(), str(model.name_or_path)
     setting = "engine.max_context"
     context = context_limit(text_config, path, wanted=config.max_context, setting=setting)
     of_block = block_bytes(probe.shapes, block_tokens=block_tokens, dtype=model.dtype)
     of_block = max(1, of_block + (0 if routing is None else block_tokens * routing.token_bytes))
-    states = config.max_sequences * probe.slot_bytes
-    kv_bytes = _kv_bytes(options, size=of_block, of_states=states, device=model.device)
+    states = (config.max_sequences, probe.slot_bytes)
+    kv_bytes, num_snapshots = _room(options, size=of_block, states=states, device=model.device)
     # Enough for all sequences at full context, within kv_bytes.
     num_blocks = min(config.max_sequences * -(-context // block_tokens), kv_bytes // of_block)
     try:
@@ -125,7 +125,8 @@ def engine_of(
                 prefill_tokens=options.prefill_tokens or (16384 if on_gpu else 2048),
                 kv=config.kv,
                 prefix_cache=options.prefix_cache,
-                decode_steps=decode_steps,
+                num_snapshots=num_snapshots,
+                decode_steps=_decode_steps(model, options.decode_steps, probe),
                 compile_layers=options.compile and on_gpu and not exact,
                 exact=exact,
             ),
@@ -191,8 +192,7 @@ def _single_steps(model: PreTrainedModel, wanted: int | None, probe: CacheProbe)
     if probe.layers:
         return (
             f"{name} has layers with a recurrent state, which decode in single steps by the code of"
-            " transformers, several times slower than with the decode loop, and share no cached"
-            " prefixes."
+            " transformers, several times slower than with the decode loop."
         )
     has_experts = any(parameter.ndim == 3 for parameter in model.parameters())
     major, _ = torch.cuda.get_device_capability(model.device)
@@ -204,19 +204,27 @@ def _single_steps(model: PreTrainedModel, wanted: int | None, probe: CacheProbe)
     return ""
 
 
-def _kv_bytes(options: EmbeddedBackend, *, size: int, of_states: int, device: torch.device) -> int:
-    """Limit of the KV cache without recurrent states; a block has `size` bytes."""
+def _room(
+    options: EmbeddedBackend, *, size: int, states: tuple[int, int], device: torch.device
+) -> tuple[int, int]:
+    """Limit of the KV cache in bytes, without recurrent states, and the number of their snapshots.
+    A block has `size` bytes; `states`: how many sequences have one, and its bytes."""
     bound = options.kv_bytes or _CPU_KV_BYTES
+    of_states = states[0] * states[1]
     if options.kv_bytes is None and device.type == "cuda":
         bound = int(torch.cuda.mem_get_info(device)[0] * _GPU_KV_SHARE)
     if bound < size + of_states:
-        states = f" and the recurrent states of {of_states} bytes" if of_states else ""
+        others = f" and the recurrent states of {of_states} bytes" if of_states else ""
         remedy = "raise it, or lower engine.max_sequences" if of_states else "raise it"
         raise ConfigError(
             f"Setting 'engine.options.kv_bytes' = {bound} does not hold one KV block of"
-            f" {size} bytes{states}; {remedy}."
+            f" {size} bytes{others}; {remedy}."
         )
-    return bound - of_states
+    if not of_states or not options.prefix_cache:
+        return bound - of_states, 0
+    # A running sequence has the newest snapshot of its own, and one at the end of its prompt.
+    num_snapshots = min(2 * states[0], (bound - of_states - size) // 4 // states[1])
+    return bound - of_states - num_snapshots * states[1], num_snapshots
 
 
 def _free(device: torch.device) -> str:

@@ -68,8 +68,9 @@ class EmbeddedEngine(EngineCore):
             block_tokens=sizes.block_tokens,
             version=version,
             keeps=sizes.kv == "keep",
-            is_on=sizes.prefix_cache and parts.states is None,
+            is_on=sizes.prefix_cache and (parts.states is None or parts.snapshots is not None),
             policies=[] if parts.bank is None else parts.bank.policies,
+            snapshots=parts.snapshots,
         )
         self._scheduler = Scheduler(
             parts.slots,
@@ -78,6 +79,7 @@ class EmbeddedEngine(EngineCore):
             prefill_tokens=sizes.prefill_tokens,
             routes=parts.routes,
             states=parts.states,
+            snapshots=parts.snapshots,
         )
         self._has_states = parts.states is not None
         has_loop = sizes.decode_steps > 1 and not self._has_states
@@ -197,9 +199,11 @@ class EmbeddedEngine(EngineCore):
         self._scheduler.forget_kv()
         return interrupted
 
-    def expire(self, before: int) -> list[FinishedCompletions]:
+    def expire(
+        self, before: int, adapters: Mapping[str, int] | None = None
+    ) -> list[FinishedCompletions]:
         self._record_ended()
-        expired = self._outputs.expired(before, self._scheduler.sequences())
+        expired = self._outputs.expired(before, self._scheduler.sequences(), adapters)
         return self.abort(expired, finish="expire")
 
     def preempt_all(self) -> list[FinishedCompletions]:

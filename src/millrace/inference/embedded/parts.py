@@ -13,6 +13,7 @@ from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.kv.blocks import BlockPool, BlockTables
 from millrace.inference.embedded.kv.cache import KVCache
 from millrace.inference.embedded.kv.paged_attention import measure_cache
+from millrace.inference.embedded.kv.snapshots import StateSnapshots
 from millrace.inference.embedded.kv.states import StatePool
 from millrace.inference.embedded.routes import RoutesPool
 from millrace.inference.embedded.sampler import KEPT_CAPACITY
@@ -34,6 +35,7 @@ class EngineSizes:
     prefill_tokens: int
     kv: Literal["keep", "recompute"] = "keep"
     prefix_cache: bool = True
+    num_snapshots: int = 0  # of recurrent states, for the prefix cache
     decode_steps: int = 1  # per launch on the device, at most; 1 = no decode loop
     kept_capacity: int = KEPT_CAPACITY  # see sampler.py
     compile_layers: bool = False
@@ -75,6 +77,11 @@ class EngineParts:
         if routing is not None:
             self.routes = RoutesPool(routing, cache=self.cache, num_blocks=num_blocks)
         self.states: StatePool | None = None  # None = no layer has a recurrent state
+        self.snapshots: StateSnapshots | None = None
+        num_snapshots = sizes.num_snapshots if sizes.prefix_cache and probe.layers else 0
+        if num_snapshots:
+            rows = {"first_row": num_slots, "num_rows": num_snapshots}
+            self.snapshots = StateSnapshots(self.tables, **rows)
         on_gpu = model.device.type == "cuda"
         if sizes.exact and probe.layers:
             refuse("a recurrent state")
@@ -83,7 +90,7 @@ class EngineParts:
         # Memory of weights, which is saved while the engine sleeps.
         with nullcontext() if memory is None else memory.weights.allocating():
             if probe.layers:
-                self.states = StatePool(probe, num_slots=num_slots)
+                self.states = StatePool(probe, num_rows=num_slots + num_snapshots)
             elif sizes.exact and on_gpu:
                 fuse_projections(model)  # the kernels compute each output by itself
             elif sizes.decode_steps > 1 and not sizes.exact:

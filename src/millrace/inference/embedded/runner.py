@@ -56,7 +56,8 @@ class ModelRunner:
         else:
             groups: tuple[SequenceGroup, ...] = ()
             if parts.states is not None:
-                groups = groups_of(plan.slots, starts, plan.counts, device=self._device)
+                copies = {"snapshots": plan.snapshots, "device": self._device}
+                groups = groups_of(plan.slots, starts, plan.counts, **copies)
             batch = PagedBatch(
                 cache=parts.cache,
                 slot_mapping=slot_mapping,

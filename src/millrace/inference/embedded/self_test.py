@@ -34,6 +34,7 @@ def _generate(
         prefill_tokens=16,
         decode_steps=decode_steps,
         exact=exact,
+        num_snapshots=32,
     )
     tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "")
     engine = EmbeddedEngine(model, tokenizer, sizes=sizes, version=0, eos_ids=())

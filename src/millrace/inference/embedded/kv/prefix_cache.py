@@ -8,6 +8,7 @@ Promise: a request finds only KV that the served weights computed, from the firs
 With kv = "keep" there are two exceptions, because sequences then continue with the KV of older
 weights: a preempted sequence finds its own KV, and a request with a session finds the KV that
 earlier requests of the session left. A request finds KV of requests with its own cache_salt only.
+With recurrent states, it finds KV only up to a block whose end has a snapshot of the state.
 
 The index holds at most one entry per block. Tokens are hashed when a sequence leaves, while the
 device works, and when it arrives, never while it decodes. The engine's thread calls everything.
@@ -24,6 +25,7 @@ import xxhash
 
 from millrace.core.records import Request
 from millrace.inference.embedded.kv.blocks import BlockPool
+from millrace.inference.embedded.kv.snapshots import StateSnapshots
 from millrace.inference.embedded.scheduling.sequence import (
     KVHistory,
     KVSource,
@@ -41,6 +43,7 @@ class Prefix(NamedTuple):
     blocks: np.ndarray  # [B] int64; whole, and not yet shared
     num_tokens: int
     kv_history: KVHistory
+    num_known: int = 0  # tokens whose KV is cached, though perhaps there is no state at their end
 
 
 class PrefixCache:
@@ -53,10 +56,13 @@ class PrefixCache:
         keeps: bool,
         is_on: bool = True,
         policies: Iterable[str | None] = (None,),
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         """`keeps`: sequences continue with their KV when weights change (kv = "keep").
-        `policies`: adapters with versions of their own; None = the first policy."""
+        `policies`: adapters with versions of their own; None = the first policy. `snapshots`: of
+        recurrent states, if the model has some."""
         self._pool = pool
+        self._snapshots = snapshots
         self._block_tokens = block_tokens
         self._keeps = keeps
         self._is_on = is_on
@@ -96,14 +102,20 @@ class PrefixCache:
             return
         blocks, num_tokens = blocks[:count], count * self._block_tokens
         self._pool.release_reusable(blocks, survives_swaps=session is not None)
-        history = truncate_history(sequence.kv_history, num_tokens)
-        content_ids = self._pool.content_ids[blocks]
-        self._leaving.append((blocks, content_ids, sequence.tokens[:num_tokens], history))
+        history = self.offer(sequence, blocks)
         if session is not None:
             self._remember(session, history, num_tokens=num_tokens)
 
+    def offer(self, sequence: Sequence, blocks: np.ndarray) -> KVHistory:
+        """Let others find a sequence's first blocks, all of them whole; returns their history."""
+        num_tokens = len(blocks) * self._block_tokens
+        history = truncate_history(sequence.kv_history, num_tokens)
+        content_ids = self._pool.content_ids[blocks]
+        self._leaving.append((blocks, content_ids, sequence.tokens[:num_tokens], history))
+        return history
+
     def settle(self) -> None:
-        """Index the blocks that were released since the last call."""
+        """Index the blocks that were offered since the last call."""
         leaving, self._leaving = self._leaving, []
         for blocks, content_ids, tokens, kv_history in leaving:
             digests = _digests(tokens, kv_history, block_tokens=self._block_tokens)
@@ -117,12 +129,16 @@ class PrefixCache:
         if not self._is_on:
             return best
         self.settle()
+        num_known = 0
         for kv_history, digests in self._search_keys(sequence).items():
             blocks = self._known(digests)
+            num_known = max(num_known, len(blocks) * self._block_tokens)
+            if self._snapshots is not None:
+                blocks = blocks[: self._snapshots.num_usable(blocks)]
             if len(blocks) > len(best.blocks):
                 num_tokens = len(blocks) * self._block_tokens
                 best = Prefix(blocks, num_tokens, truncate_history(kv_history, num_tokens))
-        return best
+        return best._replace(num_known=num_known)
 
     def _search_keys(self, sequence: Sequence) -> dict[KVHistory, list[bytes]]:
         """Digests of the sequence's blocks under each KV history that it may continue. The last
@@ -157,12 +173,18 @@ class PrefixCache:
     def _enter(self, digest: bytes, block: int, content_id: int) -> None:
         entry = self._index.get(digest)
         if entry is not None and self._pool.content_ids[entry[0]] == entry[1]:
-            return  # this block was indexed before, or another one holds the same KV
+            # This block was indexed before, or another one holds the same KV.
+            has_more = self._has_snapshot(block) and not self._has_snapshot(entry[0])
+            if not has_more:
+                return
         earlier = self._digests[block]
         if earlier is not None and self._index.get(earlier, (-1, 0))[0] == block:
             del self._index[earlier]
         self._index[digest] = (block, content_id)
         self._digests[block] = digest
+
+    def _has_snapshot(self, block: int) -> bool:
+        return self._snapshots is not None and self._snapshots.num_usable(np.array([block])) > 0
 
     def _remember(self, session: str, kv_history: KVHistory, *, num_tokens: int) -> None:
         earlier = self._sessions.pop(session, {})

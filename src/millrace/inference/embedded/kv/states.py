@@ -4,8 +4,7 @@ A state lies in the layers of a transformers cache. A pool holds the tensors of 
 a mixer gets a cache with the states of its sequences; what it leaves there goes back to the pool.
 
 Promise: a state is that of the tokens of its slot's sequence that are cached. It cannot go back to
-an earlier token, so models with states share no prefixes, except by forks of a whole prompt, and a
-preempted sequence is computed again from its first token.
+an earlier token, so sequences begin with a fork, a snapshot (snapshots.py) or their first token.
 
 The engine's thread calls everything. T = tokens of a pass, b = sequences of a group, n = tokens of
 each, D = hidden size.
@@ -22,6 +21,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from millrace.inference.embedded.kv.cache import KVShape
+from millrace.inference.embedded.kv.snapshots import SnapshotWrite
 from millrace.models.attention.layout import ScoreRules
 from millrace.models.attention.recurrent import run_mixer
 
@@ -34,6 +34,8 @@ class SequenceGroup(NamedTuple):
     slots: Tensor  # [b] int64
     tokens: Tensor  # [b, n] int64; their tokens in the flat batch
     begins: bool
+    kept: Tensor  # [k] int64; those whose states are copied to rows `targets` of the pool
+    targets: Tensor  # [k] int64
 
 
 class CacheProbe:
@@ -69,10 +71,11 @@ class CacheProbe:
 
 
 class StatePool:
-    def __init__(self, probe: CacheProbe, *, num_slots: int) -> None:
+    def __init__(self, probe: CacheProbe, *, num_rows: int) -> None:
+        """Rows are slots, and snapshots after them."""
         self._probe = probe
         self._pools: dict[int, dict[Place, Tensor]] = {
-            number: {at: x.new_zeros(num_slots, *x.shape[1:]) for at, x in _tensors(layer)}
+            number: {at: x.new_zeros(num_rows, *x.shape[1:]) for at, x in _tensors(layer)}
             for number, layer in probe.layers.items()
         }
 
@@ -81,13 +84,19 @@ class StatePool:
         number, output = mixer.layer_idx, torch.empty_like(hidden)
         for group in groups:
             cache = self._load(number, None if group.begins else group.slots)
-            output[group.tokens] = run_mixer(mixer, hidden[group.tokens], cache).to(output.dtype)
+            # In transformers, layers of Mamba, unlike Mamba2, continue a state by one token only.
+            is_single = not group.begins and hasattr(mixer, "x_proj")
+            for tokens in group.tokens.split(1 if is_single else group.tokens.shape[1], dim=1):
+                output[tokens] = run_mixer(mixer, hidden[tokens], cache).to(output.dtype)
             for place, tensor in _tensors(cache.layers[number]):
-                self._pools[number][place].index_copy_(0, group.slots, tensor)
+                pool = self._pools[number][place]
+                pool.index_copy_(0, group.slots, tensor)
+                if len(group.kept):
+                    pool.index_copy_(0, group.targets, tensor[group.kept])
         return output
 
     def copy(self, source: int, targets: list[int]) -> None:
-        """Give slots the states of another one."""
+        """Give slots the state of a row."""
         for tensor in (t for pool in self._pools.values() for t in pool.values()):
             tensor[targets] = tensor[source].clone()
 
@@ -100,19 +109,35 @@ class StatePool:
 
 
 def groups_of(
-    slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, *, device: torch.device
+    slots: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+    *,
+    snapshots: tuple[SnapshotWrite, ...] = (),
+    device: torch.device,
 ) -> tuple[SequenceGroup, ...]:
     """The groups of a pass in which each slot computes `counts` tokens after `starts` cached ones,
-    slot after slot. All arrays are [R]."""
-    firsts = np.cumsum(counts) - counts
-    groups: dict[tuple[int, bool], list[int]] = {}
+    slot after slot. All arrays are [R]. A sequence is cut where its state is copied, and the groups
+    with its parts come in order."""
+    offsets = np.cumsum(counts) - counts - starts  # of each row's token 0 in the flat batch
+    ends: list[list[tuple[int, int]]] = [[] for _ in slots]
+    for row, at, target in snapshots:
+        ends[row].append((at, target))
+    groups: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = {}
     for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
-        groups.setdefault((count, start == 0), []).append(row)
+        begin = start
+        for part, (end, target) in enumerate([*sorted(ends[row]), (start + count, -1)]):
+            if end > begin:
+                groups.setdefault((part, end - begin, begin == 0), []).append((row, begin, target))
+            begin = end
     found: list[SequenceGroup] = []
-    for (count, begins), rows in groups.items():
-        numbers = (slots[rows], firsts[rows][:, None] + np.arange(count))
-        own = (torch.from_numpy(array).to(device) for array in numbers)
-        found.append(SequenceGroup(*own, begins=begins))
+    for (_, count, begins), parts in sorted(groups.items()):
+        rows, firsts, targets = np.array(parts).T
+        tokens = (offsets[rows] + firsts)[:, None] + np.arange(count)
+        kept = np.flatnonzero(targets >= 0)
+        arrays = (slots[rows], tokens, kept, targets[kept])
+        own, at, *copied = (torch.from_numpy(x).to(device) for x in arrays)
+        found.append(SequenceGroup(own, at, begins, *copied))
     return tuple(found)
 
 

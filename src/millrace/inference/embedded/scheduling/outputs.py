@@ -11,7 +11,7 @@ token states the finish. Coalesced streams are delivered only when asked for, an
 their request has finished. The engine's thread calls everything, between two forward passes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -144,7 +144,7 @@ class OutputProcessor:
 
     def __post_init__(self) -> None:
         self.num_arrived = 0  # sequences
-        self._expired_before = 0  # see expired()
+        self._expired_before: dict[str | None, int] = {None: 0}  # by adapter; see expired()
         self._ended: list[tuple[Sequence, Finish]] = []  # to be recorded
         # By unfinished request: the versions of its members that have ended.
         self._unfinished: dict[str, list[np.ndarray]] = {}
@@ -185,7 +185,9 @@ class OutputProcessor:
     def end_on_arrival(self, sequence: Sequence) -> bool:
         """Whether a sequence with tokens has already ended; if so, its completion is built."""
         finish = self.rules.finish_on_arrival(
-            sequence, max_context=self.max_context, expired_before=self._expired_before
+            sequence,
+            max_context=self.max_context,
+            expired_before=self._before(sequence.request.adapter),
         )
         if finish is not None:
             self.end(sequence, finish=finish)
@@ -213,13 +215,26 @@ class OutputProcessor:
         if len(versions) == request.n:
             del self._unfinished[request.id]
 
-    def expired(self, before: int, unfinished: Iterable[Sequence]) -> list[str]:
+    def expired(
+        self,
+        before: int,
+        unfinished: Iterable[Sequence],
+        adapters: Mapping[str, int] | None = None,
+    ) -> list[str]:
         """Requests with `expires` set that have a token older than this version; those that arrive
-        with one later end at once."""
-        self._expired_before = max(before, self._expired_before)
-        expiring = [(s.request.id, self.sampled_by(s)[2]) for s in unfinished if s.request.expires]
-        members = [(id, each) for id, own in expiring for each in (own, *self._unfinished[id])]
-        return [*dict.fromkeys(id for id, own in members if (own < before).any())]
+        with one later end at once. `adapters`: versions of those that have their own."""
+        for name, oldest in {None: before, **(adapters or {})}.items():
+            self._expired_before[name] = max(oldest, self._expired_before.get(name, 0))
+        expiring = [s for s in unfinished if s.request.expires]
+        members = [
+            (s.request.id, each, self._before(s.request.adapter))
+            for s in expiring
+            for each in (self.sampled_by(s)[2], *self._unfinished[s.request.id])
+        ]
+        return [*dict.fromkeys(id for id, own, oldest in members if (own < oldest).any())]
+
+    def _before(self, adapter: str | None) -> int:
+        return self._expired_before.get(adapter, self._expired_before[None])
 
     def take(self) -> list[FinishedCompletions]:
         """The completions that were not taken before."""

@@ -3,7 +3,8 @@
 Sequences get slots in order of arrival, or of priority. A pass computes one token for every slot
 that is up to date, and up to `prefill_tokens` tokens for the others. The members of a request share
 one prefill: the first member computes it, and the others fork its block table. A recurrent state
-lies in a slot alone, so sequences of such models hold nothing without a slot.
+lies in a slot alone, so sequences of such models hold nothing without a slot, and begin with a
+snapshot that the prefix cache finds.
 
 When blocks run out, waiting sequences give up the prefixes they hold; then the latest arrival is
 preempted and recomputes what was evicted. A single sequence always fits, because the engine refuses
@@ -17,6 +18,7 @@ import numpy as np
 
 from millrace.inference.embedded.kv.blocks import BlockTables
 from millrace.inference.embedded.kv.prefix_cache import Prefix, PrefixCache
+from millrace.inference.embedded.kv.snapshots import SnapshotWrite, StateSnapshots
 from millrace.inference.embedded.kv.states import StatePool
 from millrace.inference.embedded.routes import RoutesPool
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
@@ -40,6 +42,7 @@ class Scheduler:
     prefill_tokens: int
     routes: RoutesPool | None = None
     states: StatePool | None = None
+    snapshots: StateSnapshots | None = None  # of these states, if the prefix cache is on
 
     def __post_init__(self) -> None:
         self.waiting = WaitQueue(self.tables.pool, prefixes=self.prefixes)
@@ -72,11 +75,14 @@ class Scheduler:
         single = single[np.argsort(self.slots.num_cached[single], kind="stable")]
         copies = self.tables.prepare_writes(single, self.slots.num_cached[single])
         chunked, chunks = self._chunks(chunked)
+        slots = np.concatenate([single, chunked])
+        counts = np.concatenate([np.ones(len(single), dtype=np.int64), chunks])
+        snapshots: tuple[SnapshotWrite, ...] = ()
+        if self.snapshots is not None:
+            starts, num_tokens = self.slots.num_cached[slots], self.slots.num_tokens[slots]
+            snapshots = self.snapshots.plan(slots, starts, counts, num_tokens=num_tokens)
         return BatchPlan(
-            slots=np.concatenate([single, chunked]),
-            counts=np.concatenate([np.ones(len(single), dtype=np.int64), chunks]),
-            num_single=len(single),
-            copies=copies,
+            slots=slots, counts=counts, num_single=len(single), copies=copies, snapshots=snapshots
         )
 
     def plan_decode(self, *, max_steps: int) -> DecodePlan | None:
@@ -108,6 +114,8 @@ class Scheduler:
         join on their leader's row."""
         slots = self.slots
         slots.num_cached[plan.slots] += plan.counts
+        if self.snapshots is not None:
+            self.snapshots.complete(plan.slots, plan.snapshots)
         due = np.flatnonzero(slots.num_cached[plan.slots] == slots.num_tokens[plan.slots])
         joined: list[int] = []
         rows: list[int] = []
@@ -248,6 +256,10 @@ class Scheduler:
             sequence.kv_history = prefix.kv_history
         slot = self.slots.assign(sequence, num_cached=num_cached)
         self.tables.assign(slot, blocks)
+        if prefix is not None and self.snapshots is not None and self.states is not None:
+            self.snapshots.begin(slot, branch=prefix.num_known)
+            if num_cached:
+                self.states.copy(self.snapshots.use(int(blocks[-1])), [slot])
         self.tables.extend(np.array([slot]), num_tokens=np.array([len(sequence.tokens)]))
         self._record_source(sequence, at=num_cached)
 
@@ -262,10 +274,10 @@ class Scheduler:
         self.slots.leads[leader.slot] = False
         forked = []
         for follower in followers:
+            follower.kv_history = leader.kv_history
             if not self.slots.num_free and self.states is not None:
                 self.waiting.add(follower)
                 continue
-            follower.kv_history = leader.kv_history
             blocks = self.tables.share(leader.slot)
             if not self.slots.num_free:
                 follower.held_blocks = blocks
@@ -273,9 +285,15 @@ class Scheduler:
                 continue
             slot = self.slots.assign(follower, num_cached=len(follower.tokens))
             self.tables.assign(slot, blocks)
+            if self.snapshots is not None:
+                self.snapshots.begin(slot, branch=0)
             forked.append(slot)
         if self.states is not None and forked:
             self.states.copy(leader.slot, forked)
+        if self.snapshots is not None and len(forked) < len(followers):
+            # Those without a slot may get one before any of these sequences leaves.
+            num_whole = len(leader.tokens) // self.tables.block_tokens
+            self.prefixes.offer(leader, self.tables.rows[leader.slot, :num_whole].copy())
         return forked
 
     def leave(self, sequence: Sequence, *, ends: bool) -> None:

@@ -17,6 +17,7 @@ from millrace.core.completions import join_top, joined
 from millrace.core.errors import TaskError
 from millrace.core.records import Completion, Finish, Kept, KVOrigin, Request, TopTokens
 from millrace.inference.embedded.adapters import AdapterBank
+from millrace.inference.embedded.kv.snapshots import SnapshotWrite
 from millrace.inference.embedded.routes import SequenceRoutes
 from millrace.models.grammars import GrammarCompiler, GrammarMatcher
 
@@ -220,6 +221,7 @@ class BatchPlan:
     counts: np.ndarray  # [R] int64
     num_single: int  # slots with one token
     copies: BlockCopies  # of blocks, before the pass
+    snapshots: tuple[SnapshotWrite, ...] = ()  # of recurrent states, during the pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
