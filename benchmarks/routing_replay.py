@@ -26,7 +26,8 @@ from millrace.environments.token_record import rollout_of
 from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.models.attention.packed import PACKED
-from millrace.models.loading import load_model, resolve_device, without_progress_bars
+from millrace.models.devices import resolve_device
+from millrace.models.loading import load_model, without_progress_bars
 from millrace.models.routing import RouteReplay, Routing, find_routing
 from millrace.training.optimizer import TrainSettings
 from millrace.training.packing.packer import pack

@@ -39,6 +39,10 @@ _SHAPE = {
 }
 
 
+_MAMBA = {
+    **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_chunk_size"), 8),
+    "mamba_n_groups": 1,
+}
 _EXPERTS = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 16}
 
 
@@ -89,6 +93,52 @@ def tiny_model(architecture: str, *, seed: int = 0, num_layers: int = 2) -> PreT
         ),
         "lfm2": lambda: transformers.Lfm2ForCausalLM(
             transformers.Lfm2Config(**shape, layer_types=["conv", "full_attention"])
+        ),
+        "qwen3_5": lambda: transformers.Qwen3_5ForCausalLM(
+            transformers.Qwen3_5TextConfig(
+                **shape,
+                layer_types=["linear_attention", "full_attention"],
+                linear_num_key_heads=2,
+                linear_num_value_heads=4,
+                linear_key_head_dim=8,
+                linear_value_head_dim=8,
+            )
+        ),
+        # Each layer has attention and Mamba side by side.
+        "falcon_h1": lambda: transformers.FalconH1ForCausalLM(
+            transformers.FalconH1Config(**shape, **_MAMBA, mamba_d_ssm=64)
+        ),
+        "granite4": lambda: transformers.GraniteMoeHybridForCausalLM(
+            transformers.GraniteMoeHybridConfig(
+                **shape,
+                **_MAMBA,
+                layer_types=["mamba", "attention"],
+                num_local_experts=NUM_EXPERTS,
+                num_experts_per_tok=TOP_K,
+                shared_intermediate_size=16,
+                position_embedding_type="rope",
+            )
+        ),
+        # Mamba, attention and a dense layer.
+        "nemotron_h": lambda: transformers.NemotronHForCausalLM(
+            transformers.NemotronHConfig(
+                **{**shape, "num_hidden_layers": 3},
+                hybrid_override_pattern="M*-",
+                mamba_num_heads=8,
+                mamba_head_dim=8,
+                n_groups=1,
+                ssm_state_size=8,
+                chunk_size=8,
+            )
+        ),
+        # Its router chooses by two calls of max, and gives weights by two softmaxes.
+        "phimoe": lambda: transformers.PhimoeForCausalLM(
+            transformers.PhimoeConfig(
+                **shape,
+                num_local_experts=NUM_EXPERTS,
+                num_experts_per_tok=TOP_K,
+                sliding_window=None,
+            )
         ),
         # Experts come in four groups, of which two are chosen before experts are.
         "deepseek_v2": lambda: transformers.DeepseekV2ForCausalLM(

@@ -53,9 +53,19 @@ to `time_step_min` in forward passes but not in decode steps; Millrace applies `
 the configuration in both.
 
 - An engine keeps one state per sequence, `engine.max_sequences` of them, within
-  `engine.options.kv_bytes`. Completions of one prompt fork its state. A state cannot go back to an
-  earlier token, so these models reuse no cached prefixes, and a preempted sequence is computed
-  again from its first token. With `engine.kv = "keep"` a state stays across a swap, as KV does.
+  `engine.options.kv_bytes`. Completions of one prompt fork its state. With `engine.kv = "keep"` a
+  state stays across a swap, as KV does.
+- A state cannot go back to an earlier token, so an engine also keeps snapshots of states, each at
+  the end of a KV block: at the last whole block of a prompt, at the newest one of each running
+  sequence, and where a prompt branches off from an earlier one. There are at most
+  2 · `engine.max_sequences` snapshots, in at most a quarter of `kv_bytes`; the least recently used
+  goes first. A request reuses the longest prefix that has both KV and a snapshot. So a repeated
+  prompt, the next turn of a conversation and a preempted sequence compute less than one block
+  again. A common system prompt is reused from the third prompt on: the second shows where they
+  branch.
+- Layers of the first Mamba (Mamba, Falcon-Mamba, Jamba) continue a state token by token, because
+  those of transformers do so with one token only. The part of a prompt after a snapshot or a chunk
+  of prefill (`engine.options.prefill_tokens`) is therefore slow there.
 - On a GPU these models decode in single steps, without the decode loop, with a warning.
   transformers uses faster kernels for these layers if flash-linear-attention, causal-conv1d or
   mamba-ssm is installed.
@@ -63,6 +73,11 @@ the configuration in both.
   completion. `trainer.mesh.cp` must be 1.
 - LoRA adapts these layers too; their adapters are merged (`lora.apply = "merged"`), never applied
   unmerged.
+- `fidelity.mode = "exact"` refuses these models.
+
+`tests/training/test_named_architectures.py` compares small copies of Qwen3.5, Falcon-H1,
+Nemotron-H, Granite 4, LFM2 and GPT-OSS with plain transformers: logprobs, greedy tokens, swaps,
+preemption, cached prefixes, the packed gradient of every parameter and LoRA, on a CPU in float32.
 
 ## Not supported
 
@@ -71,7 +86,9 @@ the configuration in both.
   be recorded and replayed for every token and layer.
 - Llama 4 beyond its first chunk of 8192 tokens: its layers attend within chunks, and those without
   rotary embeddings scale queries from there on. Millrace limits the context to the first chunk, in
-  which neither changes anything. Routes cannot be replayed (`trainer.replay_routes = false`).
+  which neither changes anything. Beyond it, each attention kernel would need masks of chunks, and
+  the scale of a query depends on its place in the batch, which in a flat batch of several sequences
+  is not its position. Routes cannot be replayed (`trainer.replay_routes = false`).
 
 ## All architectures
 

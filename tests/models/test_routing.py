@@ -50,7 +50,7 @@ def experts_calls(model) -> list[tuple[Tensor, Tensor]]:
     return calls
 
 
-@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize("architecture", [*MIXTURES, "phimoe"])
 def test_recorded_routes_are_the_experts_that_are_called(architecture):
     model = tiny_model(architecture)
     calls = experts_calls(model)
@@ -61,7 +61,7 @@ def test_recorded_routes_are_the_experts_that_are_called(architecture):
     np.testing.assert_array_equal(routes, torch.stack([c[0] for c in calls], 1).numpy())
 
 
-@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize("architecture", [*MIXTURES, "phimoe"])
 def test_recording_routes_does_not_change_the_output(architecture):
     model = tiny_model(architecture)
     with torch.no_grad():
@@ -107,6 +107,38 @@ def test_routers_that_choose_groups_first_give_weights_to_replayed_experts():
     np.testing.assert_array_equal(indices.numpy(), other[:, 0])
     scores = nn.functional.linear(seen[0], gate.weight).softmax(-1)
     torch.testing.assert_close(weights, scores.gather(1, indices))
+
+
+def test_routers_that_call_max_give_weights_to_replayed_experts():
+    model = tiny_model("phimoe")
+    routing = routing_of(model)
+    check_replay(model, routing)
+    replay = RouteReplay(routing)
+    own = experts_calls(model)
+    routes = np.stack([indices.numpy() for indices, _ in own], 1).astype(np.uint8)
+    replay.begin(routes, device=CPU)
+    for ours, replayed in zip(own, experts_calls(model), strict=True):
+        torch.testing.assert_close(replayed, ours, rtol=0, atol=0)
+    other = np.roll(routes, 1, axis=0)
+    replay.begin(other, device=CPU)
+    router = model.model.layers[0].mlp.router
+    seen: list[Tensor] = []
+    handle = router.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    (indices, weights), _ = experts_calls(model)
+    handle.remove()
+    np.testing.assert_array_equal(indices.numpy(), other[:, 0])
+    scores = nn.functional.linear(seen[0], router.weight).detach()
+    first, second = indices.split(1, dim=-1)
+    # SparseMixer: a softmax over the scores that are not far below that of the chosen expert.
+    for among, chosen, weight in (
+        (scores, first, weights[:, :1]),
+        (scores.scatter(-1, first, -torch.inf), second, weights[:, 1:]),
+    ):
+        value = among.gather(-1, chosen)
+        is_far = (value - scores) / scores.abs().clamp(min=value) > 2 * router.router_jitter_noise
+        expected = among.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, chosen)
+        torch.testing.assert_close(weight, expected)
+        assert (weight > 0).all()
 
 
 def test_unknown_routes_use_the_routers_choice():

@@ -41,6 +41,7 @@ MOST_USED = (
     "deepseek_v3",
     "gpt_oss",
     "qwen3_next",
+    "mamba",
 )
 
 

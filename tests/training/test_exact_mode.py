@@ -1,29 +1,40 @@
 """Exact mode: the engine's logprobs are the trainer's, bit for bit."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 import torch
-from architectures import tiny_model
+from architectures import NUM_EXPERTS, tiny_model
+from astray import lead_astray
 from batches import batch_of, random_rollout, trainer_of
 from engine_rig import make_engine
 
-from millrace.bench.fidelity import generate
+from millrace.bench.fidelity import generate, main
 from millrace.core.errors import RunFailed
 from millrace.models.attention.packed import PACKED_ATTENTION
+from millrace.models.routing import RouteReplay, find_routing
 from millrace.training.metrics import mixed_context
 from millrace.training.optimizer import TrainSettings
 from millrace.training.packing.packer import pack
 from millrace.training.policy_model import PolicyModel
 
 
-def differing_bits(architecture: str, *, exact: bool, **settings) -> int:
-    """Of logprobs of completions with shared and reused prompts, some truncated."""
-    engine = make_engine(architecture, exact=exact, eos_ids=(), **settings)
+def differing_bits(
+    architecture: str, *, exact: bool, astray: bool = False, replays: bool = False, **settings
+) -> int:
+    """Of logprobs of completions with shared and reused prompts, some truncated. `astray`: the
+    engine records its routes, and sends some tokens to experts that its routers did not choose."""
+    engine = make_engine(architecture, exact=exact, eos_ids=(), records_routes=astray, **settings)
+    if astray:
+        lead_astray(engine, num_experts=NUM_EXPERTS)
     model = tiny_model(architecture)
     model.set_attn_implementation(PACKED_ATTENTION)
-    policy = PolicyModel(model, settings=TrainSettings(exact=exact), logprob_chunk=30)
+    routing = find_routing(model) if replays else None
+    replay = None if routing is None else RouteReplay(routing)
+    train = TrainSettings(exact=exact)
+    policy = PolicyModel(model, settings=train, replay=replay, logprob_chunk=30)
     differing = 0
     groups = generate(engine, 0, num_prompts=4, new_tokens=20, num_tokens=60)
     for microbatch_tokens in (60, 10**6):
@@ -40,6 +51,25 @@ def test_engine_and_trainer_compute_the_same_bits(architecture):
     """With prefill in chunks and preempted sequences."""
     small = {"num_blocks": 30, "prefill_tokens": 11}
     assert differing_bits(architecture, exact=True, **small) == 0
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "glm4_moe", "phimoe"])
+@pytest.mark.parametrize("replays", [False, True])
+def test_replayed_routes_give_the_same_bits(architecture: str, replays: bool):
+    small = {"num_blocks": 30, "prefill_tokens": 11}
+    num = differing_bits(architecture, exact=True, astray=True, replays=replays, **small)
+    assert (num == 0) == replays
+
+
+@pytest.mark.slow
+def test_the_benchmark_replays_routes_and_finds_no_differing_bit(tmp_path):
+    result = tmp_path / "result.json"
+    options = {"model": "tiny-moe", "device": "cpu", "tokens": 200, "batch": 8, "new-tokens": 12}
+    arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    assert main([*arguments, "--routes", "--json", str(result)]) == 0
+    found = json.loads(result.read_text())
+    assert (found["differing"], found["replayed_share"]) == (0, 1.0)
+    assert found["tokens"] >= 200
 
 
 def test_decode_loop_computes_the_same_bits():

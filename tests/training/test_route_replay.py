@@ -81,7 +81,7 @@ def assert_replayed(rollouts: list[Rollout], *, architecture: str = MIXTURE, **p
     return batch
 
 
-@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize("architecture", [*MIXTURES, "phimoe"])
 def test_packed_groups_with_shared_prompts_agree_with_the_engine(architecture: str):
     requests = mixed_requests(num=1)
     engine = astray_engine(architecture, prefill_tokens=5)

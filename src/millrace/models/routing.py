@@ -4,12 +4,13 @@ Small differences between engine and trainer can send a token to another expert,
 almost equal scores, and change its logprob. So the trainer uses the experts that engines record.
 
 The choice is one topk over the scores of all experts in the forward function of a module, the
-router. While a router runs, a RoutingRule may replace its choice. Scores, weights and gradients
-remain those of the router.
+router, or K calls of max, the second one without the first expert (Phi-3.5-MoE). While a router
+runs, a RoutingRule may replace its choice. Scores, weights and gradients remain those of the
+router.
 
 Routers are found by running the model on a few tokens, not by name: experts are the modules that
 are called with expert indices and weights, both [T, K], and their router is the module in which a
-topk returned these indices.
+topk, or the calls of max together, returned these indices.
 
 T = tokens of a pass, K = experts per token (top_k), E = experts of a layer.
 """
@@ -51,6 +52,7 @@ class Router(NamedTuple):
     module: nn.Module  # its forward function makes the choice
     num_experts: int
     has_probabilities: bool  # its scores are a distribution over all experts
+    calls_max: bool = False  # once per expert, instead of topk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -81,10 +83,10 @@ class Routing:
         """Make each router use its rule from now on."""
         for router, rule in zip(self.routers, rules, strict=True):
             module: Any = router.module
-            sizes = {"top_k": self.top_k, "num_experts": router.num_experts}
-            module.topk_override = _TopkOverride(rule, **sizes)
+            module.topk_override = _TopkOverride(rule, router=router, top_k=self.top_k)
             # One function for all routers: torch.compile would compile one program per function.
-            module.forward = MethodType(_forward_with_override, module)
+            forward = _forward_with_max if router.calls_max else _forward_with_override
+            module.forward = MethodType(forward, module)
 
 
 class RouteReplay:
@@ -175,16 +177,20 @@ class _TopkResult(NamedTuple):
 
 
 class _TopkOverride(TorchFunctionMode):
-    """A mode in which a topk over the experts returns the choice of a rule."""
+    """A mode in which a topk over the experts, or the calls of max, return the choice of a rule."""
 
-    def __init__(self, rule: RoutingRule, *, top_k: int, num_experts: int) -> None:
+    def __init__(self, rule: RoutingRule, *, router: Router, top_k: int) -> None:
         super().__init__()
         self.rule = rule
         self.top_k = top_k
-        self.num_experts = num_experts
+        self.num_experts = router.num_experts
+        self._calls_max = router.calls_max
+        self.next_max: list[Tensor] = []  # [T, 1] each; what the next calls of max choose
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._calls_max and is_max(func, kwargs):
+            return self._next_max(args[0])
         if not is_topk(func):
             return func(*args, **kwargs)
         scores = args[0] if args else kwargs["input"]
@@ -199,14 +205,30 @@ class _TopkOverride(TorchFunctionMode):
         chosen = self.rule.choose(result[1], scores=scores)
         return _TopkResult(scores.gather(-1, chosen), chosen)
 
+    def _next_max(self, scores: Tensor) -> _TopkResult:
+        if not self.next_max:
+            own = torch.topk(scores, self.top_k).indices
+            self.next_max = list(self.rule.choose(own, scores=scores).split(1, dim=-1))
+        chosen = self.next_max.pop(0)
+        return _TopkResult(scores.gather(-1, chosen), chosen)
+
 
 def is_topk(func: Any) -> bool:
     return func is torch.topk or func is torch.Tensor.topk
 
 
+def is_max(func: Any, kwargs: dict[str, Any]) -> bool:
+    return func is torch.Tensor.max and bool(kwargs.get("keepdim"))
+
+
 def _forward_with_override(router: Any, *args: Any, **kwargs: Any) -> Any:
     with router.topk_override:
         return type(router).forward(router, *args, **kwargs)
+
+
+def _forward_with_max(router: Any, *args: Any, **kwargs: Any) -> Any:
+    router.topk_override.next_max = []  # a pass that failed may have left some
+    return _forward_with_override(router, *args, **kwargs)
 
 
 def find_routing(model: PreTrainedModel) -> Routing | None:
@@ -304,8 +326,10 @@ class _CallRecorder(TorchFunctionMode):
         self._topks: list[tuple[Router, Tensor]] = []  # and their indices; since the last call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if is_topk(func):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        calls_max = is_max(func, kwargs)
+        if is_topk(func) or calls_max:
             scores = args[0] if args else kwargs["input"]
             if scores.ndim == 2 and len(scores) == _PROBE_TOKENS and self._running:
                 sums = scores.sum(-1, dtype=torch.float32)
@@ -315,8 +339,11 @@ class _CallRecorder(TorchFunctionMode):
                     has_probabilities=bool(
                         (scores >= 0).all() and torch.allclose(sums, sums.new_ones(()), atol=1e-2)
                     ),
+                    calls_max=calls_max,
                 )
-                self._topks.append((router, result[1]))
+                earlier = [found for other, found in self._topks if other.module is router.module]
+                indices = torch.cat([*(earlier[-1:] if calls_max else ()), result[1]], -1)
+                self._topks.append((router, indices))
         return result
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

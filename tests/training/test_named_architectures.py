@@ -1,0 +1,206 @@
+"""Architectures that other tests do not name: sinks, and recurrent states beside attention.
+
+Each has the logprobs, tokens and gradients of plain transformers, in engine and trainer.
+"""
+
+import copy
+import functools
+
+import numpy as np
+import pytest
+import torch
+from architectures import tiny_model
+from batches import batch_of, in_order_of, sharing_rollouts, trainer_of
+from engine_rig import (
+    EOS,
+    assert_same,
+    assert_sampled_from,
+    finish_all,
+    make_engine,
+    make_request,
+    plain_logits,
+    prompt_of,
+    weights,
+)
+from transformers import PreTrainedModel
+
+from millrace.config import LoraConfig
+from millrace.core.errors import ConfigError
+from millrace.models.attention.recurrent import fix_time_limits, mixers_of
+from millrace.models.lora.trained import TrainedAdapter
+
+SLOW = ("qwen3_5", "nemotron_h", "granite4")
+NAMED = [
+    "lfm2",
+    "gpt_oss",
+    "falcon_h1",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+]
+LORA = LoraConfig(rank=4, alpha=8.0)
+
+pytestmark = pytest.mark.parametrize("architecture", NAMED)
+
+
+@functools.cache
+def plain(architecture: str, *, seed: int = 0) -> PreTrainedModel:
+    """With the time limits of its configuration, which transformers ignores in Nemotron-H."""
+    model = tiny_model(architecture, seed=seed)
+    fix_time_limits(model)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def requests_of(*, n: int = 1, **sampling):
+    lengths = (1, 4, 9, 17, 30)
+    settings = {"max_new_tokens": 12, **sampling}
+    return [
+        make_request(str(i), prompt=prompt_of(length, seed=i), n=n, seed=i, **settings)
+        for i, length in enumerate(lengths)
+    ]
+
+
+def test_preempted_sequences_have_the_logprobs_of_a_plain_forward_pass(architecture):
+    engine = make_engine(architecture, eos_ids=(), num_blocks=22, prefill_tokens=13)
+    requests = requests_of(n=2)
+    done = finish_all(engine, requests)
+    assert engine.stats().preemptions > 0
+    assert engine.stats().free_blocks == 22
+    for request in requests:
+        for completion in done[request.id]:
+            logits = plain_logits(plain(architecture), request.prompt, completion)
+            assert_sampled_from(logits, completion, request.sampling, tolerance=5e-5)
+
+
+def test_greedy_tokens_are_those_of_generate(architecture):
+    requests = requests_of(temperature=0.0)
+    done = finish_all(make_engine(architecture, num_blocks=22, prefill_tokens=11), requests)
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": EOS, "pad_token_id": 0}
+    for request in requests:
+        ids = torch.from_numpy(request.prompt).long()[None]
+        mask = torch.ones_like(ids)
+        expected = plain(architecture).generate(ids, attention_mask=mask, **settings)
+        tokens = done[request.id][0].tokens
+        np.testing.assert_array_equal(tokens, expected[0, len(request.prompt) :].numpy())
+
+
+def test_turns_reuse_the_cached_prefix_until_weights_change(architecture):
+    engine = make_engine(architecture, eos_ids=())
+    said = prompt_of(0)
+    for turn in range(4):
+        if turn == 3:
+            engine.swap(weights(architecture, seed=1), version=1)
+        prompt = np.concatenate([said, prompt_of(7, seed=turn)])
+        request = make_request(prompt=prompt, n=2, max_new_tokens=5)
+        before = engine.stats().cached_tokens
+        done = finish_all(engine, [request])["r"]
+        num_known = 0 if turn == 3 else max(len(said) - 1, 0) // 4 * 4
+        assert engine.stats().cached_tokens - before == num_known
+        for completion in done:
+            logits = plain_logits(plain(architecture, seed=turn // 3), prompt, completion)
+            assert_sampled_from(logits, completion, request.sampling, tolerance=5e-5)
+        said = np.concatenate([prompt, done[0].tokens])
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_tokens_after_a_swap_are_of_the_new_version(architecture, kv):
+    engine = make_engine(architecture, eos_ids=(), kv=kv)
+    requests = requests_of()
+    for request in requests:
+        engine.add_request(request)
+    for _ in range(5):
+        assert not engine.step()
+    engine.swap(weights(architecture, seed=1), version=1)
+    done = finish_all(engine)
+    old, new = plain(architecture), plain(architecture, seed=1)
+    for request in requests:
+        (completion,) = done[request.id]
+        num_old = int((completion.versions == 0).sum())
+        assert 0 < num_old < 12
+        if kv == "recompute":
+            logits = plain_logits(new, request.prompt, completion)
+        else:
+            tokens = torch.from_numpy(np.concatenate([request.prompt, completion.tokens])).long()
+            # The last old token was fed to the new version.
+            split = len(request.prompt) + num_old - 1
+            with torch.no_grad():
+                cache = old(input_ids=tokens[None, :split], use_cache=True).past_key_values
+                rows = [
+                    new(input_ids=tokens[None, at : at + 1], past_key_values=cache).logits[0, -1]
+                    for at in range(split, len(tokens) - 1)
+                ]
+            logits = torch.stack(rows)
+        first = plain_logits(old, request.prompt, completion)[:num_old]
+        logits = torch.cat([first, logits[num_old - 12 :]])
+        assert_sampled_from(logits, completion, request.sampling, tolerance=5e-5)
+
+
+def test_packed_gradients_of_every_parameter_are_those_of_plain_sequences(architecture):
+    rollouts = sharing_rollouts(np.random.default_rng(3), prompt=11, num=4, sampled=9)
+    (part,) = batch_of(rollouts).microbatches
+    trainer = trainer_of(tiny_model(architecture))
+    logprobs = trainer.policy.logprobs(part).logprobs
+    torch.manual_seed(0)
+    loss_weights = torch.randn(len(logprobs))
+    (logprobs * loss_weights).sum().backward()
+    model = copy.deepcopy(plain(architecture))
+    expected = []
+    for rollout in in_order_of(rollouts, part):
+        tokens = torch.from_numpy(rollout.tokens).long()
+        rows = model(input_ids=tokens[None]).logits[0, :-1].float()
+        ids = tokens[1:, None]
+        kept = rollout.kept
+        rows = rows / rollout.sampling.temperature
+        if kept is not None:
+            allowed = torch.zeros_like(rows, dtype=torch.bool)
+            for at, own in enumerate(np.split(kept.ids, kept.offsets[1:-1])[1:]):
+                allowed[at, own.tolist() if len(own) else slice(None)] = True
+            rows = rows.masked_fill(~allowed, -torch.inf)
+        trained = torch.from_numpy(rollout.mask[1:])
+        expected.append(rows.log_softmax(-1).gather(-1, ids)[trained, 0])
+    theirs = torch.cat(expected)
+    torch.testing.assert_close(logprobs, theirs, rtol=0, atol=5e-5)
+    (theirs * loss_weights).sum().backward()
+    ours = dict(trainer.policy.module.named_parameters())
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        assert (gradient is None) == (ours[name].grad is None), name
+        if gradient is not None:
+            scale = float(gradient.abs().max())
+            torch.testing.assert_close(
+                ours[name].grad, gradient, rtol=1e-3, atol=2e-5 * scale + 1e-6, msg=name
+            )
+    assert sum(parameter.grad is not None for parameter in ours.values()) > len(ours) / 2
+
+
+def test_a_merged_adapter_gives_the_logprobs_of_the_trainer(architecture):
+    engine = make_engine(architecture, lora=LORA, eos_ids=())
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        name: 0.3 * torch.randn(shape, generator=generator)
+        for name, shape in engine.parameter_shapes().items()
+    }
+    engine.swap(tensors, version=1)
+    request = make_request(prompt=9, n=2)
+    done = finish_all(engine, [request])["r"]
+    model = copy.deepcopy(plain(architecture))
+    adapter = TrainedAdapter(model, LORA, model_path="tiny")
+    for name, weight in adapter.named_weights().items():
+        weight.copy_(tensors[name])
+    for completion in done:
+        logits = plain_logits(model, request.prompt, completion)
+        assert_sampled_from(logits, completion, request.sampling, tolerance=2e-4)
+    unmerged = LORA.model_copy(update={"apply": "unmerged"})
+    if mixers_of(plain(architecture)):
+        with pytest.raises(ConfigError, match=r"a layer with a recurrent state.*apply to 'merged'"):
+            make_engine(architecture, lora=unmerged)
+        return
+    beside = make_engine(architecture, lora=unmerged, eos_ids=())
+    beside.swap(tensors, version=1)
+    for ours, theirs in zip(finish_all(beside, [request])["r"], done, strict=True):
+        assert_same(ours, theirs)
+
+
+def test_exact_mode_refuses_it_with_the_reason(architecture):
+    reason = "attention sinks" if architecture == "gpt_oss" else "a recurrent state"
+    with pytest.raises(ConfigError, match=rf"'exact' does not support.*{reason}.*to 'fast'\."):
+        finish_all(make_engine(architecture, exact=True), [make_request()])
