@@ -102,6 +102,11 @@ def scales_step(loss: Loss) -> bool:
     return bool(getattr(loss, "scales_step", False))
 
 
+def subtracts_baseline(loss: Loss) -> bool:
+    """Whether the trainer subtracts the minimum-variance baseline from advantages before it."""
+    return bool(getattr(loss, "subtracts_baseline", False))
+
+
 @runtime_checkable
 class AdaptiveLoss(Protocol):
     """A loss whose settings change from step to step."""

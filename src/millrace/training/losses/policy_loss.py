@@ -41,6 +41,7 @@ from millrace.training.losses.loss import (
 from millrace.training.losses.surrogates import Clip, Surrogate
 from millrace.training.losses.weights import (
     LOG_BOUND,
+    Baseline,
     Correction,
     Denominator,
     LossAverage,
@@ -194,6 +195,7 @@ class PolicyLoss:
     off_policy: OffPolicyMask = field(default_factory=OffPolicyMask)
     second_moment: SecondMomentMask = field(default_factory=SecondMomentMask)
     step: StepScale = field(default_factory=StepScale)
+    baseline: Baseline = field(default_factory=Baseline)
     average: LossAverage = field(default_factory=LossAverage)
     distil: Distillation = field(default_factory=Distillation)
     kl: ReferenceKl = field(default_factory=ReferenceKl)
@@ -243,6 +245,10 @@ class PolicyLoss:
     @property
     def scales_step(self) -> bool:
         return self.step.ess_scaling
+
+    @property
+    def subtracts_baseline(self) -> bool:
+        return self.baseline.minimum_variance_baseline
 
     @property
     def needs_topk(self) -> bool:

@@ -206,6 +206,15 @@ class StepScale:
 
 
 @plugin
+class Baseline:
+    minimum_variance_baseline: bool = False
+    """Subtract from the advantages of a group their mean, weighted by the squared ratio and the
+    squared norm of the gradient of each sequence, which minimises the variance of the group's
+    gradient (VCPO, arXiv 2602.17616). It costs one more pass per sequence. A group lies in one
+    microbatch then."""
+
+
+@plugin
 class LossAverage:
     aggregation: Aggregation = "token"
     """Average of the loss over a batch: "token", the mean over tokens (DAPO); "sequence", the mean

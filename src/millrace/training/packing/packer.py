@@ -81,17 +81,20 @@ def pack(
     *,
     microbatch_tokens: int,
     pairs: bool = False,
+    whole_groups: bool = False,
     critic: bool = False,
     num_ranks: int = 1,
     reported: _Numbers | None = None,
 ) -> Batch:
     """The microbatches of one optimizer update, from scored groups. With `pairs`, only rollouts
     with an advantage are packed, and those of a group together, because the loss compares them.
-    With `critic`, rewards and end states are included. `reported`: see Microbatch."""
+    With `whole_groups`, all rollouts of a group are together. With `critic`, rewards and end states
+    are included. `reported`: see Microbatch."""
     samples = [_samples(group, critic=critic) for group in groups]
     samples = _compared(samples) if pairs else samples
     families = [_families(_branches(of_group)) for of_group in samples]
-    if pairs:
+    together = pairs or whole_groups
+    if together:
         bundles = [_alike(of_group) for of_group in families]
     else:
         every = [family for of_group in families for family in of_group]
@@ -107,7 +110,7 @@ def pack(
     ranks = _fill_ranks(bundles, budget=microbatch_tokens, num_ranks=num_ranks)
     costs = [sum(f.cost for bin_ in rank for bundle in bin_ for f in bundle) for rank in ranks]
     numbers = reported or {}
-    filled = [_lay_out(b, pairs=pairs, reported=numbers) if b else None for b in chain(*ranks)]
+    filled = [_lay_out(b, pairs=together, reported=numbers) if b else None for b in chain(*ranks)]
     idle = placeholder(next(filter(None, filled)))
     return Batch(
         microbatches=tuple(part or idle for part in filled),

@@ -69,6 +69,11 @@ def halves(whole: Microbatch) -> tuple[Microbatch, Microbatch] | None:
     return _part(whole, is_first), _part(whole, ~is_first)
 
 
+def by_rollout(whole: Microbatch) -> list[Microbatch]:
+    """One microbatch for each rollout, in order."""
+    return [_part(whole, whole.rollouts == number) for number in np.unique(whole.rollouts)]
+
+
 def placeholder(like: Microbatch) -> Microbatch:
     """A microbatch of one row and no trained tokens, for a rank that has fewer than the others: it
     takes part in their collectives and adds nothing to the gradient."""
