@@ -55,7 +55,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list) -> None:
-    if not config.option.fork_workers or not is_supported():
+    has_gpu = Path("/dev/nvidiactl").exists()  # collecting the tests initialises CUDA then
+    if not config.option.fork_workers or not is_supported() or has_gpu:
         return
     folder = tempfile.TemporaryDirectory(prefix="millrace-tests-")
     server = WorkerServer(folder.name, collect=config.args)

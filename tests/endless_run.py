@@ -69,7 +69,7 @@ class Engine(ScriptedEngine):
                 on_completion(member, completion)
         return done
 
-    async def expire(self, before: int) -> None:
+    async def expire(self, before: int, adapters: object = None) -> None:
         """It is never so far behind."""
 
     async def swap(self, update: WeightUpdate) -> int:
@@ -104,7 +104,7 @@ class TrainerWorker:
                 return Stepped(version=version, metrics={"loss": 0.0, "batch/trained_tokens": 9.0})
             case SaveCheckpoint(run_state=state):
                 on_part(Copied())
-                return Saved(version=state["version"])
+                return Saved(version=state["step"])
             case Release():
                 return Done()
         raise AssertionError(f"{type(message).__name__} was not expected")

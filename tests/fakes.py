@@ -123,7 +123,7 @@ class ScriptedEngine:
     async def abort(self, ids: Sequence[str]) -> None:
         self.aborted += ids
 
-    async def expire(self, before: int) -> None:
+    async def expire(self, before: int, adapters: object = None) -> None:
         self.expired_before.append(before)
 
     async def pause(self, *, sleep: bool = False) -> None:

@@ -86,7 +86,7 @@ class InProcessEngine:
     async def abort(self, ids: Sequence[str]) -> None:
         self._deliver(self._engine.abort(ids))
 
-    async def expire(self, before: int) -> None:
+    async def expire(self, before: int, adapters: object = None) -> None:
         self._deliver(self._engine.expire(before))
 
     async def pause(self, *, sleep: bool = False) -> None:

@@ -144,7 +144,7 @@ class MinimalEngine:
             aborted.append(self._ended(id))
         return aborted
 
-    def expire(self, before: int) -> list[FinishedCompletions]:
+    def expire(self, before: int, adapters: object = None) -> list[FinishedCompletions]:
         old = [
             id
             for id, running in self._running.items()

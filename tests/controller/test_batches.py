@@ -15,6 +15,7 @@ from millrace.controller.buffer import Buffer
 from millrace.controller.orders import build_sampler
 from millrace.core.microbatch import Batch
 from millrace.core.records import Group, Task
+from millrace.core.staleness import PolicyVersions
 from millrace.journal import Journal, JournalHistory, Ledger, read_journal
 
 REPLAY = {"share": 0.5, "max_staleness": 9}
@@ -51,7 +52,11 @@ class BatchRig:
         self.batches = Batches(
             config=config,
             buffer=self.buffer,
-            tracker=make_tracker(self.admission, journal=self.journal),
+            tracker=make_tracker(
+                self.admission,
+                journal=self.journal,
+                versions=PolicyVersions(dict.fromkeys(config.policies, 0)),
+            ),
             in_batch=list,
             journal=self.journal,
         )
@@ -165,5 +170,8 @@ async def test_policy_without_tokens_gets_an_empty_batch(tmp_path):
     taken = await rig.batches.next(0)
     (solver,) = taken.others["solver"]
     assert (solver.microbatches, solver.num_trained_tokens) == ((), 0)
+    # The step makes no version of it.
+    versions = rig.batches.tracker.versions
+    assert [versions.at(1, policy=name) for name in ("proposer", "solver")] == [1, 0]
     assert taken.batches[0].num_sequences == 4
     await rig.journal.close()

@@ -53,7 +53,7 @@ class Bench(FakeScorers):
     async def recheck(self):
         pass
 
-    async def expire(self, version):
+    async def expire(self, version, adapters=None):
         await self.dispatcher.expire(version)
         self.admission.take_next(0)  # as if the engines held that version already
 

@@ -6,7 +6,7 @@ from fakes import make_group, make_rollout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.staleness import StalenessLimit, Stamps
+from millrace.core.staleness import PolicyVersions, StalenessLimit, Stamps
 
 limits = st.builds(
     StalenessLimit,
@@ -81,3 +81,37 @@ def test_enough_fresh_tokens_outweigh_a_stale_one_otherwise(limit):
     assert not limit.one_token_decides
     assert not limit.allows(Stamps(counts={0: 10}), version=9)
     assert limit.allows(Stamps(counts={0: 10, 9: 10_000}), version=9)
+
+
+def test_tokens_are_as_stale_as_their_own_policy_has_versions_since():
+    versions = PolicyVersions({"a": 5, "b": 2}, step=5)
+    versions.record(6, trained=["a"])
+    versions.record(7, trained=["a", "b"])
+    versions.record(8, trained=[])
+    assert [versions.at(step, policy="a") for step in (5, 6, 7, 8)] == [5, 6, 7, 7]
+    assert [versions.at(step, policy="b") for step in (5, 6, 7, 8)] == [2, 2, 3, 3]
+    assert versions.at(7) == 7  # the first
+    # Engines that hold a version are up to date until the step that makes the next.
+    assert [versions.through(version, policy="b") for version in (2, 3)] == [6, 8]
+    assert [versions.through(version) for version in (5, 6, 7)] == [5, 6, 8]
+    group = Stamps.joined(
+        [
+            Stamps.of(np.array([5, 6, 6]), policy="a"),
+            Stamps.of(np.array([2]), policy="b"),
+            Stamps.of(np.array([5])),  # of the first
+        ]
+    )
+    # After step 7, a has version 7 and b version 3.
+    assert versions.aligned(group, 7).counts == {7 - 2: 2, 7 - 1: 3}
+    assert versions.aligned(group, 6).counts == {6 - 1: 2, 6 - 0: 3}
+    limit = StalenessLimit(max_staleness=1)
+    assert limit.allows(versions.aligned(group, 6), version=6)
+    assert not limit.allows(versions.aligned(group, 7), version=7)
+
+
+def test_version_of_one_policy_is_the_step():
+    versions = PolicyVersions()
+    versions.record(4, trained=())
+    stamps = stamps_of([1, 2])
+    assert versions.aligned(stamps, 4) is stamps
+    assert versions.at(4) == versions.through(4) == 4

@@ -91,7 +91,11 @@ def test_policy_without_a_turn_in_a_step_keeps_its_weights(tmp_path):
     environment = {"function": proposer_alone, "max_turns": 2}
     result = mr.train(**settings_of(tmp_path, environment=environment))
     solver = result.run_dir / "policies" / "solver" / "checkpoints" / "step_3"
-    assert json.loads((solver / "run_state.json").read_text())["version"] == 3
+    state = json.loads((solver / "run_state.json").read_text())
+    assert (state["step"], state["version"]) == (3, 0)
+    rows = read_metrics(result.run_dir / "metrics.jsonl")
+    assert [row["policies/solver/version"] for row in rows] == [0, 0, 0]
+    assert [row["policies/proposer/version"] for row in rows] == [1, 2, 3]
     assert are_equal(weights(tmp_path / "solver"), weights(solver))
     assert not are_equal(weights(tmp_path / "model"), weights(result.checkpoint))
 
@@ -147,6 +151,53 @@ def test_adapters_of_policies_share_one_trainer_and_one_engine(tmp_path):
                 assert set(rollout.versions) == {-1, step - 1}
 
 
+@pytest.mark.slow
+def test_role_with_a_lag_is_played_by_an_earlier_version_of_a_policy(tmp_path):
+    texts: dict[tuple[str, int], set[str]] = {}  # greedy, by policy and version
+    distances: dict[tuple[str, int], set[int]] = {}  # by policy and lag
+
+    async def greedy(agent: mr.Agent, policy: str, lag: int) -> int | None:
+        """The version that sampled; None if there were several."""
+        role = agent.role(f"{policy} {lag}", model=policy, lag=lag)
+        reply = await role.complete("1+", temperature=0.0)
+        versions = {int(version) for version in reply.exchange.completion.versions}
+        if len(versions) > 1:
+            return None
+        version = versions.pop()
+        texts.setdefault((policy, version), set()).add(reply.text)
+        return version
+
+    async def play(task: mr.Task, agent: mr.Agent) -> dict[str, float]:
+        for policy, lag in (("proposer", 1), ("solver", 2), ("solver", 3)):
+            # Its distance to the newest is not less, if that is sampled last.
+            past, newest = await greedy(agent, policy, lag), await greedy(agent, policy, 0)
+            if past and newest:
+                distances.setdefault((policy, lag), set()).add(newest - past)
+        with pytest.raises(mr.MillraceError, match="they keep model='proposer', lag=1, model='sol"):
+            agent.role("other", model="proposer", lag=2)
+        proposed = await agent.role("proposer").complete("1+")
+        solved = await agent.role("solver").complete(str(task.prompt))
+        return {"proposer": float(len(proposed.text)), "solver": -float(len(solved.text))}
+
+    policies = {"proposer": {"lags": [1]}, "solver": {"lags": [2, 3]}}
+    settings = lora_settings(tmp_path, buffer={"max_staleness": 0}, trainer={"steps": 7})
+    settings |= {"policies": policies, "optimizer": {"learning_rate": 3e-2}}
+    settings["environment"] = {"function": play, "max_turns": 8}
+    result = mr.train(**settings)
+    # A version says the same whether it is the newest or an earlier one, and versions differ.
+    assert all(len(own) == 1 for own in texts.values())
+    for policy in ("proposer", "solver"):
+        assert len({text for (own, _), (text,) in texts.items() if own == policy}) > 1
+    for (_, lag), found in distances.items():
+        assert lag in found
+        assert min(found) >= lag
+    assert set(distances) == {("proposer", 1), ("solver", 2), ("solver", 3)}
+    saved = result.run_dir / "policies" / "solver" / "checkpoints" / "step_7"
+    assert {path.name for path in (saved / "versions").iterdir()} == {"4", "5", "6", "7"}
+    assert are_equal(adapter_weights(saved), adapter_weights(saved / "versions" / "7"))
+    assert not are_equal(adapter_weights(saved), adapter_weights(saved / "versions" / "4"))
+
+
 def test_unsupported_settings_are_refused_before_the_run(tmp_path):
     for more, message in [
         ({"evaluate": {"engines": 1}, "eval_tasks": [{"prompt": "1"}]}, "evaluate.engines = 1"),
@@ -157,6 +208,8 @@ def test_unsupported_settings_are_refused_before_the_run(tmp_path):
         ({"policies": {"a": {"optimizer": {"learning_rat": 1.0}}}}, "did you mean 'learning_rate'"),
         ({"policies": {"a": {"los": "grpo"}}}, "did you mean 'loss'"),
         ({"policies": {"a": {}, "b": {"model": str(tmp_path / "absent/b")}}}, "does not exist"),
+        ({"policies": {"a": {"lags": [2]}}}, r"policies.a.lags = \[2\], but only adapters"),
+        ({"policies": {"a": {"lags": [0]}}}, "lags"),
     ]:
         with pytest.raises(ConfigError, match=message):
             mr.train(**settings_of(tmp_path, **more))
@@ -166,6 +219,8 @@ def test_unsupported_settings_are_refused_before_the_run(tmp_path):
         ({"lora": {"apply": "merged"}}, "lora.apply = 'merged'"),
         ({"optimizer": {"type": "muon"}}, "optimizer.type = 'muon'"),
         ({"policies": {"a": {}, "b": {}}, "engine": {"adapters": {"b": "x"}}}, "have one name"),
+        ({"policies": {"a": {"lags": [2]}, "a@2": {}}}, "'a@2' is the name of an earlier version"),
+        ({"policies": {"a": {"lags": [2]}}, "lora": {"dora": True}}, "lora.dora = true"),
     ]:
         with pytest.raises(ConfigError, match=message):
             mr.train(**{**lora_settings(tmp_path), **more})

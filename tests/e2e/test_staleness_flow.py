@@ -78,7 +78,7 @@ class Flow(FakeScorers):
         await asyncio.sleep(0)
         return group
 
-    async def expire(self, before):
+    async def expire(self, before, adapters=None):
         """In place of the engines."""
         self.expired_before = before
 

@@ -214,16 +214,15 @@ def test_no_process_outlives_the_run(finished):
     assert workers_left() == []
 
 
-def workers_left() -> list[psutil.Process]:
-    """Workers of this process, without the fork server, which outlives single runs."""
-    children = psutil.Process().children(recursive=True)
-    lines = {child: _line(child) for child in children}
-    return [c for c, line in lines.items() if "millrace" in line and "fork_server" not in line]
+def workers_left() -> list[str]:
+    """Command lines of this process's workers, without the fork server, which outlives runs."""
+    lines = map(_line, psutil.Process().children(recursive=True))
+    return [line for line in lines if "millrace" in line and "fork_server" not in line]
 
 
 def _line(process: psutil.Process) -> str:
     try:
-        return " ".join(process.cmdline())
+        return f"{process.pid}: {' '.join(process.cmdline())}"
     except psutil.NoSuchProcess:
         return ""
 

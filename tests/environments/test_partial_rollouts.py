@@ -124,7 +124,7 @@ async def test_callers_receive_the_saved_tokens_and_then_the_rest():
 async def test_saved_tokens_that_are_too_stale_are_sampled_again_and_counted():
     request = replace(make_request("group 0/0", n=2), expires=True)
     known = saved_of(request, [make_completion("ab", version=1), make_completion("c", version=4)])
-    partial = PartialRollout(known, is_trainable=lambda versions: bool((versions >= 3).all()))
+    partial = PartialRollout(known, is_trainable=lambda stamps: stamps.oldest >= 3)
     engine = ScriptedEngine("new")
     completions = await ReplayingEngine(engine, partial=partial).generate(request)
     assert [one.text for one in completions] == ["new", "c"]
@@ -137,7 +137,7 @@ async def test_saved_tokens_that_are_too_stale_are_sampled_again_and_counted():
 async def test_tokens_that_are_never_trained_cannot_be_too_stale():
     request = make_request("group 0/0")
     partial = PartialRollout(
-        saved_of(request, [make_completion("ab")]), is_trainable=lambda versions: False
+        saved_of(request, [make_completion("ab")]), is_trainable=lambda stamps: False
     )
     (completion,) = await ReplayingEngine(ScriptedEngine(), partial=partial).generate(request)
     assert completion.text == "ab"

@@ -76,6 +76,19 @@ def test_running_sequences_get_the_versions_of_their_own_policy():
     assert set(done["solver"][0].versions) == {0, 1}
 
 
+def test_requests_expire_by_the_version_of_their_own_policy():
+    engine = engine_of()
+    for request in requests():
+        engine.add_request(replace(request, expires=True))
+    for _ in range(3):
+        engine.step()
+    (expired,) = engine.expire(1, {"solver": 0})
+    assert expired.id == "first"
+    (expired,) = engine.expire(1, {"solver": 1})
+    assert expired.id == "solver"
+    assert not engine.has_work
+
+
 class Receiver:
     """Hands out tensors whose seed is the checksum."""
 

@@ -8,13 +8,14 @@ import fsspec
 import pytest
 from fake_checkpoint import write_fake_checkpoint
 from fsspec.implementations.memory import MemoryFileSystem
+from tiny_model import make_tiny_model
 
 from millrace.config import load_config
 from millrace.controller.checkpointing import CheckpointUploads
 from millrace.core.errors import CheckpointError, ConfigError
 from millrace.run.resume import find_resume_point
 from millrace.tasks.streams import TaskStream
-from millrace.training.checkpoints.directory import damage_to, read_run_state
+from millrace.training.checkpoints.directory import damage_to, read_run_state, write_checkpoint
 from millrace.training.checkpoints.store import CheckpointStore, newest_with_store
 
 
@@ -233,6 +234,24 @@ def test_new_run_does_not_mix_with_another_in_the_store(tmp_path, store):
     settings = {"model": "m", "run_dir": str(tmp_path / "b"), "checkpoint": {"path": store.url}}
     with pytest.raises(ConfigError, match=r"already holds a checkpoint of step 7; choose another"):
         find_resume_point(load_config(settings), TaskStream, resume=False)
+
+
+def test_checkpoint_of_another_model_is_one_sentence(tmp_path):
+    def write(folder: Path) -> None:
+        make_tiny_model(folder, num_experts=4)
+        (folder / "trainer_state.pt").write_text("{}")
+
+    state = {"version": 1, "next_number": 0, "unfinished": []}
+    directory = tmp_path / "run" / "checkpoints" / "step_1"
+    write_checkpoint(directory, write=write, run_state=state, needed_bytes=0)
+    model = make_tiny_model(tmp_path / "model")
+    config = load_config({"model": str(model), "run_dir": str(tmp_path / "run")})
+    with pytest.raises(ConfigError) as caught:
+        find_resume_point(config, TaskStream, resume=True)
+    assert str(caught.value) == (
+        f"{str(directory)!r} holds a model whose model_type is 'qwen3_moe', and that of model.path"
+        f" = {str(model)!r} is 'qwen3'; resume with the model that the run began with."
+    )
 
 
 @pytest.fixture

@@ -108,14 +108,14 @@ def test_policy_with_a_broken_batch_leaves_the_others_as_they_would_be_alone():
         assert torch.equal(trainers[1].policy.weights()[name], weight)
 
 
-def test_policy_without_a_turn_makes_a_version_with_the_same_weights():
+def test_policy_without_a_turn_stays_as_it_is():
     (given,), trainers = batches(1, microbatch_tokens=10_000), trainers_of(2)
     before = {name: w.clone() for name, w in trainers[1].policy.weights().items()}
     nothing = Batch(microbatches=(), num_sequences=0, num_trained_tokens=0)
     metrics = step_together([(trainers[0], (given,)), (trainers[1], (nothing,))], pass_tokens=99)
     assert metrics[0]["grad_norm"] > 0
     assert metrics[1] == {"batch/trained_tokens": 0.0}
-    assert [trainer.steps_done for trainer in trainers] == [1, 1]
+    assert [trainer.steps_done for trainer in trainers] == [1, 0]
     assert all(torch.equal(before[n], w) for n, w in trainers[1].policy.weights().items())
 
 

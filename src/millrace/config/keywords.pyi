@@ -221,6 +221,9 @@ class PolicySettings(TypedDict, total=False):
     """Keys of [optimizer] that differ for this policy, such as {learning_rate = 1e-5}."""
     loss: str | Mapping[str, Any]
     """Objective of this policy, as in [loss]. By default that of the run."""
+    lags: str | Sequence[int]
+    """Earlier versions that roles may play against, as `agent.role(..., model="NAME", lag=4)`,
+    each as the number of versions behind the newest. Needs [lora]."""
 
 class EngineSettings(TypedDict, total=False):
     type: str

@@ -173,6 +173,9 @@ class PolicyConfig(Section):
     """Keys of [optimizer] that differ for this policy, such as {learning_rate = 1e-5}."""
     loss: Plugin = Field(default={})
     """Objective of this policy, as in [loss]. By default that of the run."""
+    lags: tuple[PositiveInt, ...] = ()
+    """Earlier versions that roles may play against, as `agent.role(..., model="NAME", lag=4)`, each
+    as the number of versions behind the newest. Needs [lora]."""
 
 
 class RunConfig(Section):
@@ -275,6 +278,17 @@ class RunConfig(Section):
         """Policies besides the first that are adapters of the run's model: they share its trainer
         and engines."""
         return tuple(self.policies)[1:] if self.lora is not None else ()
+
+    @property
+    def lagged(self) -> dict[str, tuple[str, int]]:
+        """Adapters that are an earlier version of a policy: the policy, and its lag."""
+        tables = self.policies.items()
+        return {f"{name}@{lag}": (name, lag) for name, own in tables for lag in own.lags}
+
+    @property
+    def further_adapters(self) -> tuple[str, ...]:
+        """All that engines receive from the trainer, besides that of the first policy."""
+        return (*self.adapter_policies, *self.lagged)
 
     @property
     def probes_weights(self) -> bool:

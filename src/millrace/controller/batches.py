@@ -31,6 +31,7 @@ class TakenBatch:
     batches: tuple[Batch, ...]  # of the first policy, and of all that share its trainer
     others: Mapping[str, tuple[Batch, ...]]  # of policies with trainers of their own, by name
     policies: tuple[str, ...] = ()  # names of all of them, if there are several
+    trained: tuple[str, ...] = ()  # those that have tokens in it
 
     @property
     def fresh(self) -> list[Group]:
@@ -55,10 +56,16 @@ class Batches:
             capacity=groups_per_step * replay.max_staleness if replay else 0,
             limit=replace(limit, max_staleness=replay.max_staleness) if replay else limit,
             seed=self.config.seed,
+            versions=self.tracker.versions,
         )
 
     async def next(self, version: int) -> TakenBatch:
         """The batch for the step after `version`, once there are enough groups."""
+        taken = await self._next(version)
+        self.tracker.versions.record(version + 1, trained=taken.trained)
+        return taken
+
+    async def _next(self, version: int) -> TakenBatch:
         step = self.journal.ledger.steps.get(version + 1)
         if step is not None:  # the batch was taken before a crash
             self._replay.forget(step.replayed)
@@ -145,6 +152,7 @@ class Batches:
             batches=batches,
             others={} if is_shared else {name: of_policies[name] for name in names},
             policies=(first, *names),
+            trained=tuple(name for name, own in of_policies.items() if own[0].microbatches),
         )
 
     def _packed(self, minibatch: Sequence[Group], reported: Mapping[Rollout, int]) -> Batch:
@@ -153,6 +161,7 @@ class Batches:
             minibatch,
             microbatch_tokens=self.config.trainer.microbatch_tokens * sizes.cp,
             pairs=self.config.scoring.advantages.get("type") == PAIRS,
+            whole_groups=bool(self.config.loss.get("minimum_variance_baseline")),
             critic=self.config.critic is not None,
             num_ranks=sizes.num_data_ranks,
             reported=reported,

@@ -32,7 +32,7 @@ from millrace.controller.orders import Oldest
 from millrace.core.errors import RunFailed
 from millrace.core.protocols import Sampler
 from millrace.core.records import Group
-from millrace.core.staleness import StalenessLimit, Stamps, Waiting
+from millrace.core.staleness import PolicyVersions, StalenessLimit, Stamps, Waiting
 
 
 class RunningGroup(NamedTuple):
@@ -49,6 +49,7 @@ class Buffer:
     limit: StalenessLimit
     sampler: Sampler
     on_drop: Callable[[Waiting], None]
+    versions: PolicyVersions = field(default_factory=PolicyVersions)
     # In an in-order buffer: whether a group with a lower number is still on its way.
     is_preceded: Callable[[int], bool] | None = None
     running: Callable[[], Iterable[RunningGroup]] | None = None  # to wait for, if the limit waits
@@ -160,7 +161,7 @@ class Buffer:
 
     def _drop_stale(self, version: int) -> None:
         before, self._waiting = self._waiting, []
-        for waiting in before:
+        for waiting in (self.versions.waiting(one, version) for one in before):
             if self.limit.allows(waiting.stamps, version=version):
                 self._waiting.append(waiting)
             else:
@@ -174,6 +175,7 @@ class ReplayBuffer:
     capacity: InitVar[int]
     limit: StalenessLimit
     seed: int
+    versions: PolicyVersions = field(default_factory=PolicyVersions)
 
     def __post_init__(self, capacity: int) -> None:
         self._trained: deque[Waiting] = deque(maxlen=capacity)
@@ -194,7 +196,8 @@ class ReplayBuffer:
 
     def draw(self, version: int) -> list[Group]:
         """Remove and return up to `per_batch` groups; also removes those that became too stale."""
-        fit = [one for one in self._trained if self.limit.allows(one.stamps, version=version)]
+        trained = [self.versions.waiting(one, version) for one in self._trained]
+        fit = [one for one in trained if self.limit.allows(one.stamps, version=version)]
         rng = np.random.default_rng([self.seed & 0xFFFFFFFF, version])
         drawn = set(rng.permutation(len(fit))[: self.per_batch].tolist())
         self._trained.clear()

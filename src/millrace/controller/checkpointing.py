@@ -241,7 +241,7 @@ class RunCheckpoints:
         run_state = {
             "policy": self.policy,
             "policies": list(self.config.policies),
-            "version": version,
+            "step": version,
             "journal": at.position,
             **self.batches.tracker.cursor(),
         }

@@ -8,15 +8,16 @@ Three activities run side by side on one event loop: the dispatcher fills the bu
 loop empties it, and the broadcaster sends each new version to the engines. Torch-free: everything
 heavy is a call to a worker. run/build.py makes the parts.
 
-Promise: one batch is one step is one version, of every policy that the run trains. The next batch
-is taken while the current one is trained. A resumed run first repeats the steps that its journal
-holds beyond its checkpoint, with the same batches.
+Promise: one batch is one step is one version; of several policies, of each that has tokens in the
+batch. The next batch is taken while the current one is trained. A resumed run first repeats the
+steps that its journal holds beyond its checkpoint, with the same batches.
 """
 
 import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -27,7 +28,7 @@ from millrace.controller.batches import Batches, TakenBatch
 from millrace.controller.checkpointing import RunCheckpoints
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.evaluation import EvalScheduler
-from millrace.controller.policies import OtherPolicy, step_all
+from millrace.controller.policies import PREFIX, OtherPolicy, step_all
 from millrace.controller.preemption import Preemption
 from millrace.controller.reporting import RunReporter, TrainingState
 from millrace.core.errors import Preempted
@@ -53,6 +54,7 @@ class Controller:
     checkpoints: RunCheckpoints
     reporter: RunReporter
     others: Sequence[OtherPolicy] = ()  # besides the first policy, whose parts are those above
+    lagged: Sequence[VersionBroadcaster] = ()  # of earlier versions, which roles play
     lending: GpuLending = field(default_factory=GpuLending)
     preemption: Preemption = field(default_factory=Preemption)
 
@@ -74,10 +76,11 @@ class Controller:
                 await self.eval_scheduler.begin(activities)
                 monitor.begin_training()
                 dispatching = activities.create_task(self.dispatcher.run(waiting))
-                policies = (self, *self.others)
+                sources = [(p.broadcaster, p.trainer) for p in (self, *self.others)]
+                sources += [(broadcaster, self.trainer) for broadcaster in self.lagged]
                 broadcasting = [
-                    activities.create_task(policy.broadcaster.run(policy.trainer))
-                    for policy in policies
+                    activities.create_task(broadcaster.run(trainer))
+                    for broadcaster, trainer in sources
                 ]
                 self.checkpoints.writer.begin_uploads()
                 if self._has_next:  # False after a crash that followed the last step
@@ -85,8 +88,10 @@ class Controller:
                         await self._train(activities)
                 await self.lending.finish()
                 dispatching.cancel()  # cancelling a group aborts its requests in the engines
-                for versions in (self.engine_versions, *(p.versions for p in self.others)):
-                    await versions.reached(self.state.version)
+                newest = partial(self.batches.tracker.versions.at, self.state.version)
+                await self.engine_versions.reached(newest())
+                for policy in self.others:
+                    await policy.versions.reached(newest(policy=policy.name))
                 await self.eval_scheduler.finish()
                 if self.notified_versions is not None:
                     await self.notified_versions.idle()
@@ -147,5 +152,11 @@ class Controller:
         # Publishing the weights is copying and needs no pause. After a step that failed the engines
         # stay paused, as it ends the run.
         await self.lending.lend(activities)
-        metrics = {**stepped.metrics, **self.lending.metrics}
+        versions = {
+            f"{PREFIX}/{name}/version": float(
+                self.batches.tracker.versions.at(version, policy=name)
+            )
+            for name in self.config.policies
+        }
+        metrics = {**stepped.metrics, **versions, **self.lending.metrics}
         return msgspec.structs.replace(stepped, metrics=metrics)

@@ -7,11 +7,9 @@ number.
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
-
-import numpy as np
 
 from millrace.controller.admission import Admission, SyncBarrier
 from millrace.controller.buffer import Buffer, RunningGroup
@@ -46,7 +44,8 @@ class Dispatcher:
     tracker: GroupTracker
     partials: PartialRollouts
     engines: EnginePool
-    others: Sequence[EnginePool] = ()  # of the policies besides the first
+    # Of the policies besides the first, by name; those that are adapters are in `engines`.
+    others: Mapping[str, EnginePool] = field(default_factory=dict[str, EnginePool])
     group_size: int  # episodes started for each group
     barrier: SyncBarrier | None = None
     _running: dict[int, _Running] = field(default_factory=dict[int, _Running])  # by number
@@ -67,7 +66,7 @@ class Dispatcher:
         """The groups that have not reached the buffer yet."""
         for number, running in self._running.items():
             attempt = running.attempt
-            oldest = attempt.known.oldest if running.stamps is None else running.stamps.oldest
+            oldest = self._stamps(running).oldest
             oldest = running.version if oldest is None else min(oldest, running.version)
             yield RunningGroup(number, oldest, age_s=attempt.now() - attempt.life.started_s)
 
@@ -91,10 +90,15 @@ class Dispatcher:
         for running in self._running.values():
             if self._is_ruled_out(running) and not running.is_expired:
                 running.is_expired = running.task.cancel()
-        limit = self.admission.limit
-        if limit.one_token_decides:
-            for engines in (self.engines, *self.others):
-                await engines.expire(limit.oldest_at(version))
+        limit, at = self.admission.limit, self.tracker.versions.at
+        if not limit.one_token_decides:
+            return
+        oldest = {name: limit.oldest_at(at(version, policy=name)) for name in self.others}
+        shared = {name: n for name, n in oldest.items() if self.others[name] is self.engines}
+        await self.engines.expire(limit.oldest_at(at(version)), shared)
+        for name, engines in self.others.items():
+            if engines is not self.engines:
+                await engines.expire(oldest[name])
 
     def _start(
         self, attempt: Attempt, groups: asyncio.TaskGroup, *, admitted: Group | None = None
@@ -170,10 +174,15 @@ class Dispatcher:
             return False
         if running.stamps is None and not limit.one_token_decides:
             return False  # tokens to come may lower its mean or its share of stale tokens
-        stamps = running.attempt.known if running.stamps is None else running.stamps
-        return not limit.allows(stamps, version=self.tracker.version)
+        return not limit.allows(self._stamps(running), version=self.tracker.version)
 
-    def _may_be_trained(self, versions: np.ndarray) -> bool:
-        """False if tokens of these versions certainly rule their group out."""
+    def _stamps(self, running: _Running) -> Stamps:
+        """Of its tokens so far, aligned with the next take."""
+        stamps = running.attempt.known if running.stamps is None else running.stamps
+        return self.tracker.versions.aligned(stamps, self.tracker.version)
+
+    def _may_be_trained(self, stamps: Stamps) -> bool:
+        """False if these tokens certainly rule their group out."""
         limit, version = self.admission.limit, self.tracker.version
-        return not limit.one_token_decides or limit.allows(Stamps.of(versions), version=version)
+        stamps = self.tracker.versions.aligned(stamps, version)
+        return not limit.one_token_decides or limit.allows(stamps, version=version)

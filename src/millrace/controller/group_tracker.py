@@ -16,7 +16,7 @@ from millrace.controller.admission import Admission
 from millrace.core.errors import RunFailed, TaskError
 from millrace.core.records import Group
 from millrace.core.spans import GroupLife
-from millrace.core.staleness import Stamps, Waiting
+from millrace.core.staleness import PolicyVersions, Stamps, Waiting
 from millrace.environments.rollouts.partial_rollouts import Attempt, Cancellations
 from millrace.journal import Journal, NoJournal
 from millrace.journal.ledger import Outcome
@@ -41,11 +41,13 @@ UNASKED = "unasked"  # journaled before a crash and not requested again by the r
 class WastedTokens:
     """Counts wasted tokens and their staleness, which shows what a limit or filter selects."""
 
+    versions: PolicyVersions = field(default_factory=PolicyVersions)
     tokens: Counter[str] = field(default_factory=Counter[str])  # by reason
     _staleness: Counter[str] = field(default_factory=Counter[str])  # summed over these tokens
 
     def add(self, reason: str, stamps: Stamps, *, version: int) -> None:
         """`version`: trainer version at which they could have been trained at the earliest."""
+        stamps = self.versions.aligned(stamps, version)
         if stamps.num_tokens:
             self.tokens[reason] += stamps.num_tokens
             self._staleness[reason] += stamps.total_staleness(version)
@@ -138,7 +140,8 @@ class GroupTracker:
     max_filtered_share: float = MAX_FILTERED_SHARE
     warn: Callable[[str], None]
     now: Callable[[], float] = time.monotonic  # the clock of GroupLife
-    version: int = 0  # of the trainer at the next take
+    version: int = 0  # of the trainer at the next take; with several policies, the step before it
+    versions: PolicyVersions = field(default_factory=PolicyVersions)
     next_number: int = 0
     unfinished: InitVar[Iterable[int]] = ()  # numbers to issue again
     begun: InitVar[Iterable[int]] = ()  # numbers in steps that a resumed run repeats
@@ -147,7 +150,7 @@ class GroupTracker:
         self.failures = Failures(max_share=self.max_failure_share)
         self.filtering = Filtering(max_share=self.max_filtered_share, warn=self.warn)
         self.cancellations = Cancellations()
-        self.waste = WastedTokens()
+        self.waste = WastedTokens(self.versions)
         self.lost: deque[GroupLife] = deque(maxlen=4096)  # attempts, since the last step
         self._reissue = deque(sorted(unfinished))
         self._open = set(begun)  # issued, and neither trained nor failed nor dropped
@@ -230,7 +233,7 @@ class GroupTracker:
             end = {"ended_s": self.now(), "outcome": "expired", "reason": "waiting"}
             self.lost.append(replace(life, **end))
         self.cancellations.count("waiting")
-        self.waste.add(DROPPED, waiting.stamps, version=self.version)
+        self.waste.add(DROPPED, waiting.unaligned or waiting.stamps, version=self.version)
         self._retry(waiting.group.number)
 
     def count_unused(self, attempt: Attempt) -> None:

@@ -1,9 +1,9 @@
 """The policies of a run besides the first: each has its own trainer, engines and checkpoints. With
 [lora], trainer and engines are those of the first, and have an adapter of each.
 
-Promise: a step trains all policies, so their versions count together, and each trains only the
-rollouts that its own engines sampled. A checkpoint of the first policy is written after those of
-the others, and theirs are removed after its own: if it has one of a step, all have.
+Promise: a step makes a version of each policy that sampled some of its tokens, and each trains only
+the rollouts that its own engines sampled. A checkpoint of the first policy is written after those
+of the others, and theirs are removed after its own: if it has one of a step, all have.
 
 Runs on the controller's event loop.
 """
@@ -41,7 +41,7 @@ class OtherPolicy:
 async def step_all(
     first: TrainerGroup, others: Sequence[OtherPolicy], taken: TakenBatch, *, version: int
 ) -> Stepped:
-    """Let all trainers make `version`, each from its own batches."""
+    """Let all trainers do the step that is called `version`, each with its own batches."""
     steps = [
         other.trainer.step(*taken.others[other.name], version=version)
         for other in others

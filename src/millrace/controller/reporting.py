@@ -82,7 +82,11 @@ class RunReporter:
             metrics["checkpoint/upload_failures"] = float(self.uploads.num_failed)
         await self.monitor.recorder.written()
         self.monitor.step(
-            self.gauges(), groups=taken.groups, replayed=taken.replayed, trainer_metrics=metrics
+            self.gauges(),
+            groups=taken.groups,
+            replayed=taken.replayed,
+            trainer_metrics=metrics,
+            versions=self.dispatcher.tracker.versions,
         )
         life = StepLife(
             step=stepped.version,

@@ -1,6 +1,6 @@
 """Protocols between the parts of a run. The controller wires implementations together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
@@ -83,8 +83,9 @@ class Engine(SupportsGenerate, SupportsScore, Protocol):
         """End these requests now. Their generate() returns the tokens sampled so far, with finish =
         "abort". Unknown ids are ignored."""
 
-    async def expire(self, before: int) -> None:
-        """End every request with `expires` set that holds a token older than version `before`.
+    async def expire(self, before: int, adapters: Mapping[str, int] | None = None) -> None:
+        """End every request with `expires` set that holds a token older than version `before`, or
+        than that of its adapter in `adapters`, which are policies with versions of their own.
         Its generate() returns the tokens sampled so far, with finish = "expire"."""
 
     async def pause(self, *, sleep: bool = False) -> None:

@@ -2,19 +2,20 @@
 take().
 
 A token's staleness is the trainer's version minus the version that sampled it. It only grows, so a
-group that is too stale for its earliest take stays too stale. A step makes one version of each
-policy of a run, so tokens of several policies are counted together.
+group that is too stale for its earliest take stays too stale. Of several policies, each has a
+version counter of its own; PolicyVersions translates between versions and steps.
 """
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, Self
 
 import numpy as np
 
-from millrace.core.records import Group, Rollout
+from millrace.core.records import DEFAULT_POLICY, Group, Rollout
 
 Measure = Literal["oldest", "mean", "share"]
 
@@ -24,10 +25,12 @@ class Stamps:
     """How many tokens each version sampled."""
 
     counts: dict[int, int]  # by version, ascending; none is 0
+    # Those of policies with versions of their own, by name, until PolicyVersions.aligned().
+    others: Mapping[str, dict[int, int]] = field(default_factory=dict[str, dict[int, int]])
 
     @classmethod
-    def of(cls, versions: np.ndarray) -> Self:
-        """`versions` [N]: one per token."""
+    def of(cls, versions: np.ndarray, *, policy: str | None = None) -> Self:
+        """`versions` [N]: one per token. `policy`: None = the only or first one."""
         # By runs of equal versions: a completion has few of them, so this is fastest.
         changes = np.flatnonzero(versions[1:] != versions[:-1]) + 1
         bounds = [0, *changes.tolist(), len(versions)] if len(versions) else []
@@ -35,12 +38,15 @@ class Stamps:
         for begin, end in pairwise(bounds):
             version = int(versions[begin])
             counts[version] = counts.get(version, 0) + end - begin
-        return cls(counts=dict(sorted(counts.items())))
+        counts = dict(sorted(counts.items()))
+        if policy in (None, DEFAULT_POLICY):
+            return cls(counts=counts)
+        return cls(counts={}, others={policy: counts})
 
     @classmethod
     def of_rollout(cls, rollout: Rollout) -> Self:
         """Counts its trained tokens."""
-        return cls.of(rollout.versions[rollout.mask])
+        return cls.of(rollout.versions[rollout.mask], policy=rollout.policy)
 
     @classmethod
     def of_group(cls, group: Group) -> Self:
@@ -49,9 +55,12 @@ class Stamps:
     @classmethod
     def joined(cls, parts: Iterable["Stamps"]) -> Self:
         counts: Counter[int] = Counter()
+        others: dict[str, Counter[int]] = {}
         for part in parts:
             counts.update(part.counts)
-        return cls(counts=dict(sorted(counts.items())))
+            for policy, own in part.others.items():
+                others.setdefault(policy, Counter()).update(own)
+        return cls(counts=dict(sorted(counts.items())), others=others)
 
     @property
     def num_tokens(self) -> int:
@@ -119,3 +128,58 @@ class Waiting:
     group: Group
     stamps: Stamps  # of its trained tokens
     admitted_s: float = 0.0  # by the buffer's clock
+    unaligned: Stamps | None = None  # of several policies; `stamps` are aligned with a step
+
+
+class PolicyVersions:
+    """The versions of several policies: a step makes one of each policy that it trains. Without
+    names there is one policy, and its version is the step. Used on the controller's event loop."""
+
+    def __init__(self, versions: Mapping[str, int] | None = None, *, step: int = 0) -> None:
+        """`versions`: of each policy after `step`, the first policy first."""
+        self._begin = dict(versions or {})
+        self._made: dict[str, list[int]] = {policy: [] for policy in self._begin}  # by which steps
+        self.step = step  # the newest that is recorded
+        self.on_record: Callable[[], None] = lambda: None
+
+    def record(self, step: int, *, trained: Collection[str]) -> None:
+        """The next step trains these policies."""
+        self.step = step
+        for policy in trained:
+            self._made[policy].append(step)
+        self.on_record()
+
+    def at(self, step: int, *, policy: str | None = None) -> int:
+        """The version of a policy after a step; None = the first. A step that is not recorded yet
+        counts as one that does not train it."""
+        if not self._begin:
+            return step
+        policy = policy or next(iter(self._begin))
+        return self._begin[policy] + bisect_right(self._made[policy], step)
+
+    def through(self, version: int, *, policy: str | None = None) -> int:
+        """The last recorded step after which this is the newest version of a policy."""
+        if not self._begin:
+            return version
+        policy = policy or next(iter(self._begin))
+        later = self._made[policy][version - self._begin[policy] :]
+        return later[0] - 1 if later else self.step
+
+    def aligned(self, stamps: Stamps, step: int) -> Stamps:
+        """The same tokens, with versions that are as far behind `step` as each token's own is
+        behind its policy then."""
+        if not self._begin:
+            return stamps
+        parts = [(None, stamps.counts), *stamps.others.items()]
+        behind = {policy: step - self.at(step, policy=policy) for policy, _ in parts}
+        return Stamps.joined(
+            Stamps(counts={version + behind[policy]: n for version, n in counts.items()})
+            for policy, counts in parts
+        )
+
+    def waiting(self, one: Waiting, step: int) -> Waiting:
+        """A waiting group with stamps that are aligned with `step`."""
+        if not self._begin:
+            return one
+        unaligned = one.unaligned or one.stamps
+        return replace(one, stamps=self.aligned(unaligned, step), unaligned=unaligned)

@@ -89,12 +89,14 @@ class Agent:
         adapter: str | None = None,
         model: str | None = None,
         trained: bool | None = None,
+        lag: int = 0,
     ) -> "Agent":
         """Return the agent of this episode with that name; it keeps conversations of its own. The
         policy plays the role, unless the role names an adapter of engine.adapters, "base", or a
         model of environment.models. If the run has several policies, the one with that name plays
         it. Tokens of a policy are trained unless `trained` is False; tokens of other models never
-        are."""
+        are. With `lag`, the version of the policy `model` from `lag` versions ago plays it;
+        policies.NAME.lags lists these."""
         if not name:
             raise TaskError("agent.role needs a name; give the role one.")
         if adapter is not None and model is not None:
@@ -119,10 +121,24 @@ class Agent:
                 f" {suggestion(name, policies, otherwise='policies')} A role that is not trained"
                 " needs trained=False."
             )
-        if model in policies and model not in self._state.models:  # an adapter, or the first
+        if lag:
+            adapter, model = self._lagged(name, model, lag), None
+        elif model in policies and model not in self._state.models:  # an adapter, or the first
             adapter, model = None if model == policies[0] else model, None
         row = AgentRow(name=name, adapter=adapter, model=model, is_trained=is_trained)
         return self._state.agent(row)
+
+    def _lagged(self, name: str, model: str | None, lag: int) -> str:
+        """The adapter that is an earlier version of a policy."""
+        known = self._state.settings.lagged
+        found = [adapter for adapter, own in known.items() if own == (model, lag)]
+        if not found:
+            kept = ", ".join(f"model={policy!r}, lag={n}" for policy, n in known.values())
+            raise TaskError(
+                f"The role {name!r} has model={model!r} and lag={lag}, which engines do not keep;"
+                f" they keep {kept or 'none'}, as policies.NAME.lags says."
+            )
+        return found[0]
 
     @property
     def rng(self) -> np.random.Generator:

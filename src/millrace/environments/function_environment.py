@@ -250,6 +250,7 @@ class EpisodeRunner:
             policy=model.row,
             sampling=policy.sampling,
             policies=env.policies,
+            lagged=dict(env.lagged),
         )
         plan = EpisodePlan(
             settings=settings,
@@ -299,6 +300,7 @@ class FunctionEnvironment:
     tool_format: ToolFormatName = "auto"
     history: History = "template"
     policies: tuple[str, ...] = ()  # see EpisodeSettings
+    lagged: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
     recipe: "Recipe | None" = None  # replaces n independent episodes per training group
 
     async def play(self, task: Task, policy: GroupPolicy, n: int) -> list[Episode]:

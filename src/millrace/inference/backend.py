@@ -35,8 +35,10 @@ class EngineSpec:
     trust_remote_code: bool = False
     lora: LoraConfig | None = None  # updates bring adapters of this kind instead of all weights
     adapter_path: Path | None = None
-    # Further policies on the same base, by name, and the checkpoints of their adapters.
-    policies: Mapping[str, Path | None] = field(default_factory=dict[str, Path | None])
+    # Further policies on the same base, by name: the folders of their adapters, and their versions.
+    policies: Mapping[str, tuple[str | None, int]] = field(
+        default_factory=dict[str, tuple[str | None, int]]
+    )
     records_routes: bool = False  # record the experts of each token of a mixture of experts
     sleeps: bool = False  # sleep() will be called
     exact: bool = False  # logprobs are bit for bit those of the trainer
@@ -119,8 +121,11 @@ class EngineCore(Protocol):
         """End these requests with the tokens they have; unknown ids are ignored."""
         ...
 
-    def expire(self, before: int) -> list[FinishedCompletions]:
-        """End requests with `expires` set that have an older token, now and when they arrive."""
+    def expire(
+        self, before: int, adapters: Mapping[str, int] | None = None
+    ) -> list[FinishedCompletions]:
+        """End requests with `expires` set that have an older token, now and when they arrive. An
+        engine with several policies also gets the versions of those that are `adapters`."""
         ...
 
     def interrupt(self) -> list[FinishedCompletions]:

@@ -17,7 +17,7 @@ Runs on the controller's event loop; torch-free.
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
@@ -113,7 +113,7 @@ class EnginePool:
         self._open: dict[str, _OpenRequest] = {}  # by the caller's request id
         self._paused: Literal["all", "lent"] | None = None
         self._is_asleep = False
-        self._expired_before = 0
+        self._expired: tuple[int, Mapping[str, int] | None] = 0, None  # as in expire()
 
     @property
     def num_engines(self) -> int:
@@ -147,7 +147,7 @@ class EnginePool:
             if self._paused == "all" or (self._paused and is_lent):
                 entry.is_paused = True
                 await engine.pause(sleep=self._is_asleep)
-            await engine.expire(self._expired_before)
+            await engine.expire(*self._expired)
             if prepare is not None:
                 await prepare(engine)
         except BaseException:
@@ -333,9 +333,9 @@ class EnginePool:
             *(self._ask(entry, entry.engine.abort(ids)) for entry, ids in by_entry.items())
         )
 
-    async def expire(self, before: int) -> None:
-        self._expired_before = max(before, self._expired_before)
-        await self._each(lambda engine: engine.expire(before))
+    async def expire(self, before: int, adapters: Mapping[str, int] | None = None) -> None:
+        self._expired = before, adapters
+        await self._each(lambda engine: engine.expire(*self._expired))
 
     async def pause(
         self, *, sleep: bool = False, which: Literal["all", "lent"] = "all", keeps: bool = False

@@ -9,7 +9,7 @@ Runs on the controller's event loop; torch-free.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from millrace.cluster import messages
@@ -82,8 +82,8 @@ class RemoteEngine:
     async def abort(self, ids: Sequence[str]) -> None:
         await self._call(messages.AbortRequests(ids=list(ids)))
 
-    async def expire(self, before: int) -> None:
-        await self._call(messages.Expire(before=before))
+    async def expire(self, before: int, adapters: Mapping[str, int] | None = None) -> None:
+        await self._call(messages.Expire(before=before, adapters=dict(adapters or {})))
 
     async def pause(self, *, sleep: bool = False) -> None:
         await self._call(messages.Pause(sleep=sleep))

@@ -3,8 +3,7 @@
 The main thread decodes (model_worker.py). A staging thread fetches, verifies and lays out new
 weights meanwhile; the main thread only copies them into the model, between two passes.
 
-Promise: every call is answered once. After a failed update the engine still serves the version it
-had.
+Promise: every call is answered once. After a failed update the engine serves its last version.
 """
 
 import time
@@ -35,7 +34,7 @@ from millrace.inference.backend import (
 )
 from millrace.inference.interrupt import WeightInterrupt
 from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWorker
-from millrace.models.loading import resolve_device, resolve_dtype, use_threads
+from millrace.models.devices import resolve_device, resolve_dtype, use_threads
 from millrace.weights.backends import StagingReceiver
 from millrace.weights.probe import check_probe, probe_request
 from millrace.weights.transport import make_receiver
@@ -69,7 +68,7 @@ def _start(message: messages.StartEngine, link: Link, timeline: Timeline) -> "En
         trust_remote_code=config.model.trust_remote_code,
         lora=config.lora,
         adapter_path=None if message.adapter_path is None else Path(message.adapter_path),
-        policies={name: Path(at) if at else None for name, at in message.policies.items()},
+        policies=message.policies,
         records_routes=message.records_routes,
         sleeps=config.cluster.share_gpu == "sleep",
         exact=config.is_exact,
@@ -98,7 +97,7 @@ def wire(
         link,
         engine=engine,
         receiver=receiver(),
-        receivers={policy: receiver() for policy in config.adapter_policies},
+        receivers={policy: receiver() for policy in config.further_adapters},
         timeline=timeline,
         interrupt=config.weights.interrupt,
         capabilities=load_backend(config.engine).capabilities,
@@ -245,8 +244,8 @@ class EngineWorker(ModelWorker):
                     call.reply()
                 except MillraceError as error:
                     call.fail(error)
-            case messages.Expire(before=before):
-                self._answer(self._engine.expire(before))
+            case messages.Expire(before=before, adapters=adapters):
+                self._answer(self._engine.expire(before, adapters))
                 call.reply()
             case messages.Pause(sleep=sleep):
                 # Calls are handled between two passes, so no pass runs when this is answered.
@@ -271,6 +270,9 @@ class EngineWorker(ModelWorker):
             self._commit_weights()
             if self._staging is staging:  # sequences have to finish first
                 break
+        if self._staging is None:  # else its tensors are still needed
+            for receiver in self._receivers.values():
+                receiver.forget()
         self._timeline.enter("sleep", busy=True)
         self._engine.sleep()
         self._is_asleep = True

@@ -1,6 +1,6 @@
 """Builds the parts of a controller, in the order in which they depend on each other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from millrace.controller.policies import OtherPolicy
 from millrace.controller.preemption import Preemption
 from millrace.controller.reporting import RunReporter, TrainingState
 from millrace.core.records import Task
+from millrace.core.staleness import PolicyVersions
 from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.environments.rollouts.player import Player
 from millrace.inference.lending import GpuLending
@@ -52,6 +53,8 @@ class RunParts:
     journal: Journal | NoJournal
     cursor: Cursor
     others: Sequence[OtherPolicy] = ()  # besides the first policy
+    lagged: Sequence[VersionBroadcaster] = ()  # of earlier versions, which roles play
+    versions: Mapping[str, int] = field(default_factory=dict[str, int])  # of several policies
     preemption: Preemption = field(default_factory=Preemption)
 
     @property
@@ -71,7 +74,7 @@ def build_controller(run: RunParts) -> Controller:
         journal=run.journal,
     )
     _record_steps(run, batches)
-    engine_versions = _follow_engines(run, dispatcher.admission)
+    engine_versions = _follow_engines(run, dispatcher.admission, dispatcher.tracker.versions)
     for scorer in run.scorers.version_subscribers:
         run.broadcaster.subscribe(scorer.swap)
     notifier, notified_versions = None, None
@@ -91,6 +94,7 @@ def build_controller(run: RunParts) -> Controller:
         notified_versions=notified_versions,
         eval_scheduler=eval_scheduler,
         others=run.others,
+        lagged=run.lagged,
         checkpoints=RunCheckpoints(
             config=run.config,
             writer=writer,
@@ -154,16 +158,21 @@ def _build_lending(run: RunParts) -> GpuLending:
     )
 
 
-def _follow_engines(run: RunParts, admission: Admission) -> Subscription:
-    """Send versions to the engines; one is visible once the engines of all policies hold it."""
+def _follow_engines(run: RunParts, admission: Admission, versions: PolicyVersions) -> Subscription:
+    """Send versions to the engines; those of a step are visible once the engines of all policies
+    hold them."""
     own = run.broadcaster.subscribe(run.engines.swap)
-    followed = [own, *(other.versions for other in run.others)]
+    for broadcaster in run.lagged:
+        broadcaster.subscribe(run.engines.swap)
+    followed = [(None, own), *((other.name, other.versions) for other in run.others)]
 
-    def advance(_version: int) -> None:
-        admission.advance(min(versions.version for versions in followed))
+    def advance(_version: int | None = None) -> None:
+        held = [versions.through(one.version, policy=policy) for policy, one in followed]
+        admission.advance(min(held))
 
-    for versions in followed:
-        versions.on_version = advance
+    for _, one in followed:
+        one.on_version = advance
+    versions.on_record = advance
     return own
 
 
@@ -188,6 +197,7 @@ def build_dispatcher(run: RunParts) -> Dispatcher:
         warn=run.monitor.warn,
         now=run.monitor.now,
         version=next_take,
+        versions=PolicyVersions(run.versions, step=cursor.version),
         next_number=cursor.next_number,
         unfinished=cursor.unfinished,
         begun=begun,
@@ -200,6 +210,7 @@ def build_dispatcher(run: RunParts) -> Dispatcher:
         limit=config.buffer.limit,
         sampler=build_sampler(config.buffer.order),
         on_drop=tracker.expired_in_buffer,
+        versions=tracker.versions,
         steps=config.trainer.steps,
     )
     dispatcher = Dispatcher(
@@ -212,7 +223,7 @@ def build_dispatcher(run: RunParts) -> Dispatcher:
             run.journal, every_s=config.journal.partial_every_s if has_partials else 0
         ),
         engines=run.engines,
-        others=[other.engines for other in run.others if other.engines is not run.engines],
+        others={other.name: other.engines for other in run.others},
         group_size=config.rollout.group_size + config.rollout.oversample,
         barrier=barrier,
     )

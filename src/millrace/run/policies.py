@@ -8,7 +8,7 @@ sentence before any worker starts.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,16 @@ from millrace.core.errors import CheckpointError, ConfigError
 from millrace.core.files import check_file_name
 from millrace.monitoring.run_dir import RunDir
 from millrace.run import checks
+from millrace.run.mesh_checks import check_baseline
 from millrace.run.resume import check_same_model
 from millrace.scoring.pool import ScorerSpec
 from millrace.scoring.teachers.process import LogprobModelSettings
-from millrace.training.checkpoints.directory import damage_to, keep_steps, read_run_state
+from millrace.training.checkpoints.directory import (
+    damage_to,
+    keep_steps,
+    past_folders,
+    read_run_state,
+)
 from millrace.training.losses.recipes import build_loss
 
 FOLDER = "policies"
@@ -47,6 +53,7 @@ def expand_policies(config: RunConfig) -> RunConfig:
             model=own.model or config.model.path,
             optimizer={**config.optimizer.model_dump(), **own.optimizer},
             loss=own.loss or config.loss,
+            lags=own.lags,
         )
         for name, own in config.policies.items()
     }
@@ -63,8 +70,16 @@ def expand_policies(config: RunConfig) -> RunConfig:
         for name, own in list(full.items())[1:]
         if name not in config.adapter_policies
     }
+    for name in config.lagged:
+        if name in (*config.policies, *config.engine.adapters):
+            raise ConfigError(f"{name!r} is the name of an earlier version; rename that adapter.")
     for name, own in config.policies.items():
         check_file_name(name, of="One of policies")
+        if own.lags and config.lora is None:
+            raise ConfigError(
+                f"policies.{name}.lags = {list(own.lags)}, but only adapters have earlier versions"
+                " in the engines; add [lora], or remove it."
+            )
         for setting in ("environment.models", "engine.adapters"):
             section, _, key = setting.partition(".")
             if name in getattr(getattr(config, section), key):
@@ -144,12 +159,14 @@ def check_policies(
         )
     for name in config.policies:
         own = policy_config(config, name)
-        checks.check_loss(own, build_loss(own.loss, max_new_tokens=own.sampling.max_new_tokens))
+        loss = build_loss(own.loss, max_new_tokens=own.sampling.max_new_tokens)
+        checks.check_loss(own, loss)
+        check_baseline(own, loss)
 
 
 def _obstacles_of_adapters(config: RunConfig) -> dict[str, bool]:
     """What adapters of one model cannot do, if the policies are adapters."""
-    if (lora := config.lora) is None or not config.adapter_policies:
+    if (lora := config.lora) is None or not config.further_adapters:
         return {}
     optimizers = [policy.optimizer["type"] for policy in config.policies.values()]
     return {
@@ -204,6 +221,39 @@ def further_policies(config: RunConfig, *, checkpoint: Path | None) -> dict[str,
             check_same_model(path, own.model)
         found[name] = FurtherPolicy(config=own, checkpoint=path)
     return found
+
+
+def saved_versions(
+    config: RunConfig, further: Mapping[str, FurtherPolicy], *, checkpoint: Path | None
+) -> dict[str, int]:
+    """The version of each policy where the run begins; `checkpoint` is that of the first."""
+    folders = [checkpoint, *(own.checkpoint for own in further.values())]
+    return {name: _behind(at, 0)[1] for name, at in zip(config.policies, folders, strict=False)}
+
+
+def first_adapters(
+    config: RunConfig, further: Mapping[str, FurtherPolicy], *, checkpoint: Path | None
+) -> dict[str, tuple[Path | None, int]]:
+    """The folder and the version of each adapter that engines begin with, besides that of the first
+    policy, whose `checkpoint` this is. None = it changes nothing yet."""
+    folders = {name: own.checkpoint for name, own in further.items()}
+    return {
+        name: _behind(folders.get(policy, checkpoint), lag)
+        for name, (policy, lag) in {
+            **{name: (name, 0) for name in config.adapter_policies},
+            **config.lagged,
+        }.items()
+    }
+
+
+def _behind(checkpoint: Path | None, lag: int) -> tuple[Path | None, int]:
+    """The version `lag` versions before a checkpoint, or the oldest that it holds."""
+    if checkpoint is None:
+        return None, 0
+    version = int(read_run_state(checkpoint)["version"])
+    saved = past_folders(checkpoint) if lag else {}
+    wanted = max(version - lag, min(saved, default=version))
+    return saved.get(wanted, checkpoint), wanted
 
 
 def _saved_policies(checkpoint: Path) -> list[str]:

@@ -25,7 +25,7 @@ from millrace.training.checkpoints.store import CheckpointStore, newest_with_sto
 class Cursor:
     """Where a run stands: what a checkpoint holds besides the trainer's own state."""
 
-    version: int = 0  # of the policy; = finished steps
+    version: int = 0  # finished steps; = that of the policy, if there is one
     policy: str = DEFAULT_POLICY
     next_number: int = 0  # first task number that was never issued
     unfinished: tuple[int, ...] = ()  # issued, and neither trained nor dropped nor failed
@@ -116,15 +116,16 @@ def _newest_checkpoint(
     check_same_kind(checkpoint, config.lora)
     check_same_model(checkpoint, config.model)
     directory.check_same_critic(checkpoint, has_critic=config.critic is not None)
-    is_over = RunDir(config.run_dir).is_finished or state["version"] > config.trainer.steps
-    if is_over and state["version"] >= config.trainer.steps:
+    step = directory.step_of(state)
+    is_over = RunDir(config.run_dir).is_finished or step > config.trainer.steps
+    if is_over and step >= config.trainer.steps:
         raise ConfigError(
-            f"{config.run_dir} has completed its {state['version']} steps; to train further, raise"
+            f"{config.run_dir} has completed its {step} steps; to train further, raise"
             f" trainer.steps (now {config.trainer.steps})."
         )
     return found, Cursor(
         policy=state.get("policy", DEFAULT_POLICY),
-        version=state["version"],
+        version=step,
         next_number=state["next_number"],
         unfinished=tuple(state["unfinished"]),
         tasks=state.get("tasks", {}),

@@ -63,7 +63,7 @@ class RunWorkers:
         self._trainers = {
             policy: TrainerReplica(self, policy=policy)
             for policy in self.broadcasters
-            if policy not in config.adapter_policies
+            if policy not in config.further_adapters
         }
         self.engine_names: list[str] = []  # engines of the rollouts, serving or restarting
         self._numbers = itertools.count(config.engine.num_local + config.engine.remote)
@@ -186,7 +186,7 @@ class RunWorkers:
     ) -> EngineReplica:
         """`fixed`: settings of an engine whose weights never change; None for that of a `policy`,
         where None = the first."""
-        names = (DEFAULT_POLICY, *(self._config.adapter_policies if policy is None else ()))
+        names = (DEFAULT_POLICY, *(self._config.further_adapters if policy is None else ()))
         load_newest = partial(self._load_newest, self._trainers[policy], names)
         return EngineReplica(
             name,
@@ -250,7 +250,7 @@ class RunWorkers:
             start = StartEngine(
                 config=own.model_dump(mode="json"),
                 model_path=absolute(str(path)),
-                version=0 if is_late else self.prepared.cursor.version,
+                version=0 if is_late else self.prepared.versions[model],
                 records_routes=own.trainer.replay_routes,
             )
             return await self._launch(name, start, own.engine)
@@ -280,19 +280,18 @@ class RunWorkers:
         return StartEngine(
             config=config.model_dump(mode="json"),
             model_path=absolute(config.model.path if is_late else prepared.model_path),
-            version=0 if is_late else prepared.cursor.version,
+            version=0 if is_late else prepared.version,
             adapter_path=None if adapter is None else absolute(adapter),
             policies=self._adapters(is_late=is_late),
             records_routes=config.trainer.replay_routes,
             role=role,
         )
 
-    def _adapters(self, *, is_late: bool) -> dict[str, str | None]:
-        """The checkpoints of further policies that are adapters, as far as an engine needs them."""
-        own = {name: self.prepared.policies[name] for name in self._config.adapter_policies}
+    def _adapters(self, *, is_late: bool) -> dict[str, tuple[str | None, int]]:
+        """Adapters besides the first policy's, as far as an engine needs them when it starts."""
         return {
-            name: None if is_late or o.checkpoint is None else absolute(str(o.checkpoint))
-            for name, o in own.items()
+            name: (None, 0) if is_late or path is None else (absolute(str(path)), version)
+            for name, (path, version) in self.prepared.adapters.items()
         }
 
     async def _launch(self, name: str, start: Message, engine: EngineConfig) -> Worker:

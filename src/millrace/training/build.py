@@ -11,12 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from millrace.config import CriticConfig, RunConfig
-from millrace.config.training import ADAMW, ADAMW_8BIT, MUON
 from millrace.models.attention.packed import EXACT_PACKED, PACKED
+from millrace.models.devices import compute_dtype, frozen_dtype, resolve_device, resolve_dtype
 from millrace.models.directory import max_positions, text_config
 from millrace.models.exact.attention import check_trainable
 from millrace.models.exact.mode import check_exact
-from millrace.models.loading import load_model, resolve_device, resolve_dtype
+from millrace.models.loading import load_model
 from millrace.models.lora.trained import TrainedAdapter, train_in_float32
 from millrace.models.routing import (
     RouteReplay,
@@ -181,7 +181,7 @@ def train_settings(config: RunConfig) -> TrainSettings:
         weight_decay=optimizer.weight_decay,
         max_grad_norm=optimizer.max_grad_norm,
         offload_optimizer=optimizer.offload,
-        compute_dtype=resolve_dtype(settings.dtype, resolve_device(config.placement.trainer[0])),
+        compute_dtype=compute_dtype(config),
         gradient_checkpointing=settings.gradient_checkpointing,
         compile_layers=settings.compile,
         exact=config.is_exact,
@@ -234,13 +234,6 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def frozen_dtype(config: RunConfig) -> torch.dtype:
-    """The dtype of matrices beneath an adapter: bfloat16 if they are used in bfloat16 only. DoRA
-    needs their norms in float32, and float16 passes compute experts in float32."""
-    is_half = train_settings(config).compute_dtype is torch.bfloat16
-    return torch.bfloat16 if is_half and config.lora and not config.lora.dora else torch.float32
-
-
 def _load(
     config: RunConfig,
     *,
@@ -266,19 +259,3 @@ def _load(
         trust_remote_code=trust,
         shard=None if ranks.is_alone else shard_over_ranks,
     )
-
-
-_STATE_BYTES = {ADAMW: 8, MUON: 4, ADAMW_8BIT: 2}  # of the optimizer per weight, at least
-
-
-def rank_bytes(config: RunConfig, *, num_weights: int) -> int:
-    """Bytes of one rank, at least: weights, gradients and the state of a built-in optimizer that is
-    not offloaded, without activations and the critic. What exceeds it cannot fit."""
-    sizes = config.trainer.mesh_sizes
-    num_shards = sizes.num_ranks // sizes.dp_replicate
-    optimizer = config.optimizer
-    if config.lora is not None:
-        per_weight = frozen_dtype(config).itemsize
-    else:
-        per_weight = 8 + (0 if optimizer.offload else _STATE_BYTES.get(optimizer.type, 0))
-    return num_weights * per_weight // num_shards

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,7 +26,7 @@ from millrace.training.adapters.adapted_model import AdaptedModel
 from millrace.training.adapters.policy_adapter import PolicyAdapter
 from millrace.training.checkpoints.snapshot import Parts, Write, host_copy, model_writer
 from millrace.training.optimizer import TrainSettings
-from millrace.training.packing.splitting import kept_rows
+from millrace.training.packing.splitting import by_rollout, kept_rows
 from millrace.training.parallel.ranks import Ranks
 from millrace.training.token_batches import PolicyOutput, as_tensor
 from millrace.training.trainable_model import TrainableModel
@@ -146,6 +147,30 @@ class PolicyModel(TrainableModel):
         rows = as_tensor(own.rows, np.int64, self.device)
         return own.gather(self._replay.penalties().index_select(0, rows))
 
+    def with_baseline(self, microbatch: Microbatch) -> Microbatch:
+        """The microbatch with the minimum-variance baseline of each group subtracted from its
+        advantages: sum(w^2 g^2 A) / sum(w^2 g^2) over its rollouts, with the ratio w, the norm g of
+        the gradient of the rollout's logprob and the mean A of its advantages."""
+        assert microbatch.groups is not None, "groups are packed whole"
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        log_weights: list[float] = []  # of rollouts
+        for part in by_rollout(microbatch):
+            logprobs = self.logprobs(part).logprobs
+            scaled = logprobs.sum() * self._loss_scale.value  # the same factor for all of them
+            gradients = torch.autograd.grad(scaled, parameters, allow_unused=True)
+            squared = sum(float(x.double().square().sum()) for x in gradients if x is not None)
+            log_ratio = logprobs.detach().cpu().numpy() - part.engine_logprobs
+            log_weights.append(2 * log_ratio.sum(dtype=np.float64) + np.log(squared))
+        advantages = microbatch.advantages.copy()
+        for group in np.unique(microbatch.groups):
+            is_own = microbatch.groups == group
+            rollouts, counts = np.unique(microbatch.rollouts[is_own], return_counts=True)
+            weights = np.array(log_weights)[rollouts]
+            weights = np.exp(weights - weights.max())
+            tokens = np.repeat(weights / counts, counts)
+            advantages[is_own] -= (tokens * advantages[is_own]).sum() / weights.sum()
+        return replace(microbatch, advantages=advantages)
+
     def with_proximal_logprobs(self, batch: Batch) -> Batch:
         """The batch with the logprobs of the policy as it is now, before the step changes it."""
         return self.annotate(
@@ -193,6 +218,12 @@ class PolicyModel(TrainableModel):
             merged = self._adapter.merged_weights()
             writers.append(model_writer(self._backbone, merged, parts, subfolder=merged_into))
         return writers
+
+    def write_adapter(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Write these weights() of an adapter as a PEFT folder. Any thread may call this."""
+        assert self._adapter is not None, "checked when the run starts"
+        folder.mkdir(parents=True)
+        self._adapter.write(weights, folder)
 
     def merged_bytes(self) -> int:
         """Approximate size of the model with its adapter merged."""

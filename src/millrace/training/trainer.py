@@ -36,7 +36,13 @@ from millrace.training.checkpoints.snapshot import (
     restore_random_state,
 )
 from millrace.training.critic import Critic
-from millrace.training.losses.loss import AdaptiveLoss, Loss, loss_needs, scales_step
+from millrace.training.losses.loss import (
+    AdaptiveLoss,
+    Loss,
+    loss_needs,
+    scales_step,
+    subtracts_baseline,
+)
 from millrace.training.metrics import (
     HostSums,
     StepMetrics,
@@ -96,10 +102,10 @@ class Trainer:
     def finish(self, step: "StepUnderWay") -> dict[str, float]:
         updates, learning_rate = step.updates, step.learning_rate
         self.skipped = tuple(i for i, update in enumerate(updates) if not update.is_finite)
-        self.steps_done += 1
         if not updates:
             self.reported = {}
             return {"batch/trained_tokens": 0.0}
+        self.steps_done += 1
         counted = [update for update in updates if update.is_finite] or updates
         metrics = _merged([_merged(update.outputs) for update in counted]).on_host()
         num_splits = sum(update.num_splits for update in updates)
@@ -242,6 +248,8 @@ class Trainer:
     def _microbatch_loss(
         self, part: Microbatch, batch: Batch, output: PolicyOutput | None = None
     ) -> tuple[Tensor, StepMetrics]:
+        if subtracts_baseline(self.loss):
+            part = self.policy.with_baseline(part)
         if output is None:
             topk_ids = part.topk_ids if loss_needs(self.loss, "topk") else None
             output = self.policy.logprobs(part, topk_ids=topk_ids)
@@ -263,7 +271,7 @@ class Trainer:
 
 @dataclass(kw_only=True, eq=False)
 class StepUnderWay:
-    """A step of one trainer; without batches, it makes a version with the same weights."""
+    """A step of one trainer; without batches, it makes no version."""
 
     trainer: Trainer
     batches: tuple[Batch, ...]  # one update each

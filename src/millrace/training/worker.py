@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from torch import Tensor
 
 from millrace.cluster import messages
 from millrace.cluster.link import Link, WorkerCall, run_worker, serve
@@ -22,14 +23,22 @@ from millrace.core.errors import CheckpointError, RankUnreachable, RunFailed
 from millrace.core.microbatch import Batch
 from millrace.core.records import DEFAULT_POLICY, WeightUpdate
 from millrace.core.spans import Timeline
+from millrace.models.devices import (
+    check_free_memory,
+    resolve_device,
+    resolve_dtype,
+    use_device,
+    use_threads,
+)
 from millrace.models.directory import load_tokenizer, text_config
-from millrace.models.loading import resolve_device, resolve_dtype, use_threads
+from millrace.training.adapters.past_versions import PastVersions
 from millrace.training.build import (
     build_sender,
     build_trainer,
     build_trainers,
     seed_everything,
 )
+from millrace.training.checkpoints.directory import read_run_state, step_of
 from millrace.training.checkpoints.snapshot import CheckpointWriter
 from millrace.training.parallel.ranks import Ranks, is_lost_connection, use_interface_to
 from millrace.training.trainer import Trainer, step_together
@@ -57,37 +66,34 @@ class TrainerWorker:
         config = config.trained_on(devices[message.rank])
         use_threads(config.cluster.threads)
         device = resolve_device(config.placement.trainer[0])
-        if device.index is not None:
-            torch.cuda.set_device(device)
+        use_device(device)
+        check_free_memory(config, device)
         # The checkpoint of an adapter holds no model, so the base model comes from the config.
         path = config.model.path if config.lora else message.checkpoint or config.model.path
         trusts = config.model.trust_remote_code
         seed_everything(config.seed)
         # Before the model is loaded: each rank loads its shard.
         self._ranks = _join_ranks(message, config, devices=devices, device=device)
-        if not self._ranks.is_alone:
-            found = text_config(path, trust_remote_code=trusts)
-            model = sha256(found.to_json_string().encode()).hexdigest()[:12]
-            packages = {name: version(name) for name in ("millrace", "torch", "transformers")}
-            self._ranks.check_equal({**packages, "model config": model})
+        _check_equal(self._ranks, path, trusts=trusts)
         own = {name: RunConfig.model_validate(own) for name, (own, _) in message.policies.items()}
         # By policy; DEFAULT_POLICY is the only one, or the first.
         configs = {DEFAULT_POLICY: config, **own}
         self._trainers = dict(zip(configs, self._build([*configs.values()], path), strict=True))
         checkpoints = [message.checkpoint, *(folder for _, folder in message.policies.values())]
-        for trainer, checkpoint in zip(self._trainers.values(), checkpoints, strict=True):
-            if checkpoint is not None:
-                trainer.restore(Path(checkpoint))
+        self._steps_done = self._restore(checkpoints, several=bool(config.policies))
         self._tokenizer = load_tokenizer(path, trust_remote_code=trusts)
         self._writing_ranks = self._ranks.for_thread()
         self._writers = {
             policy: make_writer(keep=own.checkpoint.keep, ranks=self._writing_ranks)
             for policy, own in configs.items()
         }
+        names = dict(zip(config.policies, self._trainers, strict=False))
+        self._lagged = {name: (names[own], lag) for name, (own, lag) in config.lagged.items()}
+        self._past = self._past_versions(checkpoints)
         self._pass_tokens = config.trainer.microbatch_tokens
         exports = config.lora is not None and config.lora.export_merged
         self._has_adapter = config.lora is not None
-        self._export_version = config.trainer.steps if exports else None
+        self._export_step = config.trainer.steps if exports else None
         # Engines that wake up need what the trainer holds for its next step.
         self._gives_memory_back = device.type == "cuda" and config.cluster.share_gpu == "sleep"
         self._trained_tokens, self._num_forwards, self._is_stepping = 0.0, 0, False
@@ -101,8 +107,11 @@ class TrainerWorker:
                 patience_s=config.weights.timeout_s,
                 policy=policy,
             )
-            for policy, own in configs.items()
+            for policy, own in {**configs, **dict.fromkeys(self._lagged, config)}.items()
         }
+
+        # The newest version of each that was published; engines begin with what is loaded here.
+        self._sent = {policy: self._weights(policy)[0] for policy in self._publishers}
 
     def _build(self, configs: Sequence[RunConfig], path: str) -> list[Trainer]:
         on_forward = self._on_forward
@@ -110,10 +119,35 @@ class TrainerWorker:
             return build_trainers(configs, path=path, on_forward=on_forward)
         return [build_trainer(configs[0], path=path, ranks=self._ranks, on_forward=on_forward)]
 
+    def _restore(self, checkpoints: Sequence[str | None], *, several: bool) -> int:
+        """Load the checkpoint of each policy, which are of one step; returns the step. Each trainer
+        counts the steps that have trained its policy: the versions."""
+        for trainer, checkpoint in zip(self._trainers.values(), checkpoints, strict=True):
+            if checkpoint is not None:
+                trainer.restore(Path(checkpoint))
+        if not several or checkpoints[0] is None:
+            return self._trainers[DEFAULT_POLICY].steps_done
+        return step_of(read_run_state(Path(checkpoints[0])))
+
+    def _past_versions(self, checkpoints: Sequence[str | None]) -> dict[str, PastVersions]:
+        """Of policies of which roles play earlier versions."""
+        return {
+            policy: PastVersions(
+                trainer.policy,
+                lag=max(lags),
+                version=trainer.steps_done,
+                checkpoint=None if checkpoint is None else Path(checkpoint),
+            )
+            for (policy, trainer), checkpoint in zip(
+                self._trainers.items(), checkpoints, strict=True
+            )
+            if (lags := [lag for own, lag in self._lagged.values() if own == policy])
+        }
+
     def _reference(self, config: RunConfig, device: torch.device) -> ProbeReference | None:
         if not config.probes_weights or self._ranks.rank != 0:
             return None
-        # Adapters travel in float32, whatever engines compute in.
+        # An adapter is scored with the trainer's own base weights, which have another data type.
         dtype = str(resolve_dtype(config.engine.dtype, device)) if config.lora else ""
         module = self._trainers[DEFAULT_POLICY].policy.module
         name = dtype.removeprefix("torch.")
@@ -166,16 +200,24 @@ class TrainerWorker:
             self._timeline.enter("publish", busy=True)  # before the reply: the step is over
         call.reply(reply)
         if isinstance(message, messages.TrainStep) and message.publish:
-            for policy, trainer in self._trainers.items():
-                self._publishers[policy].publish(trainer.steps_done, trainer.policy.weights())
+            self._publish()
             self._report_progress()
         return not isinstance(message, messages.Stop)
+
+    def _publish(self) -> None:
+        """Versions that are new. Those of further policies and lagged ones may not be."""
+        for policy, publisher in self._publishers.items():
+            version, weights = self._weights(policy)
+            if version > self._sent[policy]:
+                self._sent[policy] = version
+                publisher.publish(version, weights)
 
     def _lend(self, call: WorkerCall, policy: str) -> None:
         """Rank 0 replies when the weights can be read. The others offer it their shards, which it
         does not gather if its version is still readable; the next version then replaces them."""
-        trainer, publisher = self._trainers[policy], self._publishers[policy]
-        version, weights = trainer.steps_done, trainer.policy.weights()
+        publisher = self._publishers[policy]
+        version, weights = self._weights(policy)
+        self._sent[policy] = version
         if self._ranks.rank == 0:
             publisher.lend(
                 version,
@@ -185,6 +227,14 @@ class TrainerWorker:
         else:
             publisher.publish(version, weights)
             call.reply(messages.Done())
+
+    def _weights(self, policy: str) -> tuple[int, dict[str, Tensor]]:
+        """The newest version of a policy, or one that lies behind it."""
+        if policy in self._lagged:
+            key, lag = self._lagged[policy]
+            return self._past[key].behind(lag)
+        trainer = self._trainers[policy]
+        return trainer.steps_done, trainer.policy.weights()
 
     def _announce(self, update: WeightUpdate) -> None:
         """In the publisher's thread."""
@@ -196,7 +246,7 @@ class TrainerWorker:
     def _step(self, message: messages.TrainStep) -> messages.Stepped:
         made = message.version if message.updates else message.version + 1
         first = self._trainers[DEFAULT_POLICY]
-        assert made == first.steps_done + 1, "a step makes the next version"
+        assert made == self._steps_done + 1, "steps are done in order"
         self._timeline.enter("step" if message.updates else "evaluate", busy=True)
         self._is_stepping = True
         for trainer in self._trainers.values():
@@ -211,6 +261,9 @@ class TrainerWorker:
             batches[batch.policy].append(batch)
         work = [(trainer, tuple(batches[policy])) for policy, trainer in self._trainers.items()]
         found = step_together(work, pass_tokens=self._pass_tokens)
+        self._steps_done = made
+        for policy, past in self._past.items():
+            past.add(self._trainers[policy].steps_done)
         self._is_stepping = False
         if self._gives_memory_back:
             torch.cuda.empty_cache()
@@ -235,8 +288,8 @@ class TrainerWorker:
         self._timeline.enter("checkpoint", busy=True)
         self._wait_for_writers()  # before the copy: the host holds one snapshot at a time
         trainer = self._trainers[message.policy]
-        directory, version = Path(message.directory), trainer.steps_done
-        is_exported = version == self._export_version
+        directory, step = Path(message.directory), self._steps_done
+        is_exported = step == self._export_step
         try:
             snapshot = trainer.snapshot(merged_into=MERGED if is_exported else None)
         except (MemoryError, RuntimeError) as error:
@@ -249,6 +302,8 @@ class TrainerWorker:
                 f" copied to the host ({storage.reason(error)}); it needs"
                 f" {trainer.state_bytes()} bytes of memory there."
             ) from error
+        past = self._past.get(message.policy)
+        writes = [] if past is None else [past.writer()]
         call.send_part(messages.Copied())
         # While a sharded model is written, its parts are on the disk as well.
         is_sharded = not self._ranks.is_alone and (is_exported or not self._has_adapter)
@@ -256,6 +311,8 @@ class TrainerWorker:
 
         def write(folder: Path) -> None:
             snapshot.write(folder, self._writing_ranks)
+            for write_past in writes:
+                write_past(folder)
             if self._ranks.rank == 0:
                 self._tokenizer.save_pretrained(folder)
                 if is_exported:
@@ -265,18 +322,18 @@ class TrainerWorker:
             if error is not None:
                 call.fail(error)
             else:
-                call.reply(messages.Saved(version=version, complaint=complaint))
+                call.reply(messages.Saved(version=step, complaint=complaint))
 
         self._writers[message.policy].begin(
             directory,
             write=write,
-            run_state={"step": version, "version": version, **message.run_state},
+            run_state={"step": step, "version": trainer.steps_done, **message.run_state},
             needed_bytes=trainer.state_bytes() + num_models * trainer.policy.merged_bytes(),
             on_done=reply,
         )
 
     def _report_progress(self) -> None:
-        steps_done = float(self._trainers[DEFAULT_POLICY].steps_done)
+        steps_done = float(self._steps_done)
         progress = messages.WorkerProgress(
             spans=self._timeline.drain(),
             counters={"steps": steps_done, "trained_tokens": self._trained_tokens},
@@ -291,6 +348,15 @@ class TrainerWorker:
         self._num_forwards += 1
         if time.monotonic() - self._reported_at >= PROGRESS_S:
             self._report_progress()
+
+
+def _check_equal(ranks: Ranks, path: str, *, trusts: bool) -> None:
+    """Raise if ranks have different packages or models."""
+    if not ranks.is_alone:
+        found = text_config(path, trust_remote_code=trusts)
+        model = sha256(found.to_json_string().encode()).hexdigest()[:12]
+        packages = {name: version(name) for name in ("millrace", "torch", "transformers")}
+        ranks.check_equal({**packages, "model config": model})
 
 
 def _join_ranks(

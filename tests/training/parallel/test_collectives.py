@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -38,12 +39,13 @@ COLLECTIVES = [
 
 
 def record_collectives(calls: list) -> None:
-    """Add each collective of this process to `calls`."""
+    """Add each collective of this process to `calls`: its name, sizes and ranks."""
 
     def recorded(name, function, *args, **kwargs):
         tensors = [value for value in (*args, *kwargs.values()) if hasattr(value, "shape")]
         sizes = [tuple(tensor.shape) for tensor in tensors]
-        calls.append((name, sizes, dist.get_world_size(kwargs.get("group"))))
+        members = dist.get_process_group_ranks(kwargs.get("group") or dist.group.WORLD)
+        calls.append((name, sizes, members))
         return function(*args, **kwargs)
 
     for name in COLLECTIVES:
@@ -102,7 +104,7 @@ def compare_listed_experts(ranks, folder) -> None:
             assert gradient.any() or "lora_A" in name, name
 
 
-def sequences(ranks, features, folder) -> dict[str, list[list]]:
+def sequences(ranks, features, folder) -> dict[str, list[list[tuple]]]:
     """The collectives of every rank, by feature."""
     calls: list = []
     record_collectives(calls)
@@ -112,8 +114,8 @@ def sequences(ranks, features, folder) -> dict[str, list[list]]:
         shares = ranks.sizes.num_data_ranks
         bench.train(feature, ranks, folder, num_shares=shares, device="cpu")
         found[name] = [[]] * ranks.sizes.num_ranks
-        dist.all_gather_object(found[name], [str(call) for call in calls])
-    if "one group" in features:
+        dist.all_gather_object(found[name], list(calls))
+    if "minibatches" in features:
         compare_listed_experts(ranks, folder)
         with pytest.raises(
             RunFailed, match=r"rank 0 has torch 2\.0, and rank 1 has 2\.1; give all"
@@ -128,14 +130,24 @@ def sequences(ranks, features, folder) -> dict[str, list[list]]:
         (MeshSizes(dp_shard=2), ("grpo", "critic", "lora", "minibatches", "one group")),
         (MeshSizes(cp=2), ("grpo", "critic", "lora")),
         (MeshSizes(dp_shard=2, ep=2), ("lora of experts",)),
+        pytest.param(
+            MeshSizes(dp_shard=2, tp=2), ("critic", "lora", "one group"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_ranks_make_the_same_collectives(tmp_path, sizes, names):
     bench._make_model(tmp_path, is_mixture=sizes.ep > 1)
     features = {name: bench.FEATURES[name] for name in names}
     found = run_ranks(sequences, features, tmp_path, sizes=sizes)
-    for name, (first, second) in found.items():
-        assert any(kind in call for call in first for kind in GATHER), name
-        assert any("all_reduce" in call for call in first), name
-        assert any("all_to_all" in call for call in first) == (sizes.cp * sizes.ep > 1), name
-        assert first == second, name
+    for name, of_ranks in found.items():
+        assert len(of_ranks) == sizes.num_ranks
+        kinds = {call[0] for call in of_ranks[0]}
+        assert kinds & GATHER, name
+        assert "all_reduce" in kinds, name
+        assert ("all_to_all_single" in kinds) == (sizes.cp * sizes.ep > 1), name
+        for pair in itertools.combinations(range(sizes.num_ranks), 2):
+            first, second = (
+                [call for call in of_ranks[rank] if set(pair) <= set(call[2])] for rank in pair
+            )
+            assert first, name
+            assert first == second, (name, pair)

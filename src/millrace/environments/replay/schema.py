@@ -116,6 +116,7 @@ class EpisodeSettings(Row, frozen=True, kw_only=True):
     sampling: Sampling
     # Roles that are policies of their own, if there are several; `policy` is the first.
     policies: tuple[str, ...] = ()
+    lagged: dict[str, tuple[str, int]] = {}  # adapters that are earlier versions: policy and lag
 
     def policy_of(self, agent: AgentRow) -> str:
         """The name of the policy that samples and trains a role."""

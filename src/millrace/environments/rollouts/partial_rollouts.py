@@ -38,7 +38,7 @@ from millrace.core.spans import GroupLife, TurnLife
 from millrace.core.staleness import Stamps
 from millrace.journal import Journal, NoJournal
 
-IsTrainable = Callable[[np.ndarray], bool]  # whether tokens of these versions [N] may be trained
+IsTrainable = Callable[[Stamps], bool]  # whether these tokens may be trained
 WINDOW = 1024  # finished completions from whose lengths the saving is estimated
 Clock = Callable[[], float]
 
@@ -76,13 +76,15 @@ class Attempt:
     def ended(self, outcome: Any, reason: str = "") -> GroupLife:
         return replace(self.life, ended_s=self.now(), outcome=outcome, reason=reason)
 
-    def record(self, completions: Sequence[Completion], *, num_known: int = 0) -> None:
+    def record(
+        self, completions: Sequence[Completion], *, num_known: int = 0, policy: str | None = None
+    ) -> None:
         """Count the tokens; raises Expired if a completion was ended because it is too stale.
         `num_known`: leading tokens that were recorded with another completion."""
         for completion in completions:
             lengths = self.finished if is_complete(completion) else self.cut
             lengths.append(len(completion.tokens))
-            stamps = Stamps.of(completion.versions[num_known:])
+            stamps = Stamps.of(completion.versions[num_known:], policy=policy)
             self.stamps = Stamps.joined([self.stamps, stamps])
         if any(completion.finish == "expire" for completion in completions):
             raise Expired(f"group {self.number}")
@@ -133,7 +135,8 @@ class PartialRollout:
         """Return the log of a request, which starts with the tokens that were saved for it.
         `model` names the model that answers; None = the policy."""
         digest = request_digest(request, model=model)
-        known = [self._take_saved(request, member, digest) for member in range(request.n)]
+        policy = model or request.adapter
+        known = [self._take_saved(request, member, digest, policy) for member in range(request.n)]
         return TokenLog(request, known=known, digest=digest, save=lambda new: self._new.append(new))
 
     def take_new(self) -> list[StreamedTokens]:
@@ -141,14 +144,16 @@ class PartialRollout:
         new, self._new = self._new, []
         return new
 
-    def _take_saved(self, request: Request, member: int, digest: str) -> Completion | None:
+    def _take_saved(
+        self, request: Request, member: int, digest: str, policy: str | None
+    ) -> Completion | None:
         saved = self._saved.get((request.id, member))
         if saved is None or saved.digest != digest:
             return None
         del self._saved[request.id, member]
         completion = saved.part
-        stamps = Stamps.of(completion.versions)
-        if request.expires and not self._is_trainable(completion.versions):
+        stamps = Stamps.of(completion.versions, policy=policy if request.expires else None)
+        if request.expires and not self._is_trainable(stamps):
             self.stale = Stamps.joined([self.stale, stamps])
             return None
         self.num_resumed += len(completion.tokens)

@@ -60,7 +60,7 @@ class GroupPolicy:
     def __post_init__(self) -> None:
         self._takes_episodes = self.scoring is not None and self.scoring.takes_episodes
         self._calls = itertools.count()
-        self._versions: dict[int, list[np.ndarray]] = {}  # of trained tokens, by episode
+        self._stamps: dict[int, list[Stamps]] = {}  # of trained tokens, by episode
 
     @property
     def is_trained(self) -> bool:
@@ -136,10 +136,14 @@ class GroupPolicy:
             request, on_tokens = self._streamed(request)
         (completion,) = await engine.generate(request, on_tokens)
         if self.attempt is not None and is_trained:
-            num_known = 0 if partial is None else len(partial.tokens)
-            self.attempt.add_turn(episode, start_s, completion.versions[num_known:])
-            self._versions.setdefault(episode, []).append(completion.versions[num_known:])
-            self.attempt.record([completion], num_known=num_known)
+            num_known, policy = (
+                0 if partial is None else len(partial.tokens),
+                model or wanted.adapter,
+            )
+            versions = completion.versions[num_known:]
+            self.attempt.add_turn(episode, start_s, versions)
+            self._stamps.setdefault(episode, []).append(Stamps.of(versions, policy=policy))
+            self.attempt.record([completion], num_known=num_known, policy=policy)
         return completion
 
     async def entropies(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:  # [L] each
@@ -172,7 +176,7 @@ class GroupPolicy:
     def gave_up(self, index: int) -> None:
         """Report an episode that will not be part of the group; its tokens are wasted."""
         if self.attempt is not None:
-            stamps = [Stamps.of(versions) for versions in self._versions.get(index, ())]
+            stamps = self._stamps.get(index, ())
             self.attempt.given_up = Stamps.joined([self.attempt.given_up, *stamps])
             self.attempt.life.turns.pop(index, None)
 

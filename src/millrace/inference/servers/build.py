@@ -21,8 +21,9 @@ from millrace.inference.servers.process import ServerProcess
 from millrace.inference.servers.sglang import SglangClient
 from millrace.inference.servers.staging import WeightStaging, lora_layers, weight_folder
 from millrace.inference.servers.vllm import VllmClient
+from millrace.models.devices import resolve_device, resolve_dtype
 from millrace.models.directory import context_length, load_tokenizer, read_config, text_config
-from millrace.models.loading import generation_stop_ids, resolve_device, resolve_dtype
+from millrace.models.loading import generation_stop_ids
 
 _SHARED_MEMORY = Path("/dev/shm")
 _POLL_S = 0.2

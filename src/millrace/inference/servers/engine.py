@@ -154,7 +154,9 @@ class ServerEngine:
         self._abort(ending)
         return self._outputs.take()
 
-    def expire(self, before: int) -> list[FinishedCompletions]:
+    def expire(
+        self, before: int, adapters: Mapping[str, int] | None = None
+    ) -> list[FinishedCompletions]:
         unfinished = (*self._running.values(), *self._held, *self._suspended)
         return self.abort(self._outputs.expired(before, unfinished), finish="expire")
 

@@ -41,10 +41,10 @@ from millrace.monitoring.run_dir import RunDir
 from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
 from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.run.build import RunParts, build_controller
-from millrace.run.checks import local_devices
 from millrace.run.cluster import offered_ticket, open_hub
 from millrace.run.environment import WORKER_MODULE, open_environment
 from millrace.run.episodes.external import external_server
+from millrace.run.placement import local_devices
 from millrace.run.policies import remove_later_checkpoints
 from millrace.run.prepare import PreparedRun, prepare
 from millrace.run.scaling import autoscale, scaling_server
@@ -159,10 +159,11 @@ class RunProcesses:
             callbacks=self._callbacks,
             curve=self.curve,
         )
-        self._broadcaster = VersionBroadcaster(version=cursor.version, policy=cursor.policy)
+        newest = self.prepared.version
+        self._broadcaster = VersionBroadcaster(version=newest, policy=cursor.policy)
         self._broadcasters = {
-            name: VersionBroadcaster(version=cursor.version, policy=self._name_of(name))
-            for name in self.prepared.policies
+            name: VersionBroadcaster(version=version, policy=self._name_of(name))
+            for name, version in self.prepared.sent_versions.items()
         }
         remove_later_checkpoints(self._config, version=cursor.version)
         self._workers: RunWorkers | None = None
@@ -268,10 +269,12 @@ class RunProcesses:
             trainer=workers.trainer,
             broadcaster=self._broadcaster,
             others=self._other_policies(workers),
+            lagged=[self._broadcasters[name] for name in self._config.lagged],
             monitor=self._monitor,
             run_dir=self.run_dir,
             journal=started.journal,
             cursor=self.prepared.cursor,
+            versions=self.prepared.versions,
             preemption=self.preemption,
         )
         controller = self._controller = build_controller(parts)
@@ -289,7 +292,7 @@ class RunProcesses:
 
     def _name_of(self, policy: str) -> str:
         """Of a policy besides the first, in its trainer."""
-        return policy if policy in self._config.adapter_policies else DEFAULT_POLICY
+        return policy if policy in self._config.further_adapters else DEFAULT_POLICY
 
     def _other_policies(self, workers: RunWorkers) -> list[OtherPolicy]:
         return [

@@ -35,15 +35,9 @@ from millrace.inference.embedded.live_weights import LiveWeights, PreparedWeight
 from millrace.inference.embedded.scoring import ScoringEngine, num_rows
 from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWorker
 from millrace.models.attention.packed import PACKED
+from millrace.models.devices import resolve_device, resolve_dtype, use_threads
 from millrace.models.directory import text_config
-from millrace.models.loading import (
-    load_model,
-    read_weights,
-    resolve_device,
-    resolve_dtype,
-    use_threads,
-    write_weights,
-)
+from millrace.models.loading import load_model, read_weights, write_weights
 from millrace.models.lora.factors import adapter_of
 from millrace.models.lora.folders import read_checkpoint
 from millrace.models.routing import policy_tensors
@@ -301,7 +295,9 @@ class TeacherWorker(ModelWorker):
             self._score()
 
     def _close(self) -> None:
-        self._stager.shutdown(wait=True, cancel_futures=True)
+        if self._staged is not None:
+            self._staged.cancel()
+        self._stager.shutdown(wait=True)  # after a save, which a new process needs
         if self._weights is not None:
             self._weights.close()
 

@@ -37,6 +37,7 @@ from millrace.training.losses.summed import summed_loss
 
 ALPHA = 32.0  # B A is scaled by ALPHA / rank, as the Tinker API does
 _OPTIMIZER_FILE = "optimizer.safetensors"
+_GRADIENT_FILE = "gradient.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # Logprobs of each datum, the loss, and the gradient of the adapter afterwards.
@@ -169,9 +170,17 @@ class AdapterSet:
         adapter.num_steps += 1
         return {"grad_norm": float(norm)}
 
-    def save(self, name: str, folder: Path, *, optimizer: bool, about: dict[str, Any]) -> None:
-        """Write an adapter as a PEFT folder, with the optimizer's state or without it. `about` is
-        returned by read_about()."""
+    def save(
+        self,
+        name: str,
+        folder: Path,
+        *,
+        optimizer: bool,
+        about: dict[str, Any],
+        gradient: bool = False,
+    ) -> None:
+        """Write an adapter as a PEFT folder, with the optimizer's state and the gradient or without
+        them. `about` is returned by read_about()."""
         adapter = self.owned[name]
         tensors = {tensor: value.detach() for tensor, value in adapter.parameters.items()}
         moments = {
@@ -179,14 +188,18 @@ class AdapterSet:
             for tensor, parameter in adapter.parameters.items()
             for key in (_MOMENTS if adapter.num_steps and optimizer else ())
         }
+        pending = {name: t.cpu() for name, t in (adapter.gradient or {}).items() if gradient}
 
         def write(unfinished: Path) -> None:
             write_folder(unfinished, tensors, layout=adapter.layout, alpha=ALPHA, path=self._path)
             if moments:
                 save_file(moments, unfinished / _OPTIMIZER_FILE)
+            if pending:
+                save_file(pending, unfinished / _GRADIENT_FILE)
 
         about = {**about, "num_steps": adapter.num_steps, "shape": asdict(adapter.shape)}
-        size = sum(t.numel() * 4 for t in (*tensors.values(), *moments.values()))
+        written = (*tensors.values(), *moments.values(), *pending.values())
+        size = sum(t.numel() * 4 for t in written)
         write_checkpoint(folder, write=write, run_state=about, needed_bytes=size)
 
     def load(self, name: str, folder: Path, *, optimizer: bool) -> None:
@@ -210,6 +223,9 @@ class AdapterSet:
                     step = torch.tensor(float(about["num_steps"]))
                     fresh.state[parameter] = {"step": step, **state}
         adapter.optimizer, adapter.gradient = fresh, None
+        if (file := folder / _GRADIENT_FILE).is_file():
+            gradient = load_file(file)
+            adapter.gradient = {n: gradient[n].to(p) for n, p in adapter.parameters.items()}
         adapter.num_steps = about["num_steps"] if moments else 0
 
     def write_blank(self, folder: Path, *, rank: int) -> None:

@@ -13,7 +13,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ CHECKPOINTS = "checkpoints"
 MANIFEST_FILE = "manifest.json"
 RUN_STATE_FILE = "run_state.json"
 CRITIC = "critic"  # subfolder of a checkpoint, if the run has a critic
+PAST = "versions"  # likewise, if roles play earlier versions of the policy: an adapter for each
 _REQUIRED_FILES = ("trainer_state.pt", RUN_STATE_FILE)
 _MODEL_FILES = ("config.json",)
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # of a LoRA run instead
@@ -174,6 +175,18 @@ def _checksum(path: Path) -> str:
 
 def read_run_state(directory: Path) -> dict[str, Any]:
     return json.loads((directory / RUN_STATE_FILE).read_text())
+
+
+def step_of(state: Mapping[str, Any]) -> int:
+    """The step of a run state; earlier ones have only a version, which was the same."""
+    return int(state.get("step", state.get("version", 0)))
+
+
+def past_folders(directory: Path) -> dict[int, Path]:
+    """The adapters of earlier versions in a checkpoint, by version, ascending."""
+    folder = directory / PAST
+    numbers = sorted(int(path.name) for path in folder.iterdir()) if folder.is_dir() else []
+    return {number: folder / str(number) for number in numbers}
 
 
 def check_same_critic(directory: Path, *, has_critic: bool) -> None:

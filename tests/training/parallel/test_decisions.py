@@ -1,0 +1,75 @@
+"""What one rank finds is decided on all ranks: otherwise some would update and others would not."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from millrace.bench import ranks as bench
+from millrace.bench.rank_processes import run_ranks
+from millrace.core.errors import RunFailed
+from millrace.core.microbatch import Batch, MeshSizes
+from millrace.models.sharding import local_part
+from millrace.training.parallel.ranks import Ranks
+from millrace.training.trainer import Trainer
+from millrace.training.worker import _check_equal
+
+
+def start(name: str, ranks: Ranks, folder: Path, *, factor: float) -> tuple[Trainer, Batch]:
+    """A trainer and its share of a batch; the advantages of rank 1 are multiplied by `factor`."""
+    feature = bench.FEATURES[name]
+    trainer, config = bench.make_trainer(feature, ranks, folder, device="cpu")
+    (batch,) = bench._batches(feature, config, step=0, num_ranks=ranks.sizes.num_ranks)
+    batch = batch.of_rank(ranks.data_rank)
+    if ranks.rank == 1:
+        parts = [
+            dataclasses.replace(part, advantages=part.advantages * np.float32(factor))
+            for part in batch.microbatches
+        ]
+        batch = dataclasses.replace(batch, microbatches=tuple(parts))
+    return trainer, batch
+
+
+def own_weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [local_part(weight).clone() for weight in trainer.policy.weights().values()]
+
+
+def has_changed(trainer: Trainer, before: list[torch.Tensor]) -> bool:
+    return any(not torch.equal(*pair) for pair in zip(own_weights(trainer), before, strict=True))
+
+
+def decide(ranks: Ranks, folder: Path) -> None:
+    trainer, batch = start("grpo", ranks, folder, factor=np.nan)
+    before = own_weights(trainer)
+    assert trainer.step(batch)["skipped/updates"] == 1
+    assert trainer.skipped == (0,)
+    assert not has_changed(trainer, before)
+
+    trainer, batch = start("float16", ranks, folder, factor=1e4)
+    before, scale = own_weights(trainer), trainer.policy.loss_scale
+    metrics = trainer.step(batch)
+    assert metrics["skipped/updates"] == 0
+    assert has_changed(trainer, before)
+    assert metrics["loss_scale"] < scale
+    assert len(set(ranks.gather(metrics["loss_scale"], float))) == 1
+
+    with pytest.raises(RunFailed, match=r"rank 0 has model config \w+, and rank 1 has \w+; give"):
+        _check_equal(ranks, str(folder / ("mixture" if ranks.rank else "dense")), trusts=False)
+    _check_equal(ranks, str(folder / "dense"), trusts=False)
+
+
+def overflow_alone(ranks: Ranks, folder: Path) -> float:
+    """The loss scale of a rank that computes what rank 0 does in decide()."""
+    trainer, batch = start("float16", ranks, folder, factor=1.0)
+    scale = trainer.policy.loss_scale
+    assert trainer.step(batch)["loss_scale"] == scale
+    return scale
+
+
+def test_ranks_skip_updates_and_lower_the_loss_scale_together(tmp_path):
+    for is_mixture in (False, True):
+        bench._make_model(tmp_path, is_mixture=is_mixture)
+    assert overflow_alone(Ranks(), tmp_path) > 1  # so rank 1 is the reason
+    run_ranks(decide, tmp_path, sizes=MeshSizes(dp_shard=2))
