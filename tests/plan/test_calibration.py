@@ -2,11 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from millrace.bench.workloads import make_long_tailed_model
 from millrace.cli.main import main
-from millrace.plan.calibrate import read_calibration
+from millrace.core.spans import TurnLife
+from millrace.plan.calibrate import fit_costs, read_calibration, turn_costs
 
 SETTINGS = """
 model = "model"
@@ -17,6 +19,29 @@ rollout = { group_size = 2 }
 scoring = { workers = 1 }
 cluster = { threads = 1 }
 """
+
+
+def turns_of(lengths, *, begin_s, step_s, sequence_s):
+    """Turns that start together: a step takes longer the more of them still run."""
+    ends_s = {0: begin_s}
+    for step in range(1, max(lengths) + 1):
+        running = sum(length >= step for length in lengths)
+        ends_s[step] = ends_s[step - 1] + step_s + running * sequence_s
+    return [TurnLife(0.0, ends_s[n], n, 0, 0) for n in lengths]
+
+
+def test_costs_of_a_decode_step_follow_from_the_times_of_turns():
+    lengths = [3, 8, 20, 20, 35, 60, 90, 150]
+    turns = turns_of(lengths, begin_s=0.05, step_s=0.01, sequence_s=0.002)
+    begin_s, step_s, sequence_s = fit_costs(*turn_costs(turns))
+    assert begin_s == pytest.approx(0.05, rel=0.3)
+    assert step_s == pytest.approx(0.01, rel=0.1)
+    assert sequence_s == pytest.approx(0.002, rel=0.1)
+
+
+def test_no_cost_is_negative():
+    causes = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    assert fit_costs(causes, np.array([3.0, 2.0, 1.0])) == (2.0, 0.0)
 
 
 @pytest.mark.slow

@@ -16,8 +16,10 @@ SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=12
 
 @dataclass(frozen=True, kw_only=True)
 class FixedCosts(DeviceCosts):
-    """An engine of a constant rate, or of a constant time per decode step."""
+    """An engine of a constant rate, or of a constant time per decode step; as on a CPU, it starts
+    sequences between any two of them."""
 
+    device = "cpu"
     tokens_per_s: float | None = None
     step_s: float = 0.01
     train_step_s: float = 0.0
@@ -85,6 +87,38 @@ def test_512_rollouts_take_as_long_as_the_survey_says(engines, tokens_per_s, tok
     assert found.ends_s[0] == pytest.approx(512 * tokens / tokens_per_s / engines)
     # The survey rounds 2.8 minutes up, and all others down: 45.5, 56.9 minutes, 3.79 hours.
     assert found.ends_s[0] * engines == pytest.approx(survey_s, rel=0.06)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchCosts(FixedCosts):
+    """An engine that decodes 32 steps per launch."""
+
+    device = "cuda"
+    admit_s = 0.5
+    start_s = 0.125
+
+
+@pytest.mark.parametrize(
+    ("slots", "decode_steps"),
+    [
+        (8, 16 + 32 + 32),  # a launch that starts sequences has half its steps
+        (4, 10 * 8 + 16 + 32 + 32),  # or a quarter while others wait
+    ],
+)
+def test_slots_of_a_gpu_are_filled_between_launches(slots, decode_steps):
+    config = settings(
+        engine={"count": 1, "max_sequences": slots},
+        rollout={"group_size": 8},
+        trainer={"groups_per_step": 1},
+        buffer={"max_staleness": 0},
+        weights={"interrupt": "barrier"},
+    )
+    shape = {"shape": SHAPE, "gpu": GPUS["h100"], "score_s": 0.0}
+    lengths = Lengths(groups=(np.array([75]),), prompt_tokens=0)
+    found = simulate(config, LaunchCosts(**shape), lengths, steps=1, warm_up=0)
+    starts_s = 8 / slots * 0.5 + 8 * 0.125
+    assert found.ends_s[0] == pytest.approx(starts_s + 0.01 * decode_steps)
+    assert found.tokens_per_s * found.ends_s[0] == pytest.approx(8 * 75)
 
 
 def test_a_synchronous_step_of_two_agents_waits_for_the_longest_chain():

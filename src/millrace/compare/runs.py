@@ -30,7 +30,8 @@ from millrace.monitoring.report.summary import accuracy_by_step
 from millrace.monitoring.run_dir import RunDir
 from millrace.run.checks import check_settings
 
-_SAMPLE_S = 1.0  # between two readings of the memory
+_SAMPLE_S = 1.0  # between two readings of the memory, at least
+_SAMPLE_SHARE = 0.05  # of the time at most: the kernel holds up a process while it adds its pages
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,10 @@ def train_process(arguments: list[str], *, log: Path) -> EndedRun:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
+                began_s = time.monotonic()
                 peak_mib = max(peak_mib, sum(map(_pss_kib, _family(process.pid))) / 1024)
                 gpu_mib.append(used_gpu_mib())
-                time.sleep(_SAMPLE_S)
+                time.sleep(max(_SAMPLE_S, (time.monotonic() - began_s) / _SAMPLE_SHARE))
         finally:
             process.terminate()  # after an interrupt; an ended process is not affected
     lines = log.read_text(errors="replace").splitlines()

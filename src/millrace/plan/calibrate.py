@@ -1,16 +1,18 @@
 """`millrace plan --calibrate`: measures this machine with the model of a run, in about a minute.
 
 Three short runs with the user's own settings measure all that a run costs, not only its kernels. In
-two of them generation and training alternate, with small batches and with large ones: their busy
-times give the costs per decode step and per sequence, per train step and per token, and the times
-between. In the third they overlap, which shows how much workers slow each other down. From
-their memory follows that of a run, and of each token in training.
+two of them generation and training alternate, with small batches and with large ones. The large one
+starts all sequences at once: the times of its turns give the costs of a decode step and of its
+sequences. The small one has fewer slots than sequences, which shows what each start costs. The
+steps of both give the costs per train step, microbatch and token. In the third run generation and
+training overlap, which shows how much workers slow each other down. From the memory of all three
+follows that of a run, and of each token in training.
 """
 
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -23,22 +25,23 @@ from millrace.cluster.process import available_cores
 from millrace.compare.runs import train_process
 from millrace.config import RunConfig, load_config, parse_override
 from millrace.core.errors import ConfigError, RunFailed
-from millrace.core.spans import Span
+from millrace.core.spans import Span, TurnLife
 from millrace.monitoring.activity import role_of
-from millrace.monitoring.files.episodes import read_lifecycle
+from millrace.monitoring.files.episodes import StepLife, read_lifecycle
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.run_dir import RunDir, steps_in
 from millrace.plan.lengths import Lengths, read_lengths
 from millrace.plan.model_costs import Calibration, ModelShape
 from millrace.plan.simulation import Prediction, simulate
 
-# By device: steps that warm up; steps, groups per step and sequences of each trial. A GPU needs
-# more of all: its first steps tune kernels, and small batches do not fill it.
-_WARM_UP = {"cpu": 2, "cuda": 6}
+# By device: steps that warm up; steps, groups per step and sequences of each trial (None = all at
+# once). A GPU needs more of all: its first steps tune kernels, and small batches do not fill it.
+_WARM_UP = {"cpu": 2, "cuda": 10}
 _TRIALS = {
-    "cpu": {"small": (6, 2, 4), "large": (6, 8, 64), "overlapping": (12, 6, 32)},
-    "cuda": {"small": (14, 4, 16), "large": (14, 24, 192), "overlapping": (24, 12, 128)},
+    "cpu": {"small": (6, 2, 4), "large": (6, 8, None), "overlapping": (12, 6, 32)},
+    "cuda": {"small": (24, 4, 16), "large": (20, 24, None), "overlapping": (20, 20, 80)},
 }
+_DRAWN_STEPS = 100  # at most, of which the largest tells the memory of a run
 _SYNC = {"buffer.max_staleness": 0, "weights.interrupt": "barrier"}
 _ASYNC = {"buffer.max_staleness": 4, "weights.interrupt": "swap"}
 _ALWAYS = {"buffer.capacity": 64, "evaluate.every_steps": 0, "checkpoint.every_steps": 0}
@@ -53,13 +56,20 @@ def predict(
     workers = config.engine.num_local + config.trainer.num_ranks
     threads = config.cluster.threads or max(1, found.num_cores // workers)
     threads = 1 if found.device == "cuda" else threads  # its host has cores enough
+    found = replace(found, microbatch_tokens=config.trainer.microbatch_tokens)
     speed_of = partial(found.speed, threads=threads)
     return simulate(config, found, lengths, speed_of=speed_of, **counts)
 
 
 def microbatch_tokens(config: RunConfig, lengths: Lengths) -> float:
-    group_tokens = config.rollout.group_size * lengths.mean + lengths.prompt_tokens
-    return min(config.trainer.groups_per_step * group_tokens, config.trainer.microbatch_tokens)
+    """Of the largest microbatch of a run."""
+    rng, size = np.random.default_rng(config.seed), config.rollout.group_size
+    groups = range(config.trainer.groups_per_step)
+    steps = [
+        sum(lengths.draw(rng, size).sum() + lengths.prompt_tokens for _ in groups)
+        for _ in range(min(config.trainer.steps, _DRAWN_STEPS))
+    ]
+    return min(max(steps), config.trainer.microbatch_tokens)
 
 
 def calibration_file(given: Path | None) -> Path:
@@ -79,7 +89,7 @@ def read_calibration(file: Path) -> Calibration:
 
 def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calibration:
     """Measure with the settings of a TOML file, and save the result."""
-    from millrace.models.loading import resolve_device  # imports torch
+    from millrace.models.devices import resolve_device  # imports torch
 
     overrides = {key: parse_override(key, value) for key, value in settings.items()}
     placement = load_config(source, overrides=overrides).placement
@@ -90,28 +100,36 @@ def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calib
             for name in _TRIALS[device]
         )
     shape, sync = ModelShape.read(small.config.model.path), (small, large)
-    engine_s, trainer_s = np.array([trial.busy_s for trial in sync]).T
-    # Busy times without any cost would be 0; with a cost of 1 per step they count the steps.
-    costs: dict[str, Any] = dict.fromkeys(
-        ("sequence_s", "train_step_s", "publish_s", "score_s"), 0.0
+    begin_s, decode_step_s, sequence_s = fit_costs(
+        *turn_costs(large.turns, num_engines=large.config.engine.num_local)
     )
-    costs |= {"decode_step_s": 1.0, "train_token_s": 1.0}
-    unit = Calibration(shape=asdict(shape), device=device, num_cores=available_cores(), **costs)
-    counted = np.array([trial.predicted_busy_s(unit, shape) for trial in sync])
-    per_step, per_sequence = _solve(counted[:, 0], [trial.tokens for trial in sync], engine_s)
-    per_update, per_token = _solve([trial.steps for trial in sync], counted[:, 1], trainer_s)
-    found = replace(
-        unit,
-        decode_step_s=per_step,
-        sequence_s=per_sequence,
-        train_step_s=per_update + fmean(trial.take_s for trial in sync),
-        train_token_s=per_token,
+    works, train_s = (
+        np.concatenate(part) for part in zip(small.train_steps, large.train_steps, strict=True)
+    )
+    train_step_s, microbatch_s, train_token_s = fit_costs(works, train_s)
+    found = Calibration(
+        shape=asdict(shape),
+        device=device,
+        num_cores=available_cores(),
+        decode_step_s=decode_step_s,
+        sequence_s=sequence_s,
+        admit_s=0.0,
+        start_s=0.0,
+        train_step_s=train_step_s + fmean(trial.take_s for trial in sync),
+        microbatch_s=microbatch_s,
+        train_token_s=train_token_s,
         publish_s=fmean(trial.publish_s for trial in sync),
         score_s=fmean(trial.score_s for trial in sync),
     )
-    step_tokens = overlapping.predicted_busy_s(unit, shape)[1] / overlapping.steps
-    alone_s = per_update + per_token * step_tokens
-    found = replace(found, trainer_slowdown=max(1.0, overlapping.train_s / alone_s))
+    # The engine's time is linear in this cost.
+    without_s = small.predicted_engine_s(found)
+    per_second = small.predicted_engine_s(replace(found, admit_s=1.0)) - without_s
+    found = replace(found, admit_s=max(0.0, (small.engine_s - without_s) / per_second))
+    started = large.config.trainer.groups_per_step * large.config.rollout.group_size
+    found = replace(found, start_s=max(0.0, begin_s - found.admit_s) / started)
+    alone_s = [found.train_s(tokens, 0.0) for _, _, tokens in overlapping.train_steps[0]]
+    slowdown = overlapping.train_steps[1].sum() / sum(alone_s)
+    found = replace(found, trainer_slowdown=max(1.0, float(slowdown)))
     predicted = predict(found, overlapping.config, shape, overlapping.lengths)
     found = replace(found, engine_slowdown=max(1.0, overlapping.step_s / predicted.step_s))
     trials = (small, large, overlapping)
@@ -124,17 +142,28 @@ def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calib
     return found
 
 
-def _solve(
-    first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray, seconds: np.ndarray
-) -> tuple[float, float]:
-    """Seconds per unit of each of two causes, from two runs; none is negative."""
-    causes = np.array([first, second], dtype=float)
-    found = np.linalg.solve(causes.T, seconds)
-    if found.min() < 0:  # noise: the larger cause accounts for all
-        kept = int(found.argmax())
-        found = np.zeros(2)
-        found[kept] = seconds.sum() / causes[kept].sum()
-    return float(found[0]), float(found[1])
+def fit_costs(causes: np.ndarray, seconds: np.ndarray) -> tuple[float, ...]:
+    """Seconds per unit of each cause, by least squares; a cause whose cost would be negative costs
+    nothing."""
+    kept = list(range(causes.shape[1]))
+    while (found := np.linalg.lstsq(causes[:, kept], seconds, rcond=None)[0]).min() < 0:
+        del kept[int(found.argmin())]
+    costs = np.zeros(causes.shape[1])
+    costs[kept] = found
+    return tuple(costs.tolist())
+
+
+def turn_costs(turns: Sequence[TurnLife], *, num_engines: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """What each turn consists of: its start, its decode steps, and the tokens that its engine
+    sampled in them, one for each running sequence; and its seconds."""
+    starts_s, ends_s, num_tokens = np.array([turn[:3] for turn in turns]).T
+    seconds = np.maximum(1e-6, ends_s - starts_s)
+    together_s = np.minimum.outer(ends_s, ends_s) - np.maximum.outer(starts_s, starts_s)
+    # Two turns run together for at most all steps of the shorter one.
+    steps = np.maximum(0.0, together_s) * np.minimum.outer(
+        num_tokens / seconds, num_tokens / seconds
+    )
+    return np.stack([np.ones(len(turns)), num_tokens, steps.sum(1) / num_engines], 1), seconds
 
 
 class _Trial:
@@ -143,13 +172,15 @@ class _Trial:
     def __init__(
         self, source: Path, settings: Mapping[str, str], *, device: str, folder: Path
     ) -> None:
+        overrides = {key: parse_override(key, value) for key, value in settings.items()}
+        size = load_config(source, overrides=overrides).rollout.group_size
         steps, groups, sequences = _TRIALS[device][folder.name]
         own: dict[str, Any] = {
             **_ALWAYS,
             **(_ASYNC if folder.name == "overlapping" else _SYNC),
             "trainer.steps": steps,
             "trainer.groups_per_step": groups,
-            "engine.max_sequences": sequences,
+            "engine.max_sequences": sequences or groups * size,
             "run_dir": str(folder),
         }
         changes = {**settings, **{key: json.dumps(value) for key, value in own.items()}}
@@ -167,34 +198,44 @@ class _Trial:
     def _read(self, run_dir: RunDir, *, warm_up: int) -> None:
         read = [read_lifecycle(run_dir, step) for step in steps_in(run_dir.lifecycle)]
         lives = [life for life in read if life is not None][warm_up:]
-        spans, groups = read_trace(run_dir.trace), [g for life in lives for g in life.groups]
-        turns = [turn for g in groups for turns in g.turns.values() for turn in turns]
-        self.steps, self.tokens = len(lives), sum(turn.num_tokens for turn in turns)
-        # Where generation and training alternate, a step's groups start after the step before it.
-        self.busy_s = _busy(spans, min(group.started_s for group in lives[0].groups))
-        self.step_s = (lives[-1].end_s - lives[0].begin_s) / len(lives)
+        groups = [group for life in lives for group in life.groups]
+        self.turns = [turn for g in groups for turns in g.turns.values() for turn in turns]
+        self._prompt_tokens = self.lengths.prompt_tokens * self.config.trainer.groups_per_step
+        self.steps, self.step_s = len(lives), (lives[-1].end_s - lives[0].begin_s) / len(lives)
         self.score_s = fmean((g.ended_s or 0.0) - (g.generated_s or 0.0) for g in groups)
         ready = (max(g.ended_s or 0.0 for g in life.groups) for life in lives)
         takes = [life.begin_s - end_s for life, end_s in zip(lives, ready, strict=True)]
         self.take_s = max(0.0, fmean(takes))
-        trained = [s for s in spans if role_of(s.worker) == "trainer" and s.name == "step"]
-        self.train_s = fmean(s.end_s - s.start_s for s in trained[warm_up:])
-        ends = [s.end_s for s in trained]
-        starts = sorted(s.start_s for s in spans if role_of(s.worker) == "engine" and s.busy)
-        gaps = [next((s - end for s in starts if s >= end), None) for end in ends[warm_up:-1]]
+        tokens = np.array([self._tokens(life) for life in lives])
+        microbatches = np.ceil(tokens / self.config.trainer.microbatch_tokens)
+        durations = np.array([life.end_s - life.begin_s for life in lives])
+        self.train_steps = np.stack([np.ones_like(tokens), microbatches, tokens], 1), durations
+        # Where generation and training alternate, a step's groups start after the step before it.
+        begin_s = min(group.started_s for group in lives[0].groups)
+        spans = [s for s in read_trace(run_dir.trace) if role_of(s.worker) == "engine" and s.busy]
+        self.engine_s = _generated(spans, begin_s)
+        starts = sorted(span.start_s for span in spans)
+        ends = [life.end_s for life in lives[:-1]]
+        gaps = [next((s - end for s in starts if s >= end), None) for end in ends]
         self.publish_s = fmean(gap for gap in gaps if gap is not None)
 
-    def predicted_busy_s(self, calibration: Calibration, shape: ModelShape) -> tuple[float, float]:
-        found = predict(calibration, self.config, shape, self.lengths, steps=self.steps, warm_up=0)
-        share = self.tokens / (found.tokens_per_s * found.ends_s[-1])
-        engine_s, trainer_s = _busy(found.spans, 0.0)
-        return engine_s * share, trainer_s
+    def _tokens(self, life: StepLife) -> float:
+        """That a step trained."""
+        turns = (turn for group in life.groups for turns in group.turns.values() for turn in turns)
+        return self._prompt_tokens + sum(turn.num_tokens for turn in turns)
+
+    def predicted_engine_s(self, found: Calibration) -> float:
+        shape = ModelShape.read(self.config.model.path)
+        predicted = predict(found, self.config, shape, self.lengths, steps=self.steps, warm_up=0)
+        tokens = sum(turn.num_tokens for turn in self.turns)
+        share = tokens / (predicted.tokens_per_s * predicted.ends_s[-1])
+        return share * _generated(predicted.spans, 0.0)
 
 
-def _busy(spans: Sequence[Span], begin_s: float) -> tuple[float, float]:
-    """Seconds of engines and trainer."""
-    found = {"engine": 0.0, "trainer": 0.0}
-    for span in spans:
-        if span.name in ("generate", "drain", "step") and span.end_s > begin_s:
-            found[role_of(span.worker)] += span.end_s - max(span.start_s, begin_s)
-    return found["engine"], found["trainer"]
+def _generated(spans: Iterable[Span], begin_s: float) -> float:
+    """Seconds in which engines sampled."""
+    return sum(
+        span.end_s - max(span.start_s, begin_s)
+        for span in spans
+        if span.name in ("generate", "drain") and span.end_s > begin_s
+    )

@@ -5,6 +5,7 @@ of the maker's documents; a CPU is measured (calibrate.py).
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,6 +168,9 @@ class DeviceCosts:
     num_gpus: int = 1  # of the run
     train_scale: int = 1  # work of a real step over that of a simulated one
     score_s: float = SCORE_S
+    device: ClassVar[str] = "cuda"
+    admit_s: ClassVar[float] = 0.0  # not measured by itself
+    start_s: ClassVar[float] = 0.0
 
     def decode_s(self, num_sequences: int, context_tokens: float) -> float:
         """One step of a batch whose sequences have so many tokens together: the floor is reading
@@ -223,7 +227,10 @@ class Calibration:
     device: str = "cpu"  # or "cuda"
     decode_step_s: float  # whatever the batch
     sequence_s: float  # per decode step
+    admit_s: float  # of a pass that starts sequences, whatever their number
+    start_s: float  # per sequence
     train_step_s: float  # whatever the batch
+    microbatch_s: float
     train_token_s: float
     publish_s: float  # from the end of a step until engines have its weights
     score_s: float  # per group
@@ -231,16 +238,18 @@ class Calibration:
     trainer_slowdown: float = 1.0  # while an engine works
     base_mib: float = 0.0  # of all processes, for a step of few tokens
     token_mib: float = 0.0  # per token of a microbatch
+    microbatch_tokens: int = 8192
     swap_s: ClassVar[float] = 0.0  # part of publish_s
 
     def decode_s(self, num_sequences: int, context_tokens: float) -> float:
         return self.decode_step_s + num_sequences * self.sequence_s
 
     def prefill_s(self, tokens: float) -> float:
-        return 0.0  # part of the measured decode steps
+        return 0.0  # part of admit_s and start_s
 
     def train_s(self, tokens: float, pairs: float) -> float:
-        return self.train_step_s + tokens * self.train_token_s
+        microbatches = math.ceil(tokens / self.microbatch_tokens)
+        return self.train_step_s + microbatches * self.microbatch_s + tokens * self.train_token_s
 
     def speed(self, worker: str, num_busy: int, *, threads: int) -> float:
         """Of a worker beside others, each with so many threads. Even with cores for each, it takes

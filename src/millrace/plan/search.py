@@ -201,7 +201,7 @@ def _trainer_fit(run: PlannedRun, ranks: int) -> dict[str, Any] | None:
 
 def _rank_bytes(run: PlannedRun, *, ranks: int, cp: int = 1, recomputes: bool = True) -> int:
     """State, whole embeddings, and the activations of one microbatch."""
-    from millrace.training.build import rank_bytes  # imports torch
+    from millrace.models.devices import rank_bytes  # imports torch
 
     trainer, shape = run.config.trainer.model_copy(update={"ranks": ranks}), run.shape
     tokens = max(trainer.microbatch_tokens, -(-run.lengths.longest // cp))

@@ -88,6 +88,7 @@ class _Simulation:
         return SimpleNamespace(
             config=self.config.model_copy(update={"journal": JournalConfig(max_bytes=0)}),
             cursor=SimpleNamespace(version=0, next_number=0, unfinished=()),
+            versions={},
             journal=NoJournal(),
             monitor=monitor,
             tasks=_NumberedTasks(),
@@ -145,7 +146,7 @@ class _Simulation:
     async def release(self, update: WeightUpdate) -> None:
         """Of VersionSource: there are no bytes."""
 
-    async def expire(self, oldest: int) -> None:
+    async def expire(self, oldest: int, adapters: object = None) -> None:
         for engine in self.engines:
             engine.expire(oldest)
 

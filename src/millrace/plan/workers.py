@@ -24,6 +24,7 @@ from millrace.environments.rollouts.partial_rollouts import Expired
 from millrace.plan.model_costs import Costs
 
 _CHUNK_TOKENS = 256  # the step time of a batch is computed again at least this often
+_LAUNCH_STEPS = 32  # of the embedded engine on a GPU, by default
 _MAX_SPANS = 20_000
 SpeedOf = Callable[[str, int], float]  # of a worker, while so many are busy; 1 = as if alone
 
@@ -110,7 +111,8 @@ class SimulatedSequence:
 
 
 class SimulatedEngine:
-    """All running sequences advance one token per decode step; progress is counted in steps."""
+    """All running sequences advance one token per decode step; progress is counted in steps. On a
+    GPU, a launch has many steps, and slots that become free are filled after it."""
 
     def __init__(
         self, name: str, *, config: RunConfig, costs: Costs, host: SimulatedHost, unit: float
@@ -126,6 +128,9 @@ class SimulatedEngine:
         self._offset = 0.0  # sum of prompt - begin over running sequences
         self._swaps = [(0.0, 0)]  # decode steps before each version
         self._debt_s = 0.0  # prefill and swaps before the next decode step
+        default = 1 if costs.device == "cpu" or config.engine.type != "embedded" else _LAUNCH_STEPS
+        self._launch_steps = config.engine.options.get("decode_steps") or default
+        self._launch_end = 0.0  # in decode steps
         self._wake = asyncio.Event()
         self._drained: asyncio.Event | None = None  # while it starts no sequence
 
@@ -176,13 +181,16 @@ class SimulatedEngine:
         if (recomputes or interrupt == "abort") and self._running:
             self._debt_s += self._costs.prefill_s(self._context)
         self._swaps.append((self.steps, version))
+        self._launch_end = self.steps  # the swap ends a launch
         self._wake.set()
 
     async def run(self) -> None:
         host, loop = self._host, asyncio.get_running_loop()
         host.changed.append(self._wake)
         while True:
-            self._admit()
+            is_over = self.steps > self._launch_end - 1e-6
+            if is_over or self._launch_steps == 1 or not self._running:
+                self._launch()
             if not self._running:
                 host.enter(self.name, "no work", busy=False)
                 self._wake.clear()
@@ -192,7 +200,8 @@ class SimulatedEngine:
             while self._ends[0][2] not in self._running:
                 heapq.heappop(self._ends)
             step_s = self._costs.decode_s(len(self._running), self._context)
-            steps = min(_CHUNK_TOKENS, self._ends[0][0] - self.steps)
+            end = self._ends[0][0] if self._launch_steps == 1 else self._launch_end
+            steps = min(_CHUNK_TOKENS, end - self.steps)
             speed, began_s = host.speed(self.name), loop.time()
             await event_or(self._wake, (self._debt_s + steps * step_s) / speed)
             seconds = (loop.time() - began_s) * speed
@@ -208,8 +217,23 @@ class SimulatedEngine:
     def _swap_before(self, sequence: SimulatedSequence) -> int:
         return bisect.bisect_right(self._swaps, (sequence.begin, 2**31)) - 1
 
-    def _admit(self) -> None:
-        room = self._config.engine.max_sequences - len(self._running)
+    def _launch(self) -> None:
+        """As EmbeddedEngine does it: what has ended leaves, new sequences start, and a launch has
+        fewer steps while others arrive or wait."""
+        while self._ends and self._ends[0][0] <= self.steps + 1e-6:
+            sequence = heapq.heappop(self._ends)[2]
+            if sequence in self._running:
+                self.tokens -= self.steps - sequence.begin - sequence.tokens
+                self._leave(sequence)
+                if not sequence.done.done():
+                    sequence.done.set_result(None)
+        has_new = self._admit()
+        share = 4 if self._queue else 2 if has_new else 1
+        self._launch_end = self.steps + max(1, self._launch_steps // share)
+
+    def _admit(self) -> bool:
+        """Whether sequences start."""
+        room, before = self._config.engine.max_sequences - len(self._running), len(self._running)
         while self._queue and room > 0 and self._drained is None:
             room -= 1
             sequence = self._queue.popleft()
@@ -218,18 +242,16 @@ class SimulatedEngine:
             self._offset += sequence.prompt - self.steps
             end = self.steps + sequence.tokens
             heapq.heappush(self._ends, (end, next(self._numbers), sequence))
+            self._debt_s += self._costs.start_s
             if sequence.prefill:
                 self._debt_s += self._costs.prefill_s(sequence.prefill)
+        has_new = len(self._running) > before
+        self._debt_s += self._costs.admit_s if has_new else 0.0
+        return has_new
 
     def _advance(self, steps: float) -> None:
         self.steps += steps
         self.tokens += steps * len(self._running)
-        while self._ends and self._ends[0][0] <= self.steps + 1e-6:
-            sequence = heapq.heappop(self._ends)[2]
-            if sequence in self._running:
-                self._leave(sequence)
-                if not sequence.done.done():
-                    sequence.done.set_result(None)
 
     def _leave(self, sequence: SimulatedSequence) -> None:
         del self._running[sequence]
