@@ -28,7 +28,7 @@ from millrace.inference.embedded.adapters import AdapterMerger
 from millrace.inference.embedded.build import engine_of
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.self_test import engine_path
-from millrace.models.loading import resolve_device
+from millrace.models.devices import resolve_device
 from millrace.models.lora.factors import Adapter, adapter_of
 
 PROMPT_TOKENS = 16

@@ -30,8 +30,8 @@ from millrace.core.records import Request, Sampling
 from millrace.inference.embedded.build import engine_of
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.self_test import engine_path
+from millrace.models.devices import resolve_device
 from millrace.models.grammars import grammar_of
-from millrace.models.loading import resolve_device
 from millrace.models.lora.factors import Adapter, adapter_of
 
 PROMPT_TOKENS = 64

@@ -45,7 +45,7 @@ from sums import exact_sum
 from trl_runs import BETAS
 
 from millrace.config import parse_override
-from millrace.models.loading import resolve_device
+from millrace.models.devices import resolve_device
 from millrace.monitoring.activity import ROLES, mean_by_role, total_shares
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace

@@ -30,7 +30,7 @@ import torch
 
 from millrace.bench.workloads import make_model
 from millrace.models.attention.packed import PACKED
-from millrace.models.loading import resolve_device, resolve_dtype
+from millrace.models.devices import resolve_device, resolve_dtype
 from millrace.serving.tinker import protobuf
 
 NUM_IDS = 16  # tokens of the data are below this

@@ -1,0 +1,41 @@
+"""The search of benchmarks/largest_model.py, and the models that it writes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from largest_model import Models, Search  # noqa: E402
+
+from millrace.bench.workloads import shape_named  # noqa: E402
+from millrace.models.directory import num_weights  # noqa: E402
+
+
+@pytest.mark.parametrize("limit", [1, 9, 20, 21, 33])
+def test_the_search_ends_at_the_largest_number_of_layers_that_trains(limit: int):
+    search = Search("sleep", first=20)
+    tried = []
+    while (layers := search.next_layers) is not None:
+        tried.append(layers)
+        if layers <= limit:
+            search.trained = layers
+        else:
+            search.failed = layers
+    assert len(set(tried)) == len(tried)
+    assert search.failed == limit + 1 if limit > 3 else search.failed == 4
+    assert search.trained == (limit if limit > 3 else None)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_models_of_several_sizes_share_the_files_of_their_layers(is_tied: bool, tmp_path: Path):
+    shape = shape_named("tiny")
+    shape.tie_word_embeddings = is_tied
+    models = Models(shape, tmp_path)
+    for layers in (3, 2):
+        folder = models.write(layers)
+        assert num_weights(str(folder)) == models.num_parameters(layers)
+    first = (tmp_path / f"model-{layers}" / "layer-1.safetensors" for layers in (2, 3))
+    assert len({file.stat().st_ino for file in first}) == 1
