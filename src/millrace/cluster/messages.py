@@ -111,14 +111,13 @@ class StartEngine(Message, frozen=True):
     model_path: str  # the config's model, or a checkpoint of it
     version: int  # of those weights
     adapter_path: str | None = None  # in a LoRA run: the checkpoint whose adapter is applied
-    policies: dict[str, str | None] = {}  # the same of further LoRA policies, by name
+    policies: dict[str, tuple[str | None, int]] = {}  # of further ones: the same, and the version
     records_routes: bool = False  # record the experts of each token of a mixture of experts
     role: str = "engine"  # engines of one role receive weights together
 
 
 class Generate(Message, frozen=True):
-    """Sample n completions. Parts: Completed, and TokensSampled if `stream`. -> GenerateDone, when
-    all of them are finished or aborted"""
+    """Sample n completions. Parts: Completed, TokensSampled if `stream`. -> GenerateDone, last"""
 
     request: records.Request
     stream: bool = False
@@ -179,6 +178,7 @@ class Expire(Message, frozen=True):
     """End the requests that expire and hold a token older than this version. -> Done"""
 
     before: int
+    adapters: dict[str, int] = {}  # the same of requests with these adapters
 
 
 class Pause(Message, frozen=True):

@@ -55,7 +55,9 @@ def connect_file(path: str) -> sqlite3.Connection:
     )
 
 
-def open_writer(folder: Path, *, connect: Connect = connect_file) -> sqlite3.Connection:
+def open_writer(
+    folder: Path, *, connect: Connect = connect_file, schema: Path = SCHEMA
+) -> sqlite3.Connection:
     """The one connection that writes; the tables exist when it returns."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     refuse_old_format(folder)
@@ -75,7 +77,7 @@ def open_writer(folder: Path, *, connect: Connect = connect_file) -> sqlite3.Con
         # One sync per commit: what is committed survives a loss of power.
         db.execute("PRAGMA synchronous = FULL")
         if not has_tables(db):
-            db.executescript(f"BEGIN;{SCHEMA.read_text()}COMMIT;")
+            db.executescript(f"BEGIN;{schema.read_text()}COMMIT;")
     except BaseException:
         db.close()
         raise

@@ -19,6 +19,7 @@ from millrace.core.errors import printable
 from millrace.core.files import reason as failure_reason
 from millrace.core.records import Group
 from millrace.core.spans import Span
+from millrace.core.staleness import PolicyVersions
 from millrace.monitoring import activity
 from millrace.monitoring.callbacks import CallbackList
 from millrace.monitoring.files.episodes import StepRecorder
@@ -136,9 +137,11 @@ class RunMonitor:
         groups: Sequence[Group],
         trainer_metrics: dict[str, float],
         replayed: Collection[int] = (),
+        versions: PolicyVersions | None = None,
     ) -> None:
         """A step at trainer version `gauges.version` is done; the next version is one higher.
-        `replayed`: numbers of the groups that an earlier step has trained on."""
+        `replayed`: numbers of the groups that an earlier step has trained on. `versions`: None =
+        there is one policy."""
         step = gauges.version + 1
         fresh = [group for group in groups if group.number not in replayed]
         num_episodes = sum(len(group.episodes) for group in fresh)
@@ -148,7 +151,7 @@ class RunMonitor:
             step,
             {
                 **trainer_metrics,
-                **group_metrics(groups, fresh=fresh, version=gauges.version),
+                **group_metrics(groups, fresh=fresh, version=gauges.version, versions=versions),
                 **self._gauge_metrics(gauges, num_replayed=len(groups) - len(fresh)),
             },
         )

@@ -213,11 +213,14 @@ def _chosen_devices(
     ConfigError if they are too few or too small."""
     gpus = [device for device in request.devices if device.is_gpu]
     cpu = tuple(device for device in request.devices if not device.is_gpu)
-    num_needed = sum(needed.gpus for needed in needs)
+    num_needed, are_several = sum(needed.gpus for needed in needs), len(needs) > 1
     if len(gpus) < num_needed and (gpus or not all(needed.or_cpu for needed in needs)):
+        who = f"{len(needs)} {request.role}s need" if are_several else f"One {request.role} needs"
+        remedy = "lower --count" if are_several else "run `millrace join` on a host with more"
         raise ConfigError(
-            f"--count = {len(needs)} {request.role}s need {num_needed} GPUs, and {request.host} has"
-            f" {len(gpus)}; lower --count, or repeat GPUs in --device to share them."
+            f"{who} {num_needed} GPU{'s' if num_needed > 1 else ''}, and {request.host} has"
+            f" {len(gpus) or 'none'}; {remedy}"
+            f"{', or repeat GPUs in --device to share them' if gpus else ''}."
         )
     chosen = list[tuple[HostDevice, ...]]()
     used: Counter[HostDevice] = Counter()
@@ -229,8 +232,7 @@ def _chosen_devices(
         if min_bytes > device.total_bytes:
             raise ConfigError(
                 f"Device {device.name!r} of {request.host} has {device.total_bytes / 2**30:.1f}"
-                f" GiB, and the {request.role}s of --count = {len(needs)} need"
-                f" {min_bytes / 2**30:.1f} GiB there for weights and optimizer state alone; lower"
-                " --count, or name other GPUs in --device."
+                f" GiB, and needs {min_bytes / 2**30:.1f} GiB for weights and optimizer state"
+                f" alone; {'lower --count, or ' if are_several else ''}name other GPUs in --device."
             )
     return chosen

@@ -22,7 +22,7 @@ import numpy as np
 
 from millrace.core.errors import ConfigError
 from millrace.core.records import Group
-from millrace.core.staleness import Stamps
+from millrace.core.staleness import PolicyVersions, Stamps
 from millrace.monitoring.run_dir import to_json, write_atomically
 
 WINDOW_S = 10.0  # the current rates cover whole steps and at least this much time, if there is any
@@ -100,17 +100,22 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def group_metrics(
-    groups: Sequence[Group], *, fresh: Sequence[Group], version: int
+    groups: Sequence[Group],
+    *,
+    fresh: Sequence[Group],
+    version: int,
+    versions: PolicyVersions | None = None,
 ) -> dict[str, Any]:
     """Tables by metric. `fresh` are the groups that were not trained on before; only these count
-    as results. `version` is the trainer's before the step."""
+    as results. `version` is the trainer's before the step; `versions` are those of several
+    policies."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [rollout.num_generated for rollout in rollouts]
     teachers = [t.version for r in rollouts if (t := r.teacher) and t.version is not None]
     return {
         **_reward_metrics(fresh),
         **_episode_metrics(fresh),
-        **_staleness_metrics(groups, version=version),
+        **_staleness_metrics(groups, version=version, versions=versions or PolicyVersions()),
         "completion_length": {"mean": float(np.mean(lengths)), "max": max(lengths)},
         # Policy versions of a teacher that is an earlier policy.
         **({"teacher": {"version": float(np.mean(teachers))}} if teachers else {}),
@@ -156,9 +161,14 @@ def _episode_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     }
 
 
-def _staleness_metrics(groups: Sequence[Group], *, version: int) -> dict[str, Any]:
+def _staleness_metrics(
+    groups: Sequence[Group], *, version: int, versions: PolicyVersions
+) -> dict[str, Any]:
     """Over the trained tokens. A spread is the newest version minus the oldest."""
-    by_group = [[Stamps.of_rollout(rollout) for rollout in group.rollouts] for group in groups]
+    by_group = [
+        [versions.aligned(Stamps.of_rollout(rollout), version) for rollout in group.rollouts]
+        for group in groups
+    ]
     wholes = [Stamps.joined(stamps) for stamps in by_group]
     tokens = Stamps.joined(wholes)
     assert tokens.oldest is not None, "a step trains at least one token"
