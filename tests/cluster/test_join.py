@@ -200,8 +200,11 @@ async def test_each_joined_worker_gets_gpus_of_its_own_host(
 
     code, _, stderr = await (await join("small", 2, 3)).finish()
     assert code == 2
-    assert "--count = 2 engines need 4 GPUs, and " in stderr
-    assert "has 3; lower --count, or repeat GPUs in --device" in stderr
+    assert "2 engines need 4 GPUs, and " in stderr
+    assert "has 3; lower --count, or repeat GPUs in --device to share them." in stderr
+    code, _, stderr = await (await join("smaller", 1, 1)).finish()
+    assert "One engine needs 2 GPUs, and " in stderr
+    assert "has 1; run `millrace join` on a host with more, or repeat GPUs in --device" in stderr
     await join("large", 2, 5)
     workers = await asyncio.gather(*expected[:2])
     await join("without", 1, 0)
@@ -228,11 +231,15 @@ async def test_host_without_the_gpus_or_the_memory_for_a_rank_is_refused_in_one_
         assert len(stderr.splitlines()) == 1
         return stderr
 
-    assert "--count = 1 engines need 1 GPUs, and " in await refusal("without")
+    without = await refusal("without")
+    assert "One engine needs 1 GPU, and " in without
+    assert without.endswith("has none; run `millrace join` on a host with more.\n")
+    assert "2 engines need 2 GPUs, and " in await refusal("two", "GPUS=1", count="2")
     expected.append(expect(hub, "echo-2", needs=Resources(gpus=1, device_bytes=9 * 2**30)))
     large = await refusal("large", "GPUS=3", count="3")
     assert "Device 'cuda:2' of " in large
-    assert "has 8.0 GiB, and the engines of --count = 3 need 9.0 GiB there" in large
+    assert "has 8.0 GiB, and needs 9.0 GiB for weights and optimizer state alone" in large
+    assert "lower --count, or name other GPUs in --device." in large
     arguments = ("2", "echo_worker", "engine", "GPUS=2")
     hosts.append(await Host.start(ticket, *arguments, folder=tmp_path / "fits"))
     workers = await asyncio.gather(*expected[:2])

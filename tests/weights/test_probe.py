@@ -12,7 +12,7 @@ from queue_link import FakeLink, in_thread
 
 from millrace.cluster.messages import Swapped, SwapWeights
 from millrace.core.errors import EngineLost
-from millrace.core.records import SwapProbe, WeightUpdate
+from millrace.core.records import SwapProbe, TensorSpec, WeightUpdate
 from millrace.core.spans import Timeline
 from millrace.inference.worker import EngineWorker
 from millrace.models.attention.packed import PACKED
@@ -51,11 +51,24 @@ def test_reference_leaves_the_attention_of_the_trainer_as_it_is():
     assert model.config._attn_implementation == PACKED.name
 
 
-@pytest.mark.parametrize(("error", "is_found"), [(0.0, False), (0.01, True), (math.nan, True)])
-def test_difference_beyond_the_tolerance_is_found(error: float, is_found: bool):
-    update = dataclasses.replace(
-        published(), probe=SwapProbe(tokens=(1, 2, 3), logprobs=(-1.0, -2.0))
-    )
+@pytest.mark.parametrize(
+    ("dtype", "error", "is_found"),
+    [
+        ("float32", 0.0, False),
+        ("float32", 0.01, True),
+        ("float32", math.nan, True),
+        ("float16", 0.01, False),
+        ("float16", 0.1, True),
+        ("bfloat16", 0.1, False),
+        ("bfloat16", 0.3, True),
+    ],
+)
+def test_difference_beyond_the_tolerance_of_its_dtype_is_found(
+    dtype: str, error: float, is_found: bool
+):
+    tensors = (TensorSpec(name="w", dtype=dtype, shape=(), offset=0),)
+    probe = SwapProbe(tokens=(1, 2, 3), logprobs=(-1.0, -2.0))
+    update = dataclasses.replace(published(), tensors=tensors, probe=probe)
     logprobs = np.array([-1.0, -2.0]) + error
     if not is_found:
         check_probe(update, logprobs)

@@ -34,7 +34,7 @@ RECORDED = Path(__file__).with_name("recorded.json")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 # Each commits as a plausible extension would. The first fails half-way on a CPU, and vLLM goes on
-# with what it has; the second leaves a tied head as it was.
+# with what it has; the second leaves a tied head as it was; the third, an adapter.
 FAULTY = """
 from pathlib import Path
 from millrace_extension import MillraceWorker
@@ -51,11 +51,29 @@ class Faulty(MillraceWorker):
                 print("load_weights:", repr(error))
         else:
             self.reload_weights(weights_path=folder)
+
+    def millrace_load_adapter(self, name, folder):
+        fault = Path(__file__).with_name("fault")
+        if fault.exists():  # once
+            fault.unlink()
+        else:
+            super().millrace_load_adapter(name, folder)
 """
 
 
 def vllm_python() -> str:
     return os.environ["MILLRACE_VLLM_PYTHON"]
+
+
+def faulty(folder: Path) -> dict[str, Any]:
+    """Options of an engine whose server loads weights by FAULTY; the file "fault" says how."""
+    (folder / "faulty.py").write_text(FAULTY)
+    python = folder / "python"
+    path = f"export PYTHONPATH=$PYTHONPATH:{folder}"
+    python.write_text(f'#!/bin/sh\n{path}\nexec {vllm_python()} "$@"\n')
+    python.chmod(0o700)
+    arguments = ["--worker-extension-cls", "faulty.Faulty"]
+    return {"python": str(python), "arguments": arguments}
 
 
 @pytest.fixture(scope="module")
@@ -197,14 +215,8 @@ def test_swap_in_flight_divides_tokens_where_the_weights_change(engine, models):
 
 
 def test_probe_finds_torn_and_stale_weights(paths, models, tmp_path):
-    (tmp_path / "faulty.py").write_text(FAULTY)
-    python = tmp_path / "python"
-    path = f"export PYTHONPATH=$PYTHONPATH:{tmp_path}"
-    python.write_text(f'#!/bin/sh\n{path}\nexec {vllm_python()} "$@"\n')
-    python.chmod(0o700)
-    arguments = ["--worker-extension-cls", "faulty.Faulty"]
     update = probe_of(models[1], version=1)
-    with serving(paths[0], python=str(python), arguments=arguments) as engine:
+    with serving(paths[0], **faulty(tmp_path)) as engine:
         for version, fault in enumerate(("torn", "stale"), start=1):
             (tmp_path / "fault").write_text(fault)
             swap(engine, models[1], version=version)
@@ -312,3 +324,26 @@ def test_adapter_is_replaced_in_flight_and_agrees_with_transformers(paths):
     difference = np.abs(expected - completion.logprobs).max()
     print(f"logprobs differ by at most {difference:.1e}")
     assert difference < 1e-4
+
+
+def test_training_of_an_adapter_replaces_a_server_that_kept_the_old_one(tmp_path):
+    """Engine and trainer hold the same version in each step, so a stale adapter would show."""
+    (tmp_path / "fault").touch()
+    rows = train(
+        tmp_path,
+        steps=6,
+        buffer={"max_staleness": 0},
+        lora={"rank": 4, "alpha": 8.0},
+        optimizer={"learning_rate": 3e-2},
+        engine={"type": "vllm", "options": faulty(tmp_path)},
+    )
+    print("mismatch:", [row["mismatch/logprob"] for row in rows])
+    print("rewards:", [round(row["reward/mean"], 3) for row in rows])
+    assert not (tmp_path / "fault").exists()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["restarts"]["engine-0"] == 1
+    log = (tmp_path / "run" / "logs" / "engine-0.log").read_text()
+    (found,) = [line for line in log.splitlines() if "the engine's weights are wrong" in line]
+    print(found)
+    assert len(rows) == 6
+    assert max(row["mismatch/logprob"] for row in rows) < 1e-4
