@@ -3,6 +3,7 @@ import sys
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from synthetic_run import make_run, metrics_row, spans
 
 from millrace.core.spans import Span
@@ -11,6 +12,7 @@ from millrace.monitoring.report.plots import (
     _colours,
     _from_first_work,
     _share_per_bin,
+    _staleness,
     _tracks,
     render_plots,
 )
@@ -46,6 +48,16 @@ def test_reward_of_several_parts_gives_a_plot_of_them(tmp_path):
 def test_run_without_steps_gives_no_plot(tmp_path):
     (tmp_path / "x").mkdir()
     assert render_plots(RunDir(tmp_path / "x").path) == []
+
+
+@pytest.mark.parametrize(("most", "ticks"), [(0, [0]), (2, [0, 1, 2]), (69, range(0, 70, 10))])
+def test_staleness_axis_ends_with_the_stalest_token(most, ticks):
+    figure = Figure()
+    shares = {f"staleness/share/{age}": 1 / (most + 1) for age in range(most + 1)}
+    _staleness(figure, [{"step": 1, **shares}])
+    (axes,) = figure.axes
+    low, high = axes.get_xlim()
+    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [*ticks]
 
 
 def test_matplotlib_is_not_imported_before_a_plot_is_drawn():

@@ -29,6 +29,7 @@ INK, FAINT = "#22303c", "#d5dbe1"
 ORANGE = "#e07b39"
 SMOOTH_SHARE = 0.05  # the smooth reward line averages this share of the run's steps
 DPI = 150
+MAX_LABELLED_BARS = 16  # of more, the labels would overlap
 
 BUSY_COLOURS = ("#2f6fb7", "#2a9d6f", "#8e63b8", "#c9518b", "#4aa8b5", "#7a8a3a", "#5b6b7a")
 WAITING_COLOURS = ("#f6dcae", "#f3c9c0", "#dcd8f0", "#d3e8d3", "#e3e7ea")
@@ -122,18 +123,20 @@ def _staleness(figure: "Figure", rows: Sequence[dict[str, Any]]) -> None:
     axes = figure.subplots()
     histograms = [found for row in rows if (found := table(row, "staleness/share"))]
     most = max(int(staleness) for found in histograms for staleness in found)
-    at = list(range(max(most, 3) + 1))
+    at = list(range(most + 1))
     shares = [sum(f.get(str(age), 0.0) for f in histograms) / len(histograms) for age in at]
     bars = axes.bar(at, shares, color=BUSY_COLOURS[0], width=0.7)
-    labels = [f"{share:.1%}" if share else "" for share in shares]
-    axes.bar_label(bars, labels=labels, padding=3, color=INK)
+    if len(at) <= MAX_LABELLED_BARS:
+        labels = [f"{share:.1%}" if share else "" for share in shares]
+        axes.bar_label(bars, labels=labels, padding=3, color=INK)
     mean = sum(age * share for age, share in zip(at, shares, strict=True))
     axes.set_title(f"Staleness of trained tokens, {mean:.2f} on average over {len(rows):,} steps")
     axes.set_xlabel("trainer version minus the version that sampled the token")
     axes.set_ylabel("share of tokens")
-    axes.set_xticks(at)
+    axes.set_xlim(-0.9, most + 0.9)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.margins(y=0.12)
-    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.3g}%")
     axes.grid(axis="y")
 
 
