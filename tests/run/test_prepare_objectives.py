@@ -110,10 +110,13 @@ def test_explicit_advantages_override_those_of_the_recipe(model):
             "loss.max_token_staleness = 1 masks every token of buffer.replay",
         ),
         *(
-            ({"loss": {"type": "vcpo", "minimum_variance_baseline": True}, **part}, name)
+            (
+                {"loss": {"type": "vcpo", "minimum_variance_baseline": True}, **part},
+                f"loss.minimum_variance_baseline does not work with {name}: one process must see",
+            )
             for part, name in (
-                ({"trainer": {"ranks": 2}}, "which several ranks do not leave to one process"),
-                ({"critic": {}}, "which [critic] does not leave to one process; remove that, or"),
+                ({"trainer": {"ranks": 2}}, "trainer.ranks = 2"),
+                ({"critic": {}}, "[critic]"),
             )
         ),
         *(

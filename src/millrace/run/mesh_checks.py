@@ -69,15 +69,15 @@ def check_baseline(config: RunConfig, loss: Loss) -> None:
     if not subtracts_baseline(loss):
         return
     obstacles = {
-        "several ranks do": config.trainer.num_ranks > 1,
-        "[policies] does": bool(config.policies),
-        "[critic] does": config.critic is not None,
+        f"trainer.ranks = {config.trainer.ranks}": config.trainer.num_ranks > 1,
+        "[policies]": bool(config.policies),
+        "[critic]": config.critic is not None,
     }
     if found := next((name for name, is_there in obstacles.items() if is_there), None):
         raise ConfigError(
-            "loss.minimum_variance_baseline needs the gradient of each sequence and the advantages"
-            f" of its group, which {found} not leave to one process; remove that, or set it to"
-            " false."
+            f"loss.minimum_variance_baseline does not work with {found}: one process must see the"
+            " gradient of each sequence and the advantages of its whole group; remove one of the"
+            " two."
         )
 
 
