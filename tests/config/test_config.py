@@ -52,6 +52,15 @@ def test_unknown_key_is_reported_with_the_nearest_one(table, message):
     assert message in sentence_of(table)
 
 
+def test_removed_key_is_accepted_only_with_its_former_default():
+    assert sentence_of({"environment": {"max_programs": 8}}) == (
+        "Setting 'environment.max_programs' was removed: each process of environment.workers runs"
+        " up to 32 programs."
+    )
+    given = load_config({"model": "m", "environment": {"max_programs": 32}})
+    assert given == load_config({"model": "m"})
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [

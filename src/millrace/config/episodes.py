@@ -138,14 +138,12 @@ class EnvironmentConfig(Section):
     one prompt and one completion; see docs/how-to/environments.md."""
     command: tuple[str, ...] = ()
     """Program and its arguments that play an episode through the OpenAI API, instead of a
-    function; see docs/how-to/serve.md."""
+    function. Each environment process runs at most 32 at a time; see docs/how-to/serve.md."""
     score: str | None = None
     """Function `score(task, result)` that rewards what a command did, as "module:name" or
     "file.py:name". By default the scorers do."""
     columns: tuple[str, ...] = ()
     """Names of task columns that a command receives besides the prompt."""
-    max_programs: PositiveInt = 32
-    """Maximum number of commands that run at the same time."""
     mcp: tuple[McpConfig, ...] = ()
     """MCP servers whose tools are `agent.tools`. Without a function, the model chats and calls
     them until it calls none, and the scorers reward. It needs the extra millrace[mcp]."""

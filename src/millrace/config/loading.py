@@ -21,6 +21,10 @@ _DIRECTORIES = {"run_dir", "weights.directory", "engine.options.directory"}
 # Settings that may be a path or a hub name, and a path or another word of a command line.
 _MODELS = {"model", "model.path", "critic.path", "scorers.model"}
 _COMMANDS = {"environment.command", "environment.mcp.command", "engine.options.python"}
+# Keys of earlier versions: the former default, which may stay, and what took its place.
+_REMOVED: dict[str, tuple[Any, str]] = {
+    "environment.max_programs": (32, "each process of environment.workers runs up to 32 programs"),
+}
 _POLICY = re.compile(r"^policies\.[^.]+\.")  # its table takes tables of the run
 _ROLE = re.compile(r"^environment\.models\.[^.]+\.")  # its table takes the keys of [engine]
 
@@ -45,6 +49,8 @@ def load_config(
         table = _merged(table, key.split("."), value)
     if preset is not None:
         table = over_preset(table, preset, report=report)
+    for key, (default, remedy) in _REMOVED.items():
+        table = _without(table, key.split("."), default, f"Setting {key!r} was removed: {remedy}.")
     try:
         return RunConfig.model_validate(table)
     except ValidationError as error:
@@ -113,6 +119,20 @@ def _merged(table: Mapping[str, Any], keys: list[str], value: Any) -> dict[str, 
     elif isinstance(value, Mapping):
         value = {**below, **cast(Mapping[str, Any], value)}
     return {**table, head: value}
+
+
+def _without(table: Any, keys: list[str], default: Any, refusal: str) -> Any:
+    """`table` without a removed key, whose former default is still in the config.toml of a run."""
+    head, *rest = keys
+    if isinstance(table, list | tuple):
+        return [_without(row, keys, default, refusal) for row in cast(list[Any], table)]
+    if not isinstance(table, Mapping) or head not in (table := cast(Mapping[str, Any], table)):
+        return table
+    if rest:
+        return {**table, head: _without(table[head], rest, default, refusal)}
+    if table[head] != default:
+        raise ConfigError(refusal)
+    return {key: value for key, value in table.items() if key != head}
 
 
 def _sentence(error: ValidationError) -> str:
