@@ -58,7 +58,7 @@ def test_settings_of_the_user_win_and_each_overridden_axis_is_reported():
     reports: list[str] = []
     own = {
         "model": "m",
-        "weights": {"interrupt": "drain", "timeout_s": 9.0},
+        "weights": {"interrupt": "drain", "payload": "delta"},
         "buffer": {"order": {"type": "ready"}, "capacity": 8},
         "loss": {"cap": 3.0},
     }
@@ -66,7 +66,7 @@ def test_settings_of_the_user_win_and_each_overridden_axis_is_reported():
         own, overrides={"engine.kv": "recompute"}, preset="pipeline_rl", report=reports.append
     )
     assert (config.weights.interrupt, config.weights.transport) == ("drain", "collective")
-    assert (config.weights.timeout_s, config.engine.kv) == (9.0, "recompute")
+    assert (config.weights.payload, config.engine.kv) == ("delta", "recompute")
     assert config.loss == {"type": "tis", "cap": 3.0}
     assert config.buffer.max_staleness == 8
     assert reports == [

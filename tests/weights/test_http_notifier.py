@@ -88,4 +88,4 @@ async def test_hanging_engine_times_out(tmp_path: Path):
         notifier, warnings = make_notifier(hanging.url, timeout_s=0.1)
         await notifier.receive(committed(1, tmp_path))
         assert notifier.num_failed == 1
-        assert "no answer in weights.timeout_s = 0.1" in warnings[0]
+        assert "no answer in 0.1 s" in warnings[0]

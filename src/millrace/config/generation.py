@@ -144,9 +144,7 @@ class WeightsConfig(Section):
     directory: str | None = None
     """Directory for transport "disk", under the same path on all hosts. By default weights/ in
     run_dir."""
-    timeout_s: PositiveFloat = 60.0
-    """Time limit in seconds for a broadcast, and for a full disk to become free, before the
-    update fails."""
     notify: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+\S*$")], ...] = ()
     """URLs that receive {"version", "path"} by POST for every version, with transport "disk":
-    external engines use them. The files stay until the URLs answer, at most timeout_s."""
+    external engines use them. The files stay until the URLs answer, at most a fifth of
+    supervision.hang_timeout_s."""

@@ -289,12 +289,10 @@ class WeightsSettings(TypedDict, total=False):
     directory: str | None
     """Directory for transport "disk", under the same path on all hosts. By default weights/ in
     run_dir."""
-    timeout_s: float
-    """Time limit in seconds for a broadcast, and for a full disk to become free, before the
-    update fails."""
     notify: str | Sequence[str]
     """URLs that receive {"version", "path"} by POST for every version, with transport "disk":
-    external engines use them. The files stay until the URLs answer, at most timeout_s."""
+    external engines use them. The files stay until the URLs answer, at most a fifth of
+    supervision.hang_timeout_s."""
 
 class PlacementSettings(TypedDict, total=False):
     trainer: str | Sequence[str]
@@ -417,7 +415,8 @@ class SupervisionSettings(TypedDict, total=False):
     """Time in seconds without progress after which a worker with work to do counts as dead; its
     stacks are written to its log. Before its first computation, cluster.start_timeout_s is
     added. The run stops after twice this time, and at least 600 seconds, without a completed
-    step."""
+    step. A weight update fails after a fifth of this time, and at least 5 seconds: a
+    broadcast that an engine does not receive, or a full disk."""
 
 class TrainArguments(TypedDict, total=False):
     run_dir: str

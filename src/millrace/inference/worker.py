@@ -90,7 +90,7 @@ def wire(
         dtype=resolve_dtype(config.transfer_dtype, device),
         device=device,
         payload=config.weights.payload,
-        timeout_s=config.weights.timeout_s,
+        timeout_s=config.supervision.transfer_timeout_s,
         role=role,
     )
     return EngineWorker(

@@ -79,7 +79,8 @@ def build_controller(run: RunParts) -> Controller:
         run.broadcaster.subscribe(scorer.swap)
     notifier, notified_versions = None, None
     if urls := run.config.weights.notify:
-        notifier = HttpNotifier(urls, timeout_s=run.config.weights.timeout_s, warn=warn)
+        timeout_s = run.config.supervision.transfer_timeout_s
+        notifier = HttpNotifier(urls, timeout_s=timeout_s, warn=warn)
         notified_versions = run.broadcaster.subscribe(notifier.receive)
     eval_set, eval_scheduler = _build_evaluation(run, engine_versions)
     writer = _build_writer(run)

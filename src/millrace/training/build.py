@@ -217,14 +217,14 @@ def build_sender(
             address=own_address or listening_address(own, is_one_host=is_one_host),
             num_engines=engine.num_local + engine.remote,
             num_evaluators=config.evaluate.engines,
-            timeout_s=weights.timeout_s,
+            timeout_s=config.supervision.transfer_timeout_s,
             device=device if engine_device.type == "cuda" else None,
             reference=reference,
         )
 
     if ranks is None or ranks.is_alone:
         return build()
-    return GatheringSender(build, timeout_s=weights.timeout_s)
+    return GatheringSender(build, timeout_s=config.supervision.transfer_timeout_s)
 
 
 def seed_everything(seed: int) -> None:

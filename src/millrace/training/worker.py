@@ -104,7 +104,7 @@ class TrainerWorker:
             policy: Publisher(
                 build_sender(own, ranks=self._ranks, reference=reference, own_address=address),
                 emit=self._announce,
-                patience_s=config.weights.timeout_s,
+                patience_s=config.supervision.transfer_timeout_s,
                 policy=policy,
             )
             for policy, own in {**configs, **dict.fromkeys(self._lagged, config)}.items()

@@ -193,7 +193,7 @@ class HttpNotifier:
 
     async def _notify(self, url: str, body: dict[str, Any]) -> None:
         session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout())  # no limits but ours
-        reason = f"no answer in weights.timeout_s = {self.timeout_s:g}"
+        reason = f"no answer in {self.timeout_s:g} s"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.timeout_s), session:
                 for attempt in range(ATTEMPTS):

@@ -383,8 +383,7 @@ class GatherGroup:
             self.is_broken = True
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise RankLost(
-                "A rank of the trainer died, or hung for weights.timeout_s ="
-                f" {self._timeout.total_seconds():g}, while weights were gathered ({reason});"
-                " engines keep the weights they have, and the trainer restarts from its last"
-                " checkpoint."
+                f"A rank of the trainer died, or hung for {self._timeout.total_seconds():g} s,"
+                f" while weights were gathered ({reason}); engines keep the weights they have, and"
+                " the trainer restarts from its last checkpoint."
             ) from error

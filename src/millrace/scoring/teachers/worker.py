@@ -177,7 +177,7 @@ class SelfTeacherWeights:
             dtype=resolve_dtype(config.transfer_dtype, model.device),
             device=model.device,
             payload=config.weights.payload,
-            timeout_s=config.weights.timeout_s,
+            timeout_s=config.supervision.transfer_timeout_s,
             role=saved_path.stem,  # its scorer's name: it shares its versions with no other process
         )
         self._saved_path = saved_path

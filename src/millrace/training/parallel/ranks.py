@@ -100,7 +100,7 @@ class Ranks:
             raise RunFailed(
                 f"Rank {rank} of the trainer could not reach the others at {rendezvous} within"
                 f" {timeout_s:g} s ({reason}); look for their errors in the run's logs, and raise"
-                " supervision.stall_timeout_s if they start slowly."
+                " supervision.hang_timeout_s if they start slowly."
             ) from error
         shape = (sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp)
         return cls(sizes, mesh=init_device_mesh(device.type, shape, mesh_dim_names=NAMES))

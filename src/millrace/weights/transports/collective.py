@@ -210,8 +210,8 @@ class CollectiveRecvBackend(RecvBackend):
                 error = failure
         raise WeightError(
             f"Version {update.version} did not arrive ({error}): the trainer or another engine died"
-            f" or took longer than weights.timeout_s = {self._timeout_s:g}; the engine keeps the"
-            " weights it has."
+            f" or took longer than {self._timeout_s:g} s (a fifth of supervision.hang_timeout_s);"
+            " the engine keeps the weights it has."
         ) from error
 
     def close(self) -> None:
