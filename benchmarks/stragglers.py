@@ -14,7 +14,7 @@ Policies, on the same model, tasks, batches and seeds:
   for the next one.
 - cancel: groups that are too stale are cancelled and tried again (enforce = "cancel").
 - deadline: environment.turn_timeout_s; a turn that takes longer ends its episode, which is cut.
-- redundancy: G + r episodes start, and the first G that finish are trained.
+- fastest: G + r episodes start, and the first G that finish are trained (rollout.selection).
 - full: G + r episodes run to the end, and G are selected at random (rollout.oversample).
 - longest first: rollout.longest_first; tasks with long episodes start first.
 
@@ -50,7 +50,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "plain": {},
     "cancel": {"buffer": {"staleness": {"type": "oldest", "enforce": "cancel"}}},
     "deadline": {"environment": {"turn_timeout_s": 1.0}},
-    "redundancy": {"rollout": {"redundancy": EXTRA}},
+    "fastest": {"rollout": {"oversample": EXTRA, "selection": "fastest"}},
     "full": {"rollout": {"oversample": EXTRA, "selection": "first"}},
     "longest first": {"rollout": {"longest_first": 64}},
 }

@@ -31,7 +31,7 @@ def test_run_trains_on_rewards_of_the_environment(tmp_path):
         eval_tasks=[{"prompt": "9+1="}],
         environment={"function": two_turns, "max_turns": 3},
         sampling={"max_new_tokens": 6},
-        rollout={"group_size": 4, "redundancy": 1},
+        rollout={"group_size": 4, "oversample": 1, "selection": "fastest"},
         trainer={"steps": 2, "groups_per_step": 2},
         optimizer={"learning_rate": 1e-3},
         scoring={"workers": 1},
@@ -61,12 +61,12 @@ def test_run_trains_on_rewards_of_the_environment(tmp_path):
             assert len(again.rollouts) == len(episode_of(line.episode).rollouts) >= 2
 
 
-def test_redundancy_needs_an_environment_function(tmp_path):
-    with pytest.raises(ConfigError, match=r"redundancy = 1 starts additional episodes of an env"):
+def test_fastest_episodes_need_an_environment_function(tmp_path):
+    with pytest.raises(ConfigError, match=r"'fastest' cancels episodes of an environment, and"):
         mr.train(
             model=str(make_tiny_model(tmp_path / "model")),
             run_dir=str(tmp_path / "run"),
             tasks=[{"prompt": "1+1="}],
             scorers=[lambda completions, **columns: [0.0 for _ in completions]],
-            rollout={"redundancy": 1},
+            rollout={"oversample": 1, "selection": "fastest"},
         )

@@ -5,13 +5,14 @@ before any worker starts. Nothing is accepted and ignored. Torch-free.
 """
 
 from millrace.config.episodes import HUB, RoleModelConfig, ScorerConfig, TaskPlace, TasksConfig
-from millrace.config.generation import EngineConfig, Interrupt, ModelConfig, WeightsConfig
+from millrace.config.generation import FASTEST, EngineConfig, Interrupt, ModelConfig, WeightsConfig
 from millrace.config.loading import anchored, load_config, parse_override
 from millrace.config.run_config import PolicyConfig, RunConfig
 from millrace.config.training import ALL_LINEAR, CriticConfig, JournalConfig, LoraConfig
 
 __all__ = [
     "ALL_LINEAR",
+    "FASTEST",
     "HUB",
     "CriticConfig",
     "EngineConfig",

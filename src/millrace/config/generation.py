@@ -17,6 +17,7 @@ from millrace.config.section import (
     Section,
 )
 
+FASTEST = "fastest"
 Interrupt = Literal["swap", "abort", "save", "drain", "barrier"]
 
 
@@ -49,24 +50,32 @@ class RolloutConfig(Section):
     group_size: Annotated[Int, Field(ge=2)] = 8
     """Number of episodes trained per task, at least 2. They are compared with each other."""
     oversample: NonNegativeInt = 0
-    """Number of additional episodes played per task. rollout.selection chooses which group_size
-    of them are trained."""
-    redundancy: NonNegativeInt = 0
-    """Number of additional episodes started per task of an environment. The slowest ones are
-    cancelled as soon as group_size (plus oversample) have finished."""
+    """Number of additional episodes started per task. rollout.selection chooses which
+    rollout.group_size of them are trained."""
     longest_first: NonNegativeInt = 0
     """Number of queued requests that a request may skip if earlier episodes of its task were
     long. Starting long episodes early shortens the tail of a step. 0 = first come, first
     served."""
     selection: Plugin = Field(default={"type": "roc"})
-    """Method that selects episodes of an oversampled group: "roc" (failures at random, the
-    cleanest successes), "first", or "module:Name"; see docs/how-to/shape-training-data.md."""
+    """Method that selects episodes if rollout.oversample starts additional ones: "roc" (failures at
+    random, the cleanest successes), "first", "fastest" (those of an environment that finish first;
+    the others are cancelled), or "module:Name"; see docs/how-to/shape-training-data.md."""
     filter: tuple[Plugin, ...] = ()
     """Filters that drop or mask groups before training: "zero_variance", "overlong", or
     "module:Name"; see docs/how-to/shape-training-data.md."""
     max_running_groups: GroupCount = 64
     """Maximum number of groups that are played or scored at the same time: a number, or "2
     batches"."""
+
+    @property
+    def num_cancelled(self) -> int:
+        """Episodes of a group that are cancelled, because others have finished first."""
+        return self.oversample if self.selection.get("type") == FASTEST else 0
+
+    @property
+    def num_scored(self) -> int:
+        """Episodes of a group that are played to the end."""
+        return self.group_size + self.oversample - self.num_cancelled
 
 
 class EngineConfig(Section):

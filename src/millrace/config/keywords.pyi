@@ -43,18 +43,17 @@ class RolloutSettings(TypedDict, total=False):
     group_size: int
     """Number of episodes trained per task, at least 2. They are compared with each other."""
     oversample: int
-    """Number of additional episodes played per task. rollout.selection chooses which group_size
-    of them are trained."""
-    redundancy: int
-    """Number of additional episodes started per task of an environment. The slowest ones are
-    cancelled as soon as group_size (plus oversample) have finished."""
+    """Number of additional episodes started per task. rollout.selection chooses which
+    rollout.group_size of them are trained."""
     longest_first: int
     """Number of queued requests that a request may skip if earlier episodes of its task were
     long. Starting long episodes early shortens the tail of a step. 0 = first come, first
     served."""
     selection: str | Mapping[str, Any]
-    """Method that selects episodes of an oversampled group: "roc" (failures at random, the
-    cleanest successes), "first", or "module:Name"; see docs/how-to/shape-training-data.md."""
+    """Method that selects episodes if rollout.oversample starts additional ones: "roc" (failures
+    at random, the cleanest successes), "first", "fastest" (those of an environment that
+    finish first; the others are cancelled), or "module:Name"; see docs/how-to/shape-training-
+    data.md."""
     filter: str | Sequence[str | Mapping[str, Any]]
     """Filters that drop or mask groups before training: "zero_variance", "overlong", or
     "module:Name"; see docs/how-to/shape-training-data.md."""

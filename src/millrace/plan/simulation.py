@@ -154,7 +154,7 @@ class _Simulation:
         self, task: Task, *, attempt: Attempt, group_size: int, scoring: object
     ) -> Group:
         """The first `group_size` episodes that finish; an expired one ends its group."""
-        drawn = self.lengths.draw(self._rng, group_size + self.config.rollout.redundancy)
+        drawn = self.lengths.draw(self._rng, group_size + self.config.rollout.num_cancelled)
         engine, prompt = self._least_loaded, self.lengths.prompt_tokens
         first = [  # queued at once, so that the next group sees the load
             engine.add(prompt=prompt, tokens=int(lengths[0]), prefill=0.0 if index else prompt)

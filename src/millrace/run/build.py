@@ -225,7 +225,7 @@ def build_dispatcher(run: RunParts) -> Dispatcher:
         ),
         engines=run.engines,
         others={other.name: other.engines for other in run.others},
-        group_size=config.rollout.group_size + config.rollout.oversample,
+        group_size=config.rollout.num_scored,
         barrier=barrier,
     )
     if isinstance(buffer.sampler, InOrder):

@@ -80,10 +80,10 @@ def _check_single_turn(config: RunConfig) -> None:
             f" {config.environment.remote} run an environment, and there is no"
             " environment.function or command; remove them."
         )
-    if config.rollout.redundancy:
+    if config.rollout.num_cancelled:
         raise ConfigError(
-            f"rollout.redundancy = {config.rollout.redundancy} starts additional episodes of an"
-            " environment, and there is no environment.function or command; use rollout.oversample."
+            "rollout.selection = 'fastest' cancels episodes of an environment, and there is no"
+            " environment.function or command; choose 'first' or 'roc'."
         )
     if config.monitoring.record_episodes:
         raise ConfigError(
@@ -97,13 +97,13 @@ def resolve_recipe(config: RunConfig, specs: Sequence[ScorerSpec]) -> Recipe | N
     table, rollout = config.environment.recipe, config.rollout
     if table is None:
         return None
-    if rollout.redundancy:
+    if rollout.num_cancelled:
         raise ConfigError(
-            f"rollout.redundancy = {rollout.redundancy} cancels episodes that others may branch"
-            " from; remove it, or environment.recipe."
+            "rollout.selection = 'fastest' cancels episodes that others may branch from; remove it,"
+            " or environment.recipe."
         )
     recipe = build_recipe(table)
-    recipe.check(rollout.group_size + rollout.oversample)
+    recipe.check(rollout.num_scored)
     by_value = isinstance(recipe, Pivot) and recipe.by == "value"
     if by_value and not any(spec.may_reward_tokens for spec in specs):
         raise ConfigError(
@@ -164,7 +164,7 @@ async def open_environment(
             host,
             renderer=renderer,
             limits=EpisodeLimits(**limits),
-            redundancy=config.rollout.redundancy,
+            redundancy=config.rollout.num_cancelled,
             ended_reward=settings.ended_reward,
             tool_format=settings.tool_format,
             history=settings.history,

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from millrace.config import FASTEST
 from millrace.core.errors import ConfigError, Filtered, ScoreError, user_code
 from millrace.core.plugins import build_callable, plugin
 from millrace.core.protocols import Filter, Selection
@@ -73,7 +74,8 @@ class RocSelection:
         return episode.turns[-1].finish == "length", -quality, length
 
 
-SELECTIONS: dict[str, type] = {ROC: RocSelection, "first": FirstSelection}
+# Of the fastest, the environment plays no more than are kept.
+SELECTIONS: dict[str, type] = {ROC: RocSelection, "first": FirstSelection, FASTEST: FirstSelection}
 
 
 def build_selection(table: Mapping[str, Any]) -> Selection:
