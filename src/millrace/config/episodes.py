@@ -17,7 +17,6 @@ from millrace.config.section import (
 )
 
 HUB = "hub:"
-ToolFormatName = Literal["auto", "hermes", "llama3", "mistral", "gemma"]
 # Keys of [engine] that only the policy's engines have.
 OF_POLICY = ("max_count", "remote", "kv", "adapters")
 
@@ -167,8 +166,6 @@ class EnvironmentConfig(Section):
     """Reward of an episode that reached a limit or the end of the context."""
     tool_timeout_s: PositiveFloat = 30.0
     """Time limit for one tool call in seconds. The model gets an error if it is exceeded."""
-    tool_format: ToolFormatName = "auto"
-    """Format of the model's tool calls. "auto" detects it from the chat template."""
     history: Literal["template", "sampled"] = "template"
     """Treatment of earlier turns that the chat template renders differently later (some templates
     drop reasoning): "template" starts a new branch with that rendering, "sampled" continues after
