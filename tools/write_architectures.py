@@ -69,7 +69,7 @@ the configuration in both.
 - On a GPU these models decode in single steps, without the decode loop, with a warning.
   transformers uses faster kernels for these layers if flash-linear-attention, causal-conv1d or
   mamba-ssm is installed.
-- The trainer computes a shared prompt once, except in these layers, which compute it for every
+- The trainer computes shared prefixes once, except in these layers, which compute them for every
   completion. `trainer.mesh.cp` must be 1.
 - LoRA adapts these layers too; their adapters are merged (`lora.apply = "merged"`), never applied
   unmerged.

@@ -62,13 +62,13 @@ def test_experts_have_the_same_bits_beside_other_rows():
     torch.testing.assert_close(whole[9:30], x[9:30] @ experts[2].t(), rtol=1e-5, atol=1e-4)
 
 
-LAYOUT = PackedLayout([30, 90, 11, 150], parents=[-1, 0, 0, -1], device=CPU)
+LAYOUT = PackedLayout([30, 50, 40, 11, 150], parents=[-1, 0, 1, 1, -1], device=CPU)
 
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_attention_of_decode_steps_and_chunks_has_the_bits_of_a_packed_pass(window, softcap):
-    """The sequence of segments 0 and 1, whose keys lie in blocks of a cache."""
+    """The sequence of segments 0 to 2, whose keys lie in blocks of a cache."""
     q, k, v = (weight(LAYOUT.num_rows, heads, 8) for heads in (6, 2, 2))
     rules = ScoreRules(scale=0.3, window=window, softcap=softcap)
     tiles = Tiles.packed(LAYOUT, CPU)

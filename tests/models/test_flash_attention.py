@@ -1,4 +1,4 @@
-"""The merge of two calls and its gradient, with a dense reference kernel on the CPU."""
+"""The merge of several calls and its gradient, with a dense reference kernel on the CPU."""
 
 from itertools import pairwise
 
@@ -6,16 +6,15 @@ import pytest
 import torch
 
 from millrace.models.attention.flash import (
-    AttentionCalls,
     FlashKernel,
     VarlenArgs,
     attend_backward,
     attend_forward,
+    calls_of,
     flash_attention,
     flash_attention_backward,
-    flattened,
 )
-from millrace.models.attention.layout import PackedLayout, ScoreRules
+from millrace.models.attention.layout import FlatCalls, PackedLayout, ScoreRules
 from millrace.models.attention.packed import packed_obstacle
 
 CPU = torch.device("cpu")
@@ -67,14 +66,15 @@ def scores_of(q, k, v, args: VarlenArgs):
 
 
 @flash_attention.register_kernel("cpu")
-def _(q, k, v, spans, sizes, window, scale, sinks):
-    calls = AttentionCalls.of(spans, sizes, window, scale)
+def _(q, k, v, flat, window, scale, sinks):
+    calls = calls_of(FlatCalls(*flat), window=window, scale=scale)
     return attend_forward(DenseKernel(), q, k, v, calls, sinks)
 
 
 @flash_attention_backward.register_kernel("cpu")
-def _(grad, q, k, v, out, lse, *args):
-    return attend_backward(DenseKernel(), grad, q, k, v, out, lse, calls=AttentionCalls.of(*args))
+def _(grad, q, k, v, out, lse, flat, window, scale):
+    calls = calls_of(FlatCalls(*flat), window=window, scale=scale)
+    return attend_backward(DenseKernel(), grad, q, k, v, out, lse, calls=calls)
 
 
 # lengths and parents of segments
@@ -82,6 +82,8 @@ LAYOUTS = {
     "no family": ([3, 1, 5], [-1, -1, -1]),
     "one family": ([4, 3, 1, 2], [-1, 0, 0, 0]),
     "families and others": ([4, 2, 3, 1, 1, 2, 5], [-1, -1, 0, 0, 1, 1, -1]),
+    "deep": ([2, 3, 2, 1, 2, 4, 1, 2, 2, 3], [-1, -1, 0, 2, 3, 3, 2, 0, 1, -1]),
+    "two deep": ([2, 3, 2, 1, 2, 4, 1, 2], [-1, -1, 0, 2, 2, 1, 5, 5]),
 }
 
 
@@ -97,8 +99,12 @@ def seen_by_rows(lengths, parents) -> torch.Tensor:
     """[T, T] bool, from the definition."""
     segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     rows = torch.arange(len(segment))
-    same = (segment[:, None] == segment) & (rows[:, None] >= rows)
-    return same | (torch.tensor(parents)[segment][:, None] == segment)
+    seen = (segment[:, None] == segment) & (rows[:, None] >= rows)
+    above = torch.tensor(parents)[segment]
+    while (above >= 0).any():
+        seen |= above[:, None] == segment
+        above = torch.where(above >= 0, torch.tensor(parents)[above], -1)
+    return seen
 
 
 def dense(q, k, v, seen, scale, sinks=None):
@@ -112,11 +118,11 @@ def dense(q, k, v, seen, scale, sinks=None):
 
 @pytest.mark.parametrize(("lengths", "parents"), LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
-def test_merged_calls_are_attention_to_segment_and_parent(lengths, parents, has_sinks):
+def test_merged_calls_are_attention_to_whole_paths(lengths, parents, has_sinks):
     inputs = inputs_of(sum(lengths))
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if has_sinks else None
     layout = PackedLayout(lengths, parents=parents, device=CPU)
-    out, _ = flash_attention(*inputs, *flattened(layout), None, 0.3, sinks)
+    out, _ = flash_attention(*inputs, [*layout.calls], None, 0.3, sinks)
     expected = dense(*inputs, seen_by_rows(lengths, parents), 0.3, sinks)
     torch.testing.assert_close(out, expected)
     grad = torch.randn_like(out)
@@ -130,9 +136,9 @@ def test_merged_calls_are_attention_to_segment_and_parent(lengths, parents, has_
 @pytest.mark.parametrize(("lengths", "parents"), LAYOUTS.values(), ids=LAYOUTS)
 def test_the_merged_gradient_is_that_of_finite_differences(lengths, parents):
     inputs = inputs_of(sum(lengths), heads=2, kv_heads=1, size=2)
-    spans, sizes = flattened(PackedLayout(lengths, parents=parents, device=CPU))
+    flat = [*PackedLayout(lengths, parents=parents, device=CPU).calls]
     assert torch.autograd.gradcheck(
-        lambda q, k, v: flash_attention(q, k, v, spans, sizes, None, 0.5, None)[0], inputs
+        lambda q, k, v: flash_attention(q, k, v, flat, None, 0.5, None)[0], inputs
     )
 
 
@@ -140,8 +146,8 @@ def test_the_merged_gradient_is_that_of_finite_differences(lengths, parents):
 def test_the_operator_passes_opcheck():
     lengths, parents = LAYOUTS["families and others"]
     inputs = inputs_of(sum(lengths))
-    spans, sizes = flattened(PackedLayout(lengths, parents=parents, device=CPU))
-    torch.library.opcheck(flash_attention, (*inputs, spans, sizes, None, 0.5, None))
+    flat = [*PackedLayout(lengths, parents=parents, device=CPU).calls]
+    torch.library.opcheck(flash_attention, (*inputs, flat, None, 0.5, None))
 
 
 @pytest.mark.parametrize(
@@ -169,6 +175,8 @@ GPU_LAYOUTS = {
     "single rows": ([1, 1, 1], [-1, 0, 0]),
     "families": ([129, 1, 64, 200, 1, 63, 3, 300], [-1, -1, 0, 0, 0, 1, 1, -1]),
     "long": ([1000, 257, 512, 31], [-1, 0, 0, 0]),
+    "deep": ([129, 70, 64, 200, 1, 63, 300, 5], [-1, -1, 0, 2, 2, 0, 1, -1]),
+    "two deep": ([130, 70, 65, 1, 200, 90, 31, 300], [-1, -1, 0, 2, 2, 1, 5, 5]),
 }
 
 
@@ -188,7 +196,7 @@ class TestFlashKernel:
         rough = tuple(x.detach().bfloat16().cuda().requires_grad_() for x in exact)
         layout = PackedLayout(lengths, parents=parents, device=torch.device("cuda"))
         sinks = [x[3] if has_sinks else None for x in (rough, exact)]
-        out, _ = flash_attention(*rough[:3], *flattened(layout), None, size**-0.5, sinks[0])
+        out, _ = flash_attention(*rough[:3], [*layout.calls], None, size**-0.5, sinks[0])
         expected = dense(*exact[:3], seen_by_rows(lengths, parents), size**-0.5, sinks[1])
         grad = torch.randn_like(expected)
         ours = torch.autograd.grad(out, rough, grad.to(out))
@@ -203,7 +211,7 @@ class TestFlashKernel:
         exact = inputs_of(sum(lengths), size=64)
         layout = PackedLayout(lengths, parents=parents, device=torch.device("cuda"))
         rough = (x.detach().bfloat16().cuda() for x in exact)
-        out, _ = flash_attention(*rough, *flattened(layout), window, 0.125, None)
+        out, _ = flash_attention(*rough, [*layout.calls], window, 0.125, None)
         on_cpu = PackedLayout(lengths, parents=parents, device=CPU)
-        expected, _ = flash_attention(*exact, *flattened(on_cpu), window, 0.125, None)
+        expected, _ = flash_attention(*exact, [*on_cpu.calls], window, 0.125, None)
         assert (out.cpu().double() - expected).abs().max().item() < 3e-2

@@ -76,66 +76,55 @@ def test_a_token_changes_only_what_follows_it_in_its_own_sequence():
     assert moved.tolist() == [False] * 9 + [True] * 5 + [False] * 7
 
 
-def family_hidden(model, families: list[tuple[torch.Tensor, list[torch.Tensor]]]):
-    """Hidden states of each continuation, with the shared prefix stored once."""
-    parents = [shared for shared, _ in families]
-    children = [(i, own) for i, (_, parts) in enumerate(families) for own in parts]
-    segments = [*parents, *(own for _, own in children)]
-    begins = [*[0] * len(parents), *(len(parents[i]) for i, _ in children)]
+def tree_hidden(model, segments: list[torch.Tensor], parents: list[int]):
+    """Hidden states of each segment, with what segments share stored once."""
     lengths = [len(segment) for segment in segments]
+    layout = PackedLayout(lengths, parents=parents, device=CPU)
+    positions = [
+        torch.arange(n) + first for n, first in zip(lengths, layout.first_positions, strict=True)
+    ]
     hidden = hidden_states(
         model,
         input_ids=torch.cat(segments)[None],
-        position_ids=torch.cat([torch.arange(n) + b for n, b in zip(lengths, begins, strict=True)])[
-            None
-        ],
-        layout=PackedLayout(
-            lengths, parents=[*[-1] * len(parents), *(i for i, _ in children)], device=CPU
-        ),
+        position_ids=torch.cat(positions)[None],
+        layout=layout,
     )
     return hidden.split(lengths)
 
 
-def families_of(sizes: list[tuple[int, list[int]]]):
-    parts = sequences_of([n for shared, own in sizes for n in (shared, *own)])
-    families = []
-    for _, own in sizes:
-        shared, *rest = parts[: 1 + len(own)]
-        parts = parts[1 + len(own) :]
-        families.append((shared, rest))
-    return families
+def path_of(segment: int, parents: list[int]) -> list[int]:
+    above = [segment]
+    while (segment := parents[segment]) >= 0:
+        above.insert(0, segment)
+    return above
 
 
-# Small families are attended to whole, large ones (more than 128 rows) part by part.
-FAMILIES = {
-    "small": [(9, [4, 5, 1]), (30, [2, 20]), (5, [7])],
-    "large": [(60, [50, 3, 45]), (9, [70, 66])],
-    "both": [(9, [4, 8]), (60, [50, 30]), (21, [1, 2, 3, 4])],
+# Lengths and parents of segments. Small trees are attended to whole, large ones (more than 128
+# rows) part by part.
+TREES = {
+    "small": ([9, 30, 5, 4, 5, 1, 2, 20, 7], [-1, -1, -1, 0, 0, 0, 1, 1, 2]),
+    "large": ([60, 9, 50, 3, 45, 70, 66], [-1, -1, 0, 0, 0, 1, 1]),
+    "both": ([9, 60, 21, 4, 8, 50, 30, 1, 2, 3, 4], [-1, -1, -1, 0, 0, 1, 1, 2, 2, 2, 2]),
+    "small and deep": ([9, 6, 8, 5, 1, 3, 7, 4, 12, 11], [-1, -1, 0, 2, 3, 3, 2, 0, 1, -1]),
+    "large and deep": ([40, 20, 30, 25, 41, 3, 7, 14, 12, 33], [-1, -1, 0, 2, 3, 3, 2, 0, 1, -1]),
 }
 
 
-@pytest.mark.parametrize("sizes", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize(("lengths", "parents"), TREES.values(), ids=TREES)
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "gpt_oss", "qwen3_next"])
-def test_a_shared_prefix_gives_the_hidden_states_of_whole_sequences(architecture, sizes):
+def test_shared_rows_give_the_hidden_states_of_whole_sequences(architecture, lengths, parents):
     packed, plain = packed_and_plain(architecture)
-    families = families_of(sizes)
+    segments = sequences_of(lengths)
     torch.manual_seed(0)
-    shared_hidden = family_hidden(packed, families)
-    children = list(shared_hidden[len(families) :])
     loss, expected_loss = torch.zeros(()), torch.zeros(())
-    for number, (shared, parts) in enumerate(families):
-        weight = torch.randn(len(shared), packed.config.hidden_size)
-        loss = loss + (shared_hidden[number] * weight).sum()
-        for i, own in enumerate(parts):
-            tokens = torch.cat([shared, own])[None]
-            whole = plain.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
-            hidden = children.pop(0)
-            torch.testing.assert_close(hidden, whole[len(shared) :], rtol=1e-5, atol=1e-5)
-            own_weight = torch.randn_like(hidden)
-            loss = loss + (hidden * own_weight).sum()
-            expected_loss = expected_loss + (whole[len(shared) :] * own_weight).sum()
-            if i == 0:
-                expected_loss = expected_loss + (whole[: len(shared)] * weight).sum()
+    for number, hidden in enumerate(tree_hidden(packed, segments, parents)):
+        tokens = torch.cat([segments[n] for n in path_of(number, parents)])
+        whole = plain.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+        own = whole[-len(hidden) :]
+        torch.testing.assert_close(hidden, own, rtol=1e-5, atol=1e-5)
+        weight = torch.randn_like(hidden)
+        loss = loss + (hidden * weight).sum()
+        expected_loss = expected_loss + (own * weight).sum()
     loss.backward()
     expected_loss.backward()
     for (name, ours), theirs in zip(packed.named_parameters(), plain.parameters(), strict=True):
@@ -146,18 +135,21 @@ def test_a_shared_prefix_gives_the_hidden_states_of_whole_sequences(architecture
             )
 
 
-def test_a_token_of_one_branch_changes_nothing_in_another():
+def test_a_token_changes_only_what_continues_it():
     packed, _ = packed_and_plain("qwen3")
-    families = families_of([(6, [4, 5]), (70, [40, 41])])
-    changed = [(shared, [own.clone() for own in parts]) for shared, parts in families]
-    for number, (_, parts) in enumerate(changed):
-        parts[number][1] = (parts[number][1] + 1) % VOCAB
-    with torch.no_grad():
-        before, after = family_hidden(packed, families), family_hidden(packed, changed)
-    moved = [(a != b).any(-1).tolist() for a, b in zip(before, after, strict=True)]
-    assert [any(rows) for rows in moved] == [False, False, True, False, False, True]
-    assert moved[2] == [False, True, True, True]
-    assert moved[5] == [False] + [True] * 40
+    for kind in ("small and deep", "large and deep"):
+        lengths, parents = TREES[kind]
+        segments = sequences_of(lengths)
+        changed = [segment.clone() for segment in segments]
+        changed[2][1] = (changed[2][1] + 1) % VOCAB
+        with torch.no_grad():
+            before, after = (tree_hidden(packed, part, parents) for part in (segments, changed))
+        moved = [(a != b).any(-1) for a, b in zip(before, after, strict=True)]
+        assert moved[2].tolist() == [False] + [True] * (lengths[2] - 1)
+        below = [n for n in range(len(lengths)) if 2 in path_of(n, parents)[:-1]]
+        assert below == [3, 4, 5, 6]
+        for number, rows in enumerate(moved):
+            assert number == 2 or bool(rows.all()) == bool(rows.any()) == (number in below)
 
 
 @settings(max_examples=60, deadline=None)
@@ -181,31 +173,38 @@ def test_blocks_place_every_row_once_and_waste_little(lengths):
             row += longest
 
 
-sizes = st.integers(1, 40)
+@st.composite
+def trees(draw) -> tuple[list[int], list[int]]:
+    """Lengths and parents of some trees, whose segments continue any earlier one of their tree that
+    leaves them contiguous, and of segments that share nothing."""
+    roots = draw(st.integers(0, 3))
+    parents = [-1] * roots
+    for root in range(roots):
+        path = [root]
+        for _ in range(draw(st.integers(1, 6))):
+            path = path[: draw(st.integers(1, len(path)))]
+            parents.append(path[-1])
+            path.append(len(parents) - 1)
+    parents += [-1] * draw(st.integers(1, 3))
+    return [draw(st.integers(1, 40)) for _ in parents], parents
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    families=st.lists(st.tuples(sizes, st.lists(sizes, min_size=1, max_size=5)), max_size=4),
-    others=st.lists(sizes, min_size=1, max_size=3),
-    window=st.none() | st.integers(1, 50),
-)
-def test_rows_attend_to_their_segment_and_its_parent_only(families, others, window):
-    children = [(i, n) for i, (_, own) in enumerate(families) for n in own]
-    lengths = [*(n for n, _ in families), *(n for _, n in children), *others]
-    parents = [*[-1] * len(families), *(i for i, _ in children), *[-1] * len(others)]
+@given(tree=trees(), window=st.none() | st.integers(1, 50))
+def test_rows_attend_to_their_path_only(tree, window):
+    lengths, parents = tree
     layout = PackedLayout(lengths, parents=parents, device=CPU)
-    segment = np.repeat(np.arange(len(lengths)), lengths)
-    row = np.arange(len(segment))
-    parent = np.array(parents)[segment]
-    position = row - (np.cumsum(lengths) - lengths)[segment]
-    position = position + np.where(parent >= 0, np.array(lengths)[parent], 0)
-    behind = position[:, None] - position
-    seen = ((segment[:, None] == segment) & (behind >= 0)) | (parent[:, None] == segment)
-    seen &= behind < (window or len(row))
+    starts = np.cumsum(lengths) - lengths
+    num_rows = sum(lengths)
+    seen = np.zeros((num_rows, num_rows), bool)
+    for segment in range(len(lengths)):
+        path = [n for s in path_of(segment, parents) for n in starts[s] + np.arange(lengths[s])]
+        for place in range(len(path) - lengths[segment], len(path)):
+            first = 0 if window is None else max(0, place + 1 - window)
+            seen[path[place], path[first : place + 1]] = True
     # With equal scores and one-hot values, the output shows which rows were attended to.
-    values = torch.eye(len(row)).view(1, 1, len(row), len(row))
-    zeros = torch.zeros(1, 1, len(row), 4)
+    values = torch.eye(num_rows).view(1, 1, num_rows, num_rows)
+    zeros = torch.zeros(1, 1, num_rows, 4)
     out, _ = packed_attention(
         None, zeros, zeros, values, None, layout=layout, sliding_window=window
     )
@@ -213,9 +212,9 @@ def test_rows_attend_to_their_segment_and_its_parent_only(families, others, wind
     torch.testing.assert_close(out[0, :, 0], expected)
 
 
-def test_a_layout_refuses_children_that_do_not_follow_their_parents():
-    for parents in ([-1, -1, 0], [-1, -1, 1, 0]):
-        with pytest.raises(AssertionError, match="children"):
+def test_a_layout_refuses_trees_that_are_not_contiguous():
+    for parents in ([-1, -1, 0, 1, 0], [-1, 0, 0, 1]):
+        with pytest.raises(AssertionError, match="contiguous"):
             PackedLayout([3] * len(parents), parents=parents, device=CPU)
 
 

@@ -83,7 +83,7 @@ def sharing_rollouts(
                 sampled=length - prompt,
                 temperature=[1.0, 0.7, 1.3][i % 3],
                 num_kept=[0, 5][i % 2],
-                begin=likely[: [prompt, min(prompt + 2, length), length][i % 3]],
+                begin=likely[: [prompt, min(prompt + 5, length), length][i % 3]],
             )
         )
     return rollouts

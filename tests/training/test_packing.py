@@ -2,11 +2,12 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 from fakes import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.microbatch import MIN_SHARED_TOKENS, Microbatch
+from millrace.core.microbatch import MIN_SHARED_TOKENS, Microbatch, segment_order
 from millrace.core.records import (
     Episode,
     Group,
@@ -17,7 +18,9 @@ from millrace.core.records import (
     TeacherLogprobs,
     Turn,
 )
-from millrace.training.packing.packer import fill_bins, fill_rank_bins, minibatches_of, pack
+from millrace.models.attention.layout import PackedLayout
+from millrace.training.packing.bins import fill_bins, fill_rank_bins
+from millrace.training.packing.packer import minibatches_of, pack
 
 
 def rollout_of(tokens: list[int], *, prompt: int) -> Rollout:
@@ -46,9 +49,10 @@ def rows_seen(micro: Microbatch, row: int) -> list[int]:
     """The rows that a row sees, in order, itself last."""
     starts = np.cumsum(micro.lengths) - micro.lengths
     segment = int(np.searchsorted(starts, row, side="right")) - 1
-    parent = micro.parents[segment]
-    before = [] if parent < 0 else range(starts[parent], starts[parent] + micro.lengths[parent])
-    return [*before, *range(starts[segment], row + 1)]
+    rows = [*range(starts[segment], row + 1)]
+    while (segment := micro.parents[segment]) >= 0:
+        rows = [*range(starts[segment], starts[segment] + micro.lengths[segment]), *rows]
+    return rows
 
 
 def trained_with_context(micro: Microbatch) -> list[tuple]:
@@ -112,7 +116,7 @@ def test_a_rollout_that_extends_another_shares_all_of_it():
     )
     (micro,) = pack([group], microbatch_tokens=100).microbatches
     assert micro.tokens.tolist() == [5, 6, 7, 8, 1, 3, 4]
-    assert micro.lengths.tolist() == [5, 2]
+    assert micro.lengths.tolist() == [7]
 
 
 def test_a_prefix_that_is_too_short_is_not_shared():
@@ -128,7 +132,39 @@ def test_an_unrelated_rollout_does_not_prevent_sharing_among_the_others():
     alike = [rollout_of([*long, i, i], prompt=50) for i in range(3)]
     odd = rollout_of([*long[:8], *range(50)], prompt=8)
     (micro,) = pack([group_of(*alike, odd)], microbatch_tokens=1000).microbatches
-    assert sorted(micro.lengths.tolist()) == [1, 1, 1, 50, 57]
+    assert micro.lengths.tolist() == [8, 49, 42, 1, 1, 1]
+    assert micro.parents.tolist() == [-1, 0, 0, 2, 2, 2]
+
+
+def test_prefixes_are_shared_at_any_depth():
+    """An episode of four turns and an attempt at each of its turns but the first, twice."""
+    turns = [[*range(10 * t, 10 * t + 8)] for t in range(1, 5)]
+    main = [token for turn in turns for token in turn]
+    attempts = [[*main[: 8 * t], 90 + t, *range(60, 66)] for t in (1, 2, 3)]
+    rollouts = [rollout_of(tokens, prompt=4) for tokens in (main, *attempts) * 2]
+    (micro,) = pack([group_of(*rollouts)], microbatch_tokens=200).microbatches
+    assert micro.lengths.tolist() == [8, 8, 8, 7, 6, 6, 6]
+    assert micro.parents.tolist() == [-1, 0, 1, 2, 2, 1, 0]
+    assert sorted(trained_with_context(micro)) == sorted(expected_of(group_of(*rollouts)))
+
+
+def test_a_short_prefix_of_long_completions_is_not_worth_a_call():
+    for length, is_shared in ((40, True), (400, False)):
+        tokens = [[*range(3, 9), i, *range(20, 20 + length)] for i in (1, 2)]
+        rollouts = [rollout_of(own, prompt=1) for own in tokens]
+        (micro,) = pack([group_of(*rollouts)], microbatch_tokens=1000).microbatches
+        assert (micro.parents >= 0).any() == is_shared
+
+
+def test_parts_of_a_tree_fit_the_budget_and_share_what_they_can():
+    turns = [[*range(10 * t, 10 * t + 8)] for t in range(1, 5)]
+    main = [token for turn in turns for token in turn]
+    attempts = [[*main[:24], 90 + i, *range(60, 66)] for i in range(6)]
+    rollouts = [rollout_of(tokens, prompt=4) for tokens in (main, *attempts)]
+    batch = pack([group_of(*rollouts)], microbatch_tokens=40)
+    assert [len(micro.tokens) for micro in batch.microbatches] == [37, 36, 36, 30]
+    found = [row for micro in batch.microbatches for row in trained_with_context(micro)]
+    assert sorted(found) == sorted(expected_of(group_of(*rollouts)))
 
 
 def test_a_group_over_the_budget_is_split_with_a_copy_of_the_shared_prefix():
@@ -214,14 +250,9 @@ def test_every_trained_token_is_predicted_once_from_exactly_its_context(members,
     found = [row for micro in batch.microbatches for row in trained_with_context(micro)]
     assert sorted(found) == sorted(row for group in groups for row in expected_of(group))
     for micro in batch.microbatches:
-        is_child = micro.parents >= 0
-        assert len(micro.tokens) <= budget or not is_child.any()
-        # The order a layout relies on: parents, their children in order, the others.
-        num_parents = micro.parents.max(initial=-1) + 1
-        children = micro.parents[num_parents : num_parents + is_child.sum()]
-        assert (children >= 0).all()
-        assert (np.diff(children) >= 0).all()
-        assert np.array_equal(np.unique(children), np.arange(num_parents))
+        assert len(micro.tokens) <= budget or not (micro.parents >= 0).any()
+        assert segment_order(micro.parents).tolist() == [*range(len(micro.parents))]
+        PackedLayout(micro.lengths, parents=micro.parents, device=torch.device("cpu"))
         assert (micro.lengths > 0).all()
 
 

@@ -3,12 +3,11 @@
 T = rows, one per computed token. S = segments: contiguous rows. N = trained tokens, R = rollouts
 they belong to, K = ids per token that a teacher gives logprobs for.
 
-Rollouts of a group share their prompt. A shared prefix is one segment, and the continuation of each
-rollout is another segment with the prefix as its parent. A rollout that shares nothing is one
-segment without a parent. Tokens after the last trained one have no row.
+Rollouts of a group share their prompt, and branches of an episode share its turns. Shared rows are
+stored once, so the segments of a group form trees: a segment continues its parent, and a rollout is
+the path from a root to a segment, or its beginning. Tokens after the last trained one have no row.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,39 +25,45 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else shortest
 
 
+def segment_order(parents: np.ndarray) -> np.ndarray:
+    """The order of a Microbatch, for segments [S] whose trees are each in depth-first order."""
+    kinds = np.where(parents >= 0, 1, 2)
+    is_shared = np.zeros(len(parents), bool)
+    is_shared[parents[parents >= 0]] = True
+    kinds[is_shared & (parents < 0)] = 0
+    return np.argsort(kinds, kind="stable")
+
+
 class Segments:
-    """The segments of a forward pass under construction, in the order that Microbatch states."""
+    """The segments of a forward pass under construction; add them in the order of Microbatch."""
 
-    def __init__(self, prefixes: Sequence[np.ndarray]) -> None:
-        """`prefixes`: the tokens of each shared prefix."""
-        self.tokens = list(prefixes)
-        self.positions = [np.arange(len(prefix)) for prefix in prefixes]
-        self.parents = [-1] * len(prefixes)
-        self._ends = np.cumsum([len(prefix) for prefix in prefixes])
-        self._num_rows = sum(len(prefix) for prefix in prefixes)
+    def __init__(self) -> None:
+        self.tokens: list[np.ndarray] = []
+        self.positions: list[np.ndarray] = []
+        self.parents: list[int] = []
+        self.paths: list[np.ndarray] = []  # rows of each segment and of those that it continues
+        self._num_rows = 0
 
-    def add(self, tokens: np.ndarray, *, parent: int, shared: int) -> np.ndarray:
-        """Add the tokens after the first `shared` ones, which are the prefix number `parent`.
-        Returns the row of each token [L]."""
-        rows = np.arange(len(tokens)) + (self._num_rows - shared)
-        if shared:
-            rows[:shared] = np.arange(shared) + (self._ends[parent] - shared)
-        if len(tokens) > shared:
-            self.tokens.append(tokens[shared:])
-            self.positions.append(np.arange(shared, len(tokens)))
-            self.parents.append(parent)
-            self._num_rows += len(tokens) - shared
-        return rows
+    def add(self, tokens: np.ndarray, *, parent: int = -1) -> int:
+        """Add a segment that continues the segment `parent`, -1 = none; returns its number."""
+        before = self.paths[parent] if parent >= 0 else np.empty(0, np.int64)
+        own = np.arange(self._num_rows, self._num_rows + len(tokens))
+        self.tokens.append(tokens)
+        self.positions.append(np.arange(len(before), len(before) + len(tokens)))
+        self.parents.append(parent)
+        self.paths.append(np.concatenate([before, own]))
+        self._num_rows += len(tokens)
+        return len(self.parents) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Microbatch:
     """One forward pass. A row attends to the earlier rows of its segment and to all rows of the
-    parent.
+    segments that this one continues.
 
-    Parents come first and have no parents themselves. Their children follow in the order of the
-    parents, then segments that are neither. A trained token and the row that predicts it are listed
-    once per rollout, so one row may predict tokens of several rollouts.
+    The roots of trees come first, then what is below each root in the same order, depth first, then
+    segments that share nothing. A trained token and the row that predicts it are listed once per
+    rollout, so one row may predict tokens of several rollouts.
     """
 
     tokens: np.ndarray  # [T] int32

@@ -128,13 +128,15 @@ def pack(groups: Sequence[Sequence[ScoreRequest]]) -> tuple[Segments, np.ndarray
     """Requests end to end, in the layout of the trainer's microbatches, and the row that predicts
     each position [n], in the order of the requests."""
     shared = [_shared_tokens(group) for group in groups]
-    segments = Segments([group[0].inputs[:s] for group, s in zip(groups, shared, strict=True) if s])
+    segments = Segments()
+    prefixes = {
+        g: segments.add(group[0].inputs[: shared[g]]) for g, group in enumerate(groups) if shared[g]
+    }
     predictors: list[list[np.ndarray]] = [[] for _ in groups]
-    for parent, g in enumerate(sorted(range(len(groups)), key=lambda g: shared[g] == 0)):
-        own_parent = parent if shared[g] else -1
+    for g in sorted(range(len(groups)), key=lambda g: shared[g] == 0):
         for request in groups[g]:
-            rows = segments.add(request.inputs, parent=own_parent, shared=shared[g])
-            predictors[g].append(rows[request.positions - 1])
+            added = segments.add(request.inputs[shared[g] :], parent=prefixes.get(g, -1))
+            predictors[g].append(segments.paths[added][request.positions - 1])
     return segments, np.concatenate([rows for of_group in predictors for rows in of_group])
 
 

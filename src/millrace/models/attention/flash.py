@@ -1,8 +1,9 @@
 """Variable-length flash attention over packed segments, without padding and without masks.
 
-Promise: exact attention of every row to its segment and to that segment's parent, with kernels that
-support contiguous spans only. Two calls are made: every segment with itself, causally, and all
-children of a parent with that parent, without a mask. Their outputs are merged by log-sum-exp.
+Promise: exact attention of every row to its segment and to all segments that this one continues,
+with kernels that support contiguous spans only. One call is made for every segment with itself,
+causally, and one for each level of the trees: all rows below a segment with that segment, without a
+mask. Their outputs are merged by log-sum-exp.
 
 The backward pass gives each call the merged output and the merged log-sum-exp. With
 P = exp(s - lse), a kernel's gradient of a score is P * (dP - rowsum(dO * O)). It needs nothing else
@@ -12,16 +13,17 @@ A sink, one more score per head whose value is 0, is merged in the same way (GPT
 
 Both passes are custom operators, so a compiled layer contains each as one node.
 
-T = rows, H = heads, D = head size, O = own rows of all families.
+T = rows, H = heads, D = head size, O = rows below the segments of a level.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from millrace.models.attention.layout import PackedLayout, ScoreRules, Spans
+from millrace.models.attention.layout import FlatCalls, PackedLayout, ScoreRules
 
 SHORT_WINDOW = "the model's window is shorter than the sequences, which share prefixes"
 _MAX_HEAD_DIM = 256
@@ -47,7 +49,7 @@ def packed_obstacle(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rules: ScoreRules
 ) -> str | None:
     """As flash_obstacle(), for a microbatch."""
-    if rules.window is not None and layout.families is not None:
+    if rules.window is not None and layout.shares_rows:
         return SHORT_WINDOW
     return flash_obstacle(
         q.dtype if q.dtype == k.dtype == v.dtype else torch.float32,
@@ -55,6 +57,13 @@ def packed_obstacle(
         is_capped=rules.softcap is not None,
         on_flash_gpu=layout.on_flash_gpu,
     )
+
+
+class Spans(NamedTuple):
+    """Span i holds the rows from bounds[i] to bounds[i + 1] (cu_seqlens)."""
+
+    bounds: Tensor  # [spans + 1] int32
+    longest: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -100,29 +109,33 @@ def _options(args: VarlenArgs) -> dict[str, float]:
     return {"scale": args.scale, "window_size_left": left, "window_size_right": right}
 
 
-class AttentionCalls(NamedTuple):
-    """The two calls that compute the attention of all rows."""
+class KernelCall(NamedTuple):
+    args: VarlenArgs
+    keys: slice | Tensor  # their rows in the microbatch
+    queries: slice | Tensor
 
-    within_segments: VarlenArgs
-    to_parents: VarlenArgs | None  # None = no segment has a parent
-    shared: slice  # rows of parents
-    own: slice  # rows of their children
 
-    @classmethod
-    def of(
-        cls, spans: list[Tensor], sizes: list[int], window: int | None, scale: float
-    ) -> "AttentionCalls":
-        """From the arguments of the operators; see flattened()."""
-        pairs = zip(spans, sizes, strict=False)
-        segments, *families = (Spans(bounds=b, longest=n) for b, n in pairs)
-        own = {"queries": segments, "keys": segments}
-        within = VarlenArgs(**own, causal=True, window=window, scale=scale)
-        if not families:
-            return cls(within, None, slice(0), slice(0))
-        assert window is None, "a window that ends within the parent is not supported"
-        (shared, own), (num_shared, num_own) = families, sizes[3:]
-        to_parents = VarlenArgs(queries=own, keys=shared, causal=False, window=None, scale=scale)
-        return cls(within, to_parents, slice(num_shared), slice(num_shared, num_shared + num_own))
+def calls_of(flat: FlatCalls, *, window: int | None, scale: float) -> list[KernelCall]:
+    """The first one is that of segments with themselves."""
+    calls: list[KernelCall] = []
+    bound = row = 0
+    for num_spans, *longest, first_key, num_keys, first_query, num_queries in flat.table.tolist():
+        spans, places = [], []
+        pairs = ((first_key, num_keys), (first_query, num_queries))
+        for most, (first, count) in zip(longest, pairs, strict=True):
+            spans.append(Spans(flat.bounds[bound : bound + num_spans + 1], most))
+            bound += num_spans + 1
+            if first >= 0:
+                places.append(slice(first, first + count))
+            else:
+                places.append(flat.rows[row : row + count])
+                row += count
+        is_first = not calls
+        assert is_first or window is None, "a window may not end within a shared segment"
+        keys, queries = spans
+        args = VarlenArgs(queries=queries, keys=keys, causal=is_first, window=window, scale=scale)
+        calls.append(KernelCall(args, *places))
+    return calls
 
 
 def attend_forward(
@@ -130,21 +143,21 @@ def attend_forward(
     q: Tensor,  # [T, H, D]
     k: Tensor,  # [T, H_kv, D]
     v: Tensor,  # [T, H_kv, D]
-    calls: AttentionCalls,
+    calls: Sequence[KernelCall],
     sinks: Tensor | None = None,  # [H]
 ) -> tuple[Tensor, Tensor]:
     """Output [T, H, D] and its log-sum-exp [H, T]."""
-    within_segments, to_parents, shared, own = calls
-    out, lse = kernel.forward(q, k, v, within_segments)
-    if to_parents is not None:
-        parent, parent_lse = kernel.forward(q[own], k[shared], v[shared], to_parents)
-        within_lse = lse[:, own]
-        merged = torch.logaddexp(within_lse, parent_lse)  # [H, O]
-        within_share, parent_share = (
-            (part - merged).exp().t()[:, :, None] for part in (within_lse, parent_lse)
+    within_segments, *to_shared = calls
+    out, lse = kernel.forward(q, k, v, within_segments.args)
+    for args, shared, below in to_shared:
+        above, above_lse = kernel.forward(q[below], k[shared], v[shared], args)
+        own_lse = lse[:, below]
+        merged = torch.logaddexp(own_lse, above_lse)  # [H, O]
+        own_share, above_share = (
+            (part - merged).exp().t()[:, :, None] for part in (own_lse, above_lse)
         )
-        out[own] = (out[own] * within_share + parent * parent_share).to(out.dtype)
-        lse[:, own] = merged
+        out[below] = (out[below] * own_share + above * above_share).to(out.dtype)
+        lse[:, below] = merged
     return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
 
 
@@ -160,23 +173,23 @@ def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
     return -(share * (grad * out).sum(-1, dtype=lse.dtype).t()).sum(1).to(sinks.dtype)
 
 
-def attend_backward(kernel: FlashKernel, *tensors: Tensor, calls: AttentionCalls) -> Gradients:
+def attend_backward(
+    kernel: FlashKernel, *tensors: Tensor, calls: Sequence[KernelCall]
+) -> Gradients:
     """`tensors`: as of FlashKernel.backward, with the results of attend_forward."""
-    within_segments, to_parents, shared, own = calls
-    dq, dk, dv = kernel.backward(*tensors, args=within_segments)
-    if to_parents is None:
-        return dq, dk, dv
+    within_segments, *to_shared = calls
+    dq, dk, dv = kernel.backward(*tensors, args=within_segments.args)
     grad, q, k, v, out, lse = tensors
-    rows = (grad[own], q[own], k[shared], v[shared], out[own], lse[:, own].contiguous())
-    own_dq, shared_dk, shared_dv = kernel.backward(*rows, args=to_parents)
-    dq[own] += own_dq
-    dk[shared] += shared_dk
-    dv[shared] += shared_dv
+    for args, shared, below in to_shared:
+        rows = (grad[below], q[below], k[shared], v[shared], out[below], lse[:, below].contiguous())
+        below_dq, shared_dk, shared_dv = kernel.backward(*rows, args=args)
+        dq[below] += below_dq
+        dk[shared] += shared_dk
+        dv[shared] += shared_dv
     return dq, dk, dv
 
 
-# Operators take only tensors and numbers. `spans`: bounds of segments and, with families, of shared
-# and own spans. `sizes`: the longest of each, then the numbers of shared and own rows.
+# `flat`: the tensors of FlatCalls.
 
 
 @torch.library.custom_op("millrace::flash_attention", mutates_args=(), device_types="cuda")
@@ -184,13 +197,12 @@ def flash_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    spans: list[Tensor],
-    sizes: list[int],
+    flat: list[Tensor],
     window: int | None,
     scale: float,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    calls = AttentionCalls.of(spans, sizes, window, scale)
+    calls = calls_of(FlatCalls(*flat), window=window, scale=scale)
     return attend_forward(FlashKernel(), q, k, v, calls, sinks)
 
 
@@ -202,12 +214,11 @@ def flash_attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    spans: list[Tensor],
-    sizes: list[int],
+    flat: list[Tensor],
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    calls = AttentionCalls.of(spans, sizes, window, scale)
+    calls = calls_of(FlatCalls(*flat), window=window, scale=scale)
     return attend_backward(FlashKernel(), grad, q, k, v, out, lse, calls=calls)
 
 
@@ -223,25 +234,15 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, spans, *ctx.args, sinks = inputs
-    ctx.save_for_backward(q, k, v, *output, sinks, *spans)
+    q, k, v, flat, *ctx.args, sinks = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks, *flat)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    q, k, v, out, lse, sinks, *spans = ctx.saved_tensors
-    grads = flash_attention_backward(grad, q, k, v, out, lse, spans, *ctx.args)
+    q, k, v, out, lse, sinks, *flat = ctx.saved_tensors
+    grads = flash_attention_backward(grad, q, k, v, out, lse, flat, *ctx.args)
     of_sinks = None if sinks is None else sink_gradient(grad, out, lse, sinks)
-    return *grads, [None] * len(spans), None, None, None, of_sinks
+    return *grads, [None] * len(flat), None, None, of_sinks
 
 
 flash_attention.register_autograd(_differentiate, setup_context=_save)
-
-
-def flattened(layout: PackedLayout) -> tuple[list[Tensor], list[int]]:
-    """The arguments `spans` and `sizes` of the operators."""
-    segments, families = layout.segments, layout.families
-    if families is None:
-        return [segments.bounds], [segments.longest]
-    spans = (segments, *families)
-    sizes = [*(part.longest for part in spans), *(part.num_rows for part in families)]
-    return [part.bounds for part in spans], sizes

@@ -6,9 +6,9 @@ It is made once per microbatch and used by every layer, in two forms for two kin
   built when the first layer needs them.
 Layers with a recurrent state use a third one, whole sequences.
 
-A segment that continues a shared prefix has that prefix as its parent: it attends to all rows of
-the parent and to its own earlier rows. A parent and its children are a family. Parents come first,
-then their children in the order of the parents, then other segments (see core/microbatch.py).
+A segment attends to its own earlier rows and to all rows of its path: its parent, the parent of
+that one, and so on. The order of segments is that of a microbatch (see core/microbatch.py): what is
+below a segment is contiguous.
 
 T = rows, S = segments, b = rectangles of a block, Q and K = queries and keys of each.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 FLASH_CAPABILITY = (8, 0)  # Ampere, the first that PyTorch's flash kernel supports
 _MIN_FILL = 0.75  # of a block: a sequence shorter than this share of the longest starts another
-_TREE_ROWS = 128  # families of at most this size are computed whole, with a mask
+_TREE_ROWS = 128  # trees of at most this size are computed whole, with a mask
 
 
 class ScoreRules(NamedTuple):
@@ -51,7 +51,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TreeMask:
-    """Attention masks of the families of a block; all [b, 1, Q, Q]."""
+    """Attention masks of the trees of a block; all [b, 1, Q, Q]."""
 
     behind: Tensor  # int16; position of the query minus that of the key, -1 = masked
     bias: Tensor  # float32; 0 or -inf = masked
@@ -69,19 +69,16 @@ class Blocks:
     row_of_key: Tensor | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Spans:
-    """Span i holds the rows from bounds[i] to bounds[i + 1] (cu_seqlens)."""
+class FlatCalls(NamedTuple):
+    """The calls of a variable-length kernel, as three tensors: an operator takes no objects, and a
+    compiled layer must not depend on the number of calls. Call 0 is every segment with itself. Call
+    n is all rows below a segment at depth n - 1 with that segment."""
 
-    bounds: Tensor  # [spans + 1] int32
-    longest: int
-    num_rows: int = 0  # of all spans
-
-    @classmethod
-    def of(cls, lengths: np.ndarray, *, device: torch.device) -> "Spans":
-        ends = np.cumsum(lengths)
-        bounds = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(device)
-        return cls(bounds=bounds, longest=int(lengths.max()), num_rows=int(ends[-1]))
+    bounds: Tensor  # int32; of the spans of keys of call 0, those of queries, then of call 1, ...
+    rows: Tensor  # int64; of keys and queries that are not contiguous, in the same order
+    # [calls, 7] int64, on the host: number of spans; the longest span of keys, and of queries; the
+    # first row of keys, or -1 = in `rows`, and their number; the same for queries.
+    table: Tensor
 
 
 class PackedLayout:
@@ -99,25 +96,44 @@ class PackedLayout:
         parents = np.full(len(lengths), -1) if parents is None else np.asarray(parents, np.int64)
         self.lengths, self.parents = lengths, parents
         self.num_rows = int(lengths.sum())
-        self.num_parents = int(parents.max(initial=-1)) + 1
-        is_child = parents >= 0
-        children = slice(self.num_parents, self.num_parents + int(is_child.sum()))
-        assert is_child[children].all(), "children come right behind the parents"
-        assert (np.diff(parents[children]) >= 0).all(), "children lie in the order of the parents"
         self._device = device
-        self._starts = np.cumsum(lengths) - lengths
-        # Plain attributes, because compiled layers read them.
-        self.segments = Spans.of(lengths, device=device)
-        # One span per parent, and one per parent of all its children, which come next.
-        self.families: tuple[Spans, Spans] | None = None
-        if self.num_parents:
-            owned = np.bincount(parents[is_child], weights=lengths[children]).astype(np.int64)
-            shared = lengths[: self.num_parents]
-            self.families = Spans.of(shared, device=device), Spans.of(owned, device=device)
+        self._starts = np.concatenate([[0], np.cumsum(lengths)])
+        self._below = _numbers_below(parents)
+        # Of the first row of each segment; parents come before their children.
+        self.first_positions = np.zeros(len(lengths), np.int64)
+        depths = np.zeros(len(lengths), np.int64)
+        for n in np.flatnonzero(parents >= 0):
+            self.first_positions[n] = self.first_positions[parents[n]] + lengths[parents[n]]
+            depths[n] = depths[parents[n]] + 1
+        is_shared = np.diff(self._below).ravel() > 0
+        levels = range(int(depths[is_shared].max(initial=-1)) + 1)
+        # A plain attribute, because compiled layers read it.
+        self.calls = self._flat_calls([np.flatnonzero(is_shared & (depths == n)) for n in levels])
+        self.shares_rows = bool(levels)
         # The most rows that any row attends to, itself included.
-        self.longest = int((lengths + np.where(is_child, lengths[parents], 0)).max())
+        self.longest = int((lengths + self.first_positions).max())
         self.on_flash_gpu = (
             device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+        )
+
+    def _flat_calls(self, levels: Sequence[np.ndarray]) -> FlatCalls:
+        own = np.stack([self._starts[:-1], self._starts[1:]])
+        calls = [(own, own)]
+        calls += [(own[:, shared], self._starts[self._below[shared]].T) for shared in levels]
+        bounds, rows, table = [], [np.empty(0, np.int64)], []
+        for spans in calls:
+            lengths = [ends - begins for begins, ends in spans]
+            row = [len(lengths[0]), *(int(part.max()) for part in lengths)]
+            for (begins, ends), part in zip(spans, lengths, strict=True):
+                bounds += [[0], np.cumsum(part)]
+                touch = np.array_equal(begins[1:], ends[:-1])
+                row += [int(begins[0]) if touch else -1, int(part.sum())]
+                rows += [] if touch else map(np.arange, begins, ends)
+            table.append(row)
+        return FlatCalls(
+            bounds=self._tensor(np.concatenate(bounds).astype(np.int32)),
+            rows=self._tensor(np.concatenate(rows)),
+            table=torch.tensor(table),
         )
 
     @cached_property
@@ -141,89 +157,101 @@ class PackedLayout:
 
     @cached_property
     def sequences(self) -> tuple[list[Tensor], Tensor]:
-        """Every segment behind its parent, in groups that are padded at the end to equal lengths:
-        their rows [b, L] int64, where padding points at row 0, and the place [T] int64 of each row
-        in all groups end to end."""
-        whole = [self.rows_with_parent(n) for n in range(len(self.lengths))]
+        """Every path that no segment continues, in groups that are padded at the end to equal
+        lengths: their rows [b, L] int64, where padding points at row 0, and a place [T] int64 of
+        each row in all groups end to end."""
+        whole = [self.path(n) for n in np.flatnonzero(np.diff(self._below).ravel() == 0)]
         groups: list[np.ndarray] = []
         place_of_row, start = np.empty(self.num_rows, np.int64), 0
         for members in bucketed(np.array([len(rows) for rows in whole])):
             longest = len(whole[members[0]])
-            groups.append(_padded([whole[n] for n in members], longest))
-            for number, n in enumerate(members):
-                own = np.arange(len(whole[n]) - int(self.lengths[n]), len(whole[n]))
-                place_of_row[self._rows(n)] = start + number * longest + own
+            groups.append(_padded([whole[i] for i in members], longest))
+            for number, i in enumerate(members):
+                begin = start + number * longest
+                place_of_row[whole[i]] = np.arange(begin, begin + len(whole[i]))
             start += groups[-1].size
         return [self._tensor(rows.clip(0)) for rows in groups], self._tensor(place_of_row)
 
     def _tree_blocks(self) -> Iterator[tuple[Block, np.ndarray, np.ndarray]]:
-        """Small families whole: with few queries, a mask is cheaper than repeated keys."""
-        families = [
-            np.concatenate([self._rows(n) for n in (parent, *self._children(parent))])
-            for parent in self._small_families
+        """Small trees whole: with few queries, a mask is cheaper than repeated keys."""
+        trees = [
+            np.concatenate([self._rows(root), np.arange(*self._starts[self._below[root]])])
+            for root in self._small_trees
         ]
-        sizes = np.array([len(rows) for rows in families], np.int64)
+        sizes = np.array([len(rows) for rows in trees], np.int64)
         for members in bucketed(sizes):
             longest = int(sizes[members[0]])
-            rows = _padded([families[i] for i in members], longest)  # [b, Q]
+            rows = _padded([trees[i] for i in members], longest)  # [b, Q]
             behind = self._behind(rows)[:, None]
             bias = np.where(behind < 0, -np.inf, 0).astype(np.float32)
             mask = TreeMask(behind=self._tensor(behind), bias=self._tensor(bias))
             yield Block(shape=(*rows.shape, longest), mask=mask), rows, rows
 
     def _row_blocks(self) -> Iterator[tuple[Block, np.ndarray, np.ndarray]]:
-        """Segments without parents by length; children of large families by parent, then length."""
-        small = set(self._small_families)
-        numbers = np.arange(len(self.lengths))
-        alone = [n for n in numbers if self.parents[n] < 0 and n not in small]
-        large = [n for n in range(self.num_parents) if n not in small]
-        for parent, members in [(-1, alone), *((n, self._children(n)) for n in large)]:
-            members = np.asarray(members, np.int64)
+        """Segments outside of small trees: by parent, then by length."""
+        is_left = np.ones(len(self.lengths), bool)
+        for root in self._small_trees:
+            is_left[root] = is_left[slice(*self._below[root])] = False
+        for parent in np.unique(self.parents[is_left]):
+            members = np.flatnonzero(is_left & (self.parents == parent))
             for bucket in bucketed(self.lengths[members]):
                 chosen = members[bucket]
                 longest = int(self.lengths[chosen].max())
                 queries = _padded([self._rows(n) for n in chosen], longest)  # [b, Q]
                 keys = queries
                 if parent >= 0:
-                    shared = np.tile(self._rows(parent), (len(chosen), 1))
+                    shared = np.tile(self.path(parent), (len(chosen), 1))
                     keys = np.concatenate([shared, queries], axis=1)  # [b, K]
                 yield Block(shape=(*queries.shape, keys.shape[1])), queries, keys
 
     def _behind(self, rows: np.ndarray) -> np.ndarray:
-        """TreeMask.behind [b, Q, Q] int16 for rows [b, Q] of families."""
+        """TreeMask.behind [b, Q, Q] int16 for rows [b, Q] of trees."""
         is_real = rows >= 0
         segment_of_row = np.repeat(np.arange(len(self.lengths)), self.lengths)
         real = segment_of_row[rows]  # arbitrary for padding
-        within = np.where(is_real, rows - self._starts[real], 0)
-        parent = np.where(is_real, self.parents[real], -1)
-        position = within + np.where(parent >= 0, self.lengths[parent], 0)
+        position = np.where(is_real, rows - self._starts[real] + self.first_positions[real], 0)
         alone = -2 - np.arange(rows.shape[1])  # each padding row is a segment of its own
         segment = np.where(is_real, real, alone)
+        first, last = (np.where(is_real, self._below[real, i], 0) for i in (0, 1))
         behind = position[:, :, None] - position[:, None, :]
         same = segment[:, :, None] == segment[:, None, :]
-        visible = (same & (behind >= 0)) | (parent[:, :, None] == segment[:, None, :])
-        return np.where(visible, behind, -1).astype(np.int16)
+        continued = first[:, None, :] <= segment[:, :, None]
+        continued &= segment[:, :, None] < last[:, None, :]
+        return np.where((same & (behind >= 0)) | continued, behind, -1).astype(np.int16)
 
     @cached_property
-    def _small_families(self) -> list[int]:
-        sizes = self.lengths[: self.num_parents].copy()
-        has_parent = self.parents >= 0
-        np.add.at(sizes, self.parents[has_parent], self.lengths[has_parent])
-        return np.flatnonzero(sizes <= _TREE_ROWS).tolist()
-
-    def _children(self, parent: int) -> np.ndarray:
-        return np.flatnonzero(self.parents == parent)
+    def _small_trees(self) -> list[int]:
+        """The roots of trees that are computed whole."""
+        first, last = self._below.T
+        sizes = self.lengths + self._starts[last] - self._starts[first]
+        is_root = (self.parents < 0) & (last > first)
+        return np.flatnonzero(is_root & (sizes <= _TREE_ROWS)).tolist()
 
     def _rows(self, segment: int) -> np.ndarray:
-        return np.arange(self._starts[segment], self._starts[segment] + self.lengths[segment])
+        return np.arange(self._starts[segment], self._starts[segment + 1])
 
-    def rows_with_parent(self, segment: int) -> np.ndarray:
+    def path(self, segment: int) -> np.ndarray:
         """The rows that the last row of a segment attends to."""
-        parent, own = self.parents[segment], self._rows(segment)
-        return own if parent < 0 else np.concatenate([self._rows(parent), own])
+        parts = [self._rows(segment)]
+        while (segment := self.parents[segment]) >= 0:
+            parts.append(self._rows(segment))
+        return np.concatenate(parts[::-1])
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _numbers_below(parents: np.ndarray) -> np.ndarray:  # [S, 2] int64
+    """The first number of the segments below each, and the one after the last."""
+    ends = np.arange(1, len(parents) + 1)
+    below = np.stack([ends, ends], axis=1)
+    for n in np.flatnonzero(parents >= 0)[::-1]:
+        parent, end = parents[n], max(n + 1, below[n, 1])
+        if below[parent, 0] == below[parent, 1]:  # n is the last child
+            below[parent] = n, end
+        assert below[parent, 0] in (n, end), "what is below a segment is contiguous"
+        below[parent, 0] = n
+    return below
 
 
 def bucketed(lengths: np.ndarray) -> list[np.ndarray]:

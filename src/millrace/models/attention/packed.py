@@ -1,6 +1,6 @@
 """Causal attention over packed segments, as an attention function for transformers.
 
-Promise: a row attends only to its segment and that segment's parent, and scores of unrelated
+Promise: a row attends only to its segment and those that it continues, and scores of unrelated
 segments are never computed: memory grows with the sum of squared lengths at worst, not with the
 square of the sum. Window, softcap, sinks, scaling and grouped-query heads are supported. Dropout is
 not, because the trainer must reproduce the distribution that was sampled.
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from millrace.core.microbatch import Segments, common_prefix
 from millrace.models.attention.context import ContextGroup
-from millrace.models.attention.flash import flash_attention, flattened, packed_obstacle
+from millrace.models.attention.flash import flash_attention, packed_obstacle
 from millrace.models.attention.layout import Block, PackedLayout, ScoreRules
 from millrace.models.exact.attention import Tiles, attend_packed
 from millrace.models.exact.mode import ExactMode
@@ -94,7 +94,7 @@ def packed_attention(
     if query.is_cuda:
         obstacle = packed_obstacle(q, k, v, layout, rules)
     if obstacle is None:
-        out, _ = flash_attention(q, k, v, *flattened(layout), sliding_window, scale, s_aux)
+        out, _ = flash_attention(q, k, v, [*layout.calls], sliding_window, scale, s_aux)
     else:
         options = (layout, rules, obstacle)
         out: Any = _attend_in_blocks(q, k, v, *options)  # pyright: ignore[reportCallIssue]
@@ -203,9 +203,11 @@ def _score(
 ) -> list[ScoredTokens]:
     """All sequences in one pass; the first two share a prompt."""
     shared = common_prefix(*sequences[:2])
-    segments = Segments([sequences[0][:shared]])
-    rows = [segments.add(tokens, parent=0, shared=shared) for tokens in sequences[:2]]
-    rows += [segments.add(tokens, parent=-1, shared=0) for tokens in sequences[2:]]
+    segments = Segments()
+    prompt = segments.add(sequences[0][:shared])
+    added = [segments.add(tokens[shared:], parent=prompt) for tokens in sequences[:2]]
+    added += [segments.add(tokens) for tokens in sequences[2:]]
+    rows = [segments.paths[number] for number in added]
     lengths = [len(tokens) for tokens in segments.tokens]
     layout = PackedLayout(lengths, parents=segments.parents, device=model.device)
     with ExactMode(torch.float32) if exact else nullcontext():

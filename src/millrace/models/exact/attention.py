@@ -77,9 +77,8 @@ class Tiles(NamedTuple):
     @classmethod
     def packed(cls, layout: PackedLayout, device: torch.device) -> "Tiles":
         """Of a microbatch: a segment follows its parent."""
-        lengths, parents = layout.lengths, layout.parents
-        starts = np.where(parents >= 0, lengths[parents], 0)
-        keys = [layout.rows_with_parent(n) for n in range(len(lengths))]
+        lengths, starts = layout.lengths, layout.first_positions
+        keys = [layout.path(n) for n in range(len(lengths))]
         ends = np.cumsum(starts + lengths)
         numbers = (np.concatenate(keys), ends - starts - lengths)
         entries, offsets = (torch.from_numpy(n.astype(np.int64)).to(device) for n in numbers)
@@ -240,7 +239,7 @@ class _PackedAttention(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
     ) -> tuple[Any, ...]:
-        rules, spans = ctx.rules, flash.flattened(ctx.layout)
-        calls = flash.AttentionCalls.of(*spans, rules.window, rules.scale)
+        rules = ctx.rules
+        calls = flash.calls_of(ctx.layout.calls, window=rules.window, scale=rules.scale)
         tensors = (grad.contiguous(), *ctx.saved_tensors)
         return *flash.attend_backward(flash.FlashKernel(), *tensors, calls=calls), None, None, None

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from millrace.core.microbatch import Microbatch
+from millrace.core.microbatch import Microbatch, segment_order
 from millrace.core.records import Kept
 
-MAX_GROUPS = 3  # of each part: parents, their children, and other segments
+MAX_GROUPS = 3  # of each part: roots, what is below them, and segments that share nothing
 
 
 def joined(parts: Sequence[Microbatch]) -> tuple[Microbatch, list[tuple[int, int]]]:
@@ -31,10 +31,7 @@ def joined(parts: Sequence[Microbatch]) -> tuple[Microbatch, list[tuple[int, int
 
     lengths, parents = all_of("lengths"), shifted("parents", [len(p.lengths) for p in parts])
     predictors = shifted("predictors", [len(p.tokens) for p in parts])
-    # Parents come first, then their children, then the others.
-    kinds = np.where(parents >= 0, 1, 2)
-    kinds[parents[parents >= 0]] = 0
-    segments = np.argsort(kinds, kind="stable")
+    segments = segment_order(parents)
     new_segment = np.empty_like(segments)
     new_segment[segments] = np.arange(len(segments))
     rows = np.argsort(np.repeat(new_segment, lengths), kind="stable")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from millrace.core.errors import RunFailed
-from millrace.core.microbatch import Batch, Microbatch
+from millrace.core.microbatch import Batch, Microbatch, segment_order
 from millrace.core.records import Kept
 
 # Arrays with one row per trained token; some may be None.
@@ -128,11 +128,13 @@ def _token_fields(whole: Microbatch, chosen: np.ndarray | slice) -> dict[str, An
 
 
 def _in_order(whole: Microbatch, used: np.ndarray) -> np.ndarray:
-    """`used` segments and their parents in the order of a microbatch."""
-    children = used[whole.parents[used] >= 0]
-    parents = np.unique(whole.parents[children])
-    others = np.setdiff1d(used, np.concatenate([parents, children]))
-    return np.concatenate([parents, children, others])
+    """`used` segments and those that they continue, in the order of a microbatch."""
+    above = used
+    while (above := whole.parents[above]).max(initial=-1) >= 0:
+        above = above[above >= 0]
+        used = np.union1d(used, above)
+    parents = whole.parents[used]
+    return used[segment_order(np.where(parents >= 0, np.searchsorted(used, parents), -1))]
 
 
 def kept_rows(kept: Kept, chosen: np.ndarray) -> Kept:

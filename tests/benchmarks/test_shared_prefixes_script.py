@@ -1,0 +1,17 @@
+"""The workload of benchmarks/shared_prefixes.py, and the gradient that it compares."""
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from shared_prefixes import measure  # noqa: E402
+
+
+def test_trees_compute_fewer_rows_and_the_same_gradient():
+    options = {"turn_tokens": 8, "microbatch_tokens": 400, "device": "cpu", "dtype": None}
+    result = measure(Namespace(model="tiny", groups=1, repeats=1, **options))
+    assert result["rows_trees"] < result["rows_first_level"] < result["rows_unshared"]
+    assert result["gradient_error"] < 1e-5
