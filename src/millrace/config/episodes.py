@@ -87,12 +87,13 @@ class McpConfig(Section):
     url: str | None = None
     """URL of a server that speaks MCP over streamable HTTP."""
     env: dict[str, str] = Field(default={})
-    """Environment variables of the program, besides PATH, HOME and the like. Values may hold
-    "env:NAME"."""
+    """Environment variables of the program, besides PATH, HOME and the like. "env:NAME" in a value
+    stands for the variable NAME of the run, so that the settings hold no secret."""
     headers: dict[str, str] = Field(default={})
-    """HTTP headers of requests to the url. Values may hold "env:NAME"."""
+    """HTTP headers of requests to the url, such as {Authorization = "Bearer env:TOKEN"}, where
+    env:TOKEN stands for the variable TOKEN of the run."""
     tools: tuple[str, ...] | None = None
-    """Names of the server's tools that are offered. By default all of them."""
+    """Names of the server's tools that the model may call. By default all of them."""
 
 
 class _RoleEngineConfig(EngineConfig):
@@ -110,7 +111,8 @@ class RoleModelConfig(Section):
     takes the keys of [engine], such as count and options, except max_count, remote, kv and
     adapters."""
     trust_remote_code: bool = False
-    """Permission to run Python code from this model's directory."""
+    """Permission to run Python code from this model's directory. Enable it only for models whose
+    code you have read."""
     template: dict[str, Any] = Field(default={})
     """Variables of this model's chat template, such as {enable_thinking = false}."""
 
@@ -139,10 +141,11 @@ class EnvironmentConfig(Section):
     """Program and its arguments that play an episode through the OpenAI API, instead of a
     function. Each environment process runs at most 32 at a time; see docs/how-to/serve.md."""
     score: str | None = None
-    """Function `score(task, result)` that rewards what a command did, as "module:name" or
-    "file.py:name". By default the scorers do."""
+    """Function `score(task, result)` that rewards an episode of environment.command, as
+    "module:name" or "file.py:name". By default the scorers reward it."""
     columns: tuple[str, ...] = ()
-    """Names of task columns that a command receives besides the prompt."""
+    """Names of task columns that environment.command receives besides the prompt. By default it
+    receives none, so that it cannot read the answer."""
     mcp: tuple[McpConfig, ...] = ()
     """MCP servers whose tools are `agent.tools`. Without a function, the model chats and calls
     them until it calls none, and the scorers reward. It needs the extra millrace[mcp]."""
@@ -150,20 +153,21 @@ class EnvironmentConfig(Section):
     """Address "HOST:PORT" at which external programs fetch tasks and post groups, instead of a
     function or a command; see docs/how-to/external-environments.md."""
     workers: NonNegativeInt = 0
-    """Number of processes on this host that run the environment. With 0, and no remote ones,
-    a thread of the controller runs it; see docs/how-to/environments.md."""
+    """Number of processes on this host that run the environment. If this and environment.remote
+    are 0, a thread of the controller runs it; see docs/how-to/environments.md."""
     remote: NonNegativeInt = 0
     """Number of processes that run the environment on other hosts, which bring them with
     `millrace join --role environment`."""
     max_turns: PositiveInt = 32
     """Maximum number of model replies in an episode."""
     episode_timeout_s: PositiveFloat | None = None
-    """Time limit for an episode in seconds. A longer episode is ended and marked. By default
-    there is none, and 600 for a command."""
+    """Time limit for an episode in seconds. A longer episode is ended and marked. By default 600
+    with environment.command, and no limit otherwise."""
     turn_timeout_s: PositiveFloat | None = None
-    """Time limit for one model reply in seconds. By default there is none."""
+    """Time limit for one model reply in seconds. A longer reply ends its episode, which is marked.
+    By default there is no limit."""
     ended_reward: Float = 0.0
-    """Reward of an episode that reached a limit or the end of the context."""
+    """Reward of an episode that reached its limit of turns or time, or the end of the context."""
     tool_timeout_s: PositiveFloat = 30.0
     """Time limit for one tool call in seconds. The model gets an error if it is exceeded."""
     history: Literal["template", "sampled"] = "template"
@@ -296,7 +300,7 @@ class EvaluateConfig(TaskPlace):
     max_tasks: PositiveInt = 256
     """Maximum number of held-out tasks that are evaluated: the first ones."""
     samples: PositiveInt = 1
-    """Number of episodes per task, for mean@k and pass@k."""
+    """Number of episodes per held-out task, for mean@k and pass@k."""
     temperature: NonNegativeFloat | None = None
     """Sampling temperature of evaluations; 0 = greedy. By default 0 for one sample, and
     sampling.temperature for several."""

@@ -97,8 +97,8 @@ class EngineConfig(Section):
     other models leave free, and 1 if they leave none."""
     max_count: PositiveInt | None = None
     """Maximum number of engines while the run lasts: one is added when the trainer has waited for
-    more than 30 % of 30 seconds, and removed again when a whole batch waits all the time. None =
-    engine.count and engine.remote stay as they are."""
+    more than 30 % of 30 seconds, and removed again when a whole batch waits all the time. By
+    default their number stays that of engine.count and engine.remote."""
     remote: NonNegativeInt = 0
     """Number of additional engines that other hosts bring with `millrace join`; see
     docs/how-to/join-hosts.md."""

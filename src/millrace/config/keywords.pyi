@@ -76,11 +76,11 @@ class BufferSettings(TypedDict, total=False):
     """Maximum staleness of a trained token: the trainer's version minus the version that sampled
     it. 0 = strictly on-policy."""
     staleness: str | Mapping[str, Any]
-    """Tokens of a group to which max_staleness applies: "oldest" = every token, "mean" = their
-    average, {type = "share", max_share = 0.1} = all but this share of them, from 0 to below
-    1. The key enforce says what happens to groups that run for too long: "wait" (the default)
-    = a batch waits for them, "cancel" = they are cancelled and tried again, "take" = they are
-    dropped when they reach the buffer; see docs/explanation/buffer.md."""
+    """Tokens of a group to which buffer.max_staleness applies: "oldest" = every token, "mean" =
+    their average, {type = "share", max_share = 0.1} = all but this share of them, from 0 to
+    below 1. The key enforce says what happens to groups that run for too long: "wait" (the
+    default) = a batch waits for them, "cancel" = they are cancelled and tried again, "take" =
+    they are dropped when they reach the buffer; see docs/explanation/buffer.md."""
     order: str | Mapping[str, Any]
     """Order in which waiting groups are trained: "oldest", "freshest", "ready" (first come,
     first served), "in_order" (by task; a batch waits for earlier groups that still run),
@@ -91,7 +91,7 @@ class BufferSettings(TypedDict, total=False):
 
 class MeshSettings(TypedDict, total=False):
     dp_replicate: int
-    """Number of copies of the sharded model (HSDP)."""
+    """Number of copies of the sharded model (HSDP). Each copy trains on its share of a batch."""
     dp_shard: int | Literal["auto"]
     """Number of ranks that FSDP shards weights, gradients and optimizer state over. "auto" is
     trainer.ranks / (dp_replicate * cp * tp)."""
@@ -115,7 +115,7 @@ class TrainerSettings(TypedDict, total=False):
     minibatches: int
     """Number of optimizer updates per step, each on its share of the groups."""
     epochs: int
-    """Number of passes over the minibatches of a step."""
+    """Number of passes over the groups of a step, each in trainer.minibatches updates."""
     microbatch_tokens: int
     """Token budget of one rank in one forward and backward pass; the trainer.mesh.cp ranks that
     share a pass add theirs up. It bounds memory and does not change the result; a longer
@@ -144,8 +144,8 @@ class TrainerSettings(TypedDict, total=False):
     """Number of processes that train together, one per GPU (placement.trainer). "auto" is half
     of the GPUs of this host, or more if the model needs them."""
     remote: int
-    """Number of these ranks, the last ones, that other hosts bring with `millrace join --role
-    trainer`; see docs/how-to/join-hosts.md."""
+    """Number of ranks, the last ones of trainer.ranks, that other hosts bring with `millrace
+    join --role trainer`; see docs/how-to/join-hosts.md."""
     mesh: MeshSettings
     """Division of the work among the ranks. dp_replicate * dp_shard * cp * tp is trainer.ranks."""
 
@@ -159,12 +159,14 @@ class OptimizerSettings(TypedDict, total=False):
     needs small steps, and 1e-4 with [lora], whose low-rank factors start at zero and need
     larger ones."""
     schedule: Literal["constant", "linear", "cosine"]
-    """Shape of the learning rate after the warm-up, over trainer.steps."""
+    """Shape of the learning rate after optimizer.warmup_steps: it stays at its peak
+    ("constant"), or falls until the end of trainer.steps, evenly ("linear") or along a cosine
+    ("cosine")."""
     warmup_steps: int
     """Number of first steps in which the learning rate rises linearly to its peak."""
     min_lr_ratio: float
-    """Learning rate at the end of a linear or cosine schedule, as a share of learning_rate from
-    0 to 1."""
+    """Learning rate at the end of a linear or cosine schedule, as a share of
+    optimizer.learning_rate from 0 to 1."""
     betas: Sequence[float]
     """Decay rates of AdamW's first and second moment, each from 0 to below 1."""
     weight_decay: float
@@ -196,14 +198,14 @@ class LoraSettings(TypedDict, total=False):
     rank: int
     """Rank of the adapter matrices."""
     alpha: float
-    """Scale of the update, above 0: it is multiplied by alpha / rank."""
+    """Scale of the adapter, above 0: its product is multiplied by lora.alpha / lora.rank."""
     target_modules: str | Sequence[str]
     """Names of the layers to adapt, such as "q_proj" or "experts.down_proj". "all-linear" =
     every linear layer except the head, and in a mixture of experts the weights of all
     experts."""
     rslora: bool
-    """Rank-stabilized scaling: alpha / sqrt(rank) instead of alpha / rank, so that a higher rank
-    does not learn more slowly."""
+    """Rank-stabilized scaling: lora.alpha / sqrt(lora.rank) instead of lora.alpha / lora.rank,
+    so that a higher rank does not learn more slowly."""
     dora: bool
     """Weight-decomposed adaptation (DoRA): the length of each row of the updated weights is
     trained too."""
@@ -245,7 +247,7 @@ class EngineSettings(TypedDict, total=False):
     max_count: int | None
     """Maximum number of engines while the run lasts: one is added when the trainer has waited
     for more than 30 % of 30 seconds, and removed again when a whole batch waits all the time.
-    None = engine.count and engine.remote stay as they are."""
+    By default their number stays that of engine.count and engine.remote."""
     remote: int
     """Number of additional engines that other hosts bring with `millrace join`; see docs/how-
     to/join-hosts.md."""
@@ -353,7 +355,7 @@ class EvaluateSettings(TypedDict, total=False):
     max_tasks: int
     """Maximum number of held-out tasks that are evaluated: the first ones."""
     samples: int
-    """Number of episodes per task, for mean@k and pass@k."""
+    """Number of episodes per held-out task, for mean@k and pass@k."""
     temperature: float | None
     """Sampling temperature of evaluations; 0 = greedy. By default 0 for one sample, and
     sampling.temperature for several."""
@@ -366,8 +368,8 @@ class MonitoringSettings(TypedDict, total=False):
     """Progress in the terminal: "live" = a view that is redrawn, "lines" = one line per step.
     "auto" is live in a terminal and lines elsewhere."""
     samples_per_step: int
-    """Number of episodes written to rollouts/ at each step, with the numbers of their tokens. 0
-    also turns off lifecycle/, the times of all groups."""
+    """Number of episodes written to rollouts/ at each step, with logprobs, advantages and
+    versions of their tokens. 0 also turns off lifecycle/, the times of all groups."""
     record_episodes: int
     """Number of episodes of an environment written to episodes/ at each step, in full, for
     `millrace replay`."""

@@ -83,8 +83,8 @@ class MonitoringConfig(Section):
     """Progress in the terminal: "live" = a view that is redrawn, "lines" = one line per step.
     "auto" is live in a terminal and lines elsewhere."""
     samples_per_step: NonNegativeInt = 4
-    """Number of episodes written to rollouts/ at each step, with the numbers of their tokens.
-    0 also turns off lifecycle/, the times of all groups."""
+    """Number of episodes written to rollouts/ at each step, with logprobs, advantages and versions
+    of their tokens. 0 also turns off lifecycle/, the times of all groups."""
     record_episodes: NonNegativeInt = 0
     """Number of episodes of an environment written to episodes/ at each step, in full, for
     `millrace replay`."""

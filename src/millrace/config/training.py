@@ -73,11 +73,11 @@ class BufferConfig(Section):
     """Maximum staleness of a trained token: the trainer's version minus the version that sampled
     it. 0 = strictly on-policy."""
     staleness: Plugin = Field(default={"type": "oldest"})
-    """Tokens of a group to which max_staleness applies: "oldest" = every token, "mean" = their
-    average, {type = "share", max_share = 0.1} = all but this share of them, from 0 to below 1. The
-    key enforce says what happens to groups that run for too long: "wait" (the default) = a batch
-    waits for them, "cancel" = they are cancelled and tried again, "take" = they are dropped when
-    they reach the buffer; see docs/explanation/buffer.md."""
+    """Tokens of a group to which buffer.max_staleness applies: "oldest" = every token, "mean" =
+    their average, {type = "share", max_share = 0.1} = all but this share of them, from 0 to below
+    1. The key enforce says what happens to groups that run for too long: "wait" (the default) = a
+    batch waits for them, "cancel" = they are cancelled and tried again, "take" = they are dropped
+    when they reach the buffer; see docs/explanation/buffer.md."""
     order: Plugin = Field(default={"type": "oldest"})
     """Order in which waiting groups are trained: "oldest", "freshest", "ready" (first come, first
     served), "in_order" (by task; a batch waits for earlier groups that still run), "difficulty"
@@ -128,7 +128,7 @@ class BufferConfig(Section):
 
 class MeshConfig(Section):
     dp_replicate: PositiveInt = 1
-    """Number of copies of the sharded model (HSDP)."""
+    """Number of copies of the sharded model (HSDP). Each copy trains on its share of a batch."""
     dp_shard: PositiveIntOrAuto = "auto"
     """Number of ranks that FSDP shards weights, gradients and optimizer state over. "auto" is
     trainer.ranks / (dp_replicate * cp * tp)."""
@@ -152,7 +152,7 @@ class TrainerConfig(Section):
     minibatches: PositiveInt = 1
     """Number of optimizer updates per step, each on its share of the groups."""
     epochs: PositiveInt = 1
-    """Number of passes over the minibatches of a step."""
+    """Number of passes over the groups of a step, each in trainer.minibatches updates."""
     microbatch_tokens: PositiveInt = 8192
     """Token budget of one rank in one forward and backward pass; the trainer.mesh.cp ranks that
     share a pass add theirs up. It bounds memory and does not change the result; a longer sequence
@@ -181,8 +181,8 @@ class TrainerConfig(Section):
     """Number of processes that train together, one per GPU (placement.trainer). "auto" is half of
     the GPUs of this host, or more if the model needs them."""
     remote: NonNegativeInt = 0
-    """Number of these ranks, the last ones, that other hosts bring with `millrace join --role
-    trainer`; see docs/how-to/join-hosts.md."""
+    """Number of ranks, the last ones of trainer.ranks, that other hosts bring with `millrace join
+    --role trainer`; see docs/how-to/join-hosts.md."""
     mesh: MeshConfig = MeshConfig()
     """Division of the work among the ranks. dp_replicate * dp_shard * cp * tp is trainer.ranks."""
 
@@ -211,12 +211,13 @@ class OptimizerConfig(Section):
     needs small steps, and 1e-4 with [lora], whose low-rank factors start at zero and need larger
     ones."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up, over trainer.steps."""
+    """Shape of the learning rate after optimizer.warmup_steps: it stays at its peak ("constant"),
+    or falls until the end of trainer.steps, evenly ("linear") or along a cosine ("cosine")."""
     warmup_steps: NonNegativeInt = 0
     """Number of first steps in which the learning rate rises linearly to its peak."""
     min_lr_ratio: Share = 0.0
-    """Learning rate at the end of a linear or cosine schedule, as a share of learning_rate from 0
-    to 1."""
+    """Learning rate at the end of a linear or cosine schedule, as a share of
+    optimizer.learning_rate from 0 to 1."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moment, each from 0 to below 1."""
     weight_decay: NonNegativeFloat = 0.0
@@ -258,13 +259,13 @@ class LoraConfig(Section):
     rank: PositiveInt = 16
     """Rank of the adapter matrices."""
     alpha: PositiveFloat = 32.0
-    """Scale of the update, above 0: it is multiplied by alpha / rank."""
+    """Scale of the adapter, above 0: its product is multiplied by lora.alpha / lora.rank."""
     target_modules: Annotated[tuple[str, ...], OneOrMore, Field(min_length=1)] = (ALL_LINEAR,)
     """Names of the layers to adapt, such as "q_proj" or "experts.down_proj". "all-linear" = every
     linear layer except the head, and in a mixture of experts the weights of all experts."""
     rslora: bool = False
-    """Rank-stabilized scaling: alpha / sqrt(rank) instead of alpha / rank, so that a higher rank
-    does not learn more slowly."""
+    """Rank-stabilized scaling: lora.alpha / sqrt(lora.rank) instead of lora.alpha / lora.rank, so
+    that a higher rank does not learn more slowly."""
     dora: bool = False
     """Weight-decomposed adaptation (DoRA): the length of each row of the updated weights is
     trained too."""
