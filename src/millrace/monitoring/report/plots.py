@@ -134,7 +134,7 @@ def _staleness(figure: "Figure", rows: Sequence[dict[str, Any]]) -> None:
     axes.set_xlabel("trainer version minus the version that sampled the token")
     axes.set_ylabel("share of tokens")
     axes.set_xlim(-0.9, most + 0.9)
-    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     axes.margins(y=0.12)
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.3g}%")
     axes.grid(axis="y")
