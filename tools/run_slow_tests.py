@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 
 def run(*arguments: str) -> tuple[int, list[str]]:
     """Run pytest; return its exit code and the ids of the tests that failed."""
-    command = [sys.executable, "-m", "pytest", "-m", "slow", "-rfE", "--timeout", "300", *arguments]
+    options = ("-rfE", "--timeout", "300", "--durations", "40", "--durations-min", "10")
+    command = [sys.executable, "-m", "pytest", "-m", "slow", *options, *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     failed = []
