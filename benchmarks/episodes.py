@@ -154,7 +154,7 @@ async def measure(num_workers: int, args: argparse.Namespace, folder: Path) -> d
 
     async with episode_host(num_workers, tokenizer, folder) as host:
         player = Player(
-            environment=FunctionEnvironment(host, renderer=renderer),
+            environment=FunctionEnvironment(host, renderer=renderer, tool_format="hermes"),
             engine=engine,  # pyright: ignore[reportArgumentType]
             renderer=renderer,
             sampling=Sampling(),

@@ -100,7 +100,7 @@ async def agent_on(
         seed=seed,
         wants_routes=True,
     )
-    model = role_model(renderer, max_context=policy.max_context)
+    model = role_model(renderer, max_context=policy.max_context, tool_format="hermes")
     settings = EpisodeSettings(
         name=policy.name,
         index=0,

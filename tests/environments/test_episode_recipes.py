@@ -166,7 +166,7 @@ async def test_turns_of_other_models_before_a_pivot_are_shared_and_never_branche
     hints = itertools.count()
     guide = ChatEngine(lambda _: f"hint {next(hints)}", family="llama3")
     renderer = Renderer(TOKENIZERS["llama3"])
-    model = role_model(renderer, path="llama", max_context=2000)
+    model = role_model(renderer, path="llama", tool_format="llama3", max_context=2000)
     engine = BranchingEngine()
     others = {"llama": (model, guide)}
     recipe = Pivot(branches=3)

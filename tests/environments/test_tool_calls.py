@@ -28,9 +28,9 @@ SCHEMA = {
         ("mistral", "mistral"),
     ],
 )
-def test_format_is_recognised_by_the_chat_template(family: str, name: str):
+def test_auto_format_is_recognised_by_the_chat_template(family: str, name: str):
     template = tokenizer_of(FAMILIES[family]).chat_template
-    assert format_of(template) is FORMATS[name]
+    assert format_of("auto", template=template) is FORMATS[name]
 
 
 WRITTEN = {

@@ -17,6 +17,7 @@ from millrace.config.section import (
 )
 
 HUB = "hub:"
+ToolFormatName = Literal["auto", "hermes", "llama3", "mistral", "gemma"]
 # Keys of [engine] that only the policy's engines have.
 OF_POLICY = ("max_count", "remote", "kv", "adapters")
 
@@ -170,6 +171,9 @@ class EnvironmentConfig(Section):
     """Reward of an episode that reached its limit of turns or time, or the end of the context."""
     tool_timeout_s: PositiveFloat = 30.0
     """Time limit for one tool call in seconds. The model gets an error if it is exceeded."""
+    tool_format: ToolFormatName = "auto"
+    """Format of the model's tool calls. "auto" recognises it by the chat template, and takes
+    "hermes" if it recognises none."""
     history: Literal["template", "sampled"] = "template"
     """Treatment of earlier turns that the chat template renders differently later (some templates
     drop reasoning): "template" starts a new branch with that rendering, "sampled" continues after

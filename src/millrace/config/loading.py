@@ -24,7 +24,6 @@ _COMMANDS = {"environment.command", "environment.mcp.command", "engine.options.p
 # Keys of earlier versions: the former default, which may stay, and what took its place.
 _REMOVED: dict[str, tuple[Any, str]] = {
     "environment.max_programs": (32, "each process of environment.workers runs up to 32 programs"),
-    "environment.tool_format": ("auto", "it follows from the chat template of the model"),
     "rollout.redundancy": (0, "set rollout.oversample, and rollout.selection to 'fastest'"),
     "weights.timeout_s": (60.0, "it is a fifth of supervision.hang_timeout_s"),
 }

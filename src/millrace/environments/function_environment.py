@@ -47,6 +47,7 @@ from millrace.environments.rollouts.partial_rollouts import Expired
 from millrace.environments.rollouts.player import GroupPolicy
 from millrace.environments.rollouts.renderer import History, Renderer, RoleModel, role_model
 from millrace.environments.threads import LoopThread, on_loop
+from millrace.environments.tools.calls import ToolFormatName
 from millrace.environments.tools.functions import run_tool
 from millrace.scoring.functions.user_function import is_async
 
@@ -235,7 +236,9 @@ class EpisodeRunner:
     ) -> PlayedEpisode:
         """Play episode `index` of the group; the others as in EpisodePlan."""
         policy, env = self.policy, self.environment
-        model = role_model(env.renderer, max_context=policy.max_context)
+        model = role_model(
+            env.renderer, max_context=policy.max_context, tool_format=env.tool_format
+        )
         settings = EpisodeSettings(
             name=policy.name,
             index=index,
@@ -294,6 +297,7 @@ class FunctionEnvironment:
     limits: EpisodeLimits = field(default_factory=EpisodeLimits)
     redundancy: int = 0  # extra episodes per training group; the slowest are cancelled
     ended_reward: float = 0.0  # reward of an episode that reached a limit
+    tool_format: ToolFormatName = "auto"
     history: History = "template"
     policies: tuple[str, ...] = ()  # see EpisodeSettings
     lagged: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])

@@ -166,6 +166,7 @@ async def open_environment(
             limits=EpisodeLimits(**limits),
             redundancy=config.rollout.num_cancelled,
             ended_reward=settings.ended_reward,
+            tool_format=settings.tool_format,
             history=settings.history,
             recipe=prepared.recipe,
             policies=tuple(config.policies),

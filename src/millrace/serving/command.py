@@ -74,7 +74,7 @@ async def _serve(settings: ServeSettings) -> None:
             max_context=max_context,
             max_sequences=max(1, settings.engines) * config.engine.max_sequences,
             separates_clients=len(settings.keys) > 1,
-            tool_format=format_of(str(tokenizer.chat_template or "")),
+            tool_format=format_of("auto", template=str(tokenizer.chat_template or "")),
             metrics=metrics,
         )
         async with _score_pool(

@@ -27,6 +27,7 @@ from millrace.environments.tools.calls import (
     FORMATS,
     Schemas,
     ToolFormat,
+    ToolFormatName,
     format_of,
 )
 from millrace.models.directory import check_directory, context_length, load_tokenizer
@@ -128,11 +129,13 @@ class RoleModel:
         return FORMATS[self.row.tool_format]
 
 
-def role_model(renderer: Renderer, *, path: str = "", max_context: int) -> RoleModel:
+def role_model(
+    renderer: Renderer, *, path: str = "", max_context: int, tool_format: ToolFormatName = "auto"
+) -> RoleModel:
     row = ModelRow(
         path=path,
         max_context=max_context,
-        tool_format=format_of(renderer.chat_template).name,
+        tool_format=format_of(tool_format, template=renderer.chat_template).name,
         template=renderer.template_settings,
     )
     return RoleModel(row, renderer)

@@ -18,10 +18,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from millrace.core.records import Message
 
+ToolFormatName = Literal["auto", "hermes", "llama3", "mistral", "gemma"]
 Schemas = Sequence[Mapping[str, Any]]
 NamedArguments = tuple[str, dict[str, Any]]  # of a call
 
@@ -181,8 +182,10 @@ class Gemma(ToolFormat):
 FORMATS: dict[str, ToolFormat] = {f.name: f for f in (Hermes(), Mistral(), Llama3(), Gemma())}
 
 
-def format_of(template: str) -> ToolFormat:
-    """The format, recognised by a marker in the chat template; hermes if there is none."""
+def format_of(name: ToolFormatName, *, template: str) -> ToolFormat:
+    """Return the format; "auto" recognises it by markers in the template, else takes hermes."""
+    if name != "auto":
+        return FORMATS[name]
     return next((f for f in FORMATS.values() if f.marker in template), FORMATS["hermes"])
 
 

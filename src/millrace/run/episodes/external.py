@@ -87,7 +87,9 @@ async def external_server(
         adapters=tuple(config.engine.adapters),
         max_context=prepared.max_context,
         max_sequences=count * config.engine.max_sequences,
-        tool_format=format_of(prepared.renderer.chat_template),
+        tool_format=format_of(
+            config.environment.tool_format, template=prepared.renderer.chat_template
+        ),
         metrics=ServerMetrics(),
     )
     app = make_app(
