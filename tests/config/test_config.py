@@ -53,11 +53,11 @@ def test_unknown_key_is_reported_with_the_nearest_one(table, message):
 
 
 def test_removed_key_is_accepted_only_with_its_former_default():
-    assert sentence_of({"environment": {"max_programs": 8}}) == (
-        "Setting 'environment.max_programs' was removed: each process of environment.workers runs"
-        " up to 32 programs."
+    assert sentence_of({"rollout": {"redundancy": 2}}) == (
+        "Setting 'rollout.redundancy' was removed: set rollout.oversample, and rollout.selection to"
+        " 'fastest'."
     )
-    given = load_config({"model": "m", "environment": {"max_programs": 32}})
+    given = load_config({"model": "m", "rollout": {"redundancy": 0}, "weights": {"timeout_s": 60}})
     assert given == load_config({"model": "m"})
 
 

@@ -140,13 +140,16 @@ class EnvironmentConfig(Section):
     one prompt and one completion; see docs/how-to/environments.md."""
     command: tuple[str, ...] = ()
     """Program and its arguments that play an episode through the OpenAI API, instead of a
-    function. Each environment process runs at most 32 at a time; see docs/how-to/serve.md."""
+    function; see docs/how-to/serve.md."""
     score: str | None = None
     """Function `score(task, result)` that rewards an episode of environment.command, as
     "module:name" or "file.py:name". By default the scorers reward it."""
     columns: tuple[str, ...] = ()
     """Names of task columns that environment.command receives besides the prompt. By default it
     receives none, so that it cannot read the answer."""
+    max_programs: PositiveInt = 32
+    """Maximum number of programs of environment.command that run at the same time, in all
+    environment processes together."""
     mcp: tuple[McpConfig, ...] = ()
     """MCP servers whose tools are `agent.tools`. Without a function, the model chats and calls
     them until it calls none, and the scorers reward. It needs the extra millrace[mcp]."""

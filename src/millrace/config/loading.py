@@ -23,7 +23,6 @@ _MODELS = {"model", "model.path", "critic.path", "scorers.model"}
 _COMMANDS = {"environment.command", "environment.mcp.command", "engine.options.python"}
 # Keys of earlier versions: the former default, which may stay, and what took its place.
 _REMOVED: dict[str, tuple[Any, str]] = {
-    "environment.max_programs": (32, "each process of environment.workers runs up to 32 programs"),
     "rollout.redundancy": (0, "set rollout.oversample, and rollout.selection to 'fastest'"),
     "weights.timeout_s": (60.0, "it is a fifth of supervision.hang_timeout_s"),
 }

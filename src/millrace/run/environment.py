@@ -56,6 +56,7 @@ def build_environment(
             score=None if settings.score is None else resolve_function(settings.score),
             columns=settings.columns,
             timeout_s=settings.episode_timeout_s or PROGRAM_TIMEOUT_S,
+            max_running=settings.max_programs,
             log=logs / "programs.log",
         )
     servers = [McpServer(**row.model_dump(), log=logs / "mcp.log") for row in settings.mcp]

@@ -99,7 +99,6 @@ def _kill(transport: asyncio.SubprocessTransport) -> None:
 
 
 PROGRAM_TIMEOUT_S = 600.0
-MAX_RUNNING = 32  # each is a process, which competes with the run for cores and memory
 _TAIL_CHARS = 4000  # of stderr in the log of crashes
 
 
@@ -113,7 +112,7 @@ class CommandEnvironment:
         score: Callable[[Task, ProgramResult], Any] | None = None,
         columns: Sequence[str] = (),
         timeout_s: float = PROGRAM_TIMEOUT_S,
-        max_running: int = MAX_RUNNING,
+        max_running: int = 32,
         log: Path | None = None,
     ) -> None:
         """`score` rewards the result of the program, sync or async; None leaves that to the
