@@ -52,6 +52,14 @@ def test_unknown_key_is_reported_with_the_nearest_one(table, message):
     assert message in sentence_of(table)
 
 
+@pytest.mark.parametrize(
+    ("hang_s", "limit_s"), [(3.0, 3.0), (60.0, 60.0), (300.0, 60.0), (1000.0, 200.0)]
+)
+def test_weight_updates_have_a_minute_unless_workers_hang_much_earlier_or_later(hang_s, limit_s):
+    config = load_config({"model": "m", "supervision": {"hang_timeout_s": hang_s}})
+    assert config.supervision.transfer_timeout_s == limit_s
+
+
 def test_removed_key_is_accepted_only_with_its_former_default():
     assert sentence_of({"rollout": {"redundancy": 2}}) == (
         "Setting 'rollout.redundancy' was removed: set rollout.oversample, and rollout.selection to"

@@ -73,7 +73,7 @@ def test_replaced_engine_and_trainer_reconnect_over_each_transport(start, transp
         trainer={"steps": 12, "groups_per_step": 2},
         checkpoint={"every_steps": 5},
         weights={"transport": transport, "payload": "delta"},
-        supervision={"hang_timeout_s": 25.0},  # a broadcast fails after 5 s
+        supervision={"hang_timeout_s": 25.0},  # and of a broadcast
         engine={"count": 2},
     )
     for step, victim in ((2, "engine-1"), (5, "trainer"), (8, "engine-0")):

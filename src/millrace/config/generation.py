@@ -155,5 +155,5 @@ class WeightsConfig(Section):
     run_dir."""
     notify: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+\S*$")], ...] = ()
     """URLs that receive {"version", "path"} by POST for every version, with transport "disk":
-    external engines use them. The files stay until the URLs answer, at most a fifth of
-    supervision.hang_timeout_s."""
+    external engines use them. The files stay until the URLs answer, at most 60 seconds
+    (see supervision.hang_timeout_s)."""

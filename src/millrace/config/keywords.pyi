@@ -292,8 +292,8 @@ class WeightsSettings(TypedDict, total=False):
     run_dir."""
     notify: str | Sequence[str]
     """URLs that receive {"version", "path"} by POST for every version, with transport "disk":
-    external engines use them. The files stay until the URLs answer, at most a fifth of
-    supervision.hang_timeout_s."""
+    external engines use them. The files stay until the URLs answer, at most 60 seconds (see
+    supervision.hang_timeout_s)."""
 
 class PlacementSettings(TypedDict, total=False):
     trainer: str | Sequence[str]
@@ -416,8 +416,9 @@ class SupervisionSettings(TypedDict, total=False):
     """Time in seconds without progress after which a worker with work to do counts as dead; its
     stacks are written to its log. Before its first computation, cluster.start_timeout_s is
     added. The run stops after twice this time, and at least 600 seconds, without a completed
-    step. A weight update fails after a fifth of this time, and at least 5 seconds: a
-    broadcast that an engine does not receive, or a full disk."""
+    step. A weight update that an engine does not receive, or for which the disk is full,
+    fails after 60 seconds: after a fifth of this time if that is more, or this time if it is
+    less."""
 
 class TrainArguments(TypedDict, total=False):
     run_dir: str

@@ -24,7 +24,7 @@ _COMMANDS = {"environment.command", "environment.mcp.command", "engine.options.p
 # Keys of earlier versions: the former default, which may stay, and what took its place.
 _REMOVED: dict[str, tuple[Any, str]] = {
     "rollout.redundancy": (0, "set rollout.oversample, and rollout.selection to 'fastest'"),
-    "weights.timeout_s": (60.0, "it is a fifth of supervision.hang_timeout_s"),
+    "weights.timeout_s": (60.0, "it follows from supervision.hang_timeout_s"),
 }
 _POLICY = re.compile(r"^policies\.[^.]+\.")  # its table takes tables of the run
 _ROLE = re.compile(r"^environment\.models\.[^.]+\.")  # its table takes the keys of [engine]

@@ -27,7 +27,7 @@ MIN_JOIN_TIMEOUT_S = 600.0  # people start `millrace join` by hand, on one host 
 # A lost trainer is found within hang_timeout_s, starts again, and redoes its steps; only then is a
 # run that completes no step stuck.
 MIN_STALL_TIMEOUT_S = 600.0
-MIN_TRANSFER_TIMEOUT_S = 5.0  # below that, a busy host alone makes transfers fail
+TRANSFER_TIMEOUT_S = 60.0  # of a weight update; a whole model must pass a slow network or disk
 FULL_LEARNING_RATE = 1e-6
 LORA_LEARNING_RATE = 1e-4
 
@@ -153,12 +153,12 @@ class SupervisionConfig(Section):
     """Time in seconds without progress after which a worker with work to do counts as dead; its
     stacks are written to its log. Before its first computation, cluster.start_timeout_s is
     added. The run stops after twice this time, and at least 600 seconds, without a completed
-    step. A weight update fails after a fifth of this time, and at least 5 seconds: a broadcast that
-    an engine does not receive, or a full disk."""
+    step. A weight update that an engine does not receive, or for which the disk is full, fails
+    after 60 seconds: after a fifth of this time if that is more, or this time if it is less."""
 
     @property
     def transfer_timeout_s(self) -> float:
-        return max(MIN_TRANSFER_TIMEOUT_S, self.hang_timeout_s / 5)
+        return max(min(TRANSFER_TIMEOUT_S, self.hang_timeout_s), self.hang_timeout_s / 5)
 
     @property
     def stall_timeout_s(self) -> float:

@@ -210,7 +210,7 @@ class CollectiveRecvBackend(RecvBackend):
                 error = failure
         raise WeightError(
             f"Version {update.version} did not arrive ({error}): the trainer or another engine died"
-            f" or took longer than {self._timeout_s:g} s (a fifth of supervision.hang_timeout_s);"
+            f" or took longer than {self._timeout_s:g} s, which supervision.hang_timeout_s raises;"
             " the engine keeps the weights it has."
         ) from error
 
