@@ -1,7 +1,7 @@
 """What one client of `millrace serve` can do to the others: a real server on the CPU, a tiny model.
 
     python benchmarks/serving_load.py stalls     # /health while a client sends hostile requests
-    python benchmarks/serving_load.py fairness   # a small request beside large ones
+    python benchmarks/serving_load.py fairness   # small requests beside large ones
     python benchmarks/serving_load.py clients    # 200 streams, most of which are cut off
 
 `clients` ends with an error if the server still holds something when all clients have left:
@@ -42,7 +42,8 @@ def main() -> int:
     parser.add_argument("part", choices=["stalls", "fairness", "clients"])
     parser.add_argument("--seconds", type=float, default=5.0, help="for each kind of request (5)")
     parser.add_argument("--clients", type=int, default=200, help="streams at a time (200)")
-    parser.add_argument("--rounds", type=int, default=5, help="streams of each client (5)")
+    rounds = "streams of each client, or small requests of each kind (5)"
+    parser.add_argument("--rounds", type=int, default=5, help=rounds)
     parser.add_argument("--json", metavar="FILE", help="write the result here")
     args = parser.parse_args()
     with (
@@ -160,11 +161,14 @@ async def stalls(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def fairness(server: Server, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a small request alone and beside large ones, medians, and their ratio."""
+    """Seconds of small requests alone and beside large ones, medians, and their ratios."""
+    long = {"prompt": [[2, 3 + i % 50] * 240 for i in range(256)]}
     large = {
         "256 prompts": {"prompt": ["12"] * 256, "max_tokens": 500},
         "2 prompts x 128": {"prompt": ["12", "34"], "n": 128, "max_tokens": 500},
-        "long prompts": {"prompt": [[2, 3 + i % 50] * 240 for i in range(256)], "max_tokens": 1},
+        "long prompts": {**long, "max_tokens": 1},
+        "long prompts, 30 tokens each": {**long, "max_tokens": 30},
+        "scored prompts": {**long, "max_tokens": 0, "echo": True, "logprobs": 1},
     }
     async with aiohttp.ClientSession() as client:
 
@@ -173,13 +177,15 @@ async def fairness(server: Server, args: argparse.Namespace) -> dict[str, Any]:
             async with client.post(f"{server.url}/v1/completions", json=body) as response:
                 assert response.status == 200, await response.text()
 
-        async def small_s() -> float:
-            times: list[float] = []
-            for seed in range(5):
-                start_s = time.perf_counter()
-                await complete(prompt="12a34", max_tokens=32, seed=seed, temperature=0)
-                times.append(time.perf_counter() - start_s)
-            return statistics.median(times)
+        async def small_s() -> dict[int, float]:
+            """By number of tokens."""
+            times: dict[int, list[float]] = {1: [], 8: [], 32: [], 128: []}
+            for seed in range(args.rounds):
+                for max_tokens in times:
+                    start_s = time.perf_counter()
+                    await complete(prompt="12a34", max_tokens=max_tokens, seed=seed, temperature=0)
+                    times[max_tokens].append(time.perf_counter() - start_s)
+            return {name: statistics.median(each) for name, each in times.items()}
 
         await complete(prompt="12", max_tokens=8)
         result: dict[str, Any] = {}
@@ -196,8 +202,9 @@ async def fairness(server: Server, args: argparse.Namespace) -> dict[str, Any]:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             await settled(server, client)
-            print(f"{name}: {beside_s / alone_s:.2f}", file=sys.stderr, flush=True)
-            result[name] = {"alone_s": alone_s, "beside_s": beside_s, "ratio": beside_s / alone_s}
+            ratio = {size: beside_s[size] / alone_s[size] for size in alone_s}
+            print(f"{name}: {ratio}", file=sys.stderr, flush=True)
+            result[name] = {"alone_s": alone_s, "beside_s": beside_s, "ratio": ratio}
     return result
 
 

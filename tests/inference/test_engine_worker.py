@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,7 @@ from millrace.core.errors import ConfigError, MillraceError, TaskError, WeightEr
 from millrace.core.records import ScoreRequest, WeightUpdate
 from millrace.core.spans import Timeline
 from millrace.inference import worker as engine_worker
+from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.worker import EngineWorker
 from millrace.weights.backends import PackingSender
 from millrace.weights.transport import make_sender
@@ -113,11 +115,13 @@ def update_of(version: int) -> WeightUpdate:
 
 
 @contextmanager
-def serving(link: FakeLink, receiver: GatedReceiver) -> Iterator[None]:
+def serving(
+    link: FakeLink, receiver: GatedReceiver, engine: EmbeddedEngine | None = None
+) -> Iterator[None]:
     """An EngineWorker in a thread of its own, from version 0."""
     worker = EngineWorker(
         link,  # pyright: ignore[reportArgumentType]
-        engine=make_engine(max_context=256),
+        engine=engine or make_engine(max_context=256),
         receiver=receiver,
         timeline=Timeline("engine-0"),
     )
@@ -289,3 +293,34 @@ def test_worker_scores_between_decode_steps_but_not_while_paused():
         link.call(Resume()).result()
         again = waiting.result().logprobs[0]
         np.testing.assert_array_equal(again.logprobs, logprobs.logprobs)
+
+
+def test_scoring_takes_at_most_half_of_the_time_while_sequences_are_generated():
+    link, engine = FakeLink(), make_engine(max_context=256)
+    spent: list[tuple[str, float]] = []
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **named: Any) -> Any:
+            start_s = time.perf_counter()
+            if name == "score":
+                time.sleep(0.02)  # several decode steps
+            try:
+                return call(*args, **named)
+            finally:
+                spent.append((name, time.perf_counter() - start_s))
+
+        return run
+
+    engine.step, engine.score = timed("step", engine.step), timed("score", engine.score)
+    about = ScoreRequest(tokens=np.arange(3, 9, dtype=np.int32), positions=np.array([4], np.int32))
+    with serving(link, GatedReceiver(), engine):
+        decoding = link.call(long_request())
+        scoring = [link.call(ScoreTokens(requests=[about])) for _ in range(6)]
+        decoding.result()
+        for each in scoring:
+            each.result()
+    last = max(at for at, (name, _) in enumerate(spent) if name == "step")
+    owed_s = 0.0
+    for name, seconds in spent[:last]:
+        assert name == "step" or owed_s < 0.01
+        owed_s = seconds if name == "score" else owed_s - seconds

@@ -6,6 +6,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from engine_rig import make_request
 from hypothesis import given, settings
@@ -61,6 +62,8 @@ class Rehearsal:
         self.version = 0
         self.num_prefilled = 0
         self.num_computed = 0  # passes
+        self.now_s = 0.0
+        self.num_heavy_tokens = 0  # computed for flows 1 to 9
         self.num_arrived = 0
         self.began: set[int] = set()  # arrivals that had a slot
         self.finished: list[int] = []  # arrivals
@@ -72,11 +75,13 @@ class Rehearsal:
         n: int = 1,
         max_new_tokens: int = 1,
         session: str | None = None,
+        flow: int = 0,
+        priority: int = 0,
     ) -> None:
         if isinstance(prompt, int):
             prompt = np.arange(prompt) + 1_000_000 * (self.num_arrived + 1)
         request = make_request(prompt=prompt, n=n, max_new_tokens=max_new_tokens)
-        request = dataclasses.replace(request, session=session)
+        request = dataclasses.replace(request, session=session, flow=flow, priority=priority)
         self.scheduler.add(sequences_of(request, first_arrival=self.num_arrived))
         self.num_arrived += n
 
@@ -90,6 +95,12 @@ class Rehearsal:
         plan = self.scheduler.plan()
         assert plan is not None, "there is work, but nothing to do"
         self.compute(plan)
+        # A pass takes 2 s, and 1 s for each token.
+        flows = self.slots.flows[plan.slots]
+        self.num_heavy_tokens += int(plan.counts[(flows > 0) & (flows < 10)].sum())
+        pass_s = 2.0 + float(plan.counts.sum())
+        self.now_s += pass_s
+        self.scheduler.shares.end_pass(pass_s, num_steps=1)
         slots, rows = self.scheduler.complete(plan)
         assert (self.slots.num_cached[slots] == self.slots.num_tokens[slots]).all()
         assert len(set(slots)) == len(slots) == len(rows)
@@ -161,7 +172,13 @@ class Rehearsal:
 # Prompts that begin alike, or not at all like another.
 prompts = st.one_of(st.integers(1, 14), st.lists(st.integers(0, 1), min_size=1, max_size=14))
 requests = st.lists(
-    st.tuples(prompts, st.integers(1, 5), st.integers(1, 12), st.sampled_from([None, "a", "b"])),
+    st.tuples(
+        prompts,
+        st.integers(1, 5),
+        st.integers(1, 12),
+        st.sampled_from([None, "a", "b"]),
+        st.integers(0, 2),
+    ),
     min_size=1,
     max_size=8,
 )
@@ -201,11 +218,13 @@ def test_any_mix_of_requests_finishes_and_frees_everything(
     )
 
     def add(many) -> None:
-        for prompt, n, max_new_tokens, session in many:
+        for prompt, n, max_new_tokens, session, flow in many:
             size = prompt if isinstance(prompt, int) else len(prompt)
             if size < rehearsal.max_context:
                 prompt = prompt if isinstance(prompt, int) else np.array(prompt)
-                rehearsal.add(prompt, n=n, max_new_tokens=max_new_tokens, session=session)
+                rehearsal.add(
+                    prompt, n=n, max_new_tokens=max_new_tokens, session=session, flow=flow
+                )
 
     add(requests)
     steps = 0
@@ -318,3 +337,39 @@ def test_sampling_settings_of_chosen_slots_are_contiguous():
     rows = slots.sampling_batch(np.array([2, 0]), vocab_size=8, device=torch.device("cpu"))
     vectors = (rows.temperatures, rows.top_k, rows.top_p, rows.min_p, rows.keys, rows.positions)
     assert all(vector.is_contiguous() for vector in vectors)
+
+
+LONG = [{"prompt": 200, "max_new_tokens": 1}] * 40
+MANY = [{"prompt": 3, "n": 12, "max_new_tokens": 200}] * 4
+BOTH = [{"prompt": 60, "n": 4, "max_new_tokens": 90}] * 12
+
+
+@pytest.mark.parametrize(
+    ("heavy", "num_flows"), [(LONG, 1), (LONG, 4), (MANY, 1), (MANY, 4), (BOTH, 1)]
+)
+def test_small_flow_takes_at_most_three_times_as_long_beside_heavy_ones(heavy, num_flows: int):
+    def seconds_of_small(rehearsal: Rehearsal) -> float:
+        arrival, start_s = rehearsal.num_arrived, rehearsal.now_s
+        rehearsal.add(3, max_new_tokens=20, flow=10 + arrival, priority=64)
+        while arrival not in rehearsal.finished:
+            rehearsal.step()
+        return rehearsal.now_s - start_s
+
+    sizes = {"num_slots": 64, "num_blocks": 1000, "block_tokens": 8, "prefill_tokens": 64}
+    alone_s = seconds_of_small(Rehearsal(**sizes))
+    rehearsal = Rehearsal(**sizes)
+    for number, each in enumerate(heavy):
+        rehearsal.add(**each, flow=1 + number % num_flows)
+    for _ in range(8):
+        rehearsal.step()
+        assert seconds_of_small(rehearsal) < 3 * alone_s
+    # The heavy flows had about half of the time.
+    assert rehearsal.num_heavy_tokens > 0.4 * rehearsal.now_s
+
+
+def test_flows_of_the_same_size_compute_in_each_pass():
+    rehearsal = Rehearsal(num_slots=8, num_blocks=100, block_tokens=8, prefill_tokens=64)
+    for flow in range(8):
+        rehearsal.add(3, max_new_tokens=20, flow=flow)
+    rehearsal.run()
+    assert rehearsal.num_computed == 20

@@ -149,6 +149,7 @@ class Request:
     pinned: bool = False  # stays with the engine of its session, whatever the load
     expires: bool = False  # for training, so it ends once its tokens are too stale
     priority: int = 0  # number of queued requests that it may skip
+    flow: int = 0  # requests of different flows share an engine's time fairly
     min_chunk_tokens: int = 1  # if it streams: of a chunk, unless the completion ends
     coalesce: bool = False  # if it streams: few chunks are enough, and none just before the end
     # None = the policy; else one of engine.adapters, or "base" = without the adapter in training.
@@ -185,8 +186,7 @@ class Rollout:
     reference_logprobs: np.ndarray | None = None  # [L] float32; of the reference model
     teacher: TeacherLogprobs | None = None
     agent: str = ""  # that sampled it, if the episode has several agents
-    # [L] int32; tokens that the episode had sampled before each sampled token, -1 elsewhere; for
-    # episodes of a tree.
+    # [L] int32, in a tree: tokens that the episode sampled before each sampled one, -1 elsewhere.
     places: np.ndarray | None = None
     policy: str = DEFAULT_POLICY  # that `versions` belong to
 

@@ -140,6 +140,7 @@ class EngineWorker(ModelWorker):
         self._calls: dict[str, WorkerCall] = {}  # Generate calls by request id
         self._score_calls: deque[WorkerCall] = deque()
         self._num_scored = 0  # tokens
+        self._owed_s = 0.0  # time to generate before the next tokens are scored
         self._staging: _Staging | None = None
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
         self._is_paused = self._is_asleep = False
@@ -151,12 +152,16 @@ class EngineWorker(ModelWorker):
 
     def _compute(self) -> None:
         self._commit_weights()
-        if self._may_score:
+        start_s = time.perf_counter()
+        # Scoring takes at most half of the time while sequences are generated.
+        if self._may_score and (self._owed_s <= 0 or not self._may_generate):
             self._timeline.enter("score", busy=True)
             self._score(self._score_calls.popleft())
+            self._owed_s, start_s = time.perf_counter() - start_s, time.perf_counter()
         if self._may_generate:
             self._timeline.enter("drain" if self._engine.has_held else "generate", busy=True)
             self._answer(self._engine.step(should_stop=self._is_awaited))
+            self._owed_s -= time.perf_counter() - start_s
         if time.monotonic() - self._coalesced_s >= self._report_s:
             self._coalesced_s = time.monotonic()
             self._send_chunks(self._engine.take_chunks(coalesced=True))
@@ -296,12 +301,8 @@ class EngineWorker(ModelWorker):
             call.reply(messages.TokensScored(logprobs=self._engine.score(requests)))
         except torch.OutOfMemoryError:
             longest = max(len(request.inputs) for request in requests)
-            call.fail(
-                TaskError(
-                    f"A request to score {longest} tokens does not fit into the memory that the"
-                    " KV cache leaves; lower engine.options.kv_bytes."
-                )
-            )
+            why = f"A request to score {longest} tokens does not fit into the memory that the KV"
+            call.fail(TaskError(f"{why} cache leaves; lower engine.options.kv_bytes."))
 
     def _answer(self, finished: list[FinishedCompletions]) -> None:
         self._send_chunks(self._engine.take_chunks())
@@ -327,9 +328,8 @@ class EngineWorker(ModelWorker):
         if under_way is not None and under_way.update.version >= update.version:
             under_way.calls.append(call)
             return
-        visible = self._engine.version
-        if isinstance(self._engine, HasPolicies):
-            visible = self._engine.version_of(update.policy)
+        engine, policy = self._engine, update.policy
+        visible = engine.version_of(policy) if isinstance(engine, HasPolicies) else engine.version
         if visible is not None and visible >= update.version:
             call.reply(messages.Swapped(version=visible, stage_ms=0.0, gap_ms=0.0))
             return

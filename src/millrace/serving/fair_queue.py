@@ -12,6 +12,7 @@ client finds one. Runs on the server's event loop.
 
 import asyncio
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from millrace.core.records import Request
 _REQUEST_SHARE = 3  # sequences of a request for each place that it leaves free
 _CLIENT_SHARE = 7  # the same for all requests of a client, if there are several clients
 _PARTS = 4  # a request is split into parts of at most 1 / _PARTS of the places
+_numbers = itertools.count(1)
 
 
 @dataclass(eq=False, slots=True)
@@ -44,6 +46,7 @@ class Flow:
     """One request of a client, with all its parts."""
 
     client: str
+    number: int = field(default_factory=_numbers.__next__)  # see Request.flow
     waiting: deque[QueuedPart] = field(default_factory=deque[QueuedPart])
     num_running: int = 0  # sequences
 

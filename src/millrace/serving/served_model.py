@@ -168,7 +168,7 @@ class ServedModel:
     ) -> list[Completion]:
         assert self._engine is not None, "checked by request()"
         async with self._queue.places(flow, part) as held:
-            part = replace(part, priority=held.started.result())
+            part = replace(part, priority=held.started.result(), flow=flow.number)
             completions = await self._engine.generate(part, on_tokens)
             held.num_sampled = sum(len(completion.tokens) for completion in completions)
             return completions

@@ -6,6 +6,7 @@ Every sampled token comes with its logprob, its version and, where they apply, i
 expert routes.
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -164,10 +165,12 @@ class EmbeddedEngine(EngineCore):
         if self.version is not None:
             # With penalties or top logprobs, the host needs the logits of each token.
             loop = None if self._slots.any_single_step else self._decode_loop
+            start_s, num_steps = time.perf_counter(), 1
             with self._numerics():
                 self._forward(self._scheduler.plan(prefill_only=loop is not None))
                 if loop is not None and not self._slots.any_single_step:
-                    self._decode(loop, should_stop=should_stop)
+                    num_steps = self._decode(loop, should_stop=should_stop)
+            self._scheduler.shares.end_pass(time.perf_counter() - start_s, num_steps=num_steps)
         if not self._scheduler.has_work:
             self._record_ended()
         return self._outputs.take()
@@ -297,7 +300,8 @@ class EmbeddedEngine(EngineCore):
             self._sample(slots, hidden=hidden, rows=rows)
             self._end_sequences(slots)
 
-    def _decode(self, decode_loop: DecodeLoop, *, should_stop: Callable[[], bool]) -> None:
+    def _decode(self, decode_loop: DecodeLoop, *, should_stop: Callable[[], bool]) -> int:
+        """Returns the number of steps, at least 1."""
         # Fewer steps while requests arrive, fewer still while sequences wait for a slot: a slot
         # freed within a launch stays empty until its end. A grammar reads each token first.
         share = 4 if self._scheduler.waiting.num_waiting else 2 if self._has_new else 1
@@ -305,7 +309,7 @@ class EmbeddedEngine(EngineCore):
         max_steps = 1 if self._slots.any_guided else max(1, decode_loop.max_steps // share)
         plan = self._scheduler.plan_decode(max_steps=max_steps)
         if plan is None:
-            return
+            return 1
         result = decode_loop.run(
             plan,
             should_stop=should_stop,
@@ -315,6 +319,7 @@ class EmbeddedEngine(EngineCore):
         counts, has_stop = self._stop_rules.counts_until_stop(self._slots, plan.slots, result)
         self._append(plan.slots, result._replace(counts=counts))
         self._end_sequences(plan.slots[counts > 0], has_stop=has_stop[counts > 0])
+        return max(1, int(counts.max()))
 
     def _record_ended(self) -> None:
         self._outputs.record()

@@ -32,6 +32,7 @@ class BatchSlots:
         self.num_cached = np.zeros(num_slots, dtype=np.int64)  # of these, in the KV cache
         self.num_prompt = np.zeros(num_slots, dtype=np.int64)
         self.leads = np.zeros(num_slots, dtype=bool)  # has followers that wait for its prefill
+        self.flows = np.zeros(num_slots, dtype=np.int64)  # of its request
         # Settings that are sent to the device together: the num_tokens that ends the sequence by
         # length, the key of its random stream, top-k, and its slot in the adapter bank.
         self.integers = np.zeros((4, num_slots), dtype=np.int64)
@@ -89,6 +90,7 @@ class BatchSlots:
         self.num_cached[slot] = num_cached
         self.num_prompt[slot] = num_prompt
         self.leads[slot] = bool(sequence.followers)
+        self.flows[slot] = request.flow
         limit = min(num_prompt + sampling.max_new_tokens, self.max_context)
         key = stream_key(request.seed, request.index + sequence.member)
         self.integers[:, slot] = limit, key, sampling.top_k, sequence.adapter_slot

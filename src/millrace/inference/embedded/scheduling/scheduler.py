@@ -1,10 +1,10 @@
 """Plans the next forward pass: which sequences have a slot and blocks, and how much is prefilled.
 
 Sequences get slots in order of arrival, or of priority. A pass computes one token for every slot
-that is up to date, and up to `prefill_tokens` tokens for the others. The members of a request share
-one prefill: the first member computes it, and the others fork its block table. A recurrent state
-lies in a slot alone, so sequences of such models hold nothing without a slot, and begin with a
-snapshot that the prefix cache finds.
+that is up to date, and up to `prefill_tokens` tokens for the others, unless FairShare leaves their
+flow out. The members of a request share one prefill: the first member computes it, and the others
+fork its block table. A recurrent state lies in a slot alone, so sequences of such models hold
+nothing without a slot, and begin with a snapshot that the prefix cache finds.
 
 When blocks run out, waiting sequences give up the prefixes they hold; then the latest arrival is
 preempted and recomputes what was evicted. A single sequence always fits, because the engine refuses
@@ -22,6 +22,7 @@ from millrace.inference.embedded.kv.snapshots import SnapshotWrite, StateSnapsho
 from millrace.inference.embedded.kv.states import StatePool
 from millrace.inference.embedded.routes import RoutesPool
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
+from millrace.inference.embedded.scheduling.fair_share import FairShare
 from millrace.inference.embedded.scheduling.sequence import (
     BatchPlan,
     DecodePlan,
@@ -46,6 +47,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.waiting = WaitQueue(self.tables.pool, prefixes=self.prefixes)
+        self.shares = FairShare()
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # that were found instead of prefilled
 
@@ -64,6 +66,9 @@ class Scheduler:
         self._free_blocks_for_writes()
         self._admit()
         slots = np.flatnonzero(self.slots.occupied)
+        pending = self.slots.num_tokens[slots] - self.slots.num_cached[slots]
+        self.shares.begin_pass(self.slots.flows[slots], np.minimum(pending, self.prefill_tokens))
+        slots = self._without_left_out(slots)
         pending = self.slots.num_tokens[slots] - self.slots.num_cached[slots]
         single, chunked = slots[pending == 1], slots[pending > 1]
         if prefill_only:
@@ -88,7 +93,7 @@ class Scheduler:
     def plan_decode(self, *, max_steps: int) -> DecodePlan | None:
         """A launch for the slots that are up to date, with as many steps as free blocks allow."""
         self._free_blocks_for_writes()
-        slots = self._single_slots()
+        slots = self._without_left_out(self._single_slots())
         slots = slots[~self.slots.leads[slots]]
         if not len(slots):
             return None
@@ -176,9 +181,13 @@ class Scheduler:
         ranks = [self.slots.sequence(slot).rank for slot in slots]
         slots = slots[np.argsort(ranks, kind="stable")]
         pending = self.slots.num_tokens[slots] - self.slots.num_cached[slots]
-        budgets = self.prefill_tokens - (pending.cumsum() - pending)
+        budgets = self.shares.prefill_limit(self.prefill_tokens) - (pending.cumsum() - pending)
         chunks = np.minimum(pending, budgets)
         return slots[chunks > 0], chunks[chunks > 0]
+
+    def _without_left_out(self, slots: np.ndarray) -> np.ndarray:
+        left_out = self.shares.left_out
+        return slots[~np.isin(self.slots.flows[slots], left_out)] if len(left_out) else slots
 
     def _single_slots(self) -> np.ndarray:
         slots = self.slots
