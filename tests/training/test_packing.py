@@ -241,7 +241,7 @@ rollouts = st.builds(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(st.lists(rollouts, min_size=1, max_size=6), min_size=1, max_size=3), st.data())
 def test_every_trained_token_is_predicted_once_from_exactly_its_context(members, data):
     groups = [group_of(*rows, number=i) for i, rows in enumerate(members)]
