@@ -123,8 +123,10 @@ def hostile_requests() -> dict[str, tuple[str, bytes, dict[str, str]]]:
         "unknown fields": row({**CHAT, "stream_options": {str(i): 0 for i in range(MANY)}}),
         "enum": row({**CHAT, "response_format": enum}),
         "gzip bomb": ("/v1/chat/completions", bomb, {**JSON, "Content-Encoding": "gzip"}),
-        "objects": row({**CHAT, "metadata": [{}] * (MANY + MANY // 4), "seed": -1.5}),
+        "objects": row({**CHAT, "metadata": [{}] * 65_000, "seed": -1.5}),
+        "strings": row({**CHAT, "metadata": ["ab"] * 65_000, "seed": -1.5}),
         "tokens": row({"model": "tiny", "prompt": [2] * 500_000}, "/v1/completions"),
+        "wrong token": row({"model": "tiny", "prompt": [2] * 500_000 + [-1]}, "/v1/completions"),
         "long text": row({"model": "tiny", "prompt": "12ab" * 970_000}, "/v1/completions"),
         "long message": row({**CHAT, "messages": [{"role": "user", "content": "1" * 3_900_000}]}),
     }

@@ -17,9 +17,10 @@ from millrace.cluster.join.ticket import JoinTicket, read_ticket
 from millrace.cluster.wire import ARRAY_CODE, DTYPES, WireError, decode
 from millrace.core.errors import ConfigError
 from millrace.environments.tools.calls import FORMATS
-from millrace.serving.api.bodies import Body, ChatBody, CompletionBody, read_body
+from millrace.serving.api.bodies import ChatBody, CompletionBody
 from millrace.serving.api.chat import read_messages
 from millrace.serving.api.errors import ApiError
+from millrace.serving.api.reading import Body, read_body
 from millrace.serving.tinker import wire
 from millrace.training.checkpoints.directory import damage_to
 

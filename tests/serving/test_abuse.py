@@ -15,8 +15,9 @@ from writing_engine import WritingEngine, served
 
 from millrace.core.errors import MillraceError
 from millrace.environments.tools.calls import FORMATS
-from millrace.serving.api.bodies import ChatBody, read_body
+from millrace.serving.api.bodies import ChatBody, CompletionBody
 from millrace.serving.api.errors import ApiError
+from millrace.serving.api.reading import read_body
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.served_model import ServedModel
 
@@ -31,7 +32,7 @@ def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
 
 ATTACKS = {
     "wrong messages": (400, {**CHAT, "messages": [0] * MANY}),
-    "wrong prompts": (400, {"model": "tiny", "prompt": [[]] * 256 + [{}] * MANY}),
+    "wrong prompts": (400, {"model": "tiny", "prompt": [[]] * 256 + [{}] * 60_000}),
     "unknown fields": (
         413,
         {**CHAT, "stream": True, "stream_options": dict.fromkeys(map(str, range(MANY)))},
@@ -91,6 +92,19 @@ def test_quotes_in_a_text_are_not_strings():
         ChatBody, json.dumps({**CHAT, "messages": [{"role": "user", "content": text}]}).encode()
     )
     assert body.messages[0]["content"] == text
+
+
+@pytest.mark.parametrize("wrong", [40_000, MANY])
+def test_long_lists_of_tokens_are_checked_to_their_end(wrong: int):
+    ids: list[Any] = [7] * (MANY + 1)
+    body = read_body(CompletionBody, json.dumps({"model": "tiny", "prompt": [ids, ids]}).encode())
+    assert body.prompts == [ids, ids]
+    for value in (-1, True, "7", 2**31, None):
+        ids[wrong] = value
+        for prompt in (ids, [ids]):
+            data = json.dumps({"model": "tiny", "prompt": prompt}).encode()
+            with pytest.raises(ApiError, match=rf"'prompt.*Item {wrong}: Input should be"):
+                read_body(CompletionBody, data)
 
 
 async def test_compressed_bodies_are_refused_unread():

@@ -7,6 +7,7 @@ limited time. An engine that dies too often ends the server with its error.
 
 import asyncio
 import contextlib
+import gc
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -33,9 +34,11 @@ from millrace.serving.settings import ServeSettings
 from millrace.serving.tinker.routes import TrainingRuntime
 
 SCORE_TIMEOUT_S = 300.0  # per /score request
+SWITCH_S = 0.001  # that a thread which reads a request may keep the event loop waiting
 
 
 def serve(settings: ServeSettings) -> None:
+    sys.setswitchinterval(SWITCH_S)
     run_on_own_loop(lambda: _serve(settings))
 
 
@@ -90,6 +93,7 @@ async def _serve(settings: ServeSettings) -> None:
             )
             if training is not None:
                 training.add_to(app, served, settings)
+            gc.freeze()  # else a full collection looks at all modules, and the event loop waits
             with contextlib.closing(served), first_cause():
                 async with http_listener(
                     app, host=settings.host, port=settings.port, limits=settings.limits

@@ -33,8 +33,9 @@ from millrace.core.records import Ending, Episode, Rollout, Task, Turn
 from millrace.core.staleness import StalenessLimit, Stamps
 from millrace.environments.rollouts.player import GroupPolicy
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.serving.api.bodies import Body, Count, Text
+from millrace.serving.api.bodies import Count, Text
 from millrace.serving.api.errors import ApiError, json_response
+from millrace.serving.api.reading import Body
 from millrace.serving.server import read_bytes, read_request
 
 MAX_CLIENTS = 4096  # registered; the oldest are dropped

@@ -93,6 +93,7 @@ class ServedModel:
 
     def text_prompt(self, prompt: str | list[int]) -> np.ndarray:  # [P] int32
         if not isinstance(prompt, str):
+            self._check_room(len(prompt))  # first, as a long list takes time to convert
             return np.array(prompt, np.int32)
         self._refuse_long(prompt)
         return self._renderer.render(prompt)
@@ -109,6 +110,16 @@ class ServedModel:
                     f" {self._max_context} tokens of the context; shorten the prompt.",
                     code="context_length_exceeded",
                 )
+
+    def _check_room(self, num_prompt: int) -> int:
+        """The number of tokens that the reply may have."""
+        if num_prompt >= self._max_context:
+            raise ApiError(
+                f"The prompt has {num_prompt} tokens, but the context is limited to"
+                f" {self._max_context}, including the reply; shorten the prompt.",
+                code="context_length_exceeded",
+            )
+        return self._max_context - num_prompt
 
     def request(
         self,
@@ -132,13 +143,7 @@ class ServedModel:
                 param="model",
                 code="model_not_found",
             )
-        room = self._max_context - len(prompt)
-        if room < 1:
-            raise ApiError(
-                f"The prompt has {len(prompt)} tokens, but the context is limited to"
-                f" {self._max_context}, including the reply; shorten the prompt.",
-                code="context_length_exceeded",
-            )
+        room = self._check_room(len(prompt))
         session = body.prompt_cache_key if isinstance(body.prompt_cache_key, str) else None
         return Request(
             id=id,

@@ -17,11 +17,12 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from millrace.core.errors import ConfigError, MillraceError
-from millrace.serving.api.bodies import Body, ChatBody, CompletionBody, OpenAIBody, read_body
+from millrace.serving.api.bodies import ChatBody, CompletionBody, OpenAIBody
 from millrace.serving.api.chat import ChatAnswer
 from millrace.serving.api.completions import ApiAnswer, TextAnswer
 from millrace.serving.api.errors import ApiError, as_api_error, json_response
 from millrace.serving.api.openapi import Health, describe
+from millrace.serving.api.reading import Body, read_body
 from millrace.serving.api.responses import ResponsesBody, ResponseWriter
 from millrace.serving.api.score import ScoreBody, ScorePool
 from millrace.serving.api.streaming import send_events

@@ -3,19 +3,19 @@
 Unknown fields are refused. So are known fields with a value that would change the result but is not
 supported: nothing that a client requests is silently ignored. Fields that concern only OpenAI's own
 service (billing, logging) are accepted and ignored.
-
-Promise: reading a body takes time in proportion to its size, whatever it contains. A list is
-checked up to its first error, and very many parts or errors are refused without naming them.
 """
 
-import json
 import secrets
-from collections.abc import Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from millrace.core.errors import TaskError
@@ -23,6 +23,7 @@ from millrace.core.records import Sampling
 from millrace.environments.tools.calls import ToolCall, ToolFormat
 from millrace.models.grammars import call_grammar, grammar_of
 from millrace.serving.api.errors import ApiError
+from millrace.serving.api.reading import WRONG_TOKEN, Body
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
@@ -30,12 +31,7 @@ MAX_MESSAGES = 8192
 MAX_TOOLS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
-MAX_ERRORS = 100  # that are looked at
-# Parts of a body. The characters { [ and , in its texts count, too.
-MAX_OBJECTS = 2**17
-MAX_VALUES = 2**19
-MAX_STRINGS = 2**16  # names of fields included
-_UNKNOWN = "unknown_field"  # type of an error of pydantic
+_PIECE_TOKENS = 2**14
 # Smaller values exceed the range of float32; the client means greedy sampling.
 MIN_TEMPERATURE = 1e-5
 MIN_TOP_P = 1e-6
@@ -43,14 +39,31 @@ MIN_TOP_P = 1e-6
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 TokenId = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+
+
+def _in_pieces(ids: Any, check: Callable[[Any], Any]) -> Any:
+    """Check a long list in several calls. Each call blocks all threads, also the event loop's."""
+    if not isinstance(ids, list) or len(ids) <= _PIECE_TOKENS:
+        return check(ids)
+    for start in range(0, len(ids), _PIECE_TOKENS):
+        try:
+            check(ids[start : start + _PIECE_TOKENS])
+        except ValidationError as error:
+            if start == 0:
+                raise
+            (detail,) = error.errors()
+            wrong = {"at": start + detail["loc"][0], "message": detail["msg"]}  # pyright: ignore
+            raise PydanticCustomError(WRONG_TOKEN, "Item {at}: {message}", wrong) from None
+    return ids
+
+
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), WrapValidator(_in_pieces)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 TokenKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]  # a token id
 Bias = Annotated[Number, Field(ge=-100, le=100)]
 T = TypeVar("T")
 Prompts = Annotated[list[T], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-B = TypeVar("B", bound="Body")
 Temperature = Annotated[Number, Field(ge=0, le=100)]
 TopP = Annotated[Number, Field(gt=0, le=1)]
 NumTop = Annotated[int, Field(strict=True, ge=0, le=MAX_TOP_LOGPROBS)]
@@ -60,20 +73,6 @@ conversation messages tools documents chat_template add_generation_prompt contin
 tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask
 tokenizer_kwargs
 """
-
-
-class Body(BaseModel):
-    # Strict, as /openapi.json says: "yes" is not a boolean and "1" is not a number.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_first_unknown_field(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            for name in value:
-                if name not in cls.model_fields:
-                    raise PydanticCustomError(_UNKNOWN, "unknown field", {"name": name})
-        return value
 
 
 class StreamOptions(Body):
@@ -310,87 +309,3 @@ class CompletionBody(OpenAIBody):
     @property
     def num_completions(self) -> int:
         return len(self.prompts) * self.num_choices
-
-
-def read_body(kind: type[B], data: bytes) -> B:
-    """Parse and check a request body; raises ApiError."""
-    num_objects, num_values = data.count(b"{") + data.count(b"["), data.count(b",")
-    if num_objects > MAX_OBJECTS or num_values > MAX_VALUES:
-        raise ApiError(
-            f"The body has {num_objects} objects and lists and {num_values} values, but at most"
-            f" {MAX_OBJECTS} and {MAX_VALUES} are read; send several smaller ones.",
-            status=413,
-        )
-    if (num_quotes := data.count(b'"')) > 2 * MAX_STRINGS:
-        num_strings = (num_quotes - data.count(b'\\"')) // 2
-        if num_strings > MAX_STRINGS:
-            raise ApiError(
-                f"The body has {num_strings} strings, but at most {MAX_STRINGS} are read; send"
-                " several smaller ones.",
-                status=413,
-            )
-    try:
-        table = msgspec.json.decode(data)  # several times as fast as the standard library
-    except (ValueError, RecursionError) as error:  # also invalid UTF-8 and lone surrogates
-        raise ApiError(f"The body is not valid JSON: {error}.") from None
-    if not isinstance(table, dict):
-        raise ApiError(f"The body is JSON, but not an object: {_brief(table)}.")
-    return validate_body(kind, table)
-
-
-def validate_body(kind: type[B], table: dict[str, Any]) -> B:
-    try:
-        return kind.model_validate(table)
-    except ValidationError as error:
-        raise _refusal(error) from None
-
-
-def _brief(value: Any) -> str:
-    """The beginning of a value as JSON, without a look at the rest."""
-    parts = json.JSONEncoder().iterencode(value[:80] if isinstance(value, str) else value)
-    return "".join(islice(parts, 80))[:80]
-
-
-def _refusal(error: ValidationError) -> ApiError:
-    if (count := error.error_count()) > MAX_ERRORS:
-        return ApiError(f"The body has {count} unknown fields or wrong values; correct them.")
-    # Each branch of a union reports an error. The deepest one is the most specific, preferably one
-    # that is not about the type.
-    first = max(
-        error.errors(),
-        key=lambda detail: (len(_place(detail)), not detail["type"].endswith("_type")),
-    )
-    where = ".".join(str(part) for part in _place(first) if not _is_branch(part))
-    if first["type"] == _UNKNOWN:
-        return ApiError(f"Unknown field {where!r}; remove it.", param=where, code="unknown_field")
-    if first["type"] == "missing":
-        return ApiError(f"Field {where!r} is missing.", param=where)
-    message = first["msg"].removeprefix("Value error, ").rstrip(".")
-    if not where:
-        return ApiError(f"{message[0].upper()}{message[1:]}.")
-    if (only := _supported_value(first)) is not None:
-        message = f"only {only} is supported here"
-    return ApiError(f"Field {where!r} = {_brief(first['input'])}: {message}.", param=where)
-
-
-def _place(detail: Mapping[str, Any]) -> tuple[int | str, ...]:
-    unknown = (detail["ctx"]["name"],) if detail["type"] == _UNKNOWN else ()
-    return (*detail["loc"], *unknown)
-
-
-def _supported_value(detail: Mapping[str, Any]) -> str | None:
-    """Return the only supported value of a field, as JSON; None if there are several."""
-    match detail:
-        case {"type": "literal_error", "ctx": {"expected": str(expected)}}:
-            return expected.replace("False", "false")
-        case {"type": "none_required"}:
-            return "null"
-        case {"type": "too_long", "ctx": {"max_length": 0}}:
-            return "{}"
-        case _:
-            return None
-
-
-def _is_branch(part: int | str) -> bool:
-    """True for the name of a union branch, which pydantic adds to the location."""
-    return isinstance(part, str) and (part in ("str", "constrained-str") or "[" in part)

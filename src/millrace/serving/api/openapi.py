@@ -6,7 +6,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, create_model
 from pydantic.json_schema import models_json_schema
 
-from millrace.serving.api.bodies import Body, ChatBody, CompletionBody
+from millrace.serving.api.bodies import ChatBody, CompletionBody
+from millrace.serving.api.reading import Body
 from millrace.serving.api.responses import ResponsesBody
 from millrace.serving.api.score import ScoreBody
 

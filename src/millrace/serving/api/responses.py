@@ -16,7 +16,7 @@ from uuid import uuid4
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from millrace.core.errors import MillraceError
-from millrace.serving.api import bodies
+from millrace.serving.api import bodies, reading
 from millrace.serving.api.errors import ApiError, as_api_error
 
 Json = dict[str, Any]
@@ -109,7 +109,7 @@ class ResponsesBody(bodies.GenerationBody):
             "logprobs": wants_logprobs,
             "stream_options": {"include_usage": True} if self.stream else None,
         }
-        self._chat = bodies.validate_body(bodies.ChatBody, table)
+        self._chat = reading.validate_body(bodies.ChatBody, table)
 
     @property
     def chat(self) -> bodies.ChatBody:

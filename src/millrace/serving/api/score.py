@@ -16,8 +16,9 @@ from pydantic import Field, model_validator
 
 from millrace.core.records import ScoreRequest, TokenLogprobs
 from millrace.scoring.teachers.process import TeacherProcess
-from millrace.serving.api.bodies import Body, Number, TokenIds
+from millrace.serving.api.bodies import Number, TokenIds
 from millrace.serving.api.errors import ApiError
+from millrace.serving.api.reading import Body
 
 MAX_TOP = 1024
 Place = Annotated[int, Field(strict=True, ge=1)]

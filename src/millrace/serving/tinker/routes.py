@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from millrace.config import EngineConfig
-from millrace.serving.api.bodies import Body
 from millrace.serving.api.errors import ApiError, json_response
+from millrace.serving.api.reading import Body
 from millrace.serving.served_model import ServedModel
 from millrace.serving.server import CLIENT, read_bytes, read_request
 from millrace.serving.settings import ServeSettings

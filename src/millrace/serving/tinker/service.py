@@ -19,8 +19,9 @@ import numpy as np
 
 from millrace.core.errors import CheckpointError, TaskError
 from millrace.core.records import Request, Sampling
-from millrace.serving.api.bodies import MIN_TEMPERATURE, MIN_TOP_P, read_body
+from millrace.serving.api.bodies import MIN_TEMPERATURE, MIN_TOP_P
 from millrace.serving.api.errors import ApiError
+from millrace.serving.api.reading import read_body
 from millrace.serving.clients import Client
 from millrace.serving.served_model import ServedModel
 from millrace.serving.settings import TrainingSettings
@@ -88,9 +89,8 @@ class TrainingService:
         return tenant
 
     async def _submit_again(self, tenant: Tenant, request: AcceptedRequest) -> None:
-        body = request.body or b""
         if request.operation in ("forward", "forward_backward"):
-            await self.compute(tenant, await asyncio.to_thread(wire.read_pass, body))
+            await self.compute(tenant, await asyncio.to_thread(wire.read_pass, request.body or b""))
             return
         kind, answer = {
             "create_model": (wire.CreateModelBody, self.create_model),
@@ -100,7 +100,7 @@ class TrainingService:
             "load_weights": (wire.LoadBody, self.load_weights),
             "sample": (wire.SampleBody, self.sample),
         }[request.operation]
-        await answer(tenant, read_body(kind, body))
+        await answer(tenant, read_body(kind, request.body or b""))
         if request.operation == "create_model":  # later requests need it
             await tenant.futures.result(request.id)
 

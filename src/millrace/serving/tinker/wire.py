@@ -14,8 +14,9 @@ import numpy as np
 from pydantic import Field
 
 from millrace.core.records import Completion
-from millrace.serving.api.bodies import Body, Count, Number, NumTop, Temperature, TokenIds, TopP
+from millrace.serving.api.bodies import Count, Number, NumTop, Temperature, TokenIds, TopP
 from millrace.serving.api.errors import ApiError
+from millrace.serving.api.reading import Body
 from millrace.serving.tinker import protobuf
 from millrace.serving.tinker.protobuf import integers, mapping, message, messages, write
 from millrace.training.adapters.requests import (
