@@ -91,3 +91,11 @@ def test_logprobs_are_restricted_to_the_grammar():
         allowed = unpacked(words, len(TOKENIZER))[0]
         left = logits[place].masked_fill(~allowed, -torch.inf).log_softmax(-1)
         assert done.logprobs[place] == pytest.approx(float(left[token]), abs=1e-5)
+
+
+def test_completion_that_left_its_grammar_ends():
+    compiler = GrammarCompiler(TOKENIZER, vocab_size=len(TOKENIZER), eos_ids=[END])
+    guide = compiler.matcher(grammar_of(FORMAT))
+    wrong = np.array(TOKENIZER.encode("?"), np.int32)
+    words = torch.from_numpy(compiler.masks([guide], [wrong]))
+    assert unpacked(words, len(TOKENIZER))[0].nonzero().flatten().tolist() == [END]

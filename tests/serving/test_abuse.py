@@ -157,6 +157,31 @@ async def test_text_far_beyond_the_context_is_not_tokenised():
     model.close()
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "minItems": 10**9},
+        {"type": "object", "properties": {"a": {"type": "array", "maxItems": 1e9}}},
+        {"anyOf": [{"type": "array", "items": {"const": i}, "maxItems": 999} for i in range(99)]},
+        {"type": "integer", "maximum": 10**60},
+    ],
+)
+async def test_small_schemas_that_become_large_grammars_are_refused(schema: dict[str, Any]):
+    async with served(WritingEngine("x")) as client:
+        with pytest.raises(openai.BadRequestError, match=r"response_format has a schema"):
+            await client.chat.completions.create(**CHAT, response_format=schema_of(schema))
+
+
+async def test_names_of_conversations_are_kept_as_digests():
+    engine = WritingEngine("x")
+    async with served(engine) as client:
+        for key in ("talk" * 100_000, "talk" * 100_000, "another"):
+            await client.chat.completions.create(**CHAT, prompt_cache_key=key)
+    first, second, third = (request.session for request in engine.requests)
+    assert first == second != third
+    assert len(first) == 64
+
+
 async def test_completions_of_one_request_are_bounded():
     engine = WritingEngine("x")
     async with served(engine) as client:

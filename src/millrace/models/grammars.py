@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from millrace.core.errors import TaskError
+from millrace.core.errors import TaskError, printable
 
 _NUM_CACHED = 32  # compiled grammars
 MAX_SCHEMA_CHARACTERS = 2**15  # compiling takes time in proportion, in the server and the engine
+MAX_SCHEMA_ITEMS = 2**14  # each item that a list must or may have becomes a part of the grammar
 # JSON without whitespace: an uncertain model might sample whitespace forever.
 _WHITESPACE = {"whitespace_flexible": False}
 
@@ -38,7 +39,10 @@ def grammar_of(response_format: Mapping[str, Any] | None) -> str | None:
             )
     _check_size(schema, source="response_format")
     matcher = _llguidance("response_format").LLMatcher
-    grammar = matcher.grammar_from_json_schema(schema, overrides=_WHITESPACE)
+    try:
+        grammar = matcher.grammar_from_json_schema(schema, overrides=_WHITESPACE)
+    except ValueError as error:  # a number that is too large for it
+        raise TaskError(f"response_format has a schema that cannot be read: {error}.") from None
     return _checked(matcher, grammar, source="response_format has a schema")
 
 
@@ -73,6 +77,25 @@ def _check_size(schema: Any, *, source: str) -> None:
             f"{source} needs a schema of {size} characters, but at most {MAX_SCHEMA_CHARACTERS}"
             " are compiled; simplify it."
         )
+    if (num_items := _num_items(schema)) > MAX_SCHEMA_ITEMS:
+        raise TaskError(
+            f"{source} has a schema whose minItems and maxItems add up to {num_items:g}, but at"
+            f" most {MAX_SCHEMA_ITEMS} are compiled; lower or remove them."
+        )
+
+
+def _num_items(schema: Any) -> float:
+    """The sum of all limits of lists in a schema."""
+    num_items, parts = 0.0, [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Mapping):
+            limits = (part.get("minItems"), part.get("maxItems"))
+            num_items += sum(float(each) for each in limits if isinstance(each, int | float))
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+    return num_items
 
 
 def _checked(matcher: Any, grammar: str, *, source: str) -> str:
@@ -99,7 +122,8 @@ class GrammarMatcher:
     def end(self, mask: np.ndarray) -> None:
         """Allow the eos tokens: a limit of the parser was reached. The completion ends here; its
         reader sees that it is not whole."""
-        print(f"A grammar ended early: {self.matcher.get_error()}", flush=True)
+        error, *_ = self.matcher.get_error().splitlines() or [""]  # the rest is the grammar
+        print(f"A grammar ended early: {printable(error)}", flush=True)
         bits = np.zeros(32 * len(mask), dtype=np.uint8)
         bits[self._eos_ids] = 1
         mask[:] = np.packbits(bits, bitorder="little").view("<i4")
@@ -141,7 +165,8 @@ class GrammarCompiler:
         live = [(guide.matcher, row) for row, guide in guided if not guide.matcher.is_error()]
         from llguidance.numpy import fill_next_token_bitmask_par
 
-        fill_next_token_bitmask_par(self._executor, live, out)
+        if live:
+            fill_next_token_bitmask_par(self._executor, live, out)
         filled = {row for _, row in live}
         for row, guide in enumerate(guides):
             if guide is None:

@@ -7,6 +7,7 @@ prepared (templates, grammars, tokens) in one thread, because a long prompt woul
 
 import asyncio
 import copy
+import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -144,7 +145,10 @@ class ServedModel:
                 code="model_not_found",
             )
         room = self._check_room(len(prompt))
-        session = body.prompt_cache_key if isinstance(body.prompt_cache_key, str) else None
+        session = None
+        if isinstance(key := body.prompt_cache_key, str) and key:
+            # A digest, because it is remembered and the key may be long.
+            session = hashlib.sha256(f"{client.cache_salt}{key}".encode()).hexdigest()
         return Request(
             id=id,
             prompt=prompt,
@@ -152,7 +156,7 @@ class ServedModel:
             n=body.num_choices,
             seed=body.drawn_seed(),
             index=index,
-            session=session and client.cache_salt + session,
+            session=session,
             cache_salt=client.cache_salt,
             adapter=body.model if body.model in self._adapters else None,
         )
