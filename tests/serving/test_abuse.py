@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from aiohttp import web
 from chat_model import IM_END, IM_START, chat_tokenizer
 from transformers import PreTrainedTokenizerFast
 from writing_engine import WritingEngine, served
@@ -180,6 +181,30 @@ async def test_names_of_conversations_are_kept_as_digests():
     first, second, third = (request.session for request in engine.requests)
     assert first == second != third
     assert len(first) == 64
+
+
+async def test_long_stop_strings_are_refused():
+    async with served(WritingEngine("x")) as client:
+        for stop in ("x" * 1025, ["x", "x" * 1025]):
+            with pytest.raises(openai.BadRequestError, match="at most 1024 characters"):
+                await client.chat.completions.create(**CHAT, stop=stop)
+
+
+async def test_errors_in_the_log_have_no_control_characters(caplog: pytest.LogCaptureFixture):
+    async def fail(request: web.Request) -> web.Response:
+        raise RuntimeError(f"wrong: {request.path}")
+
+    async with (
+        served(WritingEngine("x"), extend=lambda app: app.router.add_get("/x{t}", fail)) as client,
+        aiohttp.ClientSession() as http,
+        http.get(
+            f"{client.base_url.scheme}://{client.base_url.netloc.decode()}/x%1b%5b2J"
+        ) as response,
+    ):
+        assert response.status == 500
+    assert "GET /x\\x1b[2J failed" in caplog.text
+    assert "wrong: /x\\x1b[2J" in caplog.text
+    assert "\x1b" not in caplog.text
 
 
 async def test_completions_of_one_request_are_bounded():

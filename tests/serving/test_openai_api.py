@@ -1,6 +1,7 @@
 """The official client against the endpoints, with a scripted engine."""
 
 import asyncio
+import hashlib
 import json
 
 import aiohttp
@@ -68,7 +69,7 @@ async def test_settings_of_a_request_reach_the_engine():
     (request,) = engine.requests
     sampling = request.sampling
     assert (request.n, request.seed, request.adapter) == (3, 7, "side")
-    assert request.session == "conversation"
+    assert request.session == hashlib.sha256(b"conversation").hexdigest()
     assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (0.5, 0.9, 20)
     assert (sampling.top_k, sampling.min_p, sampling.stop) == (5, 0.1, ("END", "\n"))
     assert chat_tokenizer().decode(request.prompt[-4:]) == "Well"
@@ -276,7 +277,7 @@ async def test_return_token_ids_adds_tokens_and_versions():
         "finish_reason": "stop",
     }
     request = engine.requests[0]
-    assert (request.prompt.tolist(), request.seed, request.session) == ([97, 98], 5, "talk")
+    assert (request.prompt.tolist(), request.seed) == ([97, 98], 5)
     assert events[-2:] == ["data: [DONE]", ""]
     pieces = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
     second = [choice for piece in pieces for choice in piece["choices"] if choice["index"] == 1]

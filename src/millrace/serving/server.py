@@ -11,12 +11,13 @@ Runs on one event loop.
 import asyncio
 import contextlib
 import logging
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from aiohttp import web
 
-from millrace.core.errors import ConfigError, MillraceError
+from millrace.core.errors import ConfigError, MillraceError, printable
 from millrace.serving.api.bodies import ChatBody, CompletionBody, OpenAIBody
 from millrace.serving.api.chat import ChatAnswer
 from millrace.serving.api.completions import ApiAnswer, TextAnswer
@@ -257,7 +258,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     except ConnectionError:  # the client has disconnected
         raise
     except Exception:  # noqa: BLE001 - a bug: logged here, hidden from clients
-        _log.exception("%s %s failed", request.method, request.path)
+        about = f"{request.method} {request.path} failed\n{traceback.format_exc()}"
+        _log.error("%s", printable(about))
         return ApiError("The server failed.", status=500).response()
 
 

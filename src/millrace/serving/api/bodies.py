@@ -37,6 +37,8 @@ MIN_TEMPERATURE = 1e-5
 MIN_TOP_P = 1e-6
 
 Text = Annotated[str, Field(min_length=1)]
+# Text that may become a stop string is read again with each token.
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 TokenId = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 
@@ -102,7 +104,7 @@ class OpenAIBody(GenerationBody):
     n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
     top_k: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None  # not in the OpenAI API
     min_p: Annotated[Number, Field(ge=0, lt=1)] | None = None  # not in the OpenAI API
-    stop: Text | Annotated[list[Text], Field(max_length=16, fail_fast=True)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
     seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
