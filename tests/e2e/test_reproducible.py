@@ -148,7 +148,8 @@ def plain_loop(settings: dict) -> tuple[list[dict], dict[str, torch.Tensor]]:
     path = config.model.path
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    engine = build_engine(EngineSpec(config=config.engine, model_path=path, version=0))
+    spec = EngineSpec(config=config.engine, model_path=path, version=0, reproducible=True)
+    engine = build_engine(spec)
     trainer = build_trainer(config, path=path)
     renderer = Renderer(load_tokenizer(path, trust_remote_code=False))
     tasks = Epochs(load_tasks(TASKS), seed=config.seed, shuffle=True)

@@ -10,7 +10,7 @@ starts. Torch-free: a backend imports its libraries in load().
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from millrace.config import EngineConfig, LoraConfig, RunConfig
 from millrace.config.section import PositiveInt
@@ -42,6 +42,7 @@ class EngineSpec:
     records_routes: bool = False  # record the experts of each token of a mixture of experts
     sleeps: bool = False  # sleep() will be called
     exact: bool = False  # logprobs are bit for bit those of the trainer
+    reproducible: bool = False  # the same requests get the same bits, whatever was served before
     on_warm_up: Callable[[], None] = lambda: None  # called before compilation, if there is any
 
 
@@ -59,10 +60,12 @@ class EngineStats:
     running: int  # sequences in the batch
     waiting: int  # sequences in the wait queue
     free_blocks: int
-    generated_tokens: int  # since the start, as the three below
+    generated_tokens: int  # since the start, as all below
     prefill_tokens: int
     cached_tokens: int  # found in the prefix cache, so not prefilled
     preemptions: int
+    drafted_tokens: int = 0  # computed by speculation
+    accepted_tokens: int = 0  # of these, the tokens that were drawn
 
 
 @runtime_checkable
@@ -193,6 +196,9 @@ class EmbeddedBackend:
     # Per launch on the device: more steps hide its latency, fewer notice new requests and weights
     # sooner. By default 1 on a CPU and 32 on a GPU.
     decode_steps: PositiveInt | None = None
+    # Drafts from known text, verified exactly; see docs/architecture.md. "auto" is on a CPU, "on"
+    # also on a GPU that decodes in single steps (decode_steps = 1), where it was not measured.
+    speculation: Literal["auto", "on", "off"] = "auto"
     capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
 
     def load(self, spec: EngineSpec) -> EngineCore:

@@ -72,6 +72,7 @@ def _start(message: messages.StartEngine, link: Link, timeline: Timeline) -> "En
         records_routes=message.records_routes,
         sleeps=config.cluster.share_gpu == "sleep",
         exact=config.is_exact,
+        reproducible=config.weights.interrupt == "barrier",
         on_warm_up=on_warm_up,
     )
     engine = load_backend(config.engine).load(spec)
@@ -381,10 +382,9 @@ class EngineWorker(ModelWorker):
             self._interrupt.settle()
         self._num_swaps += 1
         self._checksums[staging.update.policy] = staging.update.checksum
-        gap_ms = (time.perf_counter() - started_s) * 1000
-        version = staging.update.version
+        times = {"stage_ms": stage_ms, "gap_ms": (time.perf_counter() - started_s) * 1000}
         for call in staging.calls:
-            call.reply(messages.Swapped(version=version, stage_ms=stage_ms, gap_ms=gap_ms))
+            call.reply(messages.Swapped(version=staging.update.version, **times))
 
     def _progress(self) -> messages.WorkerProgress:
         stats = self._engine.stats()

@@ -4,6 +4,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,6 +39,9 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
     """Load the model and make the engine that the spec describes."""
     config, model_path = spec.config, spec.model_path
     device = resolve_device(spec.device)
+    if spec.reproducible and not spec.exact:
+        # Drafts depend on time and on earlier requests, and the rounding of logits on drafts.
+        options = replace(options, speculation="off")
     if spec.exact:
         check_exact(device, resolve_dtype(config.dtype, device))
     try:
@@ -97,9 +101,8 @@ def engine_of(
 ) -> EmbeddedEngine:
     """An engine with these settings, ready for its first request."""
     on_gpu, probe = model.device.type == "cuda", measure_cache(model)
-    block_tokens = options.block_tokens
+    block_tokens, setting = options.block_tokens, "engine.max_context"
     text_config, path = model.config.get_text_config(), str(model.name_or_path)
-    setting = "engine.max_context"
     context = context_limit(text_config, path, wanted=config.max_context, setting=setting)
     of_block = block_bytes(probe.shapes, block_tokens=block_tokens, dtype=model.dtype)
     of_block = max(1, of_block + (0 if routing is None else block_tokens * routing.token_bytes))
@@ -129,6 +132,7 @@ def engine_of(
                 decode_steps=_decode_steps(model, options.decode_steps, probe),
                 compile_layers=options.compile and on_gpu and not exact,
                 exact=exact,
+                speculates=options.speculation in (("on",) if on_gpu else ("auto", "on")),
             ),
         )
         on_warm_up()

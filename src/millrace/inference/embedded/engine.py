@@ -19,16 +19,18 @@ from millrace.core.errors import RunFailed
 from millrace.core.records import Finish
 from millrace.inference.backend import EngineCore, EngineStats, FinishedCompletions
 from millrace.inference.embedded.adapters import AdapterMerger
-from millrace.inference.embedded.decode.loop import NO_TOKEN, DecodeLoop
+from millrace.inference.embedded.decode.loop import DecodeLoop
 from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.kv.prefix_cache import PrefixCache
 from millrace.inference.embedded.live_weights import LiveWeights, PreparedWeights
 from millrace.inference.embedded.parts import EngineParts, EngineSizes
 from millrace.inference.embedded.runner import ModelRunner
-from millrace.inference.embedded.sampler import mask_logits, sample_batch
+from millrace.inference.embedded.sampler import SamplerOutput, mask_logits, sample_batch
+from millrace.inference.embedded.scheduling.batch_slots import decode_result, within
 from millrace.inference.embedded.scheduling.outputs import OutputProcessor, StopRules
 from millrace.inference.embedded.scheduling.scheduler import Scheduler
 from millrace.inference.embedded.scheduling.sequence import BatchPlan, DecodeResult, adapter_slot
+from millrace.inference.embedded.scheduling.speculation import DraftProposer
 from millrace.inference.embedded.scoring import ScoringEngine, chunk_scores, num_rows
 from millrace.models.grammars import GrammarCompiler
 from millrace.models.logprobs import final_logits
@@ -81,12 +83,12 @@ class EmbeddedEngine(EngineCore):
             routes=parts.routes,
             states=parts.states,
             snapshots=parts.snapshots,
+            drafts=parts.drafts,
         )
         self._has_states = parts.states is not None
         has_loop = sizes.decode_steps > 1 and not self._has_states
         self._decode_loop = DecodeLoop(parts, eos_ids=eos_ids) if has_loop else None
-        self._runner = ModelRunner(parts)
-        self._scorer = ScoringEngine(model)
+        self._runner, self._scorer = ModelRunner(parts), ScoringEngine(model)
         self._weights = LiveWeights(model, version=version, merger=merger, bank=self.bank)
         self._has_new = False  # requests arrived since the last launch of the decode loop
         self._grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size, eos_ids=eos_ids)
@@ -117,6 +119,8 @@ class EmbeddedEngine(EngineCore):
         return self._scheduler.waiting.num_held > 0
 
     def stats(self) -> EngineStats:
+        drafts = self._scheduler.drafts
+        drafted = (0, 0) if drafts is None else (drafts.num_drafted, drafts.num_accepted)
         return EngineStats(
             running=int(self._slots.occupied.sum()),
             waiting=self._scheduler.waiting.num_waiting + self._scheduler.waiting.num_held,
@@ -125,6 +129,8 @@ class EmbeddedEngine(EngineCore):
             prefill_tokens=self._num_prefilled,
             cached_tokens=self._scheduler.num_cached_tokens,
             preemptions=self._scheduler.num_preemptions,
+            drafted_tokens=drafted[0],
+            accepted_tokens=drafted[1],
         )
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -279,10 +285,12 @@ class EmbeddedEngine(EngineCore):
     def _forward(self, plan: BatchPlan | None) -> None:
         if plan is None:
             return
+        started_s = time.perf_counter()
         try:
             hidden = self._runner.forward(plan)
         except torch.OutOfMemoryError:
-            # The pass changed no bookkeeping, so it is planned again with a smaller prefill.
+            # The pass changed no bookkeeping, so it is planned again, smaller and without drafts.
+            self._scheduler.drafts = None
             if self._has_states:  # it advanced some of them
                 self._scheduler.forget_kv()
             if not self._scheduler.shrink_prefill():
@@ -294,11 +302,18 @@ class EmbeddedEngine(EngineCore):
             if self._model.device.type == "cuda":
                 torch.cuda.empty_cache()
             return
-        self._num_prefilled += int(plan.counts[plan.num_single :].sum())
         slots, rows = self._scheduler.complete(plan)
-        if len(slots):
-            self._sample(slots, hidden=hidden, rows=rows)
+        drafts = self._scheduler.drafts
+        if plan.drafts is not None and drafts is not None:
+            self._verify(plan, drafts, hidden=hidden)
+        elif len(slots):
+            drawn = self._sample(slots, hidden=hidden, rows=rows)
+            self._append(slots, decode_result(drawn, np.ones(len(slots), dtype=np.int64)))
             self._end_sequences(slots)
+        if plan.drafts is None:
+            self._num_prefilled += int(plan.counts[plan.num_single :].sum())
+        if drafts is not None:
+            drafts.observe(plan, seconds=time.perf_counter() - started_s)
 
     def _decode(self, decode_loop: DecodeLoop, *, should_stop: Callable[[], bool]) -> int:
         """Returns the number of steps, at least 1."""
@@ -325,35 +340,43 @@ class EmbeddedEngine(EngineCore):
         self._outputs.record()
         self._scheduler.prefixes.settle()
 
-    def _sample(self, slots: np.ndarray, *, hidden: Tensor, rows: np.ndarray) -> None:
-        """Sample and record one token for each of `slots`, from its row of `hidden`."""
+    def _sample(
+        self, slots: np.ndarray, *, hidden: Tensor, rows: np.ndarray, ahead: np.ndarray | int = 0
+    ) -> SamplerOutput:
+        """Sample a token for each of `slots`, from its row of `hidden`. `ahead`: of its place."""
         if len(rows) != len(hidden) or (rows[1:] != rows[:-1] + 1).any():
             hidden = hidden[torch.from_numpy(rows).to(hidden.device)]
         logits = final_logits(self._model, hidden.to(self._model.dtype))
-        how = self._slots.sampling_batch(slots, vocab_size=logits.shape[1], device=logits.device)
+        how = self._slots.sampling_batch(
+            slots, vocab_size=logits.shape[1], device=logits.device, ahead=ahead
+        )
         if self._slots.adjusts_logits[slots].any():
             logits = self._slots.adjust_logits(logits, slots)
         if self._slots.is_guided[slots].any():
             masks = torch.from_numpy(self._slots.grammar_masks(slots, self._grammars))
             logits = mask_logits(logits, masks.to(logits.device))
         drawn = sample_batch(logits, how, exact=self._is_exact)
-        kept = num_kept = None
-        if drawn.kept is not None:
-            kept = drawn.kept.ids.to(torch.int32).cpu().numpy()
-            num_kept = drawn.kept.offsets.diff().cpu().numpy()[:, None]
-        tokens, logprobs = (x.cpu().numpy()[None] for x in (drawn.tokens, drawn.logprobs))
-        counts = np.ones(len(slots), dtype=np.int64)
-        self._append(slots, DecodeResult(tokens, logprobs, counts, kept, num_kept))
         if num_top := int(self._slots.num_top[slots].max()):
             temperatures = how.temperatures.masked_fill(how.temperatures == 0, 1.0)
             _, ids, logprobs, _ = chunk_scores(
                 logits, drawn.tokens, temperatures, kept=drawn.kept, num_top=num_top
             )
-            ids = ids.to(torch.int32).cpu().numpy()
-            self._slots.append_top(slots, ids=ids, logprobs=logprobs.cpu().numpy())
+            ids, logprobs = ids.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy()
+            self._slots.append_top(slots, ids=ids, logprobs=logprobs)
+        return drawn
+
+    def _verify(self, plan: BatchPlan, drafts: DraftProposer, *, hidden: Tensor) -> None:
+        """Sample a token at each row of the pass, and record those that follow right drafts."""
+        slots, ahead = np.repeat(plan.slots, plan.counts), within(plan.counts)
+        drawn = self._sample(slots, hidden=hidden, rows=np.arange(len(slots)), ahead=ahead)
+        result = drafts.accept(plan, decode_result(drawn, plan.counts))
+        counts, has_stop = self._stop_rules.counts_until_stop(self._slots, plan.slots, result)
+        self._append(plan.slots, result._replace(counts=counts))
+        self._end_sequences(plan.slots, has_stop=has_stop)
+        self._record_ended()
 
     def _append(self, slots: np.ndarray, result: DecodeResult) -> None:
-        if not np.isfinite(result.logprobs[result.tokens != NO_TOKEN]).all():
+        if not np.isfinite(result.logprobs[result.tokens >= 0]).all():
             raise RunFailed(
                 f"Version {self.version} of the weights gives logits that are not finite;"
                 " lower optimizer.learning_rate."

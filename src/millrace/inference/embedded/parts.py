@@ -19,6 +19,7 @@ from millrace.inference.embedded.routes import RoutesPool
 from millrace.inference.embedded.sampler import KEPT_CAPACITY
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.sequence import BatchPlan, DecodePlan
+from millrace.inference.embedded.scheduling.speculation import DraftProposer
 from millrace.models.exact.mode import ExactMode, refuse, use_exact_norms
 from millrace.models.lora.factors import Adapter
 from millrace.models.routing import Routing
@@ -40,6 +41,7 @@ class EngineSizes:
     kept_capacity: int = KEPT_CAPACITY  # see sampler.py
     compile_layers: bool = False
     exact: bool = False  # logprobs are bit for bit those of the trainer
+    speculates: bool = False  # where a pass decodes one step of a model without recurrent states
 
     @property
     def usable_context(self) -> int:
@@ -73,6 +75,9 @@ class EngineParts:
                 dtype=model.dtype,
                 device=model.device,
             )
+        self.drafts: DraftProposer | None = None  # None = no speculation
+        if sizes.speculates and sizes.decode_steps == 1 and not probe.layers:
+            self.drafts = DraftProposer(self.slots)
         self.routes: RoutesPool | None = None  # None = routes are not recorded
         if routing is not None:
             self.routes = RoutesPool(routing, cache=self.cache, num_blocks=num_blocks)

@@ -14,6 +14,7 @@ from millrace.inference.embedded.decode.attention import PrefillLayer, can_flash
 from millrace.inference.embedded.kv.paged_attention import Bucket, ExactBatch, PagedBatch
 from millrace.inference.embedded.kv.states import SequenceGroup, groups_of
 from millrace.inference.embedded.parts import EngineParts
+from millrace.inference.embedded.scheduling.batch_slots import within
 from millrace.inference.embedded.scheduling.sequence import BatchPlan
 from millrace.models.exact.attention import KeyTables, Tiles
 from millrace.models.loading import hidden_states
@@ -36,14 +37,15 @@ class ModelRunner:
         self._flashes = has_loop and can_flash(parts.cache, model=parts.model)
 
     def forward(self, plan: BatchPlan) -> Tensor:
-        """Compute the plan's tokens; returns the hidden state of each row's last token, [R, D]."""
+        """Compute the plan's tokens; returns the hidden state of each row's last token, [R, D], or
+        of all tokens [T, D] if there are drafts."""
         parts = self._parts
         parts.begin_pass(plan)
         starts = self._slots.num_cached[plan.slots]
         slots, positions = plan.slots, starts  # of each token of the pass, [T]
         if plan.num_single < len(plan.slots):
             slots = np.repeat(plan.slots, plan.counts)
-            positions = np.repeat(starts, plan.counts) + _within(plan.counts)
+            positions = np.repeat(starts, plan.counts) + within(plan.counts)
         slot_mapping = self._tensor(self._tables.kv_slots(slots, positions))
         if parts.routes is not None:
             parts.routes.kv_slots = slot_mapping
@@ -73,7 +75,7 @@ class ModelRunner:
             position_ids=self._tensor(positions)[None],
             millrace_paged=batch,
         )
-        if plan.num_single == len(plan.slots):
+        if plan.num_single == len(plan.slots) or plan.drafts is not None:
             return hidden
         return hidden[self._tensor(np.cumsum(plan.counts) - 1)]
 
@@ -90,7 +92,7 @@ class ModelRunner:
         lengths = starts + plan.counts
         context_slots = np.empty(0, dtype=np.int64)
         if starts.any():
-            context_slots = self._tables.kv_slots(np.repeat(plan.slots, lengths), _within(lengths))
+            context_slots = self._tables.kv_slots(np.repeat(plan.slots, lengths), within(lengths))
         return PrefillLayer(
             cache=self._parts.cache.layers[0],
             slot_mapping=slot_mapping,
@@ -128,11 +130,6 @@ class ModelRunner:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._device)
-
-
-def _within(counts: np.ndarray) -> np.ndarray:
-    """0..count-1 of each row, one row after another."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _split(sizes: np.ndarray) -> list[int]:

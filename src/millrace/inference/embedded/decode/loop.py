@@ -25,7 +25,7 @@ from millrace.inference.embedded.kv.blocks import BlockTables
 from millrace.inference.embedded.kv.paged_attention import ExactBatch
 from millrace.inference.embedded.parts import EngineParts
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
-from millrace.inference.embedded.scheduling.sequence import DecodePlan, DecodeResult
+from millrace.inference.embedded.scheduling.sequence import NO_TOKEN, DecodePlan, DecodeResult
 from millrace.models.exact.attention import Tiles
 from millrace.models.loading import hidden_states
 from millrace.models.logprobs import final_logits
@@ -36,7 +36,6 @@ _AHEAD = 2  # steps queued on the device: it never waits for the host, and a lau
 _PROGRAMS = 512  # attention programs that keep a GPU busy, about
 _SPLIT_TOKENS = 2048  # of context per split, at most
 _MAX_SPLITS = 64
-NO_TOKEN = -1  # in place of a token: the row had ended
 
 
 class DecodeState:

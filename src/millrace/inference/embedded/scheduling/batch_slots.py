@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 
 from millrace.core.records import TopTokens
-from millrace.inference.embedded.sampler import SamplingBatch, stream_key
-from millrace.inference.embedded.scheduling.sequence import DecodeResult, Sampled, Sequence
+from millrace.inference.embedded.sampler import SamplerOutput, SamplingBatch, stream_key
+from millrace.inference.embedded.scheduling.sequence import (
+    NO_TOKEN,
+    DecodeResult,
+    Sampled,
+    Sequence,
+)
 from millrace.models.grammars import GrammarCompiler
 
 _MANY_IDS = 2**18  # kept ids of a launch that threads copy
@@ -146,6 +151,13 @@ class BatchSlots:
             assert kept is not None
             kept.append(own, sizes=sizes, copiers=copiers)
 
+    def put_drafts(self, slots: np.ndarray, drafts: list[list[int]]) -> None:
+        """Write the drafts of these slots [R] behind their tokens."""
+        for slot, draft in zip(slots.tolist(), drafts, strict=True):
+            start = int(self.num_tokens[slot])
+            self._reserve(start + len(draft))
+            self.tokens[slot, start : start + len(draft)] = draft
+
     def append_top(self, slots: np.ndarray, *, ids: np.ndarray, logprobs: np.ndarray) -> None:
         """Record the likeliest ids [R, K] of one sampled token for each slot that reports them."""
         for row in np.flatnonzero(self.num_top[slots]):
@@ -153,14 +165,20 @@ class BatchSlots:
             self.sequence(slots[row]).top.append(TopTokens(ids=ids[own], logprobs=logprobs[own]))
 
     def sampling_batch(
-        self, slots: np.ndarray, *, vocab_size: int, device: torch.device
+        self,
+        slots: np.ndarray,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        ahead: np.ndarray | int = 0,
     ) -> SamplingBatch:
+        """`ahead` [R]: how many tokens lie between the last known one and the one to draw."""
         top_k, top_p, truncates = self.top_k[slots], self.top_p[slots], self.truncates[slots]
         num_ordered = 0
         if any_truncates := bool(truncates.any()):
             ordered = np.where(top_k > 0, top_k, np.where(top_p < 1.0, vocab_size, 0))
             num_ordered = min(int(ordered[truncates].max()), vocab_size)
-        positions = torch.from_numpy(self.num_tokens[slots] - self.num_prompt[slots])
+        positions = torch.from_numpy(self.num_tokens[slots] - self.num_prompt[slots] + ahead)
         # take() and not [:, slots], whose rows would not be contiguous, as kernels need them.
         integers = torch.from_numpy(self.integers.take(slots, axis=1)).to(device)
         floats = torch.from_numpy(self.floats.take(slots, axis=1)).to(device)
@@ -208,3 +226,24 @@ class BatchSlots:
             added = (torch.from_numpy(x).to(logits.device) for x in changed)
             adjusted[row].index_add_(0, *added)
         return adjusted
+
+
+def within(counts: np.ndarray) -> np.ndarray:
+    """0..count-1 of each row, one row after another."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def decode_result(drawn: SamplerOutput, counts: np.ndarray) -> DecodeResult:
+    """The tokens that `counts` [R] rows of each slot drew, slot after slot."""
+    row, step = np.repeat(np.arange(len(counts)), counts), within(counts)
+    tokens = np.full((counts.max(), len(counts)), NO_TOKEN, dtype=np.int32)
+    logprobs = np.zeros(tokens.shape, dtype=np.float32)
+    tokens[step, row] = drawn.tokens.cpu().numpy()
+    logprobs[step, row] = drawn.logprobs.cpu().numpy()
+    if drawn.kept is None:
+        return DecodeResult(tokens, logprobs, counts)
+    num_kept = np.zeros(tokens.T.shape, dtype=np.int32)
+    num_kept[row, step] = drawn.kept.offsets.diff().cpu().numpy()
+    return DecodeResult(
+        tokens, logprobs, counts, drawn.kept.ids.to(torch.int32).cpu().numpy(), num_kept
+    )

@@ -86,8 +86,11 @@ class StopRules:
     def counts_until_stop(
         self, slots: BatchSlots, chosen: np.ndarray, result: DecodeResult
     ) -> tuple[np.ndarray, np.ndarray]:
-        """[R] number of new tokens of each slot up to its first stop string; [R] if it has one."""
-        counts, has_stop = result.counts.copy(), np.zeros(len(chosen), dtype=bool)
+        """[R] number of new tokens of each slot up to its first EOS token or stop string; [R] if it
+        has a stop string."""
+        is_eos = self.is_eos(result.tokens.ravel()).reshape(result.tokens.shape)
+        first = np.where(is_eos.any(0), is_eos.argmax(0) + 1, len(is_eos))
+        counts, has_stop = np.minimum(result.counts, first), np.zeros(len(chosen), dtype=bool)
         for row in np.flatnonzero(slots.has_stop_strings[chosen]):
             sequence = slots.sequence(chosen[row])
             earlier, _, _ = slots.sampled_by(sequence)

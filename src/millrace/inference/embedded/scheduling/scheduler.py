@@ -29,6 +29,7 @@ from millrace.inference.embedded.scheduling.sequence import (
     Sequence,
     extend_history,
 )
+from millrace.inference.embedded.scheduling.speculation import MAX_LIVE, DraftProposer
 from millrace.inference.embedded.scheduling.wait_queue import WaitQueue
 
 _MIN_PREFILL_TOKENS = 16  # smaller passes would save no memory worth having
@@ -44,6 +45,7 @@ class Scheduler:
     routes: RoutesPool | None = None
     states: StatePool | None = None
     snapshots: StateSnapshots | None = None  # of these states, if the prefix cache is on
+    drafts: DraftProposer | None = None  # None = no speculation; needs a model without states
 
     def __post_init__(self) -> None:
         self.waiting = WaitQueue(self.tables.pool, prefixes=self.prefixes)
@@ -78,6 +80,8 @@ class Scheduler:
             return None
         # Shortest first, so that sequences of similar length lie side by side and attend together.
         single = single[np.argsort(self.slots.num_cached[single], kind="stable")]
+        if not len(chunked) and (drafts := self._drafts(single)):
+            return self._plan_drafts(single, drafts)
         copies = self.tables.prepare_writes(single, self.slots.num_cached[single])
         chunked, chunks = self._chunks(chunked)
         slots = np.concatenate([single, chunked])
@@ -88,6 +92,33 @@ class Scheduler:
             snapshots = self.snapshots.plan(slots, starts, counts, num_tokens=num_tokens)
         return BatchPlan(
             slots=slots, counts=counts, num_single=len(single), copies=copies, snapshots=snapshots
+        )
+
+    def _drafts(self, slots: np.ndarray) -> list[list[int]]:
+        """Drafts of these slots, if some pay and there are blocks for them."""
+        if self.drafts is None or np.count_nonzero(self.slots.occupied) > MAX_LIVE:
+            return []
+        if not len(slots) or self.slots.leads[slots].any():
+            return []
+        drafts = self.drafts.propose(slots)
+        if not drafts:
+            return []
+        starts = self.slots.num_cached[slots]
+        ends = starts + 1 + [len(draft) for draft in drafts]
+        return drafts if self.tables.has_room(slots, positions=starts, num_tokens=ends) else []
+
+    def _plan_drafts(self, slots: np.ndarray, drafts: list[list[int]]) -> BatchPlan:
+        """A pass that verifies the drafts of these slots. Rejected tokens leave KV behind, which
+        the tokens in their place overwrite."""
+        self.slots.put_drafts(slots, drafts)
+        sizes = np.array([len(draft) for draft in drafts])
+        order = np.argsort(sizes > 0, kind="stable")
+        slots, sizes, num_single = slots[order], sizes[order], int((sizes == 0).sum())
+        starts = self.slots.num_cached[slots]
+        copies = self.tables.prepare_writes(slots, starts)
+        self.tables.extend(slots, num_tokens=starts + 1 + sizes)
+        return BatchPlan(
+            slots=slots, counts=1 + sizes, num_single=num_single, copies=copies, drafts=sizes
         )
 
     def plan_decode(self, *, max_steps: int) -> DecodePlan | None:
@@ -118,7 +149,7 @@ class Scheduler:
         token, and for each the row of the plan with its logits. Followers of a finished prefill
         join on their leader's row."""
         slots = self.slots
-        slots.num_cached[plan.slots] += plan.counts
+        slots.num_cached[plan.slots] += plan.counts if plan.drafts is None else 1
         if self.snapshots is not None:
             self.snapshots.complete(plan.slots, plan.snapshots)
         due = np.flatnonzero(slots.num_cached[plan.slots] == slots.num_tokens[plan.slots])
@@ -309,6 +340,8 @@ class Scheduler:
         slot = self._free_slot(sequence)
         blocks, num_cached = self.tables.take(slot), int(self.slots.num_cached[slot])
         self.prefixes.leave(sequence, blocks=blocks, num_cached=num_cached, ends=ends)
+        if self.drafts is not None and ends:
+            self.drafts.remember(sequence)
 
     def _free_slot(self, sequence: Sequence) -> int:
         """Free its slot, after a request to read the routes of the tokens that it fed there."""

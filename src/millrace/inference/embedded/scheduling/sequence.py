@@ -19,6 +19,7 @@ from millrace.core.records import Completion, Finish, Kept, KVOrigin, Request, T
 from millrace.inference.embedded.adapters import AdapterBank
 from millrace.inference.embedded.kv.snapshots import SnapshotWrite
 from millrace.inference.embedded.routes import SequenceRoutes
+from millrace.inference.embedded.scheduling.drafts import DraftCursor
 from millrace.models.grammars import GrammarCompiler, GrammarMatcher
 
 
@@ -129,6 +130,7 @@ class Sequence:
     held_blocks: np.ndarray | None = None
     kv_history: KVHistory = ()  # of its KV, or of the KV it had in its last slot
     guide: GrammarMatcher | None = None  # of the request's grammar
+    cursor: DraftCursor | None = None  # once there may be drafts for it
     finish: Finish | None = None  # once it has ended
     num_streamed: int = 0  # if it streams: sampled tokens that chunks have, or that it came with
 
@@ -221,6 +223,8 @@ class BatchPlan:
     counts: np.ndarray  # [R] int64
     num_single: int  # slots with one token
     copies: BlockCopies  # of blocks, before the pass
+    # [R] int64; of the counts, draft tokens. All rows then need logits. None = there are none.
+    drafts: np.ndarray | None = None
     snapshots: tuple[SnapshotWrite, ...] = ()  # of recurrent states, during the pass
 
 
@@ -231,6 +235,9 @@ class DecodePlan:
     slots: np.ndarray  # [R] int64
     num_steps: int
     copies: BlockCopies  # of blocks, before the first step
+
+
+NO_TOKEN = -1  # in place of a token: the row had ended
 
 
 class DecodeResult(NamedTuple):
