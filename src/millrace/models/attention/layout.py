@@ -160,7 +160,8 @@ class PackedLayout:
         """Every path that no segment continues, in groups that are padded at the end to equal
         lengths: their rows [b, L] int64, where padding points at row 0, and a place [T] int64 of
         each row in all groups end to end."""
-        whole = [self.path(n) for n in np.flatnonzero(np.diff(self._below).ravel() == 0)]
+        ends = np.flatnonzero(np.diff(self._below).ravel() == 0)
+        whole = [self.path(n) for n in ends.tolist()]
         groups: list[np.ndarray] = []
         place_of_row, start = np.empty(self.num_rows, np.int64), 0
         for members in bucketed(np.array([len(rows) for rows in whole])):
