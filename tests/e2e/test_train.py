@@ -215,9 +215,11 @@ def test_no_process_outlives_the_run(finished):
 
 
 def workers_left() -> list[str]:
-    """Command lines of this process's workers, without the fork server, which outlives runs."""
+    """Command lines of this process's workers, without fork servers, which outlive runs: that of
+    workers, and that of tests of ranks."""
     lines = map(_line, psutil.Process().children(recursive=True))
-    return [line for line in lines if "millrace" in line and "fork_server" not in line]
+    servers = ("fork_server", "multiprocessing.forkserver")
+    return [line for line in lines if "millrace" in line and not any(s in line for s in servers)]
 
 
 def _line(process: psutil.Process) -> str:

@@ -173,6 +173,6 @@ def test_500_swaps_leave_memory_flat(kv: str):
     swaps(100)
     before_tensors, before_bytes = tensors(), process.memory_info().rss
     swaps(500)
-    assert tensors() == before_tensors
+    assert tensors() <= before_tensors  # those of earlier tests may be freed
     assert process.memory_info().rss - before_bytes < 4 << 20
     assert engine.stats().free_blocks == 256
