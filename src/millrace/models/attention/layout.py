@@ -1,7 +1,7 @@
 """The layout of a packed microbatch: which rows attend to which.
 
 It is made once per microbatch and used by every layer, in two forms for two kinds of kernels:
-- spans, for variable-length kernels;
+- calls with spans of rows, for variable-length kernels;
 - blocks, for attention over padded rectangles; every row is a query in exactly one block. They are
   built when the first layer needs them.
 Layers with a recurrent state use a third one, whole sequences.
@@ -99,12 +99,11 @@ class PackedLayout:
         self._device = device
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         self._below = _numbers_below(parents)
-        # Of the first row of each segment; parents come before their children.
-        self.first_positions = np.zeros(len(lengths), np.int64)
+        self.first_positions = np.zeros(len(lengths), np.int64)  # of each segment
         depths = np.zeros(len(lengths), np.int64)
-        for n in np.flatnonzero(parents >= 0):
-            self.first_positions[n] = self.first_positions[parents[n]] + lengths[parents[n]]
-            depths[n] = depths[parents[n]] + 1
+        for segments, above in _ancestors(parents):
+            self.first_positions[segments] += lengths[above]
+            depths[segments] += 1
         is_shared = np.diff(self._below).ravel() > 0
         levels = range(int(depths[is_shared].max(initial=-1)) + 1)
         # A plain attribute, because compiled layers read it.
@@ -242,17 +241,29 @@ class PackedLayout:
         return torch.from_numpy(array).to(self._device)
 
 
+def _ancestors(parents: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Segments and a segment that each continues: their parents, then those of these, and so on."""
+    segments = np.flatnonzero(parents >= 0)
+    above = parents[segments]
+    while len(segments):
+        yield segments, above
+        is_deeper = parents[above] >= 0
+        segments, above = segments[is_deeper], parents[above[is_deeper]]
+
+
 def _numbers_below(parents: np.ndarray) -> np.ndarray:  # [S, 2] int64
     """The first number of the segments below each, and the one after the last."""
-    ends = np.arange(1, len(parents) + 1)
-    below = np.stack([ends, ends], axis=1)
-    for n in np.flatnonzero(parents >= 0)[::-1]:
-        parent, end = parents[n], max(n + 1, below[n, 1])
-        if below[parent, 0] == below[parent, 1]:  # n is the last child
-            below[parent] = n, end
-        assert below[parent, 0] in (n, end), "what is below a segment is contiguous"
-        below[parent, 0] = n
-    return below
+    first, last = np.full(len(parents), len(parents)), np.zeros(len(parents), np.int64)
+    counts = np.zeros(len(parents), np.int64)
+    for segments, above in _ancestors(parents):
+        np.minimum.at(first, above, segments)
+        np.maximum.at(last, above, segments + 1)
+        np.add.at(counts, above, 1)
+    has_any = counts > 0
+    in_place = (parents < 0) | (first == np.arange(len(parents)) + 1)  # depth first
+    in_place &= last - first == counts
+    assert in_place[has_any].all(), "what is below a segment is contiguous"
+    return np.where(has_any[:, None], np.stack([first, last], axis=1), 0)
 
 
 def bucketed(lengths: np.ndarray) -> list[np.ndarray]:
