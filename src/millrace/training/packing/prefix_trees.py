@@ -19,7 +19,7 @@ from millrace.training.packing.bins import fill_bins
 # and a pair 4 D in attention: 1 / 6 D, with D = 4096.
 _PAIR_COST = 1 / 24_576
 # Cost of attending to shared rows in a call of its own, in rows, for each row below them. It is
-# time of memory: the output is read and written again.
+# memory traffic: the output is read and written again.
 _CALL_COST = 1 / 32
 
 

@@ -13,8 +13,8 @@ import numpy as np
 NGRAM = 3  # tokens that must recur
 _TOKEN_BITS = 21
 _KEY_MASK = (1 << NGRAM * _TOKEN_BITS) - 1
-_MEMORY = 0.95  # weight of the earlier tokens in a sequence's share of right drafts
-_DOUBT = 2.0  # wrong drafts that each sequence begins with
+_DECAY = 0.95  # weight of the earlier tokens in a sequence's share of right drafts
+_PRIOR_WRONG = 2.0  # wrong drafts that each sequence begins with
 _MAX_SHARE = 0.98  # a draft may always be wrong
 
 Place = tuple[list[int], int]  # a text, and where in it
@@ -66,7 +66,7 @@ class DraftCursor:
         for token in self._text:
             self._key = (self._key << _TOKEN_BITS | token) & _KEY_MASK
         self._source, self._at = index.places.get(self._key, (None, 0))
-        self._num_right, self._num_drafted = 0.0, _DOUBT
+        self._num_right, self._num_drafted = 0.0, _PRIOR_WRONG
         self._run = 0  # right drafts since the last wrong one
 
     @property
@@ -81,8 +81,8 @@ class DraftCursor:
         for token in tokens:
             if source is not None:
                 is_right = source[at] == token
-                self._num_right = _MEMORY * self._num_right + is_right
-                self._num_drafted = _MEMORY * self._num_drafted + 1.0
+                self._num_right = _DECAY * self._num_right + is_right
+                self._num_drafted = _DECAY * self._num_drafted + 1.0
                 at += 1
                 self._run += 1
                 if not is_right:

@@ -30,7 +30,7 @@ MAX_LIVE = 16  # sequences; with more, a pass has enough rows without drafts
 _MAX_DRAFT = 31  # tokens
 _MIN_SHARE = 0.25  # of right drafts
 _MIN_GAIN = 1.1  # in tokens per second, or there are no drafts
-_FORGIVEN = 0.02  # of what drafts gained less than promised, per pass without drafts
+_RECOVERY = 0.02  # of what drafts gained less than promised, per pass without drafts
 _KNOWN_TOKENS = 2**18  # of all prompts and ended completions, about 200 bytes each
 _EXACT_ROWS = 8  # passes of more rows share a measurement with up to seven neighbours
 _FREE_ROWS = 8  # rows that cost as much as a pass by itself, until that is measured
@@ -150,7 +150,7 @@ class DraftProposer:
         best = int(rates.argmax())
         if rates[best] < _MIN_GAIN * rates[0]:
             best = 0
-            self._accepted += _FORGIVEN * (self._promised - self._accepted)
+            self._accepted += _RECOVERY * (self._promised - self._accepted)
         self._next_promise = promised[best]
         rows = np.array([row for _, row in chances[:best]], dtype=np.int64)
         return np.bincount(rows, minlength=len(drafts)).tolist()
