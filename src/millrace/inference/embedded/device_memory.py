@@ -34,9 +34,10 @@ class _Properties(ctypes.Structure):
 
 class ReleasableMemory:
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
         self._driver: Any = ctypes.CDLL("libcuda.so.1")
-        location = (_ON_DEVICE, device.index or 0)
+        location = (_ON_DEVICE, index)
         self._properties = _Properties(type=_PINNED, location=location)
         self._access = (c_int * 3)(*location, _READ_WRITE)  # CUmemAccessDesc
         self._sizes: dict[int, int] = {}  # by address

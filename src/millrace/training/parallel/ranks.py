@@ -86,6 +86,8 @@ class Ranks:
         # Gathering one dimension after the other, of which it warns, is what whole() does.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+        if device.type == "cuda":
+            torch.cuda.set_device(device.index or 0)  # a mesh would choose one by rank
         try:
             dist.init_process_group(
                 backend,
