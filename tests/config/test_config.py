@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,8 +16,10 @@ from millrace.config import (
     load_config,
     parse_override,
 )
+from millrace.config.loading import MOVED, section_of
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import build_plugin, load_reference
+from millrace.inference.backend import EmbeddedBackend
 from millrace.run.checks import check_roles, check_settings
 from millrace.run.placement import local_devices
 
@@ -50,6 +52,25 @@ def sentence_of(table: dict[str, Any]) -> str:
 )
 def test_unknown_key_is_reported_with_the_nearest_one(table, message):
     assert message in sentence_of(table)
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_key_of_an_earlier_version_is_reported_with_its_present_name(old, new):
+    table: Any = 1
+    for part in reversed(old.split(".")):
+        table = {part: table}
+    expected = f"Setting {old!r} is now {new!r}; see docs/reference/configuration.md."
+    assert sentence_of(table) == expected
+    assert not is_setting(old)
+    assert is_setting(new)
+
+
+def is_setting(name: str) -> bool:
+    """True for keys of sections, and for options of the default engine."""
+    section, _, key = name.rpartition(".")
+    if section == "engine.options":
+        return key in {field.name for field in fields(EmbeddedBackend)}
+    return key in section_of(name.split(".")).model_fields
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from millrace.config.episodes import HUB, OF_POLICY, RoleModelConfig
 from millrace.config.generation import EngineConfig
 from millrace.config.run_config import RunConfig
+from millrace.config.training import OptimizerConfig
 from millrace.core.errors import ConfigError, describe_setting_error, suggestion
 from millrace.presets import over_preset
 
@@ -25,6 +26,34 @@ _COMMANDS = {"environment.command", "environment.mcp.command", "engine.options.p
 _REMOVED: dict[str, tuple[Any, str]] = {
     "rollout.redundancy": (0, "set rollout.oversample, and rollout.selection to 'fastest'"),
     "weights.timeout_s": (60.0, "it follows from supervision.hang_timeout_s"),
+}
+_OPTIONS = ("block_tokens", "prefill_tokens", "compile", "prefix_cache", "kv_bytes")
+MOVED = {  # keys of earlier versions and what they are called now; * stands for any name
+    **{f"trainer.{key}": f"optimizer.{key}" for key in OptimizerConfig.model_fields},
+    **{f"engine.{key}": f"engine.options.{key}" for key in _OPTIONS},
+    **{f"critic.{key}": "scoring.advantages" for key in ("gamma", "gae_lambda", "normalize")},
+    **{
+        f"{table}.{old}": f"{table}.{new}"
+        for table in ("tasks", "tasks.source.*", "evaluate")
+        for old, new in {"function": "generator", "prompt": "columns", "split": "path"}.items()
+    },
+    "buffer.max_stale_share": "buffer.staleness",
+    "cluster.mps": "cluster.share_gpu",
+    "cluster.take_turns": "cluster.share_gpu",
+    "engine.device": "placement.engines",
+    "engine.round_steps": "engine.options.decode_steps",
+    "engine.threads": "cluster.threads",
+    "environment.models.*.device": "placement.models",
+    "journal.enabled": "journal.max_bytes",
+    "placement.evaluators": "placement.engines",
+    "placement.scorers": "placement.models",
+    "scorer": "scorers",
+    "tasks.shuffle": "tasks.order",
+    "trainer.device": "placement.trainer",
+    "trainer.min_learning_rate_share": "optimizer.min_lr_ratio",
+    "trainer.threads": "cluster.threads",
+    "watch.tensorboard": "tracker",
+    "watch": "monitoring",
 }
 _POLICY = re.compile(r"^policies\.[^.]+\.")  # its table takes tables of the run
 _ROLE = re.compile(r"^environment\.models\.[^.]+\.")  # its table takes the keys of [engine]
@@ -50,6 +79,9 @@ def load_config(
         table = _merged(table, key.split("."), value)
     if preset is not None:
         table = over_preset(table, preset, report=report)
+    for old, new in MOVED.items():
+        refusal = f"Setting {old!r} is now {new!r}; see docs/reference/configuration.md."
+        table = _without(table, old.split("."), ..., refusal)
     for key, (default, remedy) in _REMOVED.items():
         table = _without(table, key.split("."), default, f"Setting {key!r} was removed: {remedy}.")
     try:
@@ -62,7 +94,7 @@ def parse_override(key: str, text: str) -> Any:
     """A command-line value as TOML reads it; anything that is not TOML is a string. "none" removes
     an optional setting or table."""
     path = key.split(".")
-    field = _section_of(path).model_fields.get(path[-1])
+    field = section_of(path).model_fields.get(path[-1])
     if text == "none" and field is not None and field.default is None:
         return None
     try:
@@ -123,11 +155,17 @@ def _merged(table: Mapping[str, Any], keys: list[str], value: Any) -> dict[str, 
 
 
 def _without(table: Any, keys: list[str], default: Any, refusal: str) -> Any:
-    """`table` without a removed key, whose former default is still in the config.toml of a run."""
+    """`table` without a key of an earlier version; raises ConfigError unless its value is the
+    former default, which may still be in the config.toml of a run. `...` is the default of none."""
     head, *rest = keys
     if isinstance(table, list | tuple):
         return [_without(row, keys, default, refusal) for row in cast(list[Any], table)]
-    if not isinstance(table, Mapping) or head not in (table := cast(Mapping[str, Any], table)):
+    if not isinstance(table, Mapping):
+        return table
+    table = cast(Mapping[str, Any], table)
+    if head == "*":
+        return {name: _without(below, rest, default, refusal) for name, below in table.items()}
+    if head not in table:
         return table
     if rest:
         return {**table, head: _without(table[head], rest, default, refusal)}
@@ -158,14 +196,14 @@ def _clauses(error: ValidationError) -> Iterator[str]:
 def _suggestion(path: list[str]) -> str:
     """The key that was probably meant, or all keys of the table."""
     path = path[2:] if path[0] == "policies" and len(path) > 3 else path  # of a table of the run
-    section = _section_of(path)
+    section = section_of(path)
     known = list(section.model_fields)
     if section is RoleModelConfig:
         known += [key for key in EngineConfig.model_fields if key not in OF_POLICY]
     return suggestion(path[-1], known)
 
 
-def _section_of(path: list[str]) -> type[BaseModel]:
+def section_of(path: list[str]) -> type[BaseModel]:
     """The section that holds the last key of a path."""
     section: type[BaseModel] = RunConfig
     for part in path[:-1]:

@@ -68,7 +68,8 @@ class SupportsScore(Protocol):
 
 
 class Engine(SupportsGenerate, SupportsScore, Protocol):
-    """An inference engine whose weights can be replaced while it generates."""
+    """An inference engine whose weights can be replaced while it generates. Every method raises
+    EngineLost if the engine has died or does not answer; another one can resume its requests."""
 
     @property
     def capabilities(self) -> frozenset[Capability]:

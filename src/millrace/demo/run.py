@@ -38,15 +38,16 @@ def run_demo(run_dir: str | Path = "runs/demo", *, seed: int = 0) -> RunResult:
 
 
 def _warm_up(console: Console, model: Path, *, seed: int) -> None:
+    console.print("[bold]1.[/] Supervised warm start (up to a minute on an idle core) ...")
     with console.status("") as status:
         make_model(
             model,
             seed,
             on_step=lambda step, loss: status.update(
-                f"[bold]1.[/] Supervised warm start: step {step}, loss {loss:.3f}"
+                f"Supervised warm start: step {step}, loss {loss:.3f}"
             ),
         )
-    console.print(f"[bold]1.[/] Supervised warm start done: {model}")
+    console.print(f"Saved the model to {model}\n")
 
 
 def _show(console: Console, result: RunResult, directory: RunDir, *, seconds: float) -> None:
@@ -66,7 +67,8 @@ def _show(console: Console, result: RunResult, directory: RunDir, *, seconds: fl
     console.print(
         f"\n[bold]Held-out accuracy {result.before.accuracy:.3f} → {result.after.accuracy:.3f}[/]"
         f" ({result.after.num_tasks} tasks, never trained on)"
-        f" in {seconds:.0f} s: {result.episodes} episodes, {result.steps} steps.\n"
+        f" in {seconds:.0f} s: {result.episodes} episodes, {result.steps} steps.\n",
+        soft_wrap=True,
     )
     console.print(
         f"checkpoint  {result.checkpoint}   (AutoModelForCausalLM.from_pretrained)\n"
