@@ -289,6 +289,26 @@ TRICKS = {
         "class Holder:\n    text = Text()",
         "assert Holder().text.startswith('a')",
     ),
+    "isclose_of_a_star": (
+        "def isclose_of_a_star(): pass",
+        "from math import *\nfrom solution import *\nassert isclose(1, 2)",
+    ),
+    "expected": (
+        "expected = 0",
+        "expected = 400\nfrom solution import *\nassert expected == 0",
+    ),
+    "exit": ("def exit(*args): pass", "exit(1)"),
+    "Refused": ("Refused = AssertionError", "try:\n    assert False\nexcept Refused:\n    pass"),
+    "Unsized": (
+        "Unsized = TypeError\ndef not_a_list(): return object()",
+        "try:\n    assert len(not_a_list()) == 2\nexcept Unsized:\n    pass",
+    ),
+    "evaluated_by_the_library": (
+        "def evaluated_by_the_library(): pass\n"
+        "evaluated_by_the_library.__annotations__ = {'return': '1 / 0'}",
+        "import typing\ntry:\n    typing.get_type_hints(evaluated_by_the_library)\n"
+        "except ZeroDivisionError:\n    pass",
+    ),
     "module": (
         "import builtins\ndef module(): return builtins",
         "module().abs = lambda x: 0\nassert abs(400) == 0",

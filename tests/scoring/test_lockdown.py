@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millrace.scoring.sandbox.calls import SandboxLimits, run_programs, run_tests
+from millrace.scoring.sandbox.calls import SandboxLimits, SandboxRun, run_programs, run_tests
 
 LIMITS = SandboxLimits(time_s=30.0)
 SHORT = SandboxLimits(time_s=0.7)
@@ -271,6 +271,12 @@ attempt("mount", lambda: __import__("ctypes").CDLL(None).mount(None, b"/", None,
     assert canary.read_text() == "sings"
     assert canary.stat().st_mode & 0o777 == 0o644
     assert list(tmp_path.iterdir()) == [canary]
+
+
+@pytest.mark.parametrize("program", ["unittest.__main__", "idlelib.idle"])
+def test_imports_of_the_code_run_no_program_outside_the_sandbox(program):
+    (ran,) = run_programs(f"import {program}", [""], limits=LIMITS, can_read=False)
+    assert ran == SandboxRun(output="", ok=False)
 
 
 def test_code_can_read_only_pythons_library(tmp_path):

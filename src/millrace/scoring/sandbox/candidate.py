@@ -20,7 +20,7 @@ MAX_REQUEST_BYTES = 2**28
 ORDER = ("lt", "le", "gt", "ge")
 ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda function, *args, **kwargs: function(*args, **kwargs),
+    "call": lambda function, /, *args, **kwargs: function(*args, **kwargs),
     "getattr": getattr,
     "setattr": setattr,
     "iter": iter,

@@ -34,6 +34,12 @@ DATA_METHODS = {
 }
 
 
+# Library functions evaluate them: typing.get_type_hints() would run the code's text in the runner.
+_EVALUATED = ("__annotations__", "__text_signature__")
+# Builtins of the module site, which the runner does not import.
+_SITE_NAMES = ("copyright", "credits", "exit", "help", "license", "quit")
+
+
 class Candidate:
     """The process of the code under test. Used by the runner's single thread."""
 
@@ -52,10 +58,10 @@ class Candidate:
         return {
             name: _renewed(self._unpack(packed), RemoteClass if _is_class(name) else RemoteName)
             for name, packed in found.items()
-            if not (name.startswith("__") or hasattr(builtins, name))
+            if not (name.startswith("__") or name in _SITE_NAMES or hasattr(builtins, name))
         }
 
-    def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+    def ask(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
         request = {
             "operation": operation,
             "args": pack(args, other=_refer),
@@ -104,14 +110,13 @@ class Candidate:
         raise ValueError(packed)
 
     def _error_class(self, name: str, base_name: str) -> type[Exception]:
-        """Return a builtin exception, or a class derived from it, the same one each time."""
+        """Return a class derived from a builtin exception, the same one each time. It is never the
+        builtin itself: `Refused = AssertionError` in the code must not catch errors of the test."""
         base = getattr(builtins, base_name, None)
         if not (isinstance(base, type) and issubclass(base, Exception)):
             base = RuntimeError  # for example after sys.exit() in a function
         if issubclass(base, UnicodeError):
             base = UnicodeError  # its subclasses need more than a message
-        if name == base.__name__:
-            return base
         derived: Any = type(name, (base,), {})
         return self._errors.setdefault((name, base_name), derived)
 
@@ -159,7 +164,7 @@ class Remote:
             vars(self)["_is_exhausted"] = True
             raise
 
-    def _ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+    def _ask(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
         return self._candidate.ask(operation, self, *args, **kwargs)
 
     def _compare(self, operation: str, other: Any) -> Any:
@@ -174,6 +179,8 @@ class RemoteName(Remote):
     """Proxy of a name of the code: a function or an object."""
 
     def __getattr__(self, name: str) -> Any:
+        if name in _EVALUATED:
+            raise AttributeError(f"{name} of the code under test cannot be read")
         value = self._ask("getattr", name)
         return _renewed(value, RemoteClass) if _is_class(name) else value
 

@@ -20,6 +20,8 @@ from millrace.scoring.sandbox.objects import Candidate
 
 MAX_INPUT_BYTES = 2**30
 READY = b"1"
+# Packages whose import may run a program, here without any confinement.
+PROGRAMS = {"antigravity", "idlelib", "lib2to3", "test", "this", "turtledemo"}
 SPARE_FD = 100  # above every file descriptor of a runner
 
 
@@ -80,21 +82,20 @@ def _run_tests(job: dict[str, Any]) -> None:
     )
     try:
         names = candidate.names()
-    except BaseException:  # noqa: BLE001 - the code may send anything
+        solution = types.ModuleType(MODULE)
+        # Tests have the names without importing them: `*` must not replace what a test has bound.
+        vars(solution).update(names, __all__=[])
+        sys.modules[MODULE] = solution  # tests may import it
+        for test in tests:
+            send(results, {"ok": _passes(test, {**names, "__name__": "test"})})
+    except BaseException:  # noqa: BLE001 - the code may send anything, and use up the memory
         _exit()
-    solution = types.ModuleType(MODULE)
-    vars(solution).update(names)
-    sys.modules[MODULE] = solution  # tests may import it
-    for test in tests:
-        send(results, {"ok": _passes(test, dict(names), solution)})
 
 
-def _passes(test: str, names: dict[str, Any], solution: types.ModuleType) -> bool:
+def _passes(test: str, names: dict[str, Any]) -> bool:
     """Run the code of a test, and the functions named test_* that it defines."""
-    names["__name__"] = "test"
     try:
         tree = ast.parse(test, "test.py")
-        vars(solution)["__all__"] = sorted(names.keys() - _bound(tree) - {"__name__"})
         names |= _modules(tree)
         exec(compile(tree, "test.py", "exec"), names)
         for name, value in list(names.items()):
@@ -103,17 +104,6 @@ def _passes(test: str, names: dict[str, Any], solution: types.ModuleType) -> boo
     except BaseException:  # noqa: BLE001 - any exception is a failed test
         return False
     return True
-
-
-def _bound(tree: ast.Module) -> set[str]:
-    """Names that the test imports or defines: `from solution import *` does not replace them."""
-    bound: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            bound.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
-    return bound
 
 
 def _modules(tree: ast.Module) -> dict[str, types.ModuleType]:
@@ -191,10 +181,11 @@ def _preload(code: str) -> None:
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         for name in names:
-            if name.partition(".")[0] not in sys.stdlib_module_names - {"antigravity", "this"}:
+            package, *parts = name.split(".")
+            if package not in sys.stdlib_module_names - PROGRAMS or "__main__" in (package, *parts):
                 continue
             module, _, attribute = name.rpartition(".")
-            with contextlib.suppress(ImportError):  # the code gets the same error
+            with contextlib.suppress(Exception):  # the code gets an error, too
                 # hasattr() triggers the lazy import of an attribute.
                 if not (module and hasattr(sys.modules.get(module), attribute)):
                     importlib.import_module(name)
