@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from project import make_project
+from project import Command, make_project, steps_in
 from synthetic_run import make_run
 
 from millrace.cli.main import main
@@ -141,3 +143,25 @@ def test_failed_run_is_a_row_and_the_same_command_makes_what_is_missing(tmp_path
     assert "broken, trl_sync, seed 0 ..." in printed
     assert main([*command, "--trainer.steps", "3"]) == 2
     assert "is of a run with other settings" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the run")
+def test_killed_comparison_ends_its_run_and_the_same_command_resumes_it(tmp_path):
+    project = make_project(tmp_path / "project", checkpoint={"every_steps": 2})
+    command = ("compare", "run.toml", "--sweep", "buffer.max_staleness=1", "--trainer.steps", "60")
+    run_dir = project / "compare" / "buffer.max_staleness=1" / "seed_0"
+    killed = Command(*command, folder=project)
+    killed.wait_for(run_dir / "metrics.jsonl", lines=3)
+    family = psutil.Process(killed.process.pid).children(recursive=True)
+    killed.process.kill()
+    killed.finish()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
+    assert len(steps_in(run_dir / "metrics.jsonl")) < 60
+
+    code, printed, _ = Command(*command, folder=project).finish()
+    assert code == 0, printed
+    assert steps_in(run_dir / "metrics.jsonl") == [*range(1, 61)]
+    (row,) = json.loads((project / "compare" / "results.json").read_text())["rows"]
+    assert row["peak_mib"] is None, "the memory of its first part was not recorded"

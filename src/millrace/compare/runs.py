@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from millrace.cluster.parent_death import with_parent_death_signal
 from millrace.compare.report import markdown, page
 from millrace.config import load_config, parse_override
 from millrace.core.errors import ConfigError
@@ -135,8 +136,10 @@ def _row(design: Design, seed: int, *, folder: Path, target: float | None) -> di
         raise ConfigError(f"{file} is of a run with other settings; choose another --out.")
     if row.get("status") != "finished":
         print(f"{design.name}, seed {seed} ...", flush=True)
+        is_whole = not run_dir.exists()
         ended = train_process(arguments, log=run_dir.with_suffix(".log"))
         row |= {"status": "failed" if ended.error else "finished", **ended._asdict()}
+        row |= {} if is_whole else {"peak_mib": None, "peak_gpu_mib": None}  # of a part
     row |= {"design": design.name, "seed": seed}
     file.write_text(json.dumps(row, indent=2) + "\n")
     is_measured = row["status"] == "finished"
@@ -150,11 +153,14 @@ class EndedRun(NamedTuple):
 
 
 def train_process(arguments: list[str], *, log: Path) -> EndedRun:
+    """The run ends with this process, so that a repeated command finds none that still works."""
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "millrace", *arguments, "--monitoring.progress=lines"]
     peak_mib, gpu_mib = 0.0, [used_gpu_mib()]
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            with_parent_death_signal(command), stdout=output, stderr=subprocess.STDOUT
+        )
         try:
             while process.poll() is None:
                 began_s = time.monotonic()
