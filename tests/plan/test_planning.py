@@ -146,6 +146,7 @@ def test_a_model_that_no_engine_holds_needs_several_gpus_per_engine():
         ("[[3], [[4]]]", "whole numbers above 0"),
         ('{"medain": 3}', "did you mean 'median'"),
         ('{"median": "x"}', "median = 'x' is not a number"),
+        ('{"median": true}', "median = True is not a number"),
         ('{"median": 9, "p90": 3}', "1 <= median <= p90"),
         ('{"median": 9, "p90": 9, "task_share": 2}', "below 1"),
         ("3", "are empty"),
@@ -171,9 +172,11 @@ def test_the_command_writes_a_toml_that_loads_and_a_picture(tmp_path, capsys):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(json.dumps(QWEN_2B))
     source = tmp_path / "run.toml"
-    source.write_text('model = "m"\n[trainer]\ngroups_per_step = 2\n[rollout]\ngroup_size = 2\n')
+    text = 'model = "m"\nloss = "gspo"\n[trainer]\ngroups_per_step = 2\n[rollout]\ngroup_size = 2\n'
+    source.write_text(text)
     lengths = "median=20,p90=50,max=100"
     options = ["--gpus", "2", "--lengths", lengths, "--max-staleness", "1", "--price", "2"]
+    options += ["--loss.high", "0.3", "--trainer.steps", "7"]
     assert main(["plan", str(source), *options, "--json", str(tmp_path / "out.json")]) == 0
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["split"]["engines"] == result["split"]["ranks"] == 1
@@ -181,8 +184,29 @@ def test_the_command_writes_a_toml_that_loads_and_a_picture(tmp_path, capsys):
     assert result["cost_per_1000_samples"] == pytest.approx(cost)
     config = load_config(tmp_path / "run.plan.toml")
     assert (config.engine.count, config.buffer.max_staleness) == (1, 1)
+    assert config.trainer.steps == 7
+    assert config.loss == {"type": "gspo", "high": 0.3}
+    assert config.model.path == str(tmp_path / "m")
     assert (tmp_path / "run.plan.png").read_bytes().startswith(b"\x89PNG")
     assert "samples per s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--gpus", "8", "--calibrate"], "--calibrate measures this machine"),
+        (["--gpus", "8", "--price", "-1"], "--price -1 is below 0"),
+        (["--gpus", "8", "--gpu", "h10"], "did you mean 'h100'?"),
+        ([], "This machine was not measured; add --calibrate"),
+    ],
+)
+def test_wrong_options_are_one_sentence(tmp_path, monkeypatch, capsys, options, says):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_2B))
+    (tmp_path / "run.toml").write_text('model = "."\n')
+    assert main(["plan", str(tmp_path / "run.toml"), *options]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "run.plan.toml").exists()
 
 
 def test_a_run_of_a_plan_is_compared_with_it(tmp_path):

@@ -70,13 +70,8 @@ def load_config(
     precedence, and all of them over a preset; `report` gets a sentence for each axis of the preset
     that they override."""
     if isinstance(source, RunConfig):
-        table = source.model_dump(mode="python", exclude_unset=preset is not None)
-    elif isinstance(source, str | Path):
-        table = _read_toml(Path(source))
-    else:
-        table = {**(source or {})}
-    for key, value in (overrides or {}).items():
-        table = _merged(table, key.split("."), value)
+        source = source.model_dump(mode="python", exclude_unset=preset is not None)
+    table = settings_table(source, overrides=overrides)
     if preset is not None:
         table = over_preset(table, preset, report=report)
     for old, new in MOVED.items():
@@ -88,6 +83,16 @@ def load_config(
         return RunConfig.model_validate(table)
     except ValidationError as error:
         raise ConfigError(_sentence(error)) from None
+
+
+def settings_table(
+    source: str | Path | Mapping[str, Any] | None, *, overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a TOML file or a mapping sets, with overrides, unchecked."""
+    table = _read_toml(Path(source)) if isinstance(source, str | Path) else {**(source or {})}
+    for key, value in (overrides or {}).items():
+        table = _merged(table, key.split("."), value)
+    return table
 
 
 def parse_override(key: str, text: str) -> Any:

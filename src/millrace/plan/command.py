@@ -15,7 +15,8 @@ from typing import Any
 
 import tomli_w
 
-from millrace.config import load_config, parse_override
+from millrace.config import anchored, load_config, parse_override, settings_table
+from millrace.core.errors import ConfigError
 from millrace.monitoring.files.metrics import read_metrics
 from millrace.monitoring.report.plots import draw_plot, draw_timeline
 from millrace.monitoring.run_dir import RunDir
@@ -28,6 +29,10 @@ from millrace.plan.simulation import Prediction
 
 def plan(args: argparse.Namespace) -> None:
     overrides = {key: parse_override(key, value) for key, value in args.settings.items()}
+    if args.gpus is not None and args.calibrate:
+        raise ConfigError("--calibrate measures this machine; a plan for --gpus does not use it.")
+    if args.price is not None and args.price < 0:
+        raise ConfigError(f"--price {args.price:g} is below 0.")
     config = load_config(args.config, overrides=overrides)
     shape = ModelShape.read(config.model.path)
     lengths = read_lengths(args.lengths, max_new_tokens=config.sampling.max_new_tokens)
@@ -59,7 +64,9 @@ def plan(args: argparse.Namespace) -> None:
         "split": split,
         "notes": [*notes, *([f"lengths are {lengths.source}"] if lengths.source else [])],
     }
-    written = write_plan(args.config, settings, result, prediction)
+    # Paths of the command line start from the present folder.
+    given = anchored(settings_table(args.config, overrides=overrides), folder=Path.cwd())
+    written = write_plan(args.config, _merged(given, settings), result, prediction)
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
     print("\n".join(lines(result)))
@@ -93,12 +100,11 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
 def write_plan(
     source: Path, settings: Mapping[str, Any], result: dict[str, Any], prediction: Prediction
 ) -> list[Path]:
-    """Writes run.plan.toml, run.plan.json and run.plan.png beside run.toml."""
+    """Writes run.plan.toml with these settings, run.plan.json and run.plan.png beside run.toml."""
     toml, table, picture = (source.with_suffix(f".plan.{end}") for end in ("toml", "json", "png"))
-    merged = _merged(tomllib.loads(source.read_text()), settings)
     text = f"# Made by `millrace plan` from {source.name}; {table.name} has its prediction.\n\n"
-    toml.write_text(text + tomli_w.dumps(merged))
-    table.write_text(json.dumps({**result, "settings": merged}, indent=2) + "\n")
+    toml.write_text(text + tomli_w.dumps(settings))
+    table.write_text(json.dumps({**result, "settings": settings}, indent=2) + "\n")
     draw_plot(picture, draw_timeline, prediction.spans)
     return [toml, table, picture]
 

@@ -92,7 +92,7 @@ def read_lengths(source: str | None, *, max_new_tokens: int) -> Lengths:
         if key not in _NUMBERS:
             hint = suggestion(key, ("completion_tokens", *_NUMBERS))
             raise ConfigError(f"{what} have no key {key!r}; {hint}")
-        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        if type(value) not in (int, float) or not 0 <= value < math.inf:  # true is no number
             raise ConfigError(f"{what}: {key} = {value!r} is not a number of at least 0.")
     found = Lengths(**{**limits, **table, "turns": int(table.get("turns", 1))}, groups=groups)
     if not 1 <= found.median <= found.p90 or min(found.max, found.turns) < 1:
