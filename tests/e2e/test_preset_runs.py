@@ -13,7 +13,7 @@ from tiny_model import make_tiny_model
 
 import millrace as mr
 from millrace.core.records import Group
-from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.presets import preset_names, preset_text
 
 pytestmark = pytest.mark.slow
@@ -85,6 +85,7 @@ def test_run_shows_the_design(name: str, tmp_path: Path):
     rows = read_metrics(run_dir / "metrics.jsonl")
     check_interrupt(design, watch)
     check_staleness(design, rows)
+    check_dropped(design, rows)
     check_order(design, watch)
     check_files(design, watch)
 
@@ -103,6 +104,15 @@ def check_staleness(design, rows) -> None:
     largest = max(row["staleness/max"] for row in rows)
     assert largest <= limit
     assert (largest > 0) == (limit > 0)
+
+
+def check_dropped(design, rows) -> None:
+    """Generation that no limit holds back is rejected later; on-policy runs lose nothing."""
+    wasted = table(rows[-1], "tokens/wasted")
+    if design["buffer"]["capacity"] == "unbounded":
+        assert wasted["dropped"] > 0
+    if design["buffer"]["max_staleness"] == 0:
+        assert wasted == {}
 
 
 def check_order(design, watch: Watch) -> None:
