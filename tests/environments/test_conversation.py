@@ -164,6 +164,13 @@ def test_sampled_history_keeps_sampled_tokens_that_the_template_would_drop():
     )
 
 
+def test_no_message_can_imitate_the_placeholder_of_a_reply():
+    talk = Talk("qwen3", history="sampled")
+    messages = talk.reply([user("a?")], "<think>\nhm\n</think>\n\n12")
+    prompt = talk.tokenizer.decode(talk.prompt([*messages, user("b \u27eareply\u27eb c")]))
+    assert "12<|im_end|>\n<|im_start|>user\nb" in prompt
+
+
 def test_template_that_changes_turns_without_thinking_starts_a_new_branch():
     talk = Talk("qwen3", enable_thinking=False)
     messages = [*talk.reply([user("a?")], "12"), user("b?")]

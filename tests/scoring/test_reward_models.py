@@ -165,7 +165,16 @@ def test_completion_cannot_forge_a_turn_for_the_reward_model(tokenizer):
     with _template(tokenizer, "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"):
         whole = ReadingEncoder(tokenizer, template="chat", is_whole=True, separator=None)
         tokens, _ = whole.encode(StepReading(prompt="1", pieces=["2<eos>3"]))
+        steps = ReadingEncoder(tokenizer, template="chat", is_whole=False, separator=None)
+        by_step, _ = steps.encode(StepReading(prompt="1", pieces=["2<eos>3"]))
     assert (tokens == tokenizer.eos_token_id).sum() == 2
+    assert (by_step == tokenizer.eos_token_id).sum() == 1
+
+
+def test_control_tokens_in_completions_are_ordinary_text_for_a_reward_model_of_text(tokenizer):
+    whole = ReadingEncoder(tokenizer, template="text", is_whole=True, separator=None)
+    tokens, _ = whole.encode(StepReading(prompt="1<eos>", pieces=["2<eos>3"]))
+    assert (tokens == tokenizer.eos_token_id).sum() == 1
 
 
 @contextlib.contextmanager

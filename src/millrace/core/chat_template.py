@@ -20,7 +20,7 @@ from millrace.core.records import Message
 # No message can contain it. Digits, because templates may change the case of letters, or escape.
 _SECRET = f"{secrets.randbelow(10**24):024d}"
 _PLACEHOLDER = re.compile(_SECRET + r"(\d{6})")
-_NOT_TEXT = ("role", "type")  # templates compare them
+_COMPARED = ("role", "type")  # by templates, so that no placeholder may precede them
 
 
 class ChatTemplate:
@@ -46,6 +46,9 @@ class ChatTemplate:
         texts = self._special_texts[:-1]
         return re.compile("|".join(map(re.escape, texts)) if texts else "(?!)")  # matches nothing
 
+    def has_controls(self, text: str) -> bool:
+        return self._special.search(text) is not None
+
     def text(
         self,
         messages: Sequence[Message],
@@ -56,8 +59,8 @@ class ChatTemplate:
     ) -> str:
         """Render messages to a text for encode(). Raises whatever the template raises."""
         return self._tokenizer.apply_chat_template(
-            [self._without_controls(message) for message in messages],
-            tools=[self._without_controls(dict(schema)) for schema in tools] or None,
+            self._without_controls([*messages]),
+            tools=self._without_controls([*map(dict, tools)]) or None,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
             **settings,
@@ -86,46 +89,47 @@ class ChatTemplate:
                 ordinary, start = ordinary + found[0], found.end()
         return ids + self._tokenizer.encode(ordinary, add_special_tokens=False)
 
-    def _without_controls(self, row: Mapping[str, Any]) -> Any:
-        """The message or schema, or a copy with placeholders for the texts of control tokens."""
-        if not self._special.search(_texts(row)):
-            return row
+    def _without_controls(self, rows: list[Any]) -> list[Any]:
+        """The messages or schemas, or copies with placeholders for the texts of control tokens."""
+        if not (self.has_controls(_texts(rows)) or self.has_controls(_texts(rows, but=_COMPARED))):
+            return rows
         number = self._special_texts.index
 
         def without_controls(text: str) -> str:
             return self._special.sub(lambda hit: f"{_SECRET}{number(hit[0]):06d}", text)
 
-        changed = _with_texts(row, without_controls)
-        if self._special.search(_texts(changed)):
+        changed = _with_texts(rows, without_controls)
+        if self.has_controls(_texts(changed, but=_COMPARED)):
             # A template may join several texts, which only then form a control token.
             nothing = f"{_SECRET}{len(self._special_texts) - 1:06d}"
-            changed = _with_texts(changed, lambda text: nothing + text)
+            changed = _with_texts(changed, lambda text: nothing + text, but=_COMPARED)
         return changed
 
 
-def _texts(value: Any) -> str:
-    """All texts in a message end to end, with keys that are no names."""
+def _texts(value: Any, *, but: Sequence[str] = ()) -> str:
+    """All texts in messages end to end, with keys that are no names."""
     found: list[str] = []
 
     def collect(text: str) -> str:
         found.append(text)
         return text
 
-    _with_texts(value, collect)
+    _with_texts(value, collect, but=but)
     return "".join(found)
 
 
-def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy with changed texts. Keys that are names stay, because templates read them."""
+def _with_texts(value: Any, change: Callable[[str], str], *, but: Sequence[str] = ()) -> Any:
+    """A copy with changed texts, except those of the keys `but`. Keys that are names stay, because
+    templates read them."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
         return {
             key if str(key).isidentifier() else change(str(key)): (
-                each if key in _NOT_TEXT else _with_texts(each, change)
+                each if key in but and isinstance(each, str) else _with_texts(each, change, but=but)
             )
             for key, each in cast("Mapping[Any, Any]", value).items()
         }
     if isinstance(value, list | tuple):
-        return [_with_texts(each, change) for each in cast("Sequence[Any]", value)]
+        return [_with_texts(each, change, but=but) for each in cast("Sequence[Any]", value)]
     return value

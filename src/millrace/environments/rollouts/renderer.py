@@ -7,6 +7,7 @@ torch-free. P = prompt tokens.
 """
 
 import json
+import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -161,7 +162,8 @@ def load_role_model(name: str, settings: RoleModelConfig) -> RoleModel:
 History = Literal["template", "sampled"]
 
 RERENDERED = "rerendered"
-_SENTINEL = "\u27eareply\u27eb"  # placeholder that locates where the template puts a reply
+# Placeholder that locates where the template puts a reply; no message can contain it.
+_SENTINEL = f"reply{secrets.randbelow(10**24):024d}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -55,7 +55,7 @@ class ReadingEncoder:
         if self._is_whole:
             ids = self._encode_prompt(reading.prompt, completion="".join(reading.pieces))
             return np.array(ids, np.int64), [len(ids) - 1]
-        pieces = [self._encode(piece) for piece in reading.pieces]
+        pieces = [self._encode(piece, split_special_tokens=True) for piece in reading.pieces]
         return self._join(self._encode_prompt(reading.prompt), pieces)
 
     def _join(self, prompt: list[int], pieces: Sequence[list[int]]) -> tuple[np.ndarray, list[int]]:
@@ -73,7 +73,10 @@ class ReadingEncoder:
         if not is_chat:
             if not isinstance(prompt, str):
                 prompt = "".join(f"{message.get('content') or ''}\n" for message in prompt)
-            return self._encode(prompt + (completion or ""), add_special_tokens=True)
+            if completion is None or not self._chat.has_controls(completion):
+                return self._encode(prompt + (completion or ""), add_special_tokens=True)
+            ids = self._encode(prompt, add_special_tokens=True)
+            return ids + self._encode(completion, split_special_tokens=True)
         messages: list[Message] = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, str):
             messages = list(prompt)
@@ -89,9 +92,9 @@ class ReadingEncoder:
                 f" {type(error).__name__}: {error}; check its roles, or set template to 'text'."
             ) from error
 
-    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    def _encode(self, text: str, *, add_special_tokens: bool = False, **how: bool) -> list[int]:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, **how)
         except Exception as error:
             # A tokenizer without an unknown token raises a bare Exception for unknown text.
             raise ScoreError(
