@@ -1,6 +1,7 @@
 """Several adapters over one model. Gradients are compared with plain transformers and autograd,
 where each adapted weight is W + scale B A."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -278,6 +279,24 @@ def test_a_step_is_that_of_adamw_with_clipping(model_path: Path):
         torch.testing.assert_close(own.parameters[name], copy, msg=name)
     with pytest.raises(TaskError, match="no gradient"):
         adapters.step("a", ADAM)
+
+
+@pytest.mark.parametrize(
+    "broken", [{"eps": 0.0}, {"learning_rate": 1e30}, {"weight_decay": 1e20}], ids=str
+)
+def test_a_step_to_weights_that_overflow_changes_nothing(
+    model_path: Path, broken: dict[str, float]
+):
+    adapters = make_set(model_path)
+    for name in "ab":
+        adapters.create(name, AdapterShape(rank=RANK), seed=1)
+        compute(adapters, name, make_data(2), loss="cross_entropy", settings={}, backward=True)
+    with pytest.raises(TaskError, match="it was not made"):
+        adapters.step("a", replace(ADAM, **broken))
+    assert adapters.step("a", ADAM) == adapters.step("b", ADAM)
+    assert train_once(adapters, "a") == train_once(adapters, "b")
+    for one, other in zip(*(adapters.owned[n].parameters.values() for n in "ab"), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_adapters_do_not_change_each_other(model_path: Path):

@@ -20,6 +20,7 @@ from fakes import ScriptedEngine
 from mutations import FEW, MANY, costs_little, mutations
 
 from millrace.config import EngineConfig
+from millrace.core.errors import TaskError
 from millrace.core.records import Completion, Request, Sampling
 from millrace.environments.tools.calls import FORMATS
 from millrace.inference.backend import EngineSpec
@@ -477,3 +478,27 @@ def test_an_engine_samples_with_an_adapter_that_is_loaded_while_it_runs(
         assert abs(own.logprobs - expected(own.tokens, None)).max() > 0.01
         base = sample(None, salt=f"base-{rank}")
         np.testing.assert_allclose(base.logprobs, expected(base.tokens, None), atol=1e-5)
+
+
+def test_an_adapter_of_one_tenant_cannot_break_the_engine_for_others(
+    model_path: Path, tmp_path: Path
+):
+    adapters = adapter_set(model_path)
+    adapters.write_blank(tmp_path / "blank", rank=4)
+    config = EngineConfig(max_sequences=4, adapters={"place": str(tmp_path / "blank")})
+    engine = build_engine(
+        EngineSpec(config=config, device="cpu", model_path=str(model_path), version=0)
+    )
+    adapters.create("hostile", AdapterShape(rank=4), seed=1)
+    adapters.compute([wire.read_pass(a_pass("hostile", 1))])
+    with suppress(TaskError):
+        adapters.step("hostile", wire.AdamBody(eps=0.0).settings())  # 0 / 0
+    adapters.save("hostile", tmp_path / "hostile", optimizer=False, about={})
+    assert engine.bank is not None
+    engine.bank.load("place", tmp_path / "hostile")
+    sampling = Sampling(max_new_tokens=2, temperature=0.0)
+    engine.add_request(Request(id="other", prompt=np.arange(4, dtype=np.int32), sampling=sampling))
+    finished = []
+    while engine.has_work:
+        finished += engine.step()
+    assert np.isfinite(finished[0].completions[0].logprobs).all()

@@ -1,8 +1,9 @@
 """Any number of LoRA adapters over one frozen model, each with an optimizer of its own.
 
 Promise: a call changes the adapter that it names and no other. A pass that fails leaves the
-gradient of its adapter as it was, and an update that is not finite is not applied. A saved adapter
-is a complete PEFT folder or none, and training continues from it with the same numbers.
+gradient of its adapter as it was. A step that would make a weight infinite, NaN or large enough to
+overflow in an engine changes nothing. A saved adapter is a complete PEFT folder or none, and
+training continues from it with the same numbers.
 
 One thread calls all methods. L = tokens of a datum.
 """
@@ -35,6 +36,9 @@ from millrace.training.checkpoints.directory import read_run_state, write_checkp
 from millrace.training.layers import checkpoint_layers
 from millrace.training.losses.summed import summed_loss
 
+# Engines compute the adapters of all tenants together, so that no product may overflow: infinity
+# times the 0 of a row without the adapter is NaN.
+MAX_WEIGHT = 16.0
 ALPHA = 32.0  # B A is scaled by ALPHA / rank, as the Tinker API does
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _GRADIENT_FILE = "gradient.safetensors"
@@ -160,12 +164,26 @@ class AdapterSet:
                 "eps": adam.eps,
                 "weight_decay": adam.weight_decay,
             }
+        before = {
+            parameter: (parameter.detach().clone(), _copied(adapter.optimizer.state[parameter]))
+            for parameter in adapter.parameters.values()
+        }
         for tensor, parameter in adapter.parameters.items():
-            parameter.grad = adapter.gradient[tensor]
+            parameter.grad = adapter.gradient[tensor].clone()
         limit = adam.grad_clip_norm if adam.grad_clip_norm > 0 else float("inf")
         norm = nn.utils.clip_grad_norm_(adapter.parameters.values(), limit)
         adapter.optimizer.step()
         adapter.optimizer.zero_grad(set_to_none=True)
+        largest = torch.stack([each.detach().abs().amax() for each in before]).amax()
+        if not largest <= MAX_WEIGHT:  # or NaN
+            with torch.no_grad():
+                for parameter, (value, state) in before.items():
+                    parameter.copy_(value)
+                    adapter.optimizer.state[parameter] = state
+            raise TaskError(
+                f"The step would make a weight of the adapter {float(largest):g}, above the limit"
+                f" of {MAX_WEIGHT:g}; it was not made. Lower learning_rate, or raise eps."
+            )
         adapter.gradient = None
         adapter.num_steps += 1
         return {"grad_norm": float(norm)}
@@ -299,6 +317,10 @@ def _loss(one: AdapterPass, data: Sequence[TrainingDatum], logprobs: Tensor) -> 
 def _added(old: dict[str, Tensor] | None, new: dict[str, Tensor]) -> dict[str, Tensor]:
     """In new tensors, because a later part of the pass may fail."""
     return new if old is None else {name: old[name] + grad for name, grad in new.items()}
+
+
+def _copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in state.items()}
 
 
 def _is_broken(computed: _Computed) -> bool:
