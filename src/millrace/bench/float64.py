@@ -23,7 +23,7 @@ torch.set_default_dtype(torch.float64)
 def main() -> None:
     from millrace.bench.ranks import FEATURES, MESHES, compare
 
-    forkserver.set_forkserver_preload([__name__])  # so that ranks import it first
+    forkserver.set_forkserver_preload([__name__, compare.__module__])  # in this order
     forkserver.ensure_running()
     features, meshes = json.loads(sys.argv[1])
     table = compare({f: FEATURES[f] for f in features}, {m: MESHES[m] for m in meshes})
