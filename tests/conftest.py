@@ -70,13 +70,14 @@ def pytest_collectstart() -> None:
     gc.disable()  # nearly all objects that are created now belong to modules, and stay
 
 
-LONGEST = ("test_equality.py",)  # runs first, so that no process waits for it at the end
+# Long files from the end of the tree run first, so that no process waits for them at the end.
+LATE_AND_LONG = ("test_equality.py", "test_layers.py", "test_route_replay.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    items.sort(key=lambda item: item.path.name not in LATE_AND_LONG)
     if torch.cuda.is_available():
         return
     for item in items:
