@@ -100,8 +100,8 @@ def num_experts(config: "PreTrainedConfig") -> int:
     return next((number for name in names if (number := getattr(config, name, None))), 0)
 
 
-def num_weights(path: str) -> int | None:
-    """Number of weights in the safetensors files of a model; None if they are not on this host."""
+def _weight_files(path: str) -> list[Path]:
+    """The safetensors files of a model; empty if they are not on this host."""
     folder = Path(path)
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
@@ -112,14 +112,32 @@ def num_weights(path: str) -> int | None:
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     files = [folder / name for name in names]
-    if not all(file.is_file() for file in files):
-        return None
+    return files if all(file.is_file() for file in files) else []
+
+
+def num_weights(path: str) -> int | None:
+    """Number of weights in the safetensors files of a model; None if they are not on this host."""
     total = 0
+    if not (files := _weight_files(path)):
+        return None
     for file in files:
         with safe_open(file, framework="np") as tensors:
             shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118
         total += sum(map(math.prod, shapes))
     return total
+
+
+def weights_checksum(path: str) -> str:
+    """A checksum of the sizes and of the first and last MiB of a model's safetensors files: enough
+    to tell two trainings of one architecture apart."""
+    found = hashlib.sha256()
+    for file in _weight_files(path):
+        size = file.stat().st_size
+        with file.open("rb") as data:
+            found.update(f"{size} ".encode() + data.read(2**20))
+            data.seek(max(0, size - 2**20))
+            found.update(data.read())
+    return found.hexdigest()
 
 
 def text_config(

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from millrace.cluster.launchers.launcher import HostDevice
 from millrace.cluster.process import available_cores
 from millrace.config import RunConfig
-from millrace.config.training import ADAMW_8BIT, MeshConfig
+from millrace.config.training import MeshConfig
 from millrace.core.errors import ConfigError
 from millrace.models.directory import num_weights
 from millrace.run.policies import policy_config
@@ -167,7 +167,7 @@ def _num_ranks(config: RunConfig, *, gpus: Sequence[HostDevice], most: int) -> i
         return unit * mesh.dp_shard
     if not _is_open(devices):
         return len(devices)
-    if len(gpus) < 2 or config.optimizer.type == ADAMW_8BIT:  # which several ranks cannot use
+    if len(gpus) < 2:
         return unit
     alone = config.trainer.model_copy(update={"ranks": 1, "mesh": MeshConfig()})
     state_bytes = _rank_bytes(config.model_copy(update={"trainer": alone}))

@@ -30,7 +30,7 @@ from millrace.models.devices import (
     use_device,
     use_threads,
 )
-from millrace.models.directory import load_tokenizer, text_config
+from millrace.models.directory import load_tokenizer, text_config, weights_checksum
 from millrace.training.adapters.past_versions import PastVersions
 from millrace.training.build import (
     build_sender,
@@ -354,9 +354,11 @@ def _check_equal(ranks: Ranks, path: str, *, trusts: bool) -> None:
     """Raise if ranks have different packages or models."""
     if not ranks.is_alone:
         found = text_config(path, trust_remote_code=trusts)
-        model = sha256(found.to_json_string().encode()).hexdigest()[:12]
-        packages = {name: version(name) for name in ("millrace", "torch", "transformers")}
-        ranks.check_equal({**packages, "model config": model})
+        facts = {name: version(name) for name in ("millrace", "torch", "transformers")}
+        facts["model config"] = sha256(found.to_json_string().encode()).hexdigest()[:12]
+        if Path(path).is_dir():  # a host may not have downloaded a model of the hub yet
+            facts["model weights"] = weights_checksum(path)[:12]
+        ranks.check_equal(facts)
 
 
 def _join_ranks(

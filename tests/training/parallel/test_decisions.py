@@ -1,6 +1,7 @@
 """What one rank finds is decided on all ranks: otherwise some would update and others would not."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,8 @@ def decide(ranks: Ranks, folder: Path) -> None:
 
     with pytest.raises(RunFailed, match=r"rank 0 has model config \w+, and rank 1 has \w+; give"):
         _check_equal(ranks, str(folder / ("mixture" if ranks.rank else "dense")), trusts=False)
+    with pytest.raises(RunFailed, match=r"rank 0 has model weights \w+, and rank 1 has \w+; give"):
+        _check_equal(ranks, str(folder / ("other" if ranks.rank else "dense")), trusts=False)
     _check_equal(ranks, str(folder / "dense"), trusts=False)
 
 
@@ -71,5 +74,9 @@ def overflow_alone(ranks: Ranks, folder: Path) -> float:
 def test_ranks_skip_updates_and_lower_the_loss_scale_together(tmp_path):
     for is_mixture in (False, True):
         bench._make_model(tmp_path, is_mixture=is_mixture)
+    shutil.copytree(tmp_path / "dense", tmp_path / "other")  # of the same shape
+    weights = tmp_path / "other" / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert overflow_alone(Ranks(), tmp_path) > 1  # so rank 1 is the reason
     run_ranks(decide, tmp_path, sizes=MeshSizes(dp_shard=2))
