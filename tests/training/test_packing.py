@@ -330,6 +330,19 @@ def test_ranks_get_equally_many_microbatches_and_together_the_whole_batch(num_ra
     assert batch.balance == pytest.approx(np.mean(rows) / max(rows), abs=0.01)  # short rows
 
 
+@pytest.mark.parametrize(("num_groups", "are_split"), [(16, False), (2, True)])
+def test_ranks_split_families_only_if_these_are_more_than_half_of_a_share(num_groups, are_split):
+    groups = [packed_group(8, number=number) for number in range(num_groups)]
+    num_rows = {
+        num_ranks: sum(
+            len(m.tokens)
+            for m in pack(groups, microbatch_tokens=512, num_ranks=num_ranks).microbatches
+        )
+        for num_ranks in (1, 2)
+    }
+    assert (num_rows[2] > num_rows[1]) == are_split  # each part has a copy of the prompt
+
+
 def test_a_rank_without_rollouts_gets_a_microbatch_without_trained_tokens():
     batch = pack([packed_group(1)], microbatch_tokens=128, num_ranks=4)
     assert len(batch.microbatches) == 4
