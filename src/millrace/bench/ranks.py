@@ -189,7 +189,7 @@ def compare(
             settings = (Path(folder), sizes.num_data_ranks, device)
             if sizes.num_data_ranks not in alone:
                 alone[sizes.num_data_ranks] = run(features, *settings, sizes=MeshSizes())
-            found[name] = run(chosen, *settings, sizes=sizes, sharded=True)
+            found[name] = run(chosen, *settings, sizes=sizes, sharded=True) if chosen else {}
     return {
         feature: {
             name: _difference(found[name][feature], alone[sizes.num_data_ranks][feature])
@@ -270,10 +270,14 @@ def _parameters(trainer: Trainer) -> Numbers:
 
 
 def _gradients(trainer: Trainer) -> Numbers:
-    """Of the policy's last update; the critic frees its own, and its parameters show them."""
+    """Of the policy's last update. The critic frees its own, which SGD's momentum begins with."""
     named = trainer.policy.module.named_parameters()
     found = {f"gradient {n}": _whole(p.grad) for n, p in named if p.grad is not None}
     assert any(gradient.any() for gradient in found.values()), "there is something to compare"
+    if trainer.critic is not None:
+        states = trainer.critic.optimizer_state()["state"]
+        found |= {f"critic {n}": _whole(s["momentum_buffer"]) for n, s in states.items()}
+        assert states, "the critic is compared"
     return found
 
 
