@@ -9,8 +9,9 @@ Each configuration is a run of a model whose lengths have a long tail: one of 1M
 CPU, and one with the layers of SmolLM2-135M on a GPU, which engine and trainer share. The machine
 is calibrated once with other settings (`millrace plan --calibrate`). The prediction gets the
 lengths that the run had, so its error is that of costs and simulation, not of a guess about
-lengths. Rates and staleness are means after the first steps. Memory is that of all processes
-together, on the GPU if there is one.
+lengths. The policy learns nothing, or its completions would grow longer during the run. Rates and
+staleness are means after the first steps. Memory is that of all processes together, on the GPU if
+there is one.
 
 Rows in FOLDER/rows.json are not measured again, so the script may be stopped at any time.
 """
@@ -98,7 +99,7 @@ def prepare(folder: Path, device: str) -> tuple[Path, Path]:
         toml.write_text(
             'model = "model"\nscorers = ["reward.py:distinct"]\n'
             '[tasks]\npath = "tasks.jsonl"\n[scoring]\nworkers = 1\n'
-            f"[optimizer]\nlearning_rate = 1e-7\n[sampling]\n{SETTINGS[device]}"
+            f"[optimizer]\nlearning_rate = 1e-12\n[sampling]\n{SETTINGS[device]}"
         )
     return toml, folder / "calibration.json"
 

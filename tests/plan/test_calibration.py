@@ -8,7 +8,7 @@ import pytest
 from millrace.bench.workloads import make_long_tailed_model
 from millrace.cli.main import main
 from millrace.core.spans import TurnLife
-from millrace.plan.calibrate import fit_costs, read_calibration, turn_costs
+from millrace.plan.calibrate import fit_costs, read_calibration, start_costs, turn_costs
 
 SETTINGS = """
 model = "model"
@@ -42,6 +42,14 @@ def test_costs_of_a_decode_step_follow_from_the_times_of_turns():
 def test_no_cost_is_negative():
     causes = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
     assert fit_costs(causes, np.array([3.0, 2.0, 1.0])) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("few_s", "many_s", "expected"),
+    [(0.3, 0.9, (0.1, 0.05)), (0.3, 0.2, (0.3, 0.0)), (0.1, 1.3, (0.0, 0.1))],
+)
+def test_starts_cost_something_whatever_their_number_and_per_sequence(few_s, many_s, expected):
+    assert start_costs((4, few_s), (16, many_s)) == pytest.approx(expected)
 
 
 @pytest.mark.slow

@@ -94,6 +94,7 @@ class LaunchCosts(FixedCosts):
     """An engine that decodes 32 steps per launch."""
 
     device = "cuda"
+    first_s = 0.75
     admit_s = 0.5
     start_s = 0.125
 
@@ -116,7 +117,7 @@ def test_slots_of_a_gpu_are_filled_between_launches(slots, decode_steps):
     shape = {"shape": SHAPE, "gpu": GPUS["h100"], "score_s": 0.0}
     lengths = Lengths(groups=(np.array([75]),), prompt_tokens=0)
     found = simulate(config, LaunchCosts(**shape), lengths, steps=1, warm_up=0)
-    starts_s = 8 / slots * 0.5 + 8 * 0.125
+    starts_s = 0.75 + (8 / slots - 1) * 0.5 + 8 * 0.125
     assert found.ends_s[0] == pytest.approx(starts_s + 0.01 * decode_steps)
     assert found.tokens_per_s * found.ends_s[0] == pytest.approx(8 * 75)
 

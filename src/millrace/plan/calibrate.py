@@ -3,10 +3,11 @@
 Three short runs with the user's own settings measure all that a run costs, not only its kernels. In
 two of them generation and training alternate, with small batches and with large ones. The large one
 starts all sequences at once: the times of its turns give the costs of a decode step and of its
-sequences. The small one has fewer slots than sequences, which shows what each start costs. The
-steps of both give the costs per train step, microbatch and token. In the third run generation and
-training overlap, which shows how much workers slow each other down. From the memory of all three
-follows that of a run, and of each token in training.
+sequences. The small one has fewer slots than sequences: its first turns show how the cost of a
+start depends on the number of sequences, and the rest of its time shows what it costs to start
+sequences beside others. The steps of both give the costs per train step, microbatch and token. In
+the third run generation and training overlap, which shows how much workers slow each other down.
+From the memory of all three follows that of a run, and of each token in training.
 """
 
 import json
@@ -34,12 +35,12 @@ from millrace.plan.lengths import Lengths, read_lengths
 from millrace.plan.model_costs import Calibration, ModelShape
 from millrace.plan.simulation import Prediction, simulate
 
-# By device: steps that warm up; steps, groups per step and sequences of each trial (None = all at
-# once). A GPU needs more of all: its first steps tune kernels, and small batches do not fill it.
+# By device: steps that warm up; steps, groups per step and slots per sequence of a step of each
+# trial. A GPU needs more of all: its first steps tune kernels, and small batches do not fill it.
 _WARM_UP = {"cpu": 2, "cuda": 10}
 _TRIALS = {
-    "cpu": {"small": (6, 2, 4), "large": (6, 8, None), "overlapping": (12, 6, 32)},
-    "cuda": {"small": (24, 4, 16), "large": (20, 24, None), "overlapping": (20, 20, 80)},
+    "cpu": {"small": (6, 2, 0.5), "large": (6, 8, 1.0), "overlapping": (12, 6, 1.5)},
+    "cuda": {"small": (24, 4, 0.5), "large": (20, 24, 1.0), "overlapping": (20, 20, 0.5)},
 }
 _DRAWN_STEPS = 100  # at most, of which the largest tells the memory of a run
 _SYNC = {"buffer.max_staleness": 0, "weights.interrupt": "barrier"}
@@ -100,8 +101,9 @@ def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calib
             for name in _TRIALS[device]
         )
     shape, sync = ModelShape.read(small.config.model.path), (small, large)
-    begin_s, decode_step_s, sequence_s = fit_costs(
-        *turn_costs(large.turns, num_engines=large.config.engine.num_local)
+    large_s, decode_step_s, sequence_s = fit_costs(*large.turn_costs())
+    begin_s, start_s = start_costs(
+        (small.num_first, small.begin_s(sequence_s)), (large.num_first, large_s)
     )
     works, train_s = (
         np.concatenate(part) for part in zip(small.train_steps, large.train_steps, strict=True)
@@ -113,8 +115,9 @@ def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calib
         num_cores=available_cores(),
         decode_step_s=decode_step_s,
         sequence_s=sequence_s,
+        first_s=begin_s,
         admit_s=0.0,
-        start_s=0.0,
+        start_s=start_s,
         train_step_s=train_step_s + fmean(trial.take_s for trial in sync),
         microbatch_s=microbatch_s,
         train_token_s=train_token_s,
@@ -125,8 +128,6 @@ def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calib
     without_s = small.predicted_engine_s(found)
     per_second = small.predicted_engine_s(replace(found, admit_s=1.0)) - without_s
     found = replace(found, admit_s=max(0.0, (small.engine_s - without_s) / per_second))
-    started = large.config.trainer.groups_per_step * large.config.rollout.group_size
-    found = replace(found, start_s=max(0.0, begin_s - found.admit_s) / started)
     alone_s = [found.train_s(tokens, 0.0) for _, _, tokens in overlapping.train_steps[0]]
     slowdown = overlapping.train_steps[1].sum() / sum(alone_s)
     found = replace(found, trainer_slowdown=max(1.0, float(slowdown)))
@@ -153,6 +154,14 @@ def fit_costs(causes: np.ndarray, seconds: np.ndarray) -> tuple[float, ...]:
     return tuple(costs.tolist())
 
 
+def start_costs(*begins: tuple[int, float]) -> tuple[float, float]:
+    """Seconds of a start whatever the number of sequences, and per sequence, from two numbers of
+    sequences that start together and the seconds that each takes."""
+    (few, few_s), (many, many_s) = begins
+    per_sequence_s = max(0.0, (many_s - few_s) / (many - few))
+    return max(0.0, few_s - few * per_sequence_s), per_sequence_s
+
+
 def turn_costs(turns: Sequence[TurnLife], *, num_engines: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """What each turn consists of: its start, its decode steps, and the tokens that its engine
     sampled in them, one for each running sequence; and its seconds."""
@@ -174,13 +183,13 @@ class _Trial:
     ) -> None:
         overrides = {key: parse_override(key, value) for key, value in settings.items()}
         size = load_config(source, overrides=overrides).rollout.group_size
-        steps, groups, sequences = _TRIALS[device][folder.name]
+        steps, groups, slots = _TRIALS[device][folder.name]
         own: dict[str, Any] = {
             **_ALWAYS,
             **(_ASYNC if folder.name == "overlapping" else _SYNC),
             "trainer.steps": steps,
             "trainer.groups_per_step": groups,
-            "engine.max_sequences": sequences or groups * size,
+            "engine.max_sequences": max(1, round(slots * groups * size)),
             "run_dir": str(folder),
         }
         changes = {**settings, **{key: json.dumps(value) for key, value in own.items()}}
@@ -200,6 +209,10 @@ class _Trial:
         lives = [life for life in read if life is not None][warm_up:]
         groups = [group for life in lives for group in life.groups]
         self.turns = [turn for g in groups for turns in g.turns.values() for turn in turns]
+        engine = self.config.engine
+        sequences = self.config.trainer.groups_per_step * self.config.rollout.group_size
+        self.num_first = min(sequences, engine.max_sequences * engine.num_local)
+        self._first = {turn for life in lives for turn in _first_turns(life)[: self.num_first]}
         self._prompt_tokens = self.lengths.prompt_tokens * self.config.trainer.groups_per_step
         self.steps, self.step_s = len(lives), (lives[-1].end_s - lives[0].begin_s) / len(lives)
         self.score_s = fmean((g.ended_s or 0.0) - (g.generated_s or 0.0) for g in groups)
@@ -224,12 +237,28 @@ class _Trial:
         turns = (turn for group in life.groups for turns in group.turns.values() for turn in turns)
         return self._prompt_tokens + sum(turn.num_tokens for turn in turns)
 
+    def turn_costs(self) -> tuple[np.ndarray, np.ndarray]:
+        return turn_costs(self.turns, num_engines=self.config.engine.num_local)
+
+    def begin_s(self, sequence_s: float) -> float:
+        """Of the turns that start when a step begins, before their first decode step."""
+        causes, seconds = self.turn_costs()
+        is_first = [turn in self._first for turn in self.turns]
+        seconds -= sequence_s * causes[:, 2]
+        return fit_costs(causes[is_first, :2], seconds[is_first])[0]
+
     def predicted_engine_s(self, found: Calibration) -> float:
         shape = ModelShape.read(self.config.model.path)
         predicted = predict(found, self.config, shape, self.lengths, steps=self.steps, warm_up=0)
         tokens = sum(turn.num_tokens for turn in self.turns)
         share = tokens / (predicted.tokens_per_s * predicted.ends_s[-1])
         return share * _generated(predicted.spans, 0.0)
+
+
+def _first_turns(life: StepLife) -> list[TurnLife]:
+    """The first turn of each episode, in the order in which engines get them."""
+    groups = sorted(life.groups, key=lambda group: group.started_s)
+    return [turns[0] for group in groups for _, turns in sorted(group.turns.items())]
 
 
 def _generated(spans: Iterable[Span], begin_s: float) -> float:

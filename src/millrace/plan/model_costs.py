@@ -169,7 +169,8 @@ class DeviceCosts:
     train_scale: int = 1  # work of a real step over that of a simulated one
     score_s: float = SCORE_S
     device: ClassVar[str] = "cuda"
-    admit_s: ClassVar[float] = 0.0  # not measured by itself
+    first_s: ClassVar[float] = 0.0  # not measured by itself
+    admit_s: ClassVar[float] = 0.0
     start_s: ClassVar[float] = 0.0
 
     def decode_s(self, num_sequences: int, context_tokens: float) -> float:
@@ -227,7 +228,8 @@ class Calibration:
     device: str = "cpu"  # or "cuda"
     decode_step_s: float  # whatever the batch
     sequence_s: float  # per decode step
-    admit_s: float  # of a pass that starts sequences, whatever their number
+    first_s: float  # of a pass that starts sequences on an idle engine, whatever their number
+    admit_s: float  # of one that starts sequences beside others
     start_s: float  # per sequence
     train_step_s: float  # whatever the batch
     microbatch_s: float
@@ -245,7 +247,7 @@ class Calibration:
         return self.decode_step_s + num_sequences * self.sequence_s
 
     def prefill_s(self, tokens: float) -> float:
-        return 0.0  # part of admit_s and start_s
+        return 0.0  # part of first_s, admit_s and start_s
 
     def train_s(self, tokens: float, pairs: float) -> float:
         microbatches = math.ceil(tokens / self.microbatch_tokens)

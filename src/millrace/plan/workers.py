@@ -128,6 +128,7 @@ class SimulatedEngine:
         self._offset = 0.0  # sum of prompt - begin over running sequences
         self._swaps = [(0.0, 0)]  # decode steps before each version
         self._debt_s = 0.0  # prefill and swaps before the next decode step
+        self._is_idle = True
         default = 1 if costs.device == "cpu" or config.engine.type != "embedded" else _LAUNCH_STEPS
         self._launch_steps = config.engine.options.get("decode_steps") or default
         self._launch_end = 0.0  # in decode steps
@@ -192,6 +193,7 @@ class SimulatedEngine:
             if is_over or self._launch_steps == 1 or not self._running:
                 self._launch()
             if not self._running:
+                self._is_idle = True
                 host.enter(self.name, "no work", busy=False)
                 self._wake.clear()
                 await self._wake.wait()
@@ -246,7 +248,9 @@ class SimulatedEngine:
             if sequence.prefill:
                 self._debt_s += self._costs.prefill_s(sequence.prefill)
         has_new = len(self._running) > before
-        self._debt_s += self._costs.admit_s if has_new else 0.0
+        if has_new:
+            self._debt_s += self._costs.first_s if self._is_idle else self._costs.admit_s
+            self._is_idle = False
         return has_new
 
     def _advance(self, steps: float) -> None:
