@@ -103,6 +103,8 @@ def test_tests_use_the_code_like_a_local_module(test):
         "assert LIMIT == 11",
         "undefined()",
         "def test_one(): assert LIMIT == 11",
+        "async def test_one(): assert LIMIT == 10",
+        "def test_one(): yield LIMIT == 10",
         "this is no Python",
         "import sys\nsys.exit(0)",
         "assert Stack([1]) == [1]",

@@ -92,6 +92,10 @@ def _run_tests(job: dict[str, Any]) -> None:
         _exit()
 
 
+# What a call of a test returns that has not run: an `async def`, or one that yields.
+_NOT_RUN = (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
+
+
 def _passes(test: str, names: dict[str, Any]) -> bool:
     """Run the code of a test, and the functions named test_* that it defines."""
     try:
@@ -99,8 +103,10 @@ def _passes(test: str, names: dict[str, Any]) -> bool:
         names |= _modules(tree)
         exec(compile(tree, "test.py", "exec"), names)
         for name, value in list(names.items()):
-            if name.startswith("test_") and isinstance(value, types.FunctionType):
-                value()
+            if not (name.startswith("test_") and isinstance(value, types.FunctionType)):
+                continue
+            if isinstance(value(), _NOT_RUN):
+                return False
     except BaseException:  # noqa: BLE001 - any exception is a failed test
         return False
     return True
