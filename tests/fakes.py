@@ -247,7 +247,7 @@ class FakeScorers:
     async def shape(self, group: Group) -> Group:
         return group
 
-    def in_batch(self, groups: Sequence[Group]) -> list[Group]:
+    def with_batch_advantages(self, groups: Sequence[Group]) -> list[Group]:
         return list(groups)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from millrace.controller.buffer import Buffer
 from millrace.core.protocols import Sampler
-from millrace.core.staleness import StalenessLimit, Stamps, Waiting
+from millrace.core.staleness import BufferedGroup, StalenessLimit, TokenVersions
 
 VERSION = 6  # of the trainer
 ANY_AGE = StalenessLimit(max_staleness=VERSION)
@@ -68,7 +68,9 @@ class SamplerContract:
             fit = {
                 number
                 for number, versions in enumerate(groups)
-                if limit.allows(Stamps.of_group(make_group(0, versions=versions)), version=VERSION)
+                if limit.allows(
+                    TokenVersions.of_group(make_group(0, versions=versions)), version=VERSION
+                )
             }
             taken = []
             for _ in range(len(fit) // n):
@@ -117,7 +119,7 @@ class SamplerContract:
     @given(groups=st.lists(stamped, min_size=1, max_size=9), n=st.integers(1, 9))
     def test_the_same_groups_give_the_same_choice_of_different_ones(self, sampler, groups, n):
         waiting = tuple(
-            Waiting(group=group, stamps=Stamps.of_group(group))
+            BufferedGroup(group=group, token_versions=TokenVersions.of_group(group))
             for group in (make_group(i, versions=versions) for i, versions in enumerate(groups))
         )
         n = min(n, len(waiting))

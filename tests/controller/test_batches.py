@@ -57,7 +57,7 @@ class BatchRig:
                 journal=self.journal,
                 versions=PolicyVersions(dict.fromkeys(config.policies, 0)),
             ),
-            in_batch=list,
+            with_batch_advantages=list,
             journal=self.journal,
         )
 
@@ -94,15 +94,15 @@ async def learned(tmp_path) -> tuple[Path, list, list[int]]:
     done = await rig.learn(range(6))
     await rig.journal.close()
     assert any(replayed for _, replayed, _ in done)
-    return tmp_path, done, list(rig.batches.may_return)
+    return tmp_path, done, list(rig.batches.replayable)
 
 
 async def test_resumed_run_repeats_its_steps_and_continues_as_it_would_have(learned):
-    folder, done, may_return = learned
+    folder, done, replayable = learned
     rig = BatchRig(folder)
     waiting = await rig.batches.restore(2)
     assert await rig.learn(range(2, 6)) == done[2:]
-    assert rig.batches.may_return == may_return
+    assert rig.batches.replayable == replayable
     assert rig.admission._accepted == sum(len(replayed) for _, replayed, _ in done[2:])
     trained = [n for numbers, replayed, _ in done for n in numbers if n not in replayed]
     for group in waiting:

@@ -9,14 +9,14 @@ from fakes import FakeScorers, FakeTasks, make_completion, make_group
 
 from millrace.controller.admission import Admission
 from millrace.controller.group_tracker import MAX_TRIES
-from millrace.core.staleness import StalenessLimit, Stamps, Waiting
+from millrace.core.staleness import BufferedGroup, StalenessLimit, TokenVersions
 from millrace.environments.rollouts.partial_rollouts import WINDOW, Attempt, Cancellations, Expired
 
 EXACT = StalenessLimit(max_staleness=0)
 
 
 def waiting(group):
-    return Waiting(group=group, stamps=Stamps.of_group(group))
+    return BufferedGroup(group=group, token_versions=TokenVersions.of_group(group))
 
 
 class Bench(FakeScorers):
@@ -93,7 +93,7 @@ async def test_group_that_becomes_too_stale_is_cancelled_and_issued_again_at_onc
         event.set()
     await bench.settle()
     assert sorted(group.number for group in bench.admitted) == [0, 1]
-    assert all(Stamps.of_group(group).oldest == 1 for group in bench.admitted)
+    assert all(TokenVersions.of_group(group).oldest == 1 for group in bench.admitted)
 
 
 async def test_group_within_the_limit_continues(bench):
@@ -131,8 +131,10 @@ async def test_complete_group_is_cancelled_exactly_when_its_measure_rules_it_out
     bench.stage["generating"].set()
     await bench.settle()
     running = bench.dispatcher._running
-    running[0].stamps = Stamps(counts={0: 5, 2: 4})  # at version 2: mean 10 / 9, share 5 / 9
-    running[1].stamps = Stamps(counts={0: 4, 2: 4})  # 1 and 1 / 2
+    running[0].token_versions = TokenVersions(
+        counts={0: 5, 2: 4}
+    )  # at version 2: mean 10 / 9, share 5 / 9
+    running[1].token_versions = TokenVersions(counts={0: 4, 2: 4})  # 1 and 1 / 2
     await bench.expire(version=2)
     await bench.settle()
     assert (0, 1) in bench.attempts
@@ -218,7 +220,7 @@ def test_only_recent_lengths_count():
 
 def test_attempt_knows_the_versions_of_its_finished_completions():
     attempt = Attempt(0)
-    assert attempt.stamps.counts == {}
+    assert attempt.token_versions.counts == {}
     attempt.record([make_completion("ab", version=6)])
     attempt.record([make_completion("c", version=4), make_completion("d", version=6)])
-    assert attempt.stamps.counts == {4: 1, 6: 3}
+    assert attempt.token_versions.counts == {4: 1, 6: 3}

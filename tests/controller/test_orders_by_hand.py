@@ -6,7 +6,7 @@ from fakes import make_group
 from millrace.controller.orders import build_sampler, check_room
 from millrace.core.errors import ConfigError
 from millrace.core.records import Score
-from millrace.core.staleness import StalenessLimit, Stamps, Waiting
+from millrace.core.staleness import BufferedGroup, StalenessLimit, TokenVersions
 
 
 def waiting(*versions, solved=()):
@@ -17,7 +17,7 @@ def waiting(*versions, solved=()):
         scores = tuple(Score(total=float(i < num_solved), parts={}) for i in range(4))
         group = make_group(number, versions=stamped, size=4)
         group = dataclasses.replace(group, scores=scores)
-        found.append(Waiting(group=group, stamps=Stamps.of_group(group)))
+        found.append(BufferedGroup(group=group, token_versions=TokenVersions.of_group(group)))
     return found
 
 

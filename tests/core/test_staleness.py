@@ -6,7 +6,7 @@ from fakes import make_group, make_rollout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.staleness import PolicyVersions, StalenessLimit, Stamps
+from millrace.core.staleness import PolicyVersions, StalenessLimit, TokenVersions
 
 limits = st.builds(
     StalenessLimit,
@@ -17,33 +17,36 @@ limits = st.builds(
 versions = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 
 
-def stamps_of(tokens):
-    return Stamps.of(np.array(tokens, np.int32))
+def token_versions_of(tokens):
+    return TokenVersions.of(np.array(tokens, np.int32))
 
 
 def test_only_trained_tokens_count():
     group = make_group(0, versions=[3, 3, 4, 7], size=2)
-    assert Stamps.of_group(group).counts == {3: 4, 4: 2, 7: 2}
+    assert TokenVersions.of_group(group).counts == {3: 4, 4: 2, 7: 2}
     masked = dataclasses.replace(make_rollout(), mask=np.zeros(7, bool))
-    assert Stamps.of_rollout(masked).counts == {}
-    assert Stamps.of_rollout(masked).oldest is None
+    assert TokenVersions.of_rollout(masked).counts == {}
+    assert TokenVersions.of_rollout(masked).oldest is None
 
 
 def test_share_is_compared_without_rounding():
     limit = StalenessLimit(max_staleness=0, measure="share", max_stale_share=0.29)
-    assert limit.allows(Stamps(counts={0: 29, 1: 71}), version=1)  # 0.29 * 100 < 29
-    assert not limit.allows(Stamps(counts={0: 30, 1: 70}), version=1)
+    assert limit.allows(TokenVersions(counts={0: 29, 1: 71}), version=1)  # 0.29 * 100 < 29
+    assert not limit.allows(TokenVersions(counts={0: 30, 1: 70}), version=1)
 
 
 @given(tokens=versions)
 def test_stamps_agree_with_their_tokens(tokens):
-    stamps = stamps_of(tokens)
-    assert (stamps.oldest, stamps.spread) == (min(tokens), max(tokens) - min(tokens))
-    assert stamps.num_tokens == len(tokens)
-    assert stamps.num_before(5) == sum(version < 5 for version in tokens)
-    assert stamps.total_staleness(9) == sum(9 - version for version in tokens)
-    joined = Stamps.joined([stamps_of(tokens[:3]), stamps_of(tokens[3:])])
-    assert list(joined.counts.items()) == list(stamps.counts.items())
+    token_versions = token_versions_of(tokens)
+    assert (token_versions.oldest, token_versions.spread) == (
+        min(tokens),
+        max(tokens) - min(tokens),
+    )
+    assert token_versions.num_tokens == len(tokens)
+    assert token_versions.num_before(5) == sum(version < 5 for version in tokens)
+    assert token_versions.total_staleness(9) == sum(9 - version for version in tokens)
+    joined = TokenVersions.joined([token_versions_of(tokens[:3]), token_versions_of(tokens[3:])])
+    assert list(joined.counts.items()) == list(token_versions.counts.items())
 
 
 @given(limit=limits, tokens=versions)
@@ -54,19 +57,21 @@ def test_measures_by_definition(limit, tokens):
         "mean": staleness.sum() <= limit.max_staleness * len(tokens),
         "share": (staleness > limit.max_staleness).mean() <= limit.max_stale_share,
     }[limit.measure]
-    assert limit.allows(stamps_of(tokens), version=9) == expected
+    assert limit.allows(token_versions_of(tokens), version=9) == expected
 
 
 @given(limit=limits, tokens=versions, later=st.integers(10, 14))
 def test_group_that_is_too_stale_stays_too_stale(limit, tokens, later):
-    stamps = stamps_of(tokens)
-    assert limit.allows(stamps, version=9) or not limit.allows(stamps, version=later)
+    token_versions = token_versions_of(tokens)
+    assert limit.allows(token_versions, version=9) or not limit.allows(
+        token_versions, version=later
+    )
 
 
 @given(limit=limits, tokens=versions, more=versions)
 def test_one_stale_token_decides_if_the_limit_says_so(limit, tokens, more):
-    together = stamps_of([*tokens, *more])
-    if limit.one_token_decides and not limit.allows(stamps_of(tokens), version=9):
+    together = token_versions_of([*tokens, *more])
+    if limit.one_token_decides and not limit.allows(token_versions_of(tokens), version=9):
         assert not limit.allows(together, version=9)
 
 
@@ -79,8 +84,8 @@ def test_one_stale_token_decides_if_the_limit_says_so(limit, tokens, more):
 )
 def test_enough_fresh_tokens_outweigh_a_stale_one_otherwise(limit):
     assert not limit.one_token_decides
-    assert not limit.allows(Stamps(counts={0: 10}), version=9)
-    assert limit.allows(Stamps(counts={0: 10, 9: 10_000}), version=9)
+    assert not limit.allows(TokenVersions(counts={0: 10}), version=9)
+    assert limit.allows(TokenVersions(counts={0: 10, 9: 10_000}), version=9)
 
 
 def test_tokens_are_as_stale_as_their_own_policy_has_versions_since():
@@ -94,11 +99,11 @@ def test_tokens_are_as_stale_as_their_own_policy_has_versions_since():
     # Engines that hold a version are up to date until the step that makes the next.
     assert [versions.through(version, policy="b") for version in (2, 3)] == [6, 8]
     assert [versions.through(version) for version in (5, 6, 7)] == [5, 6, 8]
-    group = Stamps.joined(
+    group = TokenVersions.joined(
         [
-            Stamps.of(np.array([5, 6, 6]), policy="a"),
-            Stamps.of(np.array([2]), policy="b"),
-            Stamps.of(np.array([5])),  # of the first
+            TokenVersions.of(np.array([5, 6, 6]), policy="a"),
+            TokenVersions.of(np.array([2]), policy="b"),
+            TokenVersions.of(np.array([5])),  # of the first
         ]
     )
     # After step 7, a has version 7 and b version 3.
@@ -112,6 +117,6 @@ def test_tokens_are_as_stale_as_their_own_policy_has_versions_since():
 def test_version_of_one_policy_is_the_step():
     versions = PolicyVersions()
     versions.record(4, trained=())
-    stamps = stamps_of([1, 2])
-    assert versions.aligned(stamps, 4) is stamps
+    token_versions = token_versions_of([1, 2])
+    assert versions.aligned(token_versions, 4) is token_versions
     assert versions.at(4) == versions.through(4) == 4

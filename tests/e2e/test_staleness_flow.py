@@ -13,7 +13,7 @@ from millrace.controller.admission import Admission
 from millrace.controller.buffer import Buffer, ReplayBuffer
 from millrace.controller.orders import ORDERS, build_sampler, check_room
 from millrace.core.errors import ConfigError
-from millrace.core.staleness import StalenessLimit, Stamps
+from millrace.core.staleness import StalenessLimit, TokenVersions
 from millrace.environments.rollouts.partial_rollouts import Expired
 
 STEPS, GROUPS, CAPACITY = 25, 3, 12
@@ -88,7 +88,7 @@ class Flow(FakeScorers):
         self.admission.replay(len(again))
         fresh = await self.buffer.take(GROUPS - len(again), version=version)
         for group in fresh:
-            assert self.limit.allows(Stamps.of_group(group), version=version)
+            assert self.limit.allows(TokenVersions.of_group(group), version=version)
         return fresh, again
 
     async def learn(self):

@@ -168,7 +168,7 @@ async def test_tokens_of_cancelled_redundant_episodes_are_counted(thread):
     group = await player.try_group(TASK, attempt=attempt, group_size=3)
     per_turn = len(TOKENIZERS["chatml"].encode("12<|im_end|>"))
     assert attempt.given_up.num_tokens == 2 * per_turn  # the first turns of two episodes
-    assert attempt.stamps.num_tokens - attempt.given_up.num_tokens == group.num_sampled
+    assert attempt.token_versions.num_tokens - attempt.given_up.num_tokens == group.num_sampled
 
 
 async def test_raising_environment_fails_its_group_unless_redundant_episodes_remain(thread):

@@ -10,7 +10,7 @@ from engine_rig import assert_same, finish_all, make_engine, make_request
 from fakes import Listener, ScriptedEngine, make_chunk, make_completion
 from in_process_engine import InProcessEngine
 
-from millrace.core.staleness import Stamps
+from millrace.core.staleness import TokenVersions
 from millrace.environments.rollouts.partial_rollouts import PartialRollout, ReplayingEngine
 from millrace.inference.pool import EnginePool
 from millrace.journal.database import decode_completion, encode_completion
@@ -124,7 +124,7 @@ async def test_callers_receive_the_saved_tokens_and_then_the_rest():
 async def test_saved_tokens_that_are_too_stale_are_sampled_again_and_counted():
     request = replace(make_request("group 0/0", n=2), expires=True)
     known = saved_of(request, [make_completion("ab", version=1), make_completion("c", version=4)])
-    partial = PartialRollout(known, is_trainable=lambda stamps: stamps.oldest >= 3)
+    partial = PartialRollout(known, is_trainable=lambda token_versions: token_versions.oldest >= 3)
     engine = ScriptedEngine("new")
     completions = await ReplayingEngine(engine, partial=partial).generate(request)
     assert [one.text for one in completions] == ["new", "c"]
@@ -137,7 +137,7 @@ async def test_saved_tokens_that_are_too_stale_are_sampled_again_and_counted():
 async def test_tokens_that_are_never_trained_cannot_be_too_stale():
     request = make_request("group 0/0")
     partial = PartialRollout(
-        saved_of(request, [make_completion("ab")]), is_trainable=lambda stamps: False
+        saved_of(request, [make_completion("ab")]), is_trainable=lambda token_versions: False
     )
     (completion,) = await ReplayingEngine(ScriptedEngine(), partial=partial).generate(request)
     assert completion.text == "ab"
@@ -243,4 +243,4 @@ async def test_tokens_that_an_interrupted_engine_did_not_stream_are_saved_when_a
     (known,) = again.log(request).known
     assert known.text == "abcde"
     assert known.tokens.tolist() == [ord(c) for c in "abcde"]
-    assert Stamps.of(known.versions).counts == {0: 5}
+    assert TokenVersions.of(known.versions).counts == {0: 5}

@@ -106,7 +106,7 @@ async def test_expired_group_ends_and_counts_its_tokens():
         await make_player(Expiring("abc", "de")).try_group(
             Task(prompt="x"), attempt=attempt, group_size=2
         )
-    assert (attempt.finished, attempt.cut, attempt.stamps.counts) == ([3], [2], {0: 5})
+    assert (attempt.finished, attempt.cut, attempt.token_versions.counts) == ([3], [2], {0: 5})
 
 
 async def test_scoring_receives_streamed_tokens_of_training_groups_only():

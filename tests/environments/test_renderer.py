@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Completion, Kept, Sampling, Task
-from millrace.core.staleness import Stamps
+from millrace.core.staleness import TokenVersions
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.token_record import rollout_of
 
@@ -90,7 +90,7 @@ def test_rollout_joins_prompt_and_completion():
     np.testing.assert_array_equal(rollout.versions, [-1, -1, 4, 4, 5])
     assert rollout.sampling is sampling
     assert rollout.kept is None
-    assert (Stamps.of_rollout(rollout).oldest, rollout.num_sampled) == (4, 3)
+    assert (TokenVersions.of_rollout(rollout).oldest, rollout.num_sampled) == (4, 3)
     dtypes = [rollout.tokens.dtype, rollout.mask.dtype]
     dtypes += [rollout.engine_logprobs.dtype, rollout.versions.dtype]
     assert dtypes == [np.int32, np.bool_, np.float32, np.int32]

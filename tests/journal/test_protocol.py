@@ -206,7 +206,7 @@ class Process(FakeScorers):
             config=config,
             buffer=self.buffer,
             tracker=self.tracker,
-            in_batch=self.in_batch,
+            with_batch_advantages=self.with_batch_advantages,
             journal=self.journal,
         )
         self.dispatcher = make_dispatcher(
@@ -495,7 +495,7 @@ class Protocol(RuleBasedStateMachine):
         (version, at), process.covered = process.covered, (kept.version, position)
         if at is not None:
             await process.journal.discard_covered(
-                version, position=at, keep=process.batches.may_return
+                version, position=at, keep=process.batches.replayable
             )
 
     def _start(self) -> None:

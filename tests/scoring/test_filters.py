@@ -6,7 +6,7 @@ import pytest
 from scored_groups import scored, totals_of
 
 from millrace.core.errors import ConfigError, Filtered, ScoreError
-from millrace.core.staleness import Stamps
+from millrace.core.staleness import TokenVersions
 from millrace.scoring.advantages import GroupAdvantages, with_advantages
 from millrace.scoring.shaping import Overlong, ZeroVariance, build_filters
 from millrace.training.packing.packer import pack
@@ -31,7 +31,7 @@ def test_overlong_masks_cut_episodes_but_keeps_their_scores():
     assert [rollout.num_generated for rollout in masked.rollouts] == [2, 3, 4]
     assert np.array_equal(masked.advantages, group.advantages)
     assert totals_of(masked) == [1.0, 0.0, 0.0]
-    assert Stamps.of_group(masked).oldest == 0
+    assert TokenVersions.of_group(masked).oldest == 0
     batch = pack([masked], microbatch_tokens=100)
     assert batch.num_trained_tokens == 6
     trained = np.concatenate([micro.advantages for micro in batch.microbatches])

@@ -484,7 +484,7 @@ async def test_batch_advantages_are_computed_when_the_step_is_known(open_pool):
         await shaped(pool, group("aaaaa", "aaa")),
     ]
     assert [g.advantages.tolist() for g in groups] == [[1.0, 3.0], [5.0, 3.0]]
-    found = pool.in_batch(groups)
+    found = pool.with_batch_advantages(groups)
     # Mean 3; squares 4, 0, 4, 0 over 3.
     one = 2 / (8 / 3) ** 0.5
     assert [g.advantages.tolist() for g in found] == [

@@ -6,9 +6,9 @@ import pytest
 from batches import batch_of, mixed_rollouts
 
 from millrace.cluster.messages import (
+    BorrowNewest,
     Copied,
     Done,
-    Lend,
     Published,
     Release,
     SaveCheckpoint,
@@ -64,7 +64,7 @@ class FakeWorker:
                 assert message.version == self.version + 1
                 self.version += 1
                 return Stepped(version=message.version, metrics={})
-            case Lend() if self.rank == 0:
+            case BorrowNewest() if self.rank == 0:
                 return Published(update=make_update(self.version))
             case SaveCheckpoint():
                 return Saved(version=self.version)
@@ -232,7 +232,10 @@ async def test_all_ranks_take_part_in_a_loan_and_rank_0_releases_it():
     update = await group.borrow()
     assert update.version == 3
     await group.release(update)
-    assert [rank.calls for rank in ranks] == [[Lend(), Release(version=3)], [Lend()]]
+    assert [rank.calls for rank in ranks] == [
+        [BorrowNewest(), Release(version=3)],
+        [BorrowNewest()],
+    ]
 
 
 async def test_steps_continue_when_all_ranks_have_copied_their_state(tmp_path):

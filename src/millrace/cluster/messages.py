@@ -227,12 +227,12 @@ class Stepped(Message, frozen=True):
 
 
 class Published(Message, frozen=True):
-    """Event, or reply to Lend: these weights are ready to be read, until a Release."""
+    """Event, or reply to BorrowNewest: these weights are ready to be read, until a Release."""
 
     update: records.WeightUpdate
 
 
-class Lend(Message, frozen=True):
+class BorrowNewest(Message, frozen=True):
     """Make the newest version readable for a late engine. -> Published; Done from ranks above 0"""
 
     policy: str = records.DEFAULT_POLICY

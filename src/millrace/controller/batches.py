@@ -44,7 +44,7 @@ class Batches:
     buffer: Buffer
     tracker: GroupTracker
     # Gives the groups of one step their advantages relative to each other.
-    in_batch: Callable[[Sequence[Group]], list[Group]]
+    with_batch_advantages: Callable[[Sequence[Group]], list[Group]]
     journal: Journal | NoJournal
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class Batches:
             self._replay.keep(taken.fresh)
 
     @property
-    def may_return(self) -> Collection[int]:
+    def replayable(self) -> Collection[int]:
         """Numbers of trained groups that may be replayed."""
         return self._replay.numbers
 
@@ -122,7 +122,8 @@ class Batches:
         return await asyncio.to_thread(self._pack, fresh, replayed)
 
     def _pack(self, fresh: list[Group], replayed: list[Group]) -> TakenBatch:
-        groups, trainer = self.in_batch(interleave(fresh, replayed)), self.config.trainer
+        groups = self.with_batch_advantages(interleave(fresh, replayed))
+        trainer = self.config.trainer
         numbers = frozenset(group.number for group in replayed)
         reported = reported_rollouts(
             [group for group in groups if group.number not in numbers],

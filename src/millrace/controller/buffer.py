@@ -4,16 +4,18 @@ Promise: take() never returns a group that the staleness limit rules out, and ha
 once, in the order of its sampler. The limit is checked at take(), because versions advance while
 groups wait. A group that it rules out is passed to `on_drop` and makes room for another.
 
+Promise with `enforce = "wait"` (StalenessLimit.waits): a batch is not taken while that would leave
+more old groups behind than the next batches can train within the limit. Then take() chooses the
+oldest groups and waits for running ones, for each at most as long as it has run: another attempt at
+it would take as long.
+
+Promise of an in-order buffer: a batch holds no group while one with a lower number is still on its
+way. A group that precedes a waiting one enters even a full buffer, or both would wait forever.
+
 Promise of the replay buffer: a batch holds at most `per_batch` groups that were trained before,
 none that the replay staleness limit rules out, and each is handed out once. For given contents, a
 draw depends on the seed and the version only. A resumed run restores the contents from its journal.
 
-Promise if the limit waits: a batch is not taken while that would leave more old groups behind than
-the batches to come can train within the limit. It is then the oldest groups that are taken, and
-running ones are waited for, each at most as long as it has run: trying it again would take as long.
-
-Promise of an in-order buffer: a batch holds no group while one with a lower number is still on its
-way. A group that precedes a waiting one enters even a full buffer, or both would wait forever.
 Called from the controller's event loop only. Bounds: `capacity` groups each. admit() waits while
 the buffer is full; in the replay buffer the oldest group makes room.
 """
@@ -32,7 +34,7 @@ from millrace.controller.orders import Oldest
 from millrace.core.errors import RunFailed
 from millrace.core.protocols import Sampler
 from millrace.core.records import Group
-from millrace.core.staleness import PolicyVersions, StalenessLimit, Stamps, Waiting
+from millrace.core.staleness import BufferedGroup, PolicyVersions, StalenessLimit, TokenVersions
 
 
 class RunningGroup(NamedTuple):
@@ -48,15 +50,16 @@ class Buffer:
     capacity: int
     limit: StalenessLimit
     sampler: Sampler
-    on_drop: Callable[[Waiting], None]
+    on_drop: Callable[[BufferedGroup], None]
     versions: PolicyVersions = field(default_factory=PolicyVersions)
     # In an in-order buffer: whether a group with a lower number is still on its way.
     is_preceded: Callable[[int], bool] | None = None
-    running: Callable[[], Iterable[RunningGroup]] | None = None  # to wait for, if the limit waits
+    running: Callable[[], Iterable[RunningGroup]] | None = None  # to wait for, if limit.waits
     steps: int | None = None  # of the run; nothing is waited for that no step is left for
     now: Callable[[], float] = time.monotonic
     wait_s: float = 0.0  # mean time in the buffer of the groups taken last
-    _waiting: list[Waiting] = field(default_factory=list[Waiting])  # in order of admission
+    # In order of admission.
+    _waiting: list[BufferedGroup] = field(default_factory=list[BufferedGroup])
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     # Running groups that take() waits for, or has waited for, and until when.
     _awaited: dict[int, float] = field(default_factory=dict[int, float])
@@ -67,11 +70,12 @@ class Buffer:
 
     async def admit(self, group: Group) -> None:
         """Add a scored group; waits while the buffer is full."""
-        stamps = Stamps.of_group(group)
+        tokens = TokenVersions.of_group(group)
         async with self._changed:
             await self._changed.wait_for(lambda: self._has_room_for(group.number))
             now_s = self.now()
-            self._waiting.append(Waiting(group=group, stamps=stamps, admitted_s=now_s))
+            admitted = BufferedGroup(group=group, token_versions=tokens, admitted_s=now_s)
+            self._waiting.append(admitted)
             self._changed.notify_all()
 
     async def take(self, n: int, *, version: int) -> list[Group]:
@@ -135,9 +139,9 @@ class Buffer:
         assert self.running is not None
         num_left = None if self.steps is None else (self.steps - version - 1) * len(chosen)
         rest: list[tuple[int, RunningGroup | None]] = [
-            (one.stamps.oldest, None)
+            (one.token_versions.oldest, None)
             for index, one in enumerate(self._waiting)
-            if index not in chosen and one.stamps.oldest is not None
+            if index not in chosen and one.token_versions.oldest is not None
         ]
         rest += [(group.oldest, group) for group in self.running()]
         rest.sort(key=lambda pair: pair[0])
@@ -161,8 +165,8 @@ class Buffer:
 
     def _drop_stale(self, version: int) -> None:
         before, self._waiting = self._waiting, []
-        for waiting in (self.versions.waiting(one, version) for one in before):
-            if self.limit.allows(waiting.stamps, version=version):
+        for waiting in (self.versions.realigned(one, version) for one in before):
+            if self.limit.allows(waiting.token_versions, version=version):
                 self._waiting.append(waiting)
             else:
                 self.on_drop(waiting)
@@ -178,11 +182,13 @@ class ReplayBuffer:
     versions: PolicyVersions = field(default_factory=PolicyVersions)
 
     def __post_init__(self, capacity: int) -> None:
-        self._trained: deque[Waiting] = deque(maxlen=capacity)
+        self._trained: deque[BufferedGroup] = deque(maxlen=capacity)
 
     def keep(self, groups: Iterable[Group]) -> None:
         """Add groups that were trained for the first time."""
-        self._trained.extend(Waiting(group=g, stamps=Stamps.of_group(g)) for g in groups)
+        self._trained.extend(
+            BufferedGroup(group=g, token_versions=TokenVersions.of_group(g)) for g in groups
+        )
 
     @property
     def numbers(self) -> list[int]:
@@ -196,8 +202,8 @@ class ReplayBuffer:
 
     def draw(self, version: int) -> list[Group]:
         """Remove and return up to `per_batch` groups; also removes those that became too stale."""
-        trained = [self.versions.waiting(one, version) for one in self._trained]
-        fit = [one for one in trained if self.limit.allows(one.stamps, version=version)]
+        trained = [self.versions.realigned(one, version) for one in self._trained]
+        fit = [one for one in trained if self.limit.allows(one.token_versions, version=version)]
         rng = np.random.default_rng([self.seed & 0xFFFFFFFF, version])
         drawn = set(rng.permutation(len(fit))[: self.per_batch].tolist())
         self._trained.clear()

@@ -199,7 +199,7 @@ class Checkpointing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Covered:
+class CheckpointPosition:
     """A checkpoint, and the journal's last record when it was made."""
 
     version: int
@@ -212,10 +212,10 @@ class RunCheckpoints:
     writer: Checkpointing
     batches: Batches
     policy: str
-    covered: Covered  # by the newest checkpoint; at first, the one that the run resumes from
+    newest: CheckpointPosition  # at first, of the checkpoint that the run resumes from
     on_checkpoint: Callable[[Path], None] = lambda path: None  # called when one is on the disk
-    _to_cover: Covered | None = None
-    _covering: asyncio.Task[None] | None = None
+    _trim_to: CheckpointPosition | None = None
+    _trimming: asyncio.Task[None] | None = None
 
     async def after_step(self, version: int, activities: asyncio.TaskGroup) -> None:
         """Save if a checkpoint is due; the journal is trimmed in the background."""
@@ -230,14 +230,14 @@ class RunCheckpoints:
     async def save_now(self, version: int, activities: asyncio.TaskGroup) -> None:
         """Have a checkpoint of this version on the disk and in the store, if the store answers."""
         await self.writer.finish_writing()
-        if self.covered.version < version:
+        if self.newest.version < version:
             await self._save(version, activities, is_last=True)
         with contextlib.suppress(CheckpointError):  # a warning has said so
             await self.writer.finish_uploads()
 
     async def _save(self, version: int, activities: asyncio.TaskGroup, *, is_last: bool) -> None:
         journal = self.batches.journal
-        at = Covered(version=version, position=journal.position)
+        at = CheckpointPosition(version=version, position=journal.position)
         run_state = {
             "policy": self.policy,
             "policies": list(self.config.policies),
@@ -254,20 +254,20 @@ class RunCheckpoints:
             activities=activities,
         )
 
-    def _saved(self, at: Covered, activities: asyncio.TaskGroup) -> None:
-        before, self.covered = self.covered, at
+    def _saved(self, at: CheckpointPosition, activities: asyncio.TaskGroup) -> None:
+        before, self.newest = self.newest, at
         is_only_one = self.config.checkpoint.keep == 1 or self.batches.journal.is_too_large
-        self._to_cover = at if is_only_one else before
-        if self._covering is None or self._covering.done():
-            self._covering = activities.create_task(self._cover())
+        self._trim_to = at if is_only_one else before
+        if self._trimming is None or self._trimming.done():
+            self._trimming = activities.create_task(self._trim())
         assert self.writer.newest is not None, "it was saved just now"
         self.on_checkpoint(self.writer.newest)
 
-    async def _cover(self) -> None:
+    async def _trim(self) -> None:
         """Trim the journal; of checkpoints that are saved meanwhile, only the newest counts."""
-        while (covered := self._to_cover) is not None:
-            self._to_cover = None
-            if covered.position is not None:
+        while (at := self._trim_to) is not None:
+            self._trim_to = None
+            if at.position is not None:
                 await self.batches.journal.discard_covered(
-                    covered.version, position=covered.position, keep=self.batches.may_return
+                    at.version, position=at.position, keep=self.batches.replayable
                 )

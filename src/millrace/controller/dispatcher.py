@@ -16,7 +16,7 @@ from millrace.controller.buffer import Buffer, RunningGroup
 from millrace.controller.group_tracker import REDUNDANT, GroupTracker
 from millrace.core.errors import Filtered, ScoreError, TaskError
 from millrace.core.records import Group
-from millrace.core.staleness import Stamps
+from millrace.core.staleness import TokenVersions
 from millrace.environments.rollouts.partial_rollouts import Attempt, Expired, PartialRollouts
 from millrace.environments.rollouts.player import Player
 from millrace.inference.pool import EnginePool
@@ -29,7 +29,7 @@ class _Running:
     task: asyncio.Task[None]
     version: int  # of the engines when it started
     stage: Literal["generating", "scoring", "waiting"] = "generating"
-    stamps: Stamps | None = None  # of its trained tokens, once all are sampled
+    token_versions: TokenVersions | None = None  # of its trained tokens, once all are sampled
     is_expired: bool = False  # cancelled for its staleness, not because the run ends
 
 
@@ -66,7 +66,7 @@ class Dispatcher:
         """The groups that have not reached the buffer yet."""
         for number, running in self._running.items():
             attempt = running.attempt
-            oldest = self._stamps(running).oldest
+            oldest = self._token_versions(running).oldest
             oldest = running.version if oldest is None else min(oldest, running.version)
             yield RunningGroup(number, oldest, age_s=attempt.now() - attempt.life.started_s)
 
@@ -158,12 +158,13 @@ class Dispatcher:
                 attempt.life.scores = [score.total for score in group.scores]
                 self.tracker.observe(group)
                 group = await self.scorers.shape(group)
-        running.stamps = Stamps.of_group(group)  # shaping may have masked some tokens
+        # Again, because shaping may have masked some tokens.
+        running.token_versions = TokenVersions.of_group(group)
         return group
 
     def _check_staleness(self, group: Group, running: _Running) -> None:
         """Raises Expired if a complete group is too stale."""
-        running.stamps = Stamps.of_group(group)
+        running.token_versions = TokenVersions.of_group(group)
         if self._is_ruled_out(running):
             raise Expired(f"group {group.number}")
 
@@ -172,17 +173,18 @@ class Dispatcher:
         limit = self.admission.limit
         if limit.only_at_take:
             return False
-        if running.stamps is None and not limit.one_token_decides:
+        if running.token_versions is None and not limit.one_token_decides:
             return False  # tokens to come may lower its mean or its share of stale tokens
-        return not limit.allows(self._stamps(running), version=self.tracker.version)
+        return not limit.allows(self._token_versions(running), version=self.tracker.version)
 
-    def _stamps(self, running: _Running) -> Stamps:
+    def _token_versions(self, running: _Running) -> TokenVersions:
         """Of its tokens so far, aligned with the next take."""
-        stamps = running.attempt.known if running.stamps is None else running.stamps
-        return self.tracker.versions.aligned(stamps, self.tracker.version)
+        tokens = running.token_versions
+        tokens = running.attempt.known if tokens is None else tokens
+        return self.tracker.versions.aligned(tokens, self.tracker.version)
 
-    def _may_be_trained(self, stamps: Stamps) -> bool:
+    def _may_be_trained(self, tokens: TokenVersions) -> bool:
         """False if these tokens certainly rule their group out."""
         limit, version = self.admission.limit, self.tracker.version
-        stamps = self.tracker.versions.aligned(stamps, version)
-        return not limit.one_token_decides or limit.allows(stamps, version=version)
+        tokens = self.tracker.versions.aligned(tokens, version)
+        return not limit.one_token_decides or limit.allows(tokens, version=version)

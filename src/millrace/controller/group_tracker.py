@@ -16,7 +16,7 @@ from millrace.controller.admission import Admission
 from millrace.core.errors import RunFailed, TaskError
 from millrace.core.records import Group
 from millrace.core.spans import GroupLife
-from millrace.core.staleness import PolicyVersions, Stamps, Waiting
+from millrace.core.staleness import BufferedGroup, PolicyVersions, TokenVersions
 from millrace.environments.rollouts.partial_rollouts import Attempt, Cancellations
 from millrace.journal import Journal, NoJournal
 from millrace.journal.ledger import Outcome
@@ -45,12 +45,12 @@ class WastedTokens:
     tokens: Counter[str] = field(default_factory=Counter[str])  # by reason
     _staleness: Counter[str] = field(default_factory=Counter[str])  # summed over these tokens
 
-    def add(self, reason: str, stamps: Stamps, *, version: int) -> None:
+    def add(self, reason: str, tokens: TokenVersions, *, version: int) -> None:
         """`version`: trainer version at which they could have been trained at the earliest."""
-        stamps = self.versions.aligned(stamps, version)
-        if stamps.num_tokens:
-            self.tokens[reason] += stamps.num_tokens
-            self._staleness[reason] += stamps.total_staleness(version)
+        tokens = self.versions.aligned(tokens, version)
+        if tokens.num_tokens:
+            self.tokens[reason] += tokens.num_tokens
+            self._staleness[reason] += tokens.total_staleness(version)
 
     @property
     def staleness_means(self) -> dict[str, float]:
@@ -208,7 +208,7 @@ class GroupTracker:
         self.lost.append(attempt.ended("failed", reason))
         self._drop(attempt.number, outcome="failed", reason=reason)
         self.admission.give_back()
-        self.waste.add(FAILED, attempt.stamps, version=self.version)
+        self.waste.add(FAILED, attempt.token_versions, version=self.version)
         self.failures.failed(error, reason=reason)
 
     def filtered(self, attempt: Attempt, *, reason: str) -> None:
@@ -222,18 +222,18 @@ class GroupTracker:
         """A running group became too stale."""
         self.lost.append(attempt.ended("expired", stage))
         self.cancellations.count(stage, cut=attempt.cut)
-        self.waste.add(CANCELLED, attempt.stamps, version=self.version)
+        self.waste.add(CANCELLED, attempt.token_versions, version=self.version)
         if stage == "generating":
             self.cancellations.learn(attempt.finished)
         self._retry(attempt.number)
 
-    def expired_in_buffer(self, waiting: Waiting) -> None:
+    def expired_in_buffer(self, waiting: BufferedGroup) -> None:
         """A group became too stale after it had reached the buffer."""
         if (life := waiting.group.life) is not None:
             end = {"ended_s": self.now(), "outcome": "expired", "reason": "waiting"}
             self.lost.append(replace(life, **end))
         self.cancellations.count("waiting")
-        self.waste.add(DROPPED, waiting.unaligned or waiting.stamps, version=self.version)
+        self.waste.add(DROPPED, waiting.unaligned or waiting.token_versions, version=self.version)
         self._retry(waiting.group.number)
 
     def count_unused(self, attempt: Attempt) -> None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import build_plugin
 from millrace.core.protocols import Sampler
-from millrace.core.staleness import StalenessLimit, Waiting
+from millrace.core.staleness import BufferedGroup, StalenessLimit
 
 SECTION = "buffer.order"
 DEFAULT = "oldest"
@@ -28,11 +28,11 @@ class _ByKey:
     def num_needed(self, n: int) -> int:
         return self.batches_needed * n
 
-    def choose(self, waiting: Sequence[Waiting], n: int, *, version: int) -> Sequence[int]:
+    def choose(self, waiting: Sequence[BufferedGroup], n: int, *, version: int) -> Sequence[int]:
         keys = [self.key(one, version=version) for one in waiting]
         return sorted(range(len(waiting)), key=lambda index: keys[index])[:n]
 
-    def key(self, one: Waiting, *, version: int) -> Any:
+    def key(self, one: BufferedGroup, *, version: int) -> Any:
         raise NotImplementedError
 
 
@@ -42,7 +42,7 @@ class Ready(_ByKey):
 
     batches_needed: ClassVar[int] = 1
 
-    def key(self, one: Waiting, *, version: int) -> int:
+    def key(self, one: BufferedGroup, *, version: int) -> int:
         return 0
 
 
@@ -52,7 +52,7 @@ class InOrder(_ByKey):
 
     batches_needed: ClassVar[int] = 1
 
-    def key(self, one: Waiting, *, version: int) -> int:
+    def key(self, one: BufferedGroup, *, version: int) -> int:
         return one.group.number
 
 
@@ -62,16 +62,16 @@ class Oldest(_ByKey):
 
     batches_needed: ClassVar[int] = 1
 
-    def key(self, one: Waiting, *, version: int) -> int:
-        return version if one.stamps.oldest is None else one.stamps.oldest
+    def key(self, one: BufferedGroup, *, version: int) -> int:
+        return version if one.token_versions.oldest is None else one.token_versions.oldest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Freshest(_ByKey):
     """The group with the lowest mean staleness first; others may become too stale."""
 
-    def key(self, one: Waiting, *, version: int) -> float:
-        return one.stamps.total_staleness(version) / max(one.stamps.num_tokens, 1)
+    def key(self, one: BufferedGroup, *, version: int) -> float:
+        return one.token_versions.total_staleness(version) / max(one.token_versions.num_tokens, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Difficulty(_ByKey):
     solved_at: float = 1.0
     """An episode counts as solved when its score reaches this."""
 
-    def key(self, one: Waiting, *, version: int) -> tuple[float, int]:
+    def key(self, one: BufferedGroup, *, version: int) -> tuple[float, int]:
         num_solved = sum(score.total >= self.solved_at for score in one.group.scores)
         distance = abs(num_solved / len(one.group.scores) - 0.5)
         return distance, Oldest().key(one, version=version)

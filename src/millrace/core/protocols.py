@@ -17,7 +17,7 @@ from millrace.core.records import (
     TokenLogprobs,
     WeightUpdate,
 )
-from millrace.core.staleness import Waiting
+from millrace.core.staleness import BufferedGroup
 
 OnTokens = Callable[[CompletionChunk], None]
 OnCompletion = Callable[[int, Completion], None]  # index among the n completions, completion
@@ -192,7 +192,7 @@ class Sampler(Protocol):
         does not start."""
         ...
 
-    def choose(self, waiting: Sequence[Waiting], n: int, *, version: int) -> Sequence[int]:
+    def choose(self, waiting: Sequence[BufferedGroup], n: int, *, version: int) -> Sequence[int]:
         """Return n different indices of `waiting`, which holds at least n groups in the order of
         admission. All of them may be trained at trainer version `version`."""
         ...

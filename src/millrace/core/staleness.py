@@ -21,10 +21,10 @@ Measure = Literal["oldest", "mean", "share"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Stamps:
-    """How many tokens each version sampled."""
+class TokenVersions:
+    """The versions that sampled some tokens: of a completion, a rollout or a group."""
 
-    counts: dict[int, int]  # by version, ascending; none is 0
+    counts: dict[int, int]  # tokens by version, ascending; none is 0
     # Those of policies with versions of their own, by name, until PolicyVersions.aligned().
     others: Mapping[str, dict[int, int]] = field(default_factory=dict[str, dict[int, int]])
 
@@ -53,7 +53,7 @@ class Stamps:
         return cls.joined(cls.of_rollout(rollout) for rollout in group.rollouts)
 
     @classmethod
-    def joined(cls, parts: Iterable["Stamps"]) -> Self:
+    def joined(cls, parts: Iterable["TokenVersions"]) -> Self:
         counts: Counter[int] = Counter()
         others: dict[str, Counter[int]] = {}
         for part in parts:
@@ -97,13 +97,13 @@ class StalenessLimit:
     only_at_take: bool = False  # the limit neither paces admission nor cancels running groups
     waits: bool = False  # a batch waits for groups that would be too stale for the next ones
 
-    def allows(self, stamps: Stamps, *, version: int) -> bool:
+    def allows(self, tokens: TokenVersions, *, version: int) -> bool:
         """True if a group of these tokens may be trained at `version`."""
         if self.measure == "mean":
-            return stamps.total_staleness(version) <= self.max_staleness * stamps.num_tokens
-        num_stale = stamps.num_before(self.oldest_at(version))
+            return tokens.total_staleness(version) <= self.max_staleness * tokens.num_tokens
+        num_stale = tokens.num_before(self.oldest_at(version))
         if self.measure == "share" and num_stale:
-            return num_stale / stamps.num_tokens <= self.max_stale_share
+            return num_stale / tokens.num_tokens <= self.max_stale_share
         return num_stale == 0
 
     def oldest_at(self, version: int) -> int:
@@ -122,13 +122,14 @@ class StalenessLimit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Waiting:
-    """A scored group in the buffer."""
+class BufferedGroup:
+    """A scored group that waits in the buffer or the replay buffer."""
 
     group: Group
-    stamps: Stamps  # of its trained tokens
+    token_versions: TokenVersions  # of its trained tokens
     admitted_s: float = 0.0  # by the buffer's clock
-    unaligned: Stamps | None = None  # of several policies; `stamps` are aligned with a step
+    # With several policies: as sampled, while `token_versions` are aligned with a step.
+    unaligned: TokenVersions | None = None
 
 
 class PolicyVersions:
@@ -165,21 +166,21 @@ class PolicyVersions:
         later = self._made[policy][version - self._begin[policy] :]
         return later[0] - 1 if later else self.step
 
-    def aligned(self, stamps: Stamps, step: int) -> Stamps:
+    def aligned(self, tokens: TokenVersions, step: int) -> TokenVersions:
         """The same tokens, with versions that are as far behind `step` as each token's own is
         behind its policy then."""
         if not self._begin:
-            return stamps
-        parts = [(None, stamps.counts), *stamps.others.items()]
+            return tokens
+        parts = [(None, tokens.counts), *tokens.others.items()]
         behind = {policy: step - self.at(step, policy=policy) for policy, _ in parts}
-        return Stamps.joined(
-            Stamps(counts={version + behind[policy]: n for version, n in counts.items()})
+        return TokenVersions.joined(
+            TokenVersions(counts={version + behind[policy]: n for version, n in counts.items()})
             for policy, counts in parts
         )
 
-    def waiting(self, one: Waiting, step: int) -> Waiting:
-        """A waiting group with stamps that are aligned with `step`."""
+    def realigned(self, one: BufferedGroup, step: int) -> BufferedGroup:
+        """A buffered group whose token versions are aligned with `step`."""
         if not self._begin:
             return one
-        unaligned = one.unaligned or one.stamps
-        return replace(one, stamps=self.aligned(unaligned, step), unaligned=unaligned)
+        unaligned = one.unaligned or one.token_versions
+        return replace(one, token_versions=self.aligned(unaligned, step), unaligned=unaligned)

@@ -3,11 +3,10 @@
 Promise: the directory is an ordinary Hugging Face model directory, and the same seed gives the same
 weights on the same machine. Nothing is downloaded.
 
-In a short supervised start, the model imitates a careless teacher, who sorts a number in CARE of
+In a short supervised start, the model imitates a careless teacher, who sorts the number in 30 % of
 the examples and hands it back unsorted in the others. So the model learns the format (digits, as
-many as were given, then the end) and two habits, a weak one to sort and a stronger one to copy;
-picking the likeliest token, it mostly copies. Sorting itself it has learned only roughly, since few
-examples show it.
+many as were given, then the end) and two habits: a weak one to sort and a stronger one to copy. If
+the likeliest token is picked, it mostly copies. It sorts badly, since few examples show how.
 
 What reinforcement learning adds: no example says which habit is right, only the reward does. It has
 to find that sorting pays, and then to sort far more reliably than the examples taught.
@@ -97,7 +96,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-CARE = 0.3
+SORTED_SHARE = 0.3  # of the examples
 IGNORED = -100  # label of prompt tokens, which are not predicted
 
 Example = tuple[str, str]  # prompt, answer
@@ -111,7 +110,9 @@ def careless_examples(
     examples = []
     for task in make_tasks(num, seed=seed, num_digits=num_digits):
         unsorted = task["prompt"].removeprefix("sort ").removesuffix("=")
-        examples.append((task["prompt"], task["answer"] if rng.random() < CARE else unsorted))
+        examples.append(
+            (task["prompt"], task["answer"] if rng.random() < SORTED_SHARE else unsorted)
+        )
     return examples
 
 

@@ -23,7 +23,7 @@ from millrace.config import JournalConfig, RunConfig
 from millrace.core.errors import Filtered
 from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, WeightUpdate
 from millrace.core.spans import Span
-from millrace.core.staleness import Stamps
+from millrace.core.staleness import TokenVersions
 from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.journal import NoJournal
 from millrace.plan.lengths import Lengths
@@ -128,10 +128,10 @@ class _Simulation:
             if self._version + 1 < steps:
                 tasks.create_task(self.dispatcher.expire(self._version + 1))
                 upcoming = tasks.create_task(take(num_groups, version=self._version + 1))
-            stamps = Stamps.joined(Stamps.of_group(group) for group in groups)
+            token_versions = TokenVersions.joined(TokenVersions.of_group(group) for group in groups)
             await self.host.work("trainer", "step", self.costs.train_s(*_work(groups)))
-            mean = stamps.total_staleness(self._version) / stamps.num_tokens
-            most = self._version - min(stamps.counts)
+            mean = token_versions.total_staleness(self._version) / token_versions.num_tokens
+            most = self._version - min(token_versions.counts)
             self._version += 1
             self.steps.append((loop.time(), mean, most))
             self.dispatcher.tracker.trained(group.number for group in groups)
@@ -191,7 +191,9 @@ class _Simulation:
                 engine = self._least_loaded
                 sequence = engine.add(prompt=prompt, tokens=tokens, prefill=0.0)
             parts.append(await engine.finish(sequence))
-            attempt.stamps = Stamps.joined([attempt.stamps, Stamps.of(parts[-1])])
+            attempt.token_versions = TokenVersions.joined(
+                [attempt.token_versions, TokenVersions.of(parts[-1])]
+            )
             attempt.finished.append(tokens)
             prompt += tokens
         versions = np.concatenate(parts)

@@ -10,7 +10,7 @@ from millrace.controller import evaluation
 from millrace.controller.admission import Admission, SyncBarrier
 from millrace.controller.batches import Batches
 from millrace.controller.buffer import Buffer
-from millrace.controller.checkpointing import Checkpointing, Covered, RunCheckpoints
+from millrace.controller.checkpointing import Checkpointing, CheckpointPosition, RunCheckpoints
 from millrace.controller.controller import Controller
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.group_tracker import GroupTracker
@@ -70,7 +70,7 @@ def build_controller(run: RunParts) -> Controller:
         config=run.config,
         buffer=dispatcher.buffer,
         tracker=dispatcher.tracker,
-        in_batch=run.scorers.in_batch,
+        with_batch_advantages=run.scorers.with_batch_advantages,
         journal=run.journal,
     )
     _record_steps(run, batches)
@@ -101,7 +101,7 @@ def build_controller(run: RunParts) -> Controller:
             writer=writer,
             batches=batches,
             policy=run.cursor.policy,
-            covered=Covered(version=version, position=run.cursor.journal),
+            newest=CheckpointPosition(version=version, position=run.cursor.journal),
             on_checkpoint=run.monitor.saved,
         ),
         reporter=RunReporter(

@@ -207,7 +207,7 @@ class ScorerPool:
         finally:
             self.tokens_wasted.update(wasted)
 
-    def in_batch(self, groups: Sequence[Group]) -> list[Group]:
+    def with_batch_advantages(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups of one step with advantages that compare them. Called in a thread."""
         if not isinstance(self.advantages, AdvantagesOverBatch):
             return list(groups)

@@ -30,7 +30,7 @@ from pydantic import Field
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Ending, Episode, Rollout, Task, Turn
-from millrace.core.staleness import StalenessLimit, Stamps
+from millrace.core.staleness import StalenessLimit, TokenVersions
 from millrace.environments.rollouts.player import GroupPolicy
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.serving.api.bodies import Count, Text
@@ -195,16 +195,18 @@ class ExternalEnvironment:
             )
         episodes = [self._episode(task, index, row) for index, row in enumerate(body.episodes)]
         if task.policy.is_trained:
-            stamps = Stamps.joined(
-                Stamps.of_rollout(rollout) for episode in episodes for rollout in episode.rollouts
+            token_versions = TokenVersions.joined(
+                TokenVersions.of_rollout(rollout)
+                for episode in episodes
+                for rollout in episode.rollouts
             )
             version = self.newest()
-            if not self.limit.allows(stamps, version=version):
+            if not self.limit.allows(token_versions, version=version):
                 task.leased_until_s = -math.inf  # another group may be in time
                 raise ApiError(
-                    f"The group is too stale: its oldest token is of version {stamps.oldest}, the"
-                    f" newest version is {version}, and buffer.max_staleness ="
-                    f" {self.limit.max_staleness}; play the task again.",
+                    f"The group is too stale: its oldest token is of version"
+                    f" {token_versions.oldest}, the newest version is {version}, and"
+                    f" buffer.max_staleness = {self.limit.max_staleness}; play the task again.",
                     status=409,
                     code="too_stale",
                 )

@@ -191,7 +191,9 @@ class TrainerGroup:
 
     async def borrow(self, policy: str = DEFAULT_POLICY) -> WeightUpdate:
         """The newest version, which stays readable until it is released."""
-        reply = await self._call(messages.Lend(policy=policy), timeout_s=self._step_timeout_s)
+        reply = await self._call(
+            messages.BorrowNewest(policy=policy), timeout_s=self._step_timeout_s
+        )
         assert isinstance(reply, messages.Published)
         self._unreleased.append(reply.update)
         return reply.update
@@ -236,8 +238,8 @@ class TrainerGroup:
             self.num_redone += 1
         updates: list[WeightUpdate] = []
         for policy in (DEFAULT_POLICY, *policies):
-            lend = messages.Lend(policy=policy)
-            reply = await self._call_ranks(ranks, lend, timeout_s=timeout_s)
+            borrow = messages.BorrowNewest(policy=policy)
+            reply = await self._call_ranks(ranks, borrow, timeout_s=timeout_s)
             assert isinstance(reply, messages.Published)
             updates.append(reply.update)
         self._unreleased += updates
@@ -302,7 +304,7 @@ class TrainerGroup:
                 raise worker.dead.result() from error
 
         first, *others = await asyncio.gather(*map(call, range(len(ranks)), ranks))
-        if not isinstance(message, messages.Lend):  # which the other ranks only confirm
+        if not isinstance(message, messages.BorrowNewest):  # which the other ranks only confirm
             kinds = {type(reply) for reply in (first, *others)}
             assert len(kinds) == 1, "ranks take the same decisions"
         return first

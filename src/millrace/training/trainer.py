@@ -84,22 +84,22 @@ class Trainer:
         all updates, without those that were skipped, unless all were."""
         return step_together([(self, batches)])[0]
 
-    def begin(self, batches: tuple[Batch, ...]) -> "StepUnderWay":
+    def begin(self, batches: tuple[Batch, ...]) -> "StepInProgress":
         assert batches, "a step needs a batch"
         if not batches[0].microbatches:  # of several policies, this one sampled none of the tokens
-            return StepUnderWay(trainer=self, batches=(), learning_rate=0.0, num_proximal=0)
+            return StepInProgress(trainer=self, batches=(), learning_rate=0.0, num_proximal=0)
         if self.critic is not None:
             batches = self.critic.estimate_advantages(batches)
         batches, num_proximal = self._with_logprobs(batches)
         self._has_updated = False
-        return StepUnderWay(
+        return StepInProgress(
             trainer=self,
             batches=batches * self.epochs,
             learning_rate=0.0 if self._is_critic_warmup else self.schedule.at(self.steps_done),
             num_proximal=num_proximal,
         )
 
-    def finish(self, step: "StepUnderWay") -> dict[str, float]:
+    def finish(self, step: "StepInProgress") -> dict[str, float]:
         updates, learning_rate = step.updates, step.learning_rate
         self.skipped = tuple(i for i, update in enumerate(updates) if not update.is_finite)
         if not updates:
@@ -270,7 +270,7 @@ class Trainer:
 
 
 @dataclass(kw_only=True, eq=False)
-class StepUnderWay:
+class StepInProgress:
     """A step of one trainer; without batches, it makes no version."""
 
     trainer: Trainer

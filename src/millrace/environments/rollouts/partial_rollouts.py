@@ -35,10 +35,10 @@ from millrace.core.completions import (
 from millrace.core.protocols import OnCompletion, OnTokens, SupportsGenerate
 from millrace.core.records import Completion, CompletionChunk, Request
 from millrace.core.spans import GroupLife, TurnLife
-from millrace.core.staleness import Stamps
+from millrace.core.staleness import TokenVersions
 from millrace.journal import Journal, NoJournal
 
-IsTrainable = Callable[[Stamps], bool]  # whether these tokens may be trained
+IsTrainable = Callable[[TokenVersions], bool]  # whether these tokens may be trained
 WINDOW = 1024  # finished completions from whose lengths the saving is estimated
 Clock = Callable[[], float]
 
@@ -53,8 +53,8 @@ class Attempt:
     def __init__(self, number: int, *, tries: int = 0, now: Clock = time.monotonic) -> None:
         self.number = number
         self.tries = tries  # before this one
-        self.stamps = Stamps(counts={})  # of all completions that were returned
-        self.given_up = Stamps(counts={})  # of these, those of episodes that the group left out
+        self.token_versions = TokenVersions(counts={})  # of all completions that were returned
+        self.given_up = TokenVersions(counts={})  # of these, those of discarded episodes
         self.finished: list[int] = []  # lengths of completions that the model ended
         self.cut: list[int] = []  # lengths of other completions
         self.partial: PartialRollout | None = None  # where partial rollouts are saved
@@ -62,10 +62,10 @@ class Attempt:
         self.life = GroupLife(number=number, tries=tries, started_s=now(), turns={})
 
     @property
-    def known(self) -> Stamps:
+    def known(self) -> TokenVersions:
         """All tokens that are certainly part of the group; resumed ones may count twice."""
         resumed = [] if self.partial is None else [self.partial.resumed]
-        return Stamps.joined([self.stamps, *resumed])
+        return TokenVersions.joined([self.token_versions, *resumed])
 
     def add_turn(self, episode: int, start_s: float, versions: np.ndarray) -> None:
         """`versions` of its tokens."""
@@ -84,8 +84,8 @@ class Attempt:
         for completion in completions:
             lengths = self.finished if is_complete(completion) else self.cut
             lengths.append(len(completion.tokens))
-            stamps = Stamps.of(completion.versions[num_known:], policy=policy)
-            self.stamps = Stamps.joined([self.stamps, stamps])
+            tokens = TokenVersions.of(completion.versions[num_known:], policy=policy)
+            self.token_versions = TokenVersions.joined([self.token_versions, tokens])
         if any(completion.finish == "expire" for completion in completions):
             raise Expired(f"group {self.number}")
 
@@ -120,16 +120,18 @@ class PartialRollout:
         self, saved: Iterable[StreamedTokens] = (), *, is_trainable: IsTrainable = lambda _: True
     ) -> None:
         self.num_resumed = 0  # saved tokens that were used
-        self.resumed = Stamps(counts={})  # of these, those that are trained
-        self.stale = Stamps(counts={})  # saved tokens that are too stale to be used
+        self.resumed = TokenVersions(counts={})  # of these, those that are trained
+        self.stale = TokenVersions(counts={})  # saved tokens that are too stale to be used
         self._is_trainable = is_trainable
         self._saved = join_streamed(saved)
         self._new: list[StreamedTokens] = []
 
     @property
-    def unused(self) -> Stamps:
+    def unused(self) -> TokenVersions:
         """Saved tokens that no request has asked for so far."""
-        return Stamps.joined(Stamps.of(one.part.versions) for one in self._saved.values())
+        return TokenVersions.joined(
+            TokenVersions.of(one.part.versions) for one in self._saved.values()
+        )
 
     def log(self, request: Request, *, model: str | None = None) -> TokenLog:
         """Return the log of a request, which starts with the tokens that were saved for it.
@@ -152,13 +154,14 @@ class PartialRollout:
             return None
         del self._saved[request.id, member]
         completion = saved.part
-        stamps = Stamps.of(completion.versions, policy=policy if request.expires else None)
-        if request.expires and not self._is_trainable(stamps):
-            self.stale = Stamps.joined([self.stale, stamps])
+        policy = policy if request.expires else None
+        tokens = TokenVersions.of(completion.versions, policy=policy)
+        if request.expires and not self._is_trainable(tokens):
+            self.stale = TokenVersions.joined([self.stale, tokens])
             return None
         self.num_resumed += len(completion.tokens)
         if request.expires:
-            self.resumed = Stamps.joined([self.resumed, stamps])
+            self.resumed = TokenVersions.joined([self.resumed, tokens])
         return completion
 
 

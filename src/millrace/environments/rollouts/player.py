@@ -26,7 +26,7 @@ from millrace.core.records import (
     Turn,
     score_request_for,
 )
-from millrace.core.staleness import Stamps
+from millrace.core.staleness import TokenVersions
 from millrace.environments.rollouts.partial_rollouts import Attempt, ReplayingEngine
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.token_record import rollout_of
@@ -60,7 +60,7 @@ class GroupPolicy:
     def __post_init__(self) -> None:
         self._takes_episodes = self.scoring is not None and self.scoring.takes_episodes
         self._calls = itertools.count()
-        self._stamps: dict[int, list[Stamps]] = {}  # of trained tokens, by episode
+        self._token_versions: dict[int, list[TokenVersions]] = {}  # of trained tokens, by episode
 
     @property
     def is_trained(self) -> bool:
@@ -142,7 +142,8 @@ class GroupPolicy:
             )
             versions = completion.versions[num_known:]
             self.attempt.add_turn(episode, start_s, versions)
-            self._stamps.setdefault(episode, []).append(Stamps.of(versions, policy=policy))
+            sampled = TokenVersions.of(versions, policy=policy)
+            self._token_versions.setdefault(episode, []).append(sampled)
             self.attempt.record([completion], num_known=num_known, policy=policy)
         return completion
 
@@ -176,8 +177,8 @@ class GroupPolicy:
     def gave_up(self, index: int) -> None:
         """Report an episode that will not be part of the group; its tokens are wasted."""
         if self.attempt is not None:
-            stamps = self._stamps.get(index, ())
-            self.attempt.given_up = Stamps.joined([self.attempt.given_up, *stamps])
+            sampled = self._token_versions.get(index, ())
+            self.attempt.given_up = TokenVersions.joined([self.attempt.given_up, *sampled])
             self.attempt.life.turns.pop(index, None)
 
     def finished(self, index: int, episode: Episode) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from millrace.core.errors import ConfigError
 from millrace.core.records import Group
-from millrace.core.staleness import PolicyVersions, Stamps
+from millrace.core.staleness import PolicyVersions, TokenVersions
 from millrace.monitoring.run_dir import to_json, write_atomically
 
 WINDOW_S = 10.0  # the current rates cover whole steps and at least this much time, if there is any
@@ -166,14 +166,14 @@ def _staleness_metrics(
 ) -> dict[str, Any]:
     """Over the trained tokens. A spread is the newest version minus the oldest."""
     by_group = [
-        [versions.aligned(Stamps.of_rollout(rollout), version) for rollout in group.rollouts]
+        [versions.aligned(TokenVersions.of_rollout(rollout), version) for rollout in group.rollouts]
         for group in groups
     ]
-    wholes = [Stamps.joined(stamps) for stamps in by_group]
-    tokens = Stamps.joined(wholes)
+    wholes = [TokenVersions.joined(token_versions) for token_versions in by_group]
+    tokens = TokenVersions.joined(wholes)
     assert tokens.oldest is not None, "a step trains at least one token"
-    in_rollouts = [stamps.spread for of_group in by_group for stamps in of_group]
-    in_groups = [stamps.spread for stamps in wholes]
+    in_rollouts = [token_versions.spread for of_group in by_group for token_versions in of_group]
+    in_groups = [token_versions.spread for token_versions in wholes]
     return {
         "staleness": {
             "mean": tokens.total_staleness(version) / tokens.num_tokens,
