@@ -1,5 +1,7 @@
 """After failure, kills and Ctrl-C, only the run directory is left."""
 
+import json
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,6 +146,9 @@ def test_run_survives_a_killed_scorer_and_resumes_after_all_processes_are_killed
         (["--optimizer.lerning_rate", "1"], "did you mean 'learning_rate'"),
         (["--trainer.steps", "many"], "'trainer.steps' = 'many'"),
         (["--model.path", "./nowhere"], "Model './nowhere' does not exist"),
+        (["--model.path", "bare"], "Model 'bare' has no tokenizer"),
+        (["--placement.engines", "cuda:99"], "Device 'cuda:99' does not exist"),
+        (["--tasks.path", "chat.jsonl"], "Task 0: its prompt is a list of messages, but"),
         (["--tasks.path", "empty.jsonl"], "is empty"),
         (["--tasks.path", "bad.jsonl"], "line 2 has no 'prompt'"),
         (["--engine.max_context", "3"], "raise engine.max_context"),
@@ -157,6 +162,10 @@ def test_bad_input_is_reported_before_any_worker_starts(
 ):
     (project / "empty.jsonl").write_text("\n")
     (project / "bad.jsonl").write_text('{"prompt": "1+1="}\n{"question": "1+1="}\n')
+    message = {"role": "user", "content": "1+1="}
+    (project / "chat.jsonl").write_text(json.dumps({"prompt": [message]}))
+    (project / "bare").mkdir()
+    shutil.copy(project / "model" / "config.json", project / "bare")
     monkeypatch.chdir(project)
     assert main(["train", "run.toml", *change]) == 2
     stderr = capsys.readouterr().err
