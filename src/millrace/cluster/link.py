@@ -1,4 +1,4 @@
-"""The worker's side of the connection: its link to the controller, and its life.
+"""The worker's side of the connection: its link to the controller, from start to exit.
 
 Every worker module has a `main(link, name)` that calls serve(), and ends with `run_worker(main)`
 under its __main__.

@@ -1,4 +1,4 @@
-"""The numbers of a run's groups: which are open, which are tried again, and how the others ended.
+"""Tracks groups by number: which are open, which are tried again, and how the others ended.
 
 Promise: every issued number ends once, as trained, dropped or failed, and the journal says how. A
 group that became too stale is issued again before anything new, up to MAX_TRIES times. An open

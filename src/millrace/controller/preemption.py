@@ -1,5 +1,5 @@
-"""SIGTERM, by which a scheduler takes the machine of a run away: preemption, or a time limit. And
-requests of the same kind by the user: Run.stop(), and StopTraining of a callback.
+"""Stops a run early: at SIGTERM, which schedulers send at preemption and before a time limit, and
+when the user asks for it, with Run.stop() or with StopTraining in a callback.
 
 Promise: a run that trains finishes its step, writes a checkpoint and raises Preempted. A run that
 cannot do so within `grace_s` of SIGTERM, or that has nothing to save, is cancelled and raises

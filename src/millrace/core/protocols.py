@@ -1,4 +1,4 @@
-"""Protocols between the parts of a run. The controller wires implementations together."""
+"""Protocols between the parts of a run. run/build.py connects the implementations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum

@@ -1,9 +1,9 @@
-"""Publishes weights beside training.
+"""Publishes the weights of each step in a thread of the trainer, while the next step runs.
 
 Promise: publish() costs the trainer one copy of the weights on their device and never waits for
 engines. Versions are emitted in order; a version that is superseded before it is sent is never
-emitted. An engine that joins late may borrow the newest version. A version's memory is free when it
-was released once for its emission and once for each loan.
+emitted. An engine that joins late may borrow the newest version. The memory of a version is freed
+once it has been released for its emission and for each loan.
 
 Threads: the trainer's main thread calls publish, release and close; only the publisher's own thread
 uses the sender. Bounds: two snapshots exist, one being sent and one pending. An error in the thread

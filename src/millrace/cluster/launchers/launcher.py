@@ -1,8 +1,8 @@
-"""How worker processes come to be: the base class of launchers, which the hub calls.
+"""How worker processes are started: the base class of launchers, which the hub calls.
 
 Promise of every launcher: a worker that ends, however it ends, is reported with its exit code or
 signal where the system tells it. A worker ends with the process that started it, and no process
-outlives close(). What a worker is told and what it answers goes through the hub, not the launcher.
+outlives close(). Messages to and from a worker go through the hub, not the launcher.
 Everything here runs on the controller's event loop.
 """
 

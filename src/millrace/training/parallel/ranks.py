@@ -154,7 +154,8 @@ class Ranks:
                 raise error or RuntimeError(f"{reason}, on rank {rank}")
 
     def check_equal(self, facts: Mapping[str, str]) -> None:
-        """Raise RunFailed, on all ranks, if one of them has other facts: what it is, by name."""
+        """Raise RunFailed on all ranks unless all of them have the same facts, such as versions of
+        packages, by name."""
         first, *others = self._gather_all(dict(facts), dict[str, str])
         for rank, found in enumerate(others, start=1):
             for name, value in first.items():
