@@ -66,9 +66,9 @@ def load_config(
     preset: str | None = None,
     report: Callable[[str], None] = print,
 ) -> RunConfig:
-    """Settings from a TOML file, a mapping, or nothing. Overrides, dotted or nested, take
-    precedence, and all of them over a preset; `report` gets a sentence for each axis of the preset
-    that they override."""
+    """Read settings from a TOML file or a mapping; without a source, all are defaults. `overrides`,
+    dotted or nested, take precedence over the source, and both over the preset; `report` gets a
+    sentence for each axis of the preset that they override."""
     if isinstance(source, RunConfig):
         source = source.model_dump(mode="python", exclude_unset=preset is not None)
     table = settings_table(source, overrides=overrides)

@@ -41,7 +41,8 @@ COLUMN = "environment"  # task column that selects one of several factories
 
 
 class EnvironmentFactory:
-    """An environment function; see docs/how-to/other-environments.md."""
+    """An environment of objects whose methods are the model's tools, as in TRL's
+    environment_factory; see docs/how-to/other-environments.md."""
 
     def __init__(
         self,

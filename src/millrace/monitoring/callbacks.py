@@ -23,7 +23,7 @@ class StopTraining(Exception):
 
 
 class Callback:
-    """The hooks, which do nothing here."""
+    """Base class of callbacks; its hooks do nothing."""
 
     def on_start(self, config: RunConfig) -> None:
         """The settings are checked and the run directory exists; workers start next."""
@@ -104,6 +104,8 @@ class EarlyStopping(Callback):
         mode: Literal["max", "min"] = "max",
         threshold: float | None = None,
     ) -> None:
+        """A value counts as improved if it is better than the best one by more than `min_delta`;
+        with `mode="min"`, lower is better."""
         if (patience is None and threshold is None) or (patience is not None and patience < 1):
             raise ConfigError("EarlyStopping needs a patience of at least 1, a threshold, or both.")
         self._metric, self._min_delta = metric, min_delta

@@ -48,8 +48,8 @@ def train(
 async def train_async(
     config: ConfigLike = None, *, resume: bool = False, **arguments: Unpack[TrainArguments]
 ) -> RunResult:
-    """mr.train in a thread of its own: the calling event loop goes on. Cancellation stops the run
-    like Run.stop(), and waits for its end."""
+    """Run mr.train in a thread of its own, without blocking the calling event loop. Cancellation
+    stops the run like Run.stop(), and waits for its end."""
     run = Run(config, **arguments).start(resume=resume)
     try:
         return await run
@@ -82,12 +82,12 @@ def describe_placement(config: RunConfig, *, resume: bool = False) -> str:
 class Run:
     """A run in a thread of its own, which can be watched, scaled, stopped and resumed.
 
-    Iteration (`for` and `async for`) yields the metrics of each step from then on, and raises what
-    ends the run. All methods may be called from any thread.
+    Iteration (`for` and `async for`) yields the metrics of each step from then on, and raises the
+    error of a run that failed. All methods may be called from any thread.
     """
 
     def __init__(self, config: ConfigLike = None, **arguments: Unpack[TrainArguments]) -> None:
-        """Takes the arguments of mr.train, and checks the settings; start() starts the run."""
+        """Take the arguments of mr.train and check the settings; start() starts the run."""
         self._arguments = read_arguments(config, **arguments)
         self.run_dir = Path(self._arguments["config"].run_dir)
         self._preemption = Preemption()
@@ -122,13 +122,14 @@ class Run:
         return self.start(resume=True)
 
     def stop(self) -> None:
-        """Ask the run to end, as SIGTERM does: after its step and a checkpoint. Returns at once. A
-        run that does not train yet ends without a checkpoint, and result() raises Preempted."""
+        """Ask the run to end after its current step and a checkpoint, as SIGTERM does. Returns at
+        once. A run that has not begun to train ends without a checkpoint, and result() raises
+        Preempted."""
         self._preemption.request_from_thread("Run.stop()")
 
     def result(self, timeout_s: float | None = None) -> RunResult:
-        """Wait for the end of the run, and raise what ended it if it failed. Ctrl-C stops the run
-        first. Raises TimeoutError if it is not over in time."""
+        """Wait for the end of the run and return its result, or raise its error if it failed.
+        Ctrl-C stops the run first. Raises TimeoutError if the run is not over in time."""
         return self._wait(self._future, timeout_s)
 
     def __await__(self) -> Generator[Any, None, RunResult]:
@@ -151,12 +152,12 @@ class Run:
 
     @property
     def engines(self) -> list[str]:
-        """Names of the engines of the run, which must be training."""
+        """Names of the engines. The run must have begun to train."""
         return ask(self.run_dir)
 
     def scale(self, *, add: int = 0, remove: Sequence[str] = ()) -> list[str]:
-        """Start engines, and remove some by name, which finish their sequences first; returns the
-        names of all engines once the new ones serve."""
+        """Start `add` engines, and remove others by name after they finish their sequences. Returns
+        the names of all engines once the new ones serve."""
         return ask(self.run_dir, add=add, remove=tuple(remove))
 
     @property

@@ -60,7 +60,7 @@ class RunResult:
     run_dir: Path
     checkpoint: Path  # a Hugging Face model directory, or with [lora] a PEFT one
     steps: int
-    episodes: int  # trained on, in this call
+    episodes: int  # trained in this call
     seconds: float
     before: Evaluation | None = None  # every held-out episode, before the first step
     after: Evaluation | None = None  # every held-out episode, after the last step

@@ -103,7 +103,8 @@ _TAIL_CHARS = 4000  # of stderr in the log of crashes
 
 
 class CommandEnvironment:
-    """An environment function: `environment=CommandEnvironment(["python", "agent.py"])`."""
+    """An environment that starts a program for each episode, which calls the model over HTTP:
+    `environment=CommandEnvironment(["python", "agent.py"])`."""
 
     def __init__(
         self,
@@ -115,9 +116,9 @@ class CommandEnvironment:
         max_running: int = 32,
         log: Path | None = None,
     ) -> None:
-        """`score` rewards the result of the program, sync or async; None leaves that to the
-        scorers. `columns`: task columns that are sent with the prompt. `max_running` bounds the
-        concurrent programs. `log`: file for the stderr of programs that crash."""
+        """`score`, a function or coroutine function, rewards the result of the program; None leaves
+        that to the scorers. `columns`: task columns that are sent with the prompt. `max_running`
+        bounds the concurrent programs. `log`: file for the stderr of programs that crash."""
         self._command = list(command)
         self._score = score
         self._columns = tuple(columns)
