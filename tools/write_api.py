@@ -120,6 +120,9 @@ def _code(node: Function, *, name: str) -> str:
     ]
     returns = f" -> {ast.unparse(node.returns)}" if node.returns and node.name != "__init__" else ""
     head = ("await " if isinstance(node, ast.AsyncFunctionDef) else "") + name
+    if any(ast.unparse(one) == "contextlib.asynccontextmanager" for one in node.decorator_list):
+        head = f"async with {name}"
+        returns = re.sub(r"AsyncIterator\[(.+)\]", r"\1", returns)
     code = f"{head}({', '.join(parts)}){returns}"
     if len(code) > WIDTH:
         code = f"{head}(\n" + "".join(f"    {part},\n" for part in parts) + f"){returns}"

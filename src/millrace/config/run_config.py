@@ -148,13 +148,14 @@ class ClusterConfig(Section):
 class SupervisionConfig(Section):
     max_restarts: NonNegativeInt = 5
     """Maximum number of restarts of one worker within 10 minutes. One more failure ends the run.
-    Of scorers, reward models and teachers only failed starts count."""
+    Of scorers, environment workers, reward models and teachers only failed starts count."""
     hang_timeout_s: PositiveFloat = 300.0
     """Time in seconds without progress after which a worker with work to do counts as dead; its
-    stacks are written to its log. Before its first computation, cluster.start_timeout_s is
-    added. The run stops after twice this time, and at least 600 seconds, without a completed
-    step. A weight update that an engine does not receive, or for which the disk is full, fails
-    after 60 seconds: after a fifth of this time if that is more, or this time if it is less."""
+    stacks are written to its log. Before its first computation, cluster.start_timeout_s is the
+    limit if it is longer. The run stops after twice this time, and at least 600 seconds, without
+    a completed step. A weight update that an engine does not receive, or for which the disk is
+    full, fails after 60 seconds: after a fifth of this time if that is more, or this time if it
+    is less."""
 
     @property
     def transfer_timeout_s(self) -> float:

@@ -84,6 +84,8 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def open(self, agent: Agent) -> AsyncIterator[GatewaySession]:
+        """Open a session for the agent of an episode. Its `base_url`, `key` and `environment`
+        (variables for OpenAI clients) give a program access to the agent until the block ends."""
         id = secrets.token_hex(8)
         base_url = f"{await self._address()}/episodes/{id}/v1"
         session = GatewaySession(base_url=base_url, key=self._key(id))
