@@ -196,6 +196,7 @@ async def test_keys_reach_neither_command_lines_nor_children_of_workers(hub: Hub
 @pytest.mark.parametrize("preload", [(), ("json",)], ids=["started", "forked"])
 async def test_users_keys_reach_only_workers_that_need_them(tmp_path, monkeypatch, preload):
     monkeypatch.setenv("JUDGE_API_KEY", "s3cret")
+    monkeypatch.setenv("PGPASSWORD", "of a database")
     monkeypatch.setenv("HF_TOKEN", "to download models")
     async with Hub(log_dir=tmp_path, on_event=lambda *_: None, preload=preload) as hub:
         engine = await hub.launch("engine-0", "echo_worker")
@@ -205,6 +206,7 @@ async def test_users_keys_reach_only_workers_that_need_them(tmp_path, monkeypatc
             assert isinstance(reply, GenerateDone)
             assert reply.completions[0].tokens == [count]
         environment = psutil.Process(engine.pid).environ()  # as others read it in /proc
+        assert "PGPASSWORD" not in environment
         assert "s3cret" not in environment.values()
         assert "HF_TOKEN" in environment
 

@@ -1,5 +1,6 @@
 """Folders that go with their process, also with one that was killed."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -59,3 +60,13 @@ def test_folders_of_killed_processes_are_removed_and_those_of_live_ones_are_not(
         assert set(tmp_path.iterdir()) == {other, kept, folder}
     living.kill()
     living.communicate()
+
+
+def test_a_lock_that_is_a_link_is_not_opened(tmp_path):
+    """Another user may put one into a folder of theirs, to a file or pipe of this user."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    (folder := tmp_path / "millrace-of-another-user").mkdir()
+    (folder / "owner.lock").symlink_to(pipe)
+    command = [sys.executable, "-c", OWNER.replace("60", "0"), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=20)  # opening the pipe would block
+    assert folder.is_dir()

@@ -1,6 +1,9 @@
 """Hostile bytes are read, or refused with the expected error, without large allocations."""
 
+import contextlib
 import json
+import select
+import socket
 import struct
 import traceback
 from collections.abc import Callable
@@ -10,6 +13,8 @@ from typing import TypeVar
 
 import msgspec
 import mutations
+import psutil
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +28,7 @@ from millrace.serving.api.errors import ApiError
 from millrace.serving.api.reading import Body, read_body
 from millrace.serving.tinker import wire
 from millrace.training.checkpoints.directory import damage_to
+from millrace.weights.transports.rendezvous import RendezvousServer, TransferRequest
 
 MOST_BYTES = 4 * 2**20  # allowed allocation for a few hundred hostile bytes
 E = TypeVar("E", bound=Exception)
@@ -180,3 +186,38 @@ def test_a_body_of_the_training_api_is_read_or_refused(kind: type[Body], data: s
 def test_the_manifest_of_a_checkpoint_is_read_or_refused(tmp_path: Path, data: bytes):
     (tmp_path / "manifest.json").write_bytes(data)
     assert damage_to(tmp_path) is not None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"token":"\xff"}', b'{"base":' + b"[" * 100_000, b"\x00", b'{"token":"\\ud800"}', b""],
+)
+def test_a_line_of_a_stranger_does_not_end_the_broadcasts_of_a_trainer(line: bytes):
+    server = RendezvousServer("127.0.0.1", num_members={"engine": 1}, timeout_s=20.0)
+    with contextlib.closing(server), _connection(server) as stranger, _connection(server) as engine:
+        stranger.sendall(line + b"\n")
+        stranger.shutdown(socket.SHUT_WR)
+        while not select.select([stranger], [], [], 0)[0]:  # until it is disconnected
+            server.poll()
+        assert _is_admitted(server, engine)
+
+
+def test_connections_of_strangers_do_not_use_up_the_files_of_a_trainer():
+    server = RendezvousServer("127.0.0.1", num_members={"engine": 1}, timeout_s=20.0)
+    with contextlib.closing(server), contextlib.ExitStack() as stack:
+        before = psutil.Process().num_fds()
+        for _ in range(200):
+            stack.enter_context(_connection(server))
+            server.poll()
+        assert psutil.Process().num_fds() - before < 200 + 100  # 200 are of the strangers
+        assert _is_admitted(server, stack.enter_context(_connection(server)))
+
+
+def _connection(server: RendezvousServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port))
+
+
+def _is_admitted(server: RendezvousServer, engine: socket.socket) -> bool:
+    request = TransferRequest(token=server.token, version=1, base=None)
+    engine.sendall(msgspec.json.encode(request) + b"\n")
+    return any(server.poll() for _ in range(100))

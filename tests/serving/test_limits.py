@@ -130,3 +130,14 @@ async def test_more_connections_than_the_limit_are_closed_at_once():
             writer.close()
             await closed(reader)
         await client.models.list()
+
+
+async def test_malformed_requests_write_nothing_to_the_log(caplog):
+    """The error of aiohttp quotes the line. That may be the header with the key of a client."""
+    async with served(WritingEngine("x"), key="a-secret") as client:
+        for line in (b"Authorization: Bearer a-secret\x7f", b"A\x1b[2J: b", b"Content-Length: x"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port_of(client))
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n" + line + b"\r\n\r\n")
+            assert b" 400 " in await reader.readline()
+            writer.close()
+    assert caplog.text == ""

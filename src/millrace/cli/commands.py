@@ -286,14 +286,15 @@ def engines(args: argparse.Namespace) -> None:
 def inspect(args: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from millrace.core.errors import JournalError
+    from millrace.core.errors import JournalError, printable
     from millrace.monitoring.report.plots import render_plots
     from millrace.monitoring.report.summary import ledger_table, read_report, summary_text
 
     console, run_dir, number = Console(), args.run_dir, args.number
     if args.ledger or number is not None:
         report = read_report(run_dir)
-        shown = ledger_table(report) if number is None else f"{number}: {report.status(number)}"
+        status = "" if number is None else f"{number}: {printable(report.status(number))}"
+        shown = status or ledger_table(report)
         console.print(shown, highlight=False, markup=False)
         if troubles := report.check():
             raise JournalError(f"The ledger of {run_dir} does not add up: {' '.join(troubles)}")

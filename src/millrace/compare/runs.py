@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from millrace.cluster.parent_death import with_parent_death_signal
 from millrace.compare.report import markdown, page
 from millrace.config import load_config, parse_override
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, printable
 from millrace.monitoring.activity import mean_by_role, total_shares
 from millrace.monitoring.files.metrics import read_metrics, run_rates, table
 from millrace.monitoring.files.trace import read_trace
@@ -106,7 +106,7 @@ def compare(args: argparse.Namespace) -> bool:
     )
     notes = list(dict.fromkeys(note for design in designs for note in design.notes))
     for note in notes:
-        print(note)
+        print(printable(note))
     folder.mkdir(parents=True, exist_ok=True)
     pool = ThreadPoolExecutor(max_workers=args.parallel)
     try:
@@ -121,7 +121,7 @@ def compare(args: argparse.Namespace) -> bool:
     result = {"command": command, "target": args.target, "notes": notes, "rows": rows}
     (folder / "results.json").write_text(json.dumps(result, indent=2) + "\n")
     (folder / "page.html").write_text(page(rows, command=command, notes=notes))
-    print(f"{shown}\nwrote table.md, results.json and page.html to {folder}")
+    print(f"{printable(shown)}\nwrote table.md, results.json and page.html to {folder}")
     return all(row["status"] == "finished" for row in rows)
 
 
@@ -135,7 +135,7 @@ def _row(design: Design, seed: int, *, folder: Path, target: float | None) -> di
     if row["settings"] != settings:
         raise ConfigError(f"{file} is of a run with other settings; choose another --out.")
     if row.get("status") != "finished":
-        print(f"{design.name}, seed {seed} ...", flush=True)
+        print(f"{printable(design.name)}, seed {seed} ...", flush=True)
         is_whole = not run_dir.exists()
         ended = train_process(arguments, log=run_dir.with_suffix(".log"))
         row |= {"status": "failed" if ended.error else "finished", **ended._asdict()}

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -116,7 +117,9 @@ def _sweep(parent: Path) -> None:
     for lock in parent.glob(f"{PREFIX}*/{_LOCK}"):
         # Its owner is alive, another process has removed it, or it is another user's.
         with contextlib.suppress(OSError):
-            if lock.stat().st_uid != os.geteuid():
+            # Not through a link: in the folder of another user it may lead to a file of this one.
+            status = lock.lstat()
+            if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
                 continue
             with lock.open() as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from millrace.core.errors import ConfigError
 
 VARIABLE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
-SECRET_NAME = re.compile(r"(^|.*_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS)", re.IGNORECASE)
+SECRET_NAME = re.compile(r".*(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS)", re.IGNORECASE)
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # models may have to be downloaded
 SECRET_HEADERS = ("authorization", "proxy-authorization", "cookie", "x-api-key", "api-key")
 

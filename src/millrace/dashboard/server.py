@@ -141,7 +141,7 @@ async def _chat(dashboard: Dashboard, request: web.Request) -> web.StreamRespons
         raise ApiError("A chat is sent as application/json.", status=415)
     try:
         asked = msgspec.json.decode(await request.read(), type=ChatRequest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ApiError(f"The request is not a chat: {error}.", status=400) from None
     return await send_events(request, dashboard.chat.reply(run.reader, asked))
 

@@ -16,7 +16,7 @@ from typing import Any
 import tomli_w
 
 from millrace.config import anchored, load_config, parse_override, settings_table
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, printable
 from millrace.monitoring.files.metrics import read_metrics
 from millrace.monitoring.report.plots import draw_plot, draw_timeline
 from millrace.monitoring.run_dir import RunDir
@@ -69,7 +69,7 @@ def plan(args: argparse.Namespace) -> None:
     written = write_plan(args.config, _merged(given, settings), result, prediction)
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
-    print("\n".join(lines(result)))
+    print(printable("\n".join(lines(result))))
     print(f"wrote {', '.join(path.name for path in written)} to {written[0].resolve().parent}")
 
 

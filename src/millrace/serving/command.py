@@ -99,7 +99,8 @@ async def _serve(settings: ServeSettings) -> None:
                     app, host=settings.host, port=settings.port, limits=settings.limits
                 ) as port:
                     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-                    print(f"Serving {settings.name} at http://{host}:{port}/v1", flush=True)
+                    name = printable(settings.name)
+                    print(f"Serving {name} at http://{host}:{port}/v1", flush=True)
                     await worker_pool.run()
 
 

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from typing import Any, TypeVar
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from millrace.core.errors import ConfigError, MillraceError, printable
 from millrace.serving.api.bodies import ChatBody, CompletionBody, OpenAIBody
@@ -33,6 +34,7 @@ from millrace.serving.options import ServerLimits
 from millrace.serving.served_model import ServedModel
 
 _log = logging.getLogger(__name__)
+_http_log = logging.getLogger(f"{__name__}.http")
 _PUBLIC = ("/health",)  # paths that need no key
 _LARGE_BYTES = 65536  # a larger body is parsed in a thread
 CLIENT = web.RequestKey("client", Client)
@@ -40,6 +42,14 @@ CLIENT = web.RequestKey("client", Client)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 B = TypeVar("B", bound=OpenAIBody)
 Checked = TypeVar("Checked", bound=Body)
+
+
+def _is_logged(record: logging.LogRecord) -> bool:
+    """Not that a client sent malformed HTTP: the error quotes the line, which may hold its key."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+_http_log.addFilter(_is_logged)
 
 
 def make_app(
@@ -112,6 +122,7 @@ async def http_listener(
         app,
         handler_cancellation=True,  # a disconnected client cancels its request
         access_log=None,
+        logger=_http_log,
         auto_decompress=False,  # read_request() refuses compressed bodies
         shutdown_timeout=1.0,
         keepalive_timeout=limits.timeout_s,  # also limits the headers of the first request

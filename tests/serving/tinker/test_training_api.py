@@ -185,12 +185,23 @@ def test_damaged_passes_are_read_or_refused(count: int):
     costs_little(read)
 
 
-async def test_numbers_that_do_not_fit_the_log_are_refused(model_path: Path, tmp_path: Path):
+async def test_numbers_that_are_too_large_are_refused(model_path: Path, tmp_path: Path):
     async with callers(model_path, tmp_path) as (one, _):
         model = await one.new_model()
         adam = {"model_id": model, "adam_params": {}}
         assert (await one.post("optim_step", {**adam, "seq_id": 2**63}))[0] == 400
         assert (await one.post("forward_backward", a_pass(model, 2**63)))[0] == 400
+        save = {"model_id": model, "seq_id": 1, "path": "a"}
+        assert (await one.post("save_weights", {**save, "ttl_seconds": 10**15}))[0] == 400
+        _, session = await one.post("create_session", {})
+        lora = {"rank": 4, "seed": 2**63}
+        create = {**session, "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
+        assert (await one.post("create_model", create))[0] == 400
+        sampler = {**session, "sampling_session_seq_id": 0}
+        _, sampler = await one.post("create_sampling_session", sampler)
+        sample = {**sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
+        for params in ({"top_k": 2**31}, {"seed": 2**63}):
+            assert (await one.post("asample", {**sample, "sampling_params": params}))[0] == 400
         assert await one.train(model, 1)
 
 

@@ -13,9 +13,10 @@ from statistics import fmean
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from millrace.config import ModelConfig, RunConfig
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, printable
 from millrace.journal import JournalHistory, read_journal
 from millrace.journal.ledger import TRAINED
 from millrace.monitoring import activity
@@ -33,7 +34,7 @@ def summary_text(path: str | Path) -> str:
     """Plain text without line wrapping, so that paths and settings can be copied."""
     rows = list(summary_rows(path))
     width = max(len(label) for label, _ in rows) + 2
-    return "\n".join(f"{label:<{width}}{text}" for label, text in rows)
+    return printable("\n".join(f"{label:<{width}}{text}" for label, text in rows))
 
 
 def summary_rows(path: str | Path) -> Rows:
@@ -197,7 +198,7 @@ def ledger_table(report: JournalHistory) -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
     for label, count, text in _rows(report):
-        table.add_row(label, f"{count}", text)
+        table.add_row(Text(printable(label)), f"{count}", text)
     return table
 
 

@@ -15,11 +15,12 @@ from statistics import fmean, stdev
 from typing import Any, ClassVar
 
 from rich.table import Table
+from rich.text import Text
 
 from millrace.cluster.fork_server import shared_fork_server
 from millrace.config import RunConfig, load_config
 from millrace.controller.evaluation import EvalSet, Evaluation
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, printable
 from millrace.monitoring.run_dir import RunDir, write_atomically
 from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.run.execution.execute import RunProcesses, StartedRun, execute
@@ -191,5 +192,5 @@ def results_table(results: Sequence[EvalResult]) -> Table:
         name = found.model if found.step is None else Path(found.model).name
         numbers = (found.accuracy, found.standard_error, found.reward_mean, *found.pass_at.values())
         texts = ("" if number is None else f"{number:.3f}" for number in numbers)
-        table.add_row(name, *texts, str(found.num_tasks), str(found.num_failed))
+        table.add_row(Text(printable(name)), *texts, str(found.num_tasks), str(found.num_failed))
     return table

@@ -32,6 +32,8 @@ _DTYPES = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8"), _INT32: np.dtype(
 Id = Annotated[str, Field(min_length=1, max_length=128)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
 SeqId = Annotated[int, Field(ge=0, lt=2**53)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Ttl = Annotated[Count, Field(lt=2**32)]  # seconds; a date after the year 9999 cannot be written
 Rate = Annotated[Number, Field(ge=0)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 
@@ -50,7 +52,7 @@ class SessionBody(TinkerBody):
 
 class LoraBody(Body):
     rank: Count = 32
-    seed: int | None = None
+    seed: Seed | None = None
     train_unembed: bool = True  # accepted; the head is never adapted
     train_mlp: bool = True
     train_attn: bool = True
@@ -94,7 +96,7 @@ class OptimStepBody(TurnBody):
 class SaveBody(TurnBody):
     path: Name | None = None  # None = only for a sampler of this session
     sampling_session_seq_id: SeqId | None = None
-    ttl_seconds: Count | None = None  # None = it is kept until it is deleted
+    ttl_seconds: Ttl | None = None  # None = it is kept until it is deleted
     overwrite: bool = False
 
 
@@ -130,11 +132,11 @@ class PromptBody(Body):
 
 class SamplingBody(Body):
     max_tokens: Count | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     # An empty list would disable the end token, which always stops here.
     stop: str | Annotated[list[str], Field(min_length=1)] | TokenIds | None = None
     temperature: Temperature = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     top_p: TopP = 1.0
 
 

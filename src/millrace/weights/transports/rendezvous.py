@@ -37,6 +37,7 @@ from millrace.core.errors import WeightError
 ENGINE, EVALUATOR = "engine", "evaluator"  # roles; another role has one member
 ADMIT_AFTER_S = 1.0
 _MAX_LINE = 2**20
+_MAX_STRANGERS = 64  # connections that have not shown the token; the oldest is dropped
 _POLL_S = 0.1
 
 
@@ -63,7 +64,7 @@ class RendezvousCaller:
 
     socket: socket.socket
     unread: bytes = b""
-    requested_s: float = 0.0  # monotonic; when its last request arrived
+    requested_s: float = 0.0  # monotonic; when its last request arrived, 0 before the first
 
 
 class RendezvousServer:
@@ -90,6 +91,10 @@ class RendezvousServer:
                 connection.settimeout(self._timeout_s)
                 caller = RendezvousCaller(socket=connection)
                 self._selector.register(connection, selectors.EVENT_READ, caller)
+                callers = [key.data for key in self._selector.get_map().values() if key.data]
+                strangers = [other for other in callers if not other.requested_s]
+                if len(strangers) > _MAX_STRANGERS:
+                    self._drop(strangers[0])
             else:
                 self._read(key.data)
         for first, request in self._requests.items():  # the oldest come first
@@ -129,7 +134,7 @@ class RendezvousServer:
         if not newline:
             return
         caller.unread = rest
-        with contextlib.suppress(msgspec.MsgspecError):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
             request = msgspec.json.decode(line, type=TransferRequest)
             if request.token == self.token:
                 self._requests[caller], caller.requested_s = request, time.monotonic()
