@@ -1,5 +1,7 @@
 """Grammar-constrained completions of a real engine with a random model."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -91,6 +93,21 @@ def test_logprobs_are_restricted_to_the_grammar():
         allowed = unpacked(words, len(TOKENIZER))[0]
         left = logits[place].masked_fill(~allowed, -torch.inf).log_softmax(-1)
         assert done.logprobs[place] == pytest.approx(float(left[token]), abs=1e-5)
+
+
+def test_compiled_schemas_are_not_shared_between_salts(monkeypatch):
+    compiled: list[str] = []
+    compile = GrammarCompiler._compile
+
+    def counted(self: GrammarCompiler, grammar: str, *more: str):
+        compiled.append(grammar)
+        return compile(self, grammar, *more)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", counted)
+    engine = make_engine()
+    for number, (salt, expected) in enumerate([("one", 1), ("one", 1), ("two", 2), ("one", 2)]):
+        finish_all(engine, [replace(request(f"{number}", max_new_tokens=1), cache_salt=salt)])
+        assert len(compiled) == expected
 
 
 def test_completion_that_left_its_grammar_ends():

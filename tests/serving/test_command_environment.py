@@ -80,7 +80,7 @@ async def test_program_gets_selected_columns_and_scorers_reward_it(tmp_path, thr
 
 
 async def test_crashed_program_marks_only_its_episode_and_its_stderr_is_logged(tmp_path, thread):
-    command = program(tmp_path, "if ask('x') == 'bad':\n    raise KeyError('what the model said')")
+    command = program(tmp_path, "if ask('x') == 'bad':\n    raise ValueError('it said \\x1b[2J')")
     answers = iter(["good", "bad"])
     log = tmp_path / "logs" / "programs.log"
 
@@ -94,7 +94,7 @@ async def test_crashed_program_marks_only_its_episode_and_its_stderr_is_logged(t
     assert ended == [("crash", -1.0), ("done", 1.0)]
     assert not any(episode.was_cut for episode in group.episodes)
     assert "exited with code 1" in log.read_text()
-    assert "KeyError: 'what the model said'" in log.read_text()
+    assert r"ValueError: it said \x1b[2J" in log.read_text()  # not the control character
 
 
 @pytest.mark.parametrize(

@@ -140,11 +140,13 @@ class GrammarCompiler:
         self._compiled = lru_cache(_NUM_CACHED)(self._compile)  # matchers at the start
         self._executor: Any = None  # threads of llguidance
 
-    def matcher(self, grammar: str | None) -> GrammarMatcher | None:
-        """A new matcher for one completion; None without a grammar."""
+    def matcher(self, grammar: str | None, *, cache_salt: str = "") -> GrammarMatcher | None:
+        """A new matcher for one completion; None without a grammar. It is compiled again for each
+        salt: the time would tell a client whether another one has sent the same schema."""
         if grammar is None:
             return None
-        return GrammarMatcher(self._compiled(grammar).deep_copy(), eos_ids=self._eos_ids)
+        compiled = self._compiled(grammar, cache_salt)
+        return GrammarMatcher(compiled.deep_copy(), eos_ids=self._eos_ids)
 
     def masks(
         self,
@@ -175,7 +177,7 @@ class GrammarCompiler:
                 guide.end(out[row])
         return out
 
-    def _compile(self, grammar: str) -> Any:
+    def _compile(self, grammar: str, _cache_salt: str) -> Any:
         llguidance = _llguidance("response_format")
         if self._vocabulary is None:
             from llguidance.hf import from_tokenizer

@@ -22,7 +22,7 @@ from typing import Any
 
 from millrace.cluster.parent_death import with_parent_death_signal
 from millrace.cluster.process import describe_exit
-from millrace.core.errors import TaskError
+from millrace.core.errors import TaskError, printable
 from millrace.core.records import Task
 from millrace.environments.agent import Agent
 from millrace.serving.programs.gateway import Gateway, GatewaySession
@@ -143,8 +143,9 @@ class CommandEnvironment:
         if result.exit_code != 0:
             if self._log is not None:
                 self._log.parent.mkdir(parents=True, exist_ok=True)
+                said = f"{self.__name__} {exited}\n{result.stderr[-_TAIL_CHARS:]}\n"
                 with self._log.open("a", encoding="utf-8") as file:
-                    file.write(f"{self.__name__} {exited}\n{result.stderr[-_TAIL_CHARS:]}\n")
+                    file.write(printable(said))
             raise agent.end("crash")
         if self._score is None:
             return None

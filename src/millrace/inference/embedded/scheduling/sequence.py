@@ -184,6 +184,7 @@ def sequences_of(
     prompt = np.asarray(request.prompt, dtype=np.int32)
     done = joined([], truncates=False) if request.partial is None else request.partial
     keeps = records_kept and request.sampling.truncates
+    grammar, salt = request.sampling.grammar, request.cache_salt
     return [
         kind(
             request=request,
@@ -197,7 +198,7 @@ def sequences_of(
             kept=KeptIds(done.kept) if keeps else None,
             top=[] if done.top is None else [done.top],
             routes=_routes_of(request) if records_routes else None,
-            guide=None if grammars is None else grammars.matcher(request.sampling.grammar),
+            guide=None if grammars is None else grammars.matcher(grammar, cache_salt=salt),
         )
         for member in range(request.n)
     ]
