@@ -20,8 +20,8 @@ Policies, on the same model, tasks, batches and seeds:
 
 Columns: trained episodes per second after the first steps; the share of sampled tokens that was not
 trained (tokens/wasted: whole turns only); mean reward and mean tokens of the trained episodes,
-which equal those of "plain" if there is no bias; episodes that were cut; the share of trained
-groups that are of the longest quarter of the tasks.
+which equal those of "plain" if there is no bias; episodes that were cut; shares of the trained
+groups, by quarters of the tasks from the shortest to the longest: without a bias, each has 25 %.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def main() -> None:
         rows = []
         print(
             f"{'policy':14} {'episodes/s':>10} {'wasted':>7} {'reward':>7} {'tokens':>7} {'cut':>4}"
-            f" {'long':>6}"
+            f" {'by length':>15}"
         )
         for name in args.policies:
             run_dir = Path(folder) / name.replace(" ", "_")
@@ -135,8 +135,9 @@ def measure(name: str, *, model: Path, run_dir: Path, steps: int) -> dict[str, A
         monitoring={"progress": "off"},
     )
     row = summary(name, read_metrics(run_dir / "metrics.jsonl"))
-    longest = np.quantile([task["length"] for task in tasks], 0.75)
-    return {**row, "long_share": float(np.mean(np.array(lengths.trained) > longest))}
+    bounds = np.quantile([task["length"] for task in tasks], [0.25, 0.5, 0.75])
+    quarters = np.bincount(np.searchsorted(bounds, lengths.trained), minlength=4)
+    return {**row, "share_by_length": (quarters / quarters.sum()).tolist()}
 
 
 def summary(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -162,7 +163,7 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['policy']:14} {row['episodes_per_s']:10.1f} {row['wasted_share']:7.1%}"
         f" {row['reward']:7.3f} {row['tokens']:7.1f} {row['cut']:4d}"
-        f" {row['long_share']:6.1%}"
+        f" {' '.join(f'{share:4.0%}' for share in row['share_by_length'])}"
     )
 
 

@@ -15,6 +15,21 @@ from millrace.compare.report import markdown, page
 from millrace.compare.runs import measure_run, plan_designs
 from millrace.core.errors import ConfigError
 
+TOGETHER = """
+import os
+import time
+from pathlib import Path
+
+def digits(completions, **columns):
+    folder, deadline = Path(__file__).parent, time.monotonic() + 20
+    (folder / f"{os.getpid()}.started").touch()
+    while len(list(folder.glob("*.started"))) < 2:
+        if time.monotonic() > deadline:
+            (folder / "alone").touch()
+            break
+        time.sleep(0.05)
+    return [0.0] * len(completions)
+"""
 PLAN = {"presets": (), "sweeps": (), "settings": {}}
 
 
@@ -143,6 +158,18 @@ def test_failed_run_is_a_row_and_the_same_command_makes_what_is_missing(tmp_path
     assert "broken, trl_sync, seed 0 ..." in printed
     assert main([*command, "--trainer.steps", "3"]) == 2
     assert "is of a run with other settings" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_parallel_runs_run_at_the_same_time(tmp_path):
+    """A scorer of each waits for that of the other."""
+    project = make_project(tmp_path / "project", trainer={"steps": 1}, scoring={"workers": 1})
+    (project / "rewards.py").write_text(TOGETHER)
+    command = ["compare", str(project / "run.toml"), "--sweep", "buffer.max_staleness=1,2"]
+    assert main([*command, "--parallel", "2"]) == 0
+    rows = json.loads((project / "compare" / "results.json").read_text())["rows"]
+    assert [row["status"] for row in rows] == ["finished", "finished"]
+    assert not (project / "alone").exists()
 
 
 @pytest.mark.slow
