@@ -12,6 +12,7 @@ from millrace.cluster.messages import StepReading
 from millrace.config import ScorerConfig
 from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task, Turn
+from millrace.demo.model import build_tokenizer
 from millrace.scoring.advantages import ReturnAdvantages
 from millrace.scoring.pool import combine, resolve_scorer
 from millrace.scoring.reward_models.reward_model import (
@@ -175,6 +176,14 @@ def test_control_tokens_in_completions_are_ordinary_text_for_a_reward_model_of_t
     whole = ReadingEncoder(tokenizer, template="text", is_whole=True, separator=None)
     tokens, _ = whole.encode(StepReading(prompt="1<eos>", pieces=["2<eos>3"]))
     assert (tokens == tokenizer.eos_token_id).sum() == 1
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_control_tokens_that_cannot_be_text_are_left_out_for_a_reward_model(is_whole):
+    tokenizer = build_tokenizer("0123456789")  # has no token for "<"
+    encoder = ReadingEncoder(tokenizer, template="text", is_whole=is_whole, separator=None)
+    tokens, ends = encoder.encode(StepReading(prompt="1", pieces=["2<eos>3<e<eos>os>"]))
+    assert (tokenizer.decode(tokens), ends) == ("123", [2])
 
 
 @contextlib.contextmanager

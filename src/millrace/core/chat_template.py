@@ -49,6 +49,11 @@ class ChatTemplate:
     def has_controls(self, text: str) -> bool:
         return self._special.search(text) is not None
 
+    def strip_controls(self, text: str) -> str:
+        while self.has_controls(text):  # what is left may form another one
+            text = self._special.sub("", text)
+        return text
+
     def text(
         self,
         messages: Sequence[Message],

@@ -55,7 +55,7 @@ class ReadingEncoder:
         if self._is_whole:
             ids = self._encode_prompt(reading.prompt, completion="".join(reading.pieces))
             return np.array(ids, np.int64), [len(ids) - 1]
-        pieces = [self._encode(piece, split_special_tokens=True) for piece in reading.pieces]
+        pieces = [self._encode_completion(piece) for piece in reading.pieces]
         return self._join(self._encode_prompt(reading.prompt), pieces)
 
     def _join(self, prompt: list[int], pieces: Sequence[list[int]]) -> tuple[np.ndarray, list[int]]:
@@ -76,7 +76,7 @@ class ReadingEncoder:
             if completion is None or not self._chat.has_controls(completion):
                 return self._encode(prompt + (completion or ""), add_special_tokens=True)
             ids = self._encode(prompt, add_special_tokens=True)
-            return ids + self._encode(completion, split_special_tokens=True)
+            return ids + self._encode_completion(completion)
         messages: list[Message] = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, str):
             messages = list(prompt)
@@ -91,6 +91,13 @@ class ReadingEncoder:
                 f"The reward model's chat template refused a conversation:"
                 f" {type(error).__name__}: {error}; check its roles, or set template to 'text'."
             ) from error
+
+    def _encode_completion(self, text: str) -> list[int]:
+        """Control tokens are ordinary text, or left out if the tokenizer has no tokens for it."""
+        try:
+            return self._encode(text, split_special_tokens=True)
+        except ScoreError:
+            return self._encode(self._chat.strip_controls(text))
 
     def _encode(self, text: str, *, add_special_tokens: bool = False, **how: bool) -> list[int]:
         try:
