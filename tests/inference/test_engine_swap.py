@@ -68,13 +68,15 @@ def test_kept_kv_continues_like_a_transformers_cache(architecture: str):
     requests = mixed_requests()
     done = swap_while_generating(engine, requests, architecture)
     models = {seed: tiny_model(architecture, seed=seed) for seed in range(4)}
+    # A recurrent state carries the rounding of all earlier tokens along.
+    tolerance = 3e-5 if architecture == "qwen3_next" else 1e-5
     for model in models.values():
         model.set_attn_implementation("eager")
     for request in requests:
         for completion in done[request.id]:
             assert completion.versions.tolist() == [0] * 5 + [1] * 5 + [2] * 5 + [3]
             logits = cached_logits(models, request.prompt, completion)
-            assert_sampled_from(logits, completion, request.sampling)
+            assert_sampled_from(logits, completion, request.sampling, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
