@@ -450,15 +450,20 @@ async def test_tenants_that_step_one_after_another_share_their_next_pass(model_p
     assert len(together) <= 9, together
 
 
+def engine_with_place(adapters: AdapterSet, model_path: Path, blank: Path, *, rank: int):
+    """An engine with room for one adapter, which is called "place"."""
+    adapters.write_blank(blank, rank=rank)
+    config = EngineConfig(max_sequences=4, adapters={"place": str(blank)})
+    return build_engine(
+        EngineSpec(config=config, device="cpu", model_path=str(model_path), version=0)
+    )
+
+
 def test_an_engine_samples_with_an_adapter_that_is_loaded_while_it_runs(
     model_path: Path, tmp_path: Path
 ):
     adapters = adapter_set(model_path)
-    adapters.write_blank(tmp_path / "blank", rank=8)
-    config = EngineConfig(max_sequences=4, adapters={"place": str(tmp_path / "blank")})
-    engine = build_engine(
-        EngineSpec(config=config, device="cpu", model_path=str(model_path), version=0)
-    )
+    engine = engine_with_place(adapters, model_path, tmp_path / "blank", rank=8)
     prompt = np.arange(40, 52, dtype=np.int32)
 
     def sample(adapter: str | None, *, salt: str) -> Completion:
@@ -495,11 +500,7 @@ def test_an_adapter_of_one_tenant_cannot_break_the_engine_for_others(
     model_path: Path, tmp_path: Path
 ):
     adapters = adapter_set(model_path)
-    adapters.write_blank(tmp_path / "blank", rank=4)
-    config = EngineConfig(max_sequences=4, adapters={"place": str(tmp_path / "blank")})
-    engine = build_engine(
-        EngineSpec(config=config, device="cpu", model_path=str(model_path), version=0)
-    )
+    engine = engine_with_place(adapters, model_path, tmp_path / "blank", rank=4)
     adapters.create("hostile", AdapterShape(rank=4), seed=1)
     adapters.compute([wire.read_pass(a_pass("hostile", 1))])
     with suppress(TaskError):
