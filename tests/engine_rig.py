@@ -25,10 +25,13 @@ from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
 from millrace.inference.embedded.parts import EngineSizes
+from millrace.models.devices import use_threads
 from millrace.models.lora.factors import Adapter, adapter_of
 from millrace.models.routing import find_routing
 
-torch.set_num_threads(1)  # on tensors this small, a second thread only spins
+# On tensors this small, a second thread only spins. As in a worker, so that the rounding of a test
+# does not depend on which tests ran before it in the same process.
+use_threads(1)
 
 EOS = 2
 LETTERS = [chr(ord("0") + i) for i in range(VOCAB - 3)]  # token 3 + i
@@ -227,9 +230,9 @@ def assert_sampled_from(
 
 
 def assert_same(left: Completion, right: Completion) -> None:
-    """Same tokens and, up to rounding, same logprobs."""
+    """Same tokens and, up to the rounding of both, same logprobs."""
     np.testing.assert_array_equal(left.tokens, right.tokens)
-    np.testing.assert_allclose(left.logprobs, right.logprobs, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(left.logprobs, right.logprobs, rtol=0, atol=3e-5)
     assert (left.kept is None) == (right.kept is None)
     if left.kept is not None and right.kept is not None:
         np.testing.assert_array_equal(left.kept.ids, right.kept.ids)
