@@ -385,12 +385,22 @@ def test_wrong_settings_are_reported_before_torch_is_imported(mistake, bad_runs)
 def test_init_with_a_model_uses_it_and_makes_none(tmp_path, capsys):
     model = tmp_path / "mine"
     model.mkdir()
+    (model / "config.json").write_text("{}")
     assert main(["init", str(tmp_path / "my-run"), "--model", str(model)]) == 0
     assert not (tmp_path / "my-run" / "model").exists()
     config = load_config(tmp_path / "my-run" / "run.toml")
     assert config.model.path == str(model)
     assert config.optimizer.learning_rate == "auto"
     assert config.sampling.max_new_tokens == 256
+
+
+def test_init_with_a_mistyped_model_is_one_sentence_and_writes_nothing(tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    assert main(["init", str(tmp_path / "my-run"), "--model", str(tmp_path / "mien")]) == 2
+    meant = f"Model '{tmp_path}/mien' does not exist; did you mean '{tmp_path}/mine'?"
+    assert meant in capsys.readouterr().err
+    assert not (tmp_path / "my-run").exists()
 
 
 def test_python_dash_m_millrace_is_the_command():

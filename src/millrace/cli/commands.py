@@ -40,6 +40,10 @@ def demo(args: argparse.Namespace) -> None:
 
 def init(args: argparse.Namespace) -> None:
     from millrace.cli.starter import SEED, write_starter
+    from millrace.models.directory import check_directory
+
+    if args.model is not None:
+        check_directory(args.model, setting="--model")
 
     def make(directory: Path) -> None:
         from millrace.demo.model import make_model  # only now: it imports torch
