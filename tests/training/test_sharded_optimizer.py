@@ -123,7 +123,7 @@ def compare_directories(ranks: Ranks, folder: Path) -> None:
             write=lambda unfinished: snapshot.write(unfinished, ranks),
             run_state={},
             needed_bytes=0,
-            writers=ranks,
+            ranks=ranks,
         )
 
     save(folder / "step_1")

@@ -61,7 +61,7 @@ def save(
         write=lambda folder: snapshot.write(folder, ranks),
         run_state={},
         needed_bytes=trainer.state_bytes(),
-        writers=ranks,
+        ranks=ranks,
     )
 
 

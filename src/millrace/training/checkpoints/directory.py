@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
@@ -25,6 +25,8 @@ from safetensors import SafetensorError
 from millrace.core import files as storage
 from millrace.core.errors import CheckpointError, ConfigError
 
+if TYPE_CHECKING:
+    from millrace.training.parallel.ranks import Ranks
 CHECKPOINTS = "checkpoints"
 MANIFEST_FILE = "manifest.json"
 RUN_STATE_FILE = "run_state.json"
@@ -38,36 +40,21 @@ HIDDEN = ".unfinished_"
 _WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
-class Writers(Protocol):
-    """The ranks that write a checkpoint; see Ranks."""
-
-    rank: int
-
-    def together(self, work: Callable[[], None]) -> None: ...
-
-
-class OneWriter:
-    rank = 0
-
-    def together(self, work: Callable[[], None]) -> None:
-        work()
-
-
 def write_checkpoint(
     directory: Path,
     *,
     write: Callable[[Path], None],
     run_state: dict[str, Any],
     needed_bytes: int,
-    writers: Writers | None = None,
+    ranks: "Ranks | None" = None,
 ) -> None:
     """Fill `directory` with what `write` puts into the folder it is given, and the run state. Of
-    several `writers`, all call this; it is complete when rank 0 returns."""
-    writers = writers or OneWriter()
+    several `ranks`, all call this; it is complete when rank 0 returns."""
+    is_first = ranks is None or ranks.rank == 0
     unfinished = directory.parent / f"{HIDDEN}{directory.name}"
 
     def begin() -> None:
-        if writers.rank > 0:
+        if not is_first:
             return
         directory.parent.mkdir(parents=True, exist_ok=True)
         for leftover in directory.parent.glob(f"{HIDDEN}*"):  # of a killed process
@@ -77,16 +64,16 @@ def write_checkpoint(
         unfinished.mkdir()
 
     try:
-        writers.together(begin)
+        begin() if ranks is None else ranks.together(begin)
         write(unfinished)
-        if writers.rank > 0:
+        if not is_first:
             return
         (unfinished / RUN_STATE_FILE).write_text(json.dumps(run_state, indent=2) + "\n")
         _write_manifest(unfinished)
         storage.sync_all(unfinished)
         move_into_place(unfinished, directory)
     except BaseException as error:
-        if writers.rank == 0:
+        if is_first:
             shutil.rmtree(unfinished, ignore_errors=True)
         if not isinstance(error, _WRITE_ERRORS):
             raise

@@ -25,13 +25,9 @@ from transformers import PreTrainedModel
 
 from millrace.core.errors import CheckpointError
 from millrace.models.loading import write_model, write_model_parts
-from millrace.training.checkpoints.directory import (
-    OneWriter,
-    Writers,
-    prune_checkpoints,
-    write_checkpoint,
-)
+from millrace.training.checkpoints.directory import prune_checkpoints, write_checkpoint
 from millrace.training.checkpoints.shards import ShardReader, own_parts, write_parts
+from millrace.training.parallel.ranks import Ranks
 
 STATE_FILE = "trainer_state.pt"
 OPTIMIZER = "optimizer"  # subfolder with the sharded tensors of its state
@@ -51,17 +47,17 @@ class TrainerSnapshot:
     writers: tuple[Write, ...]  # of what rank 0 writes when all parts are written
     parts: Parts = field(default_factory=dict[str, dict[str, Tensor]])
 
-    def write(self, folder: Path, writers: Writers | None = None) -> None:
-        """Write everything that `writers` have; all of them call this."""
-        writers = writers or OneWriter()
+    def write(self, folder: Path, ranks: Ranks | None = None) -> None:
+        """Write everything that the ranks have; all of them call this."""
+        ranks = ranks or Ranks()
 
         def write_own_parts() -> None:
             for name, parts in self.parts.items():
-                write_parts(folder / name, parts, rank=writers.rank)
+                write_parts(folder / name, parts, rank=ranks.rank)
 
-        writers.together(write_own_parts)
+        ranks.together(write_own_parts)
         self.parts.clear()  # rank 0 needs the memory
-        if writers.rank > 0:
+        if ranks.rank > 0:
             return
         for write in self.writers:
             write(folder)
@@ -94,10 +90,10 @@ def model_writer(
 
 
 class CheckpointWriter:
-    def __init__(self, *, keep: int, ranks: Writers | None = None) -> None:
-        """`ranks` are used by the thread that writes; None = one rank."""
+    def __init__(self, *, keep: int, ranks: Ranks) -> None:
+        """`ranks` are used by the thread that writes."""
         self._keep = keep
-        self._ranks = ranks or OneWriter()
+        self._ranks = ranks
         self._good: set[str] = set()  # step_N known to be undamaged; used by the thread only
         self._thread: threading.Thread | None = None
 
@@ -124,7 +120,7 @@ class CheckpointWriter:
                     write=write,
                     run_state=run_state,
                     needed_bytes=needed_bytes,
-                    writers=self._ranks,
+                    ranks=self._ranks,
                 )
             except Exception as failure:  # noqa: BLE001 - the caller's process raises it
                 error = failure

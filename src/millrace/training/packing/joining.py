@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from millrace.core.microbatch import Microbatch, segment_order
-from millrace.core.records import Kept
+from millrace.training.packing.splitting import join_kept
 
 MAX_GROUPS = 3  # of each part: roots, what is below them, and segments that share nothing
 
@@ -52,21 +52,6 @@ def joined(parts: Sequence[Microbatch]) -> tuple[Microbatch, list[tuple[int, int
         versions=all_of("versions"),
         advantages=all_of("advantages"),
         temperatures=all_of("temperatures"),
-        kept=_joined_kept(parts),
+        kept=join_kept([(part.kept, len(part.targets)) for part in parts]),
     )
     return whole, [*zip(owners[begins].tolist(), counts.tolist(), strict=True)]
-
-
-def _joined_kept(parts: Sequence[Microbatch]) -> Kept | None:
-    if all(part.kept is None for part in parts):
-        return None
-    # An empty row means that all ids were kept.
-    none = Kept(ids=np.empty(0, np.int32), offsets=np.zeros(1, np.int64))
-    sizes = [
-        np.zeros(len(p.targets), np.int64) if p.kept is None else np.diff(p.kept.offsets)
-        for p in parts
-    ]
-    return Kept(
-        ids=np.concatenate([(part.kept or none).ids for part in parts]),
-        offsets=np.cumsum(np.concatenate([[0], *sizes])),
-    )

@@ -14,11 +14,11 @@ import numpy as np
 
 from millrace.core.completions import unknown_routes
 from millrace.core.microbatch import Batch, Microbatch
-from millrace.core.records import Group, Kept, Rollout
+from millrace.core.records import Group, Rollout
 from millrace.scoring.advantages import sampled_rewards
 from millrace.training.packing.bins import fill_bins, fill_rank_bins
 from millrace.training.packing.prefix_trees import PrefixTree, Sample, grow_trees, lay_out
-from millrace.training.packing.splitting import placeholder
+from millrace.training.packing.splitting import join_kept, kept_rows, placeholder
 
 _Bundle = Sequence[PrefixTree]  # that stay in one microbatch
 _Numbers = Mapping[Rollout, int]
@@ -154,7 +154,7 @@ def _lay_out(bundles: Sequence[_Bundle], *, pairs: bool, reported: _Numbers) -> 
         versions=np.concatenate([r.versions[r.mask] for r in rollouts]),
         advantages=np.concatenate([sample.advantages for sample in members]),
         temperatures=np.repeat(temperatures, counts),
-        kept=_join_kept(rollouts),
+        kept=join_kept([(r.kept and kept_rows(r.kept, r.mask), r.num_sampled) for r in rollouts]),
         routes=_join_routes([tree.routes for tree in owners], lengths),
         reference_logprobs=_join_references(rollouts),
         **_join_teachers(rollouts),
@@ -178,19 +178,6 @@ def _join_routes(
             for routes, length in zip(by_segment, lengths, strict=True)
         ]
     )
-
-
-def _join_kept(rollouts: Sequence[Rollout]) -> Kept | None:
-    if all(rollout.kept is None for rollout in rollouts):
-        return None
-    # Rows of untrained tokens are empty.
-    ids = [rollout.kept.ids for rollout in rollouts if rollout.kept is not None]
-    sizes = [
-        np.zeros(r.num_sampled, np.int64) if r.kept is None else np.diff(r.kept.offsets)[r.mask]
-        for r in rollouts
-    ]
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(sizes))])
-    return Kept(ids=np.concatenate(ids), offsets=offsets)
 
 
 def _join_references(rollouts: Sequence[Rollout]) -> np.ndarray | None:

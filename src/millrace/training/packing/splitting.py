@@ -6,6 +6,7 @@ rows it needs. Rows that rollouts of both halves share are in both.
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -140,5 +141,15 @@ def _in_order(whole: Microbatch, used: np.ndarray) -> np.ndarray:
 def kept_rows(kept: Kept, chosen: np.ndarray) -> Kept:
     """The rows where `chosen` [N] is True."""
     sizes = np.diff(kept.offsets)
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[chosen])])
+    offsets = np.cumsum([0, *sizes[chosen]])
     return Kept(ids=kept.ids[np.repeat(chosen, sizes)], offsets=offsets)
+
+
+def join_kept(parts: Sequence[tuple[Kept | None, int]]) -> Kept | None:
+    """The rows of all parts, each with its number of them; a part without kept ids has empty rows,
+    which mean that all ids were kept."""
+    if all(kept is None for kept, _ in parts):
+        return None
+    sizes = [np.zeros(n, np.int64) if kept is None else np.diff(kept.offsets) for kept, n in parts]
+    ids = np.concatenate([kept.ids for kept, _ in parts if kept is not None])
+    return Kept(ids=ids, offsets=np.cumsum(np.concatenate([[0], *sizes])))
