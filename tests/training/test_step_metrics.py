@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from millrace.training.losses.loss import TokenBatch, TokenSegments
-from millrace.training.metrics import StepMetrics
+from millrace.training.metrics import StepMetrics, summarize
 
 
 def tokens_of(ratios) -> TokenBatch:
@@ -28,7 +28,7 @@ def summary_of(*parts) -> dict[str, float]:
     metrics = StepMetrics()
     for ratios in parts:
         metrics.add(tokens_of(ratios), loss=torch.tensor(0.5), named={})
-    return metrics.summary()
+    return summarize([metrics.on_host()])
 
 
 def test_metrics_of_on_policy_tokens_are_exact():
@@ -66,7 +66,7 @@ def test_parts_of_a_step_add_up_to_the_whole():
     together = StepMetrics()
     together.extend(first)
     together.extend(second)
-    assert together.summary() == whole
+    assert summarize([together.on_host()]) == whole
 
 
 def test_nan_logprobs_give_nan_metrics():

@@ -13,7 +13,7 @@ from millrace.config import RunConfig
 from millrace.core.errors import ConfigError
 from millrace.core.microbatch import MeshSizes
 from millrace.models.directory import num_experts, rope_tables
-from millrace.training.losses.loss import Loss, subtracts_baseline
+from millrace.training.losses.loss import Loss, has_trait
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -66,7 +66,7 @@ def check_mesh(config: RunConfig) -> None:
 
 def check_baseline(config: RunConfig, loss: Loss) -> None:
     """Check that one rank has what loss.minimum_variance_baseline needs."""
-    if not subtracts_baseline(loss):
+    if not has_trait(loss, "subtracts_baseline"):
         return
     obstacles = {
         f"trainer.ranks = {config.trainer.ranks}": config.trainer.num_ranks > 1,

@@ -54,10 +54,12 @@ def build_trainer(
 
 
 def build_trainers(
-    configs: Sequence[RunConfig], *, path: str, on_forward: Callable[[], None] = lambda: None
+    configs: Sequence[RunConfig], *, path: str, ranks: Ranks, on_forward: Callable[[], None]
 ) -> list[Trainer]:
-    """Trainers of several LoRA policies, which share the model at `path`."""
+    """The trainer of each policy. Several are LoRA policies, which share the model at `path`."""
     config = configs[0]
+    if len(configs) == 1:
+        return [build_trainer(config, path=path, ranks=ranks, on_forward=on_forward)]
     assert config.lora is not None
     dtype = frozen_dtype(config)
     model = _load(

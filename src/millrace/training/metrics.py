@@ -142,9 +142,6 @@ class StepMetrics:
             reported=reported,
         )
 
-    def summary(self) -> dict[str, float]:
-        return summarize([self.on_host()])
-
     def _accumulate(self, sums: Mapping[str, Tensor], extremes: Tensor) -> None:
         for name, total in sums.items():
             self._sums[name] = total if name not in self._sums else self._sums[name] + total

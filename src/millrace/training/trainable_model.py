@@ -237,8 +237,10 @@ class TrainableModel:
             before()
             results: list[Any] = []
             for part in parts:
-                if not _unless_out_of_memory(run, part, results):
+                found = unless_out_of_memory(lambda part=part: [run(part)])
+                if not found:
                     break
+                results += found
             else:
                 return results, num_splits
             size = "without trained tokens"  # which is not the reason
@@ -250,13 +252,10 @@ class TrainableModel:
                 raise OutOfMemory(f"A microbatch {size} does not fit into the memory of {rank}.")
 
 
-def _unless_out_of_memory(
-    run: Callable[[Microbatch], Any], part: Microbatch, results: list[Any]
-) -> bool:
-    """Append the result of `run`; False if it does not fit into memory. A separate function, so
-    that a failed graph is freed before the next try."""
+def unless_out_of_memory(run: Callable[[], list[Any]]) -> list[Any]:
+    """What `run` returns; empty if it does not fit into memory. A separate function, so that a
+    failed graph is freed before the next try."""
     try:
-        results.append(run(part))
+        return run()
     except torch.OutOfMemoryError:
-        return False
-    return True
+        return []

@@ -36,13 +36,7 @@ from millrace.training.checkpoints.snapshot import (
     restore_random_state,
 )
 from millrace.training.critic import Critic
-from millrace.training.losses.loss import (
-    AdaptiveLoss,
-    Loss,
-    loss_needs,
-    scales_step,
-    subtracts_baseline,
-)
+from millrace.training.losses.loss import AdaptiveLoss, Loss, has_trait
 from millrace.training.metrics import (
     HostSums,
     StepMetrics,
@@ -130,7 +124,7 @@ class Trainer:
             self.loss = self.loss.adapted(summary)
         if self.critic is not None:
             summary |= self.critic.step_metrics()
-        if scales_step(self.loss):
+        if has_trait(self.loss, "scales_step"):
             summary["step_scale"] = sum(update.step_scale for update in counted) / len(counted)
         if self.policy.replays_routes:
             summary["routing/replayed_share"] = sum(replayed) / sum(computed)
@@ -213,11 +207,11 @@ class Trainer:
         microbatches took a forward pass for the proximal ones."""
         num_proximal = 0
         # In the first update of a step, proximal logprobs are the trainer's own.
-        if len(batches) * self.epochs > 1 and loss_needs(self.loss, "proximal"):
+        if len(batches) * self.epochs > 1 and has_trait(self.loss, "needs_proximal"):
             batches = tuple(map(self.policy.with_proximal_logprobs, batches))
             parts = [part for batch in batches for part in batch.microbatches]
             num_proximal = sum(len(part.targets) > 0 for part in parts)
-        if loss_needs(self.loss, "reference"):
+        if has_trait(self.loss, "needs_reference"):
             batches = tuple(map(self.policy.with_reference_logprobs, batches))
         return batches, num_proximal
 
@@ -233,7 +227,8 @@ class Trainer:
     def apply(self, gradient: Gradient, batch: Batch, *, learning_rate: float) -> Gradient:
         # The critic learns first: either both learn from a batch or neither does.
         is_finite = gradient.is_finite and (self.critic is None or self.critic.update(batch))
-        scale = self._step_scale(gradient) if is_finite and scales_step(self.loss) else 1.0
+        scales = is_finite and has_trait(self.loss, "scales_step")
+        scale = self._step_scale(gradient) if scales else 1.0
         if is_finite and not self._is_critic_warmup:
             self.policy.apply_gradient(learning_rate=scale * learning_rate)
             self._has_updated = True
@@ -248,10 +243,10 @@ class Trainer:
     def _microbatch_loss(
         self, part: Microbatch, batch: Batch, output: PolicyOutput | None = None
     ) -> tuple[Tensor, StepMetrics]:
-        if subtracts_baseline(self.loss):
+        if has_trait(self.loss, "subtracts_baseline"):
             part = self.policy.with_baseline(part)
         if output is None:
-            topk_ids = part.topk_ids if loss_needs(self.loss, "topk") else None
+            topk_ids = part.topk_ids if has_trait(self.loss, "needs_topk") else None
             output = self.policy.logprobs(part, topk_ids=topk_ids)
         tokens = token_batch(part, batch, output=output, version=self.steps_done)
         loss, named = self.loss(tokens)

@@ -32,16 +32,11 @@ from millrace.models.devices import (
 )
 from millrace.models.directory import load_tokenizer, text_config, weights_checksum
 from millrace.training.adapters.past_versions import PastVersions
-from millrace.training.build import (
-    build_sender,
-    build_trainer,
-    build_trainers,
-    seed_everything,
-)
+from millrace.training.build import build_sender, build_trainers, seed_everything
 from millrace.training.checkpoints.directory import read_run_state, step_of
 from millrace.training.checkpoints.snapshot import CheckpointWriter
 from millrace.training.parallel.ranks import Ranks, is_lost_connection, use_interface_to
-from millrace.training.trainer import Trainer, step_together
+from millrace.training.trainer import step_together
 from millrace.weights.probe import ProbeReference
 from millrace.weights.publisher import Publisher
 
@@ -78,7 +73,9 @@ class TrainerWorker:
         own = {name: RunConfig.model_validate(own) for name, (own, _) in message.policies.items()}
         # By policy; DEFAULT_POLICY is the only one, or the first.
         configs = {DEFAULT_POLICY: config, **own}
-        self._trainers = dict(zip(configs, self._build([*configs.values()], path), strict=True))
+        tables, on_forward = [*configs.values()], self._on_forward
+        trainers = build_trainers(tables, path=path, ranks=self._ranks, on_forward=on_forward)
+        self._trainers = dict(zip(configs, trainers, strict=True))
         checkpoints = [message.checkpoint, *(folder for _, folder in message.policies.values())]
         self._steps_done = self._restore(checkpoints, several=bool(config.policies))
         self._tokenizer = load_tokenizer(path, trust_remote_code=trusts)
@@ -112,12 +109,6 @@ class TrainerWorker:
 
         # The newest version of each that was published; engines begin with what is loaded here.
         self._sent = {policy: self._weights(policy)[0] for policy in self._publishers}
-
-    def _build(self, configs: Sequence[RunConfig], path: str) -> list[Trainer]:
-        on_forward = self._on_forward
-        if len(configs) > 1:
-            return build_trainers(configs, path=path, on_forward=on_forward)
-        return [build_trainer(configs[0], path=path, ranks=self._ranks, on_forward=on_forward)]
 
     def _restore(self, checkpoints: Sequence[str | None], *, several: bool) -> int:
         """Load the checkpoint of each policy, which are of one step; returns the step. Each trainer

@@ -16,7 +16,7 @@ from millrace.core.microbatch import Batch, Microbatch
 from millrace.training.packing.joining import MAX_GROUPS, joined
 from millrace.training.policy_model import PolicyModel
 from millrace.training.token_batches import PolicyOutput
-from millrace.training.trainable_model import Gradient
+from millrace.training.trainable_model import Gradient, unless_out_of_memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,19 +35,11 @@ class PolicyBatch:
 def clipped_gradients(work: Sequence[PolicyBatch], *, pass_tokens: int) -> list[Gradient]:
     """The gradient of each batch, clipped; no two batches have the same policy."""
     if len(work) > 1 and all(one.policy.shared is not None for one in work):
-        together = _unless_out_of_memory(work, pass_tokens)
+        together = unless_out_of_memory(lambda: _accumulated(work, pass_tokens))
         found = [one.gradient(first) for one, first in zip(work, together, strict=False)]
         if found and all(gradient.is_finite for gradient in found):
             return found
     return [one.gradient() for one in work]
-
-
-def _unless_out_of_memory(work: Sequence[PolicyBatch], pass_tokens: int) -> list[Gradient]:
-    """Empty if a pass does not fit; a function, so that a failed graph is freed."""
-    try:
-        return _accumulated(work, pass_tokens)
-    except torch.OutOfMemoryError:
-        return []
 
 
 def _accumulated(work: Sequence[PolicyBatch], pass_tokens: int) -> list[Gradient]:

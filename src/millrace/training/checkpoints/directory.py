@@ -11,7 +11,6 @@ does everything else; any process may read. Torch-free.
 import hashlib
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from safetensors import SafetensorError
 
 from millrace.core import files as storage
 from millrace.core.errors import CheckpointError, ConfigError
+from millrace.monitoring.run_dir import steps_in
 
 if TYPE_CHECKING:
     from millrace.training.parallel.ranks import Ranks
@@ -223,10 +223,8 @@ def _remove(checkpoint: Path) -> None:
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
     """step_N directories by N."""
-    if not folder.is_dir():
-        return []
-    matches = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in folder.iterdir())
-    return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
+    paths = [(step, folder / f"step_{step}") for step in steps_in(folder, suffix="")]
+    return [(step, path) for step, path in paths if path.is_dir()]
 
 
 def move_into_place(unfinished: Path, directory: Path) -> None:

@@ -90,21 +90,18 @@ class Loss(Protocol):
         ...
 
 
-def loss_needs(loss: Loss, logprobs: Literal["proximal", "reference", "topk"]) -> bool:
-    """Whether the loss has an attribute needs_proximal, needs_reference or needs_topk that is true,
-    because it uses those logprobs. Proximal ones cost one more forward pass, those of the top k
-    another pass over the logits."""
-    return bool(getattr(loss, f"needs_{logprobs}", False))
+Trait = Literal[
+    "needs_proximal",  # it uses these logprobs, which cost one more forward pass
+    "needs_reference",
+    "needs_topk",  # another pass over the logits
+    "scales_step",  # the effective sample size of its ratios scales the learning rate
+    "subtracts_baseline",  # the minimum-variance baseline, from advantages before it
+]
 
 
-def scales_step(loss: Loss) -> bool:
-    """Whether the effective sample size of the loss's ratios scales the learning rate."""
-    return bool(getattr(loss, "scales_step", False))
-
-
-def subtracts_baseline(loss: Loss) -> bool:
-    """Whether the trainer subtracts the minimum-variance baseline from advantages before it."""
-    return bool(getattr(loss, "subtracts_baseline", False))
+def has_trait(loss: Loss, trait: Trait) -> bool:
+    """Whether the loss has an attribute of this name that is true."""
+    return bool(getattr(loss, trait, False))
 
 
 @runtime_checkable
