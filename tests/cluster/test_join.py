@@ -395,6 +395,27 @@ async def test_a_host_that_vanishes_fails_the_calls_of_its_workers(
     await wait_until_dead(*processes)  # what comes back late finds its place gone
 
 
+@pytest.mark.parametrize("restarts", [(), ("RESTARTS=1",)])
+async def test_host_whose_controller_is_silent_ends_with_one_sentence(
+    hub: Hub, tmp_path: Path, hosts: list[Host], restarts: tuple[str, ...]
+):
+    expected = expect(hub, "echo-0")
+    ticket = write_ticket(hub, tmp_path / "ticket.json")
+    arguments = (ticket, "1", "echo_worker", "engine", *restarts)
+    hosts.append(await Host.start(*arguments, folder=tmp_path / "elsewhere"))
+    await expected
+    workers, process = hosts[0].workers(), psutil.Process(hosts[0].process.pid)
+    deadline = time.monotonic() + 15
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)  # noqa: ASYNC251 - the hub sends nothing meanwhile
+    code, _, stderr = await hosts[0].finish()
+    silent = f"was silent for {TIMEOUT_S} s; the workers on this host were stopped."
+    assert (code, stderr.count("\n")) == (1, 1), stderr
+    assert stderr.endswith(f"{silent}\n")
+    assert not any(worker.is_running() for worker in workers)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_interrupted_join_reports_to_the_controller(
     hub: Hub, tmp_path: Path, hosts: list[Host], number: signal.Signals

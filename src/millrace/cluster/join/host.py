@@ -179,6 +179,8 @@ class _JoiningHost:
                 filling = self._fill(slot, own, worker) if restarts else worker
                 places.append(asyncio.ensure_future(filling))
             ended = asyncio.gather(*places)
+            # Read by nothing else if `orders` has failed: asyncio would print a traceback.
+            ended.add_done_callback(asyncio.Future.exception)
             await asyncio.wait({orders, ended}, return_when=asyncio.FIRST_COMPLETED)
             if orders.done():
                 orders.result()  # raises: it ends in no other way
