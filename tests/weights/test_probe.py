@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+import queue
+import threading
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from millrace.inference.worker import EngineWorker
 from millrace.models.attention.packed import PACKED
 from millrace.models.routing import policy_tensors, router_biases
 from millrace.weights.probe import ProbeReference, check_probe
+from millrace.weights.publisher import Publisher
 from millrace.weights.transport import make_receiver, make_sender
 
 
@@ -49,6 +53,29 @@ def test_reference_leaves_the_attention_of_the_trainer_as_it_is():
     model.set_attn_implementation(PACKED.name)
     ProbeReference(model)
     assert model.config._attn_implementation == PACKED.name
+
+
+def test_no_step_waits_for_the_reference():
+    is_computing, may_compute = threading.Event(), threading.Event()
+    weights = policy_tensors(tiny_model("qwen3"))
+    real, ready = ProbeReference(tiny_model("qwen3")), queue.Queue[WeightUpdate]()
+
+    def reference(weights: Mapping[str, torch.Tensor]) -> SwapProbe:
+        is_computing.set()
+        assert may_compute.wait(30)
+        return real(weights)
+
+    sender = make_sender("shm", dtype=torch.float32, reference=reference)
+    publisher = Publisher(sender, emit=ready.put)
+    publisher.publish(1, weights)
+    assert is_computing.wait(30)
+    publisher.publish(2, weights)  # what the next step does, while the reference is computed
+    assert ready.empty()
+    may_compute.set()
+    updates = [ready.get(timeout=30) for _ in range(2)]
+    assert [update.version for update in updates] == [1, 2]
+    assert updates[0].probe == updates[1].probe == real(weights)
+    publisher.close()
 
 
 @pytest.mark.parametrize(
