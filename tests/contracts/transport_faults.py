@@ -103,7 +103,7 @@ class FaultContract:
         for wrong, message in (
             ({**right, "another": torch.ones(2)}, "has 'another', which the model lacks"),
             ({n: t for n, t in right.items() if n != name}, f"lacks '{name}'"),
-            ({**right, name: torch.ones(2, 3)}, f"'{name}' as [2, 3], and the model as"),
+            ({**right, name: torch.ones(2, 3)}, f"'{name}' as (2, 3); the model's is"),
         ):
             assert message in engine.hash(sender.publish(2, wrong))
             assert engine.live_hash() == published_hash(1, kind)

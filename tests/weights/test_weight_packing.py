@@ -11,8 +11,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from millrace.core.errors import WeightError
 from millrace.weights.packing import (
     ALIGN_BYTES,
-    check_fits,
+    check_dtypes,
     check_manifest,
+    check_shapes,
     checksum,
     lay_out,
     pack,
@@ -54,7 +55,7 @@ def test_biases_of_routers_are_not_rounded():
     specs, num_bytes = lay_out(bias, dtype=torch.bfloat16)
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
     pack(bias, specs, payload)
-    check_fits(specs, expected=dict.fromkeys(bias, (2,)), dtype=torch.bfloat16)
+    check_dtypes(specs, dtype=torch.bfloat16)
     for name, sent in unpack(specs, payload).items():
         assert torch.equal(sent, bias[name])
 
@@ -96,14 +97,14 @@ def test_manifest_that_exceeds_its_payload_is_refused(change: dict[str, object],
 
 
 def test_missing_extra_and_misshapen_tensors_are_named():
-    specs, _ = lay_out({"a": torch.ones(2, 3), "b": torch.ones(1)}, dtype=torch.float32)
-    check_fits(specs, expected={"b": (1,), "a": (2, 3)})
-    with pytest.raises(WeightError, match="lacks 'c'"):
-        check_fits(specs, expected={"a": (2, 3), "b": (1,), "c": (1,)})
+    given = {"a": (2, 3), "b": (1,)}
+    check_shapes(given, expected={"b": (1,), "a": (2, 3)}, version=4)
+    with pytest.raises(WeightError, match="Version 4 lacks 'c'"):
+        check_shapes(given, expected={"a": (2, 3), "b": (1,), "c": (1,)}, version=4)
     with pytest.raises(WeightError, match="has 'b', which the model lacks"):
-        check_fits(specs, expected={"a": (2, 3)})
-    with pytest.raises(WeightError, match=r"'a' as \[2, 3\], and the model as \[3, 2\]"):
-        check_fits(specs, expected={"a": (3, 2), "b": (1,)})
+        check_shapes(given, expected={"a": (2, 3)}, version=4)
+    with pytest.raises(WeightError, match=r"'a' as \(2, 3\); the model's is \(3, 2\)"):
+        check_shapes(given, expected={"a": (3, 2), "b": (1,)}, version=4)
 
 
 def test_sharded_tensor_is_refused():

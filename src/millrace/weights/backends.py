@@ -339,4 +339,7 @@ class StagingReceiver:
         if update.delta is not None:
             packing.check_delta(update, update.delta)
         if self._expected is not None:
-            packing.check_fits(update.tensors, expected=self._expected, dtype=self._dtype)
+            given = {spec.name: spec.shape for spec in update.tensors}
+            packing.check_shapes(given, expected=self._expected, version=update.version)
+        if self._dtype is not None:
+            packing.check_dtypes(update.tensors, dtype=self._dtype)
