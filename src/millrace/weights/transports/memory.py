@@ -140,18 +140,9 @@ def _buffer(mapping: mmap.mmap) -> Any:
 _MAX_OPEN = 4  # payloads and deltas
 
 
-class Handle(msgspec.Struct, array_like=True, frozen=True):
-    """Location of an update: torch's handle for opening a storage in another process, as
-    _share_cuda_() returns it. Bytes are base64 in JSON."""
-
-    device: int
-    memory: bytes
-    num_bytes: int
-    offset: int
-    counter: bytes
-    counter_offset: int
-    event: bytes
-    has_event: bool
+# Location of an update: torch's handle for opening a storage in another process, as _share_cuda_()
+# returns it; the device is first. Bytes are base64 in JSON.
+Handle = tuple[int, bytes, int, int, bytes, int, bytes, bool]
 
 
 class SharedMemory(Memory):
@@ -162,7 +153,7 @@ class SharedMemory(Memory):
         with fixed_segments():
             self._whole = torch.zeros(max(num_bytes, 1), dtype=torch.uint8, device=device)
         self.flat = self._whole[:num_bytes]
-        handle = Handle(*self._whole.untyped_storage()._share_cuda_())
+        handle = self._whole.untyped_storage()._share_cuda_()
         self.location = msgspec.json.encode(handle).decode()
 
     def close(self) -> None:
@@ -221,11 +212,11 @@ class IpcRecvBackend(RecvBackend):
 def _open(location: str) -> torch.Tensor:
     try:
         handle = msgspec.json.decode(location, type=Handle)
-        storage = torch.UntypedStorage._new_shared_cuda(*msgspec.structs.astuple(handle))
+        storage = torch.UntypedStorage._new_shared_cuda(*handle)
     except (RuntimeError, ValueError) as error:
         raise WeightError(
             f"The trainer's GPU memory cannot be opened ({str(error).splitlines()[0]}); the trainer"
             " must be alive, on this host, and see the same GPUs as the engine."
         ) from error
-    flat = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", handle.device))
+    flat = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", handle[0]))
     return flat.set_(storage)
