@@ -309,7 +309,7 @@ class EmbeddedEngine(EngineCore):
         elif len(slots):
             drawn = self._sample(slots, hidden=hidden, rows=rows)
             self._append(slots, decode_result(drawn, np.ones(len(slots), dtype=np.int64)))
-            self._end_sequences(slots)
+            self._record_ended()
         if plan.drafts is None:
             self._num_prefilled += int(plan.counts[plan.num_single :].sum())
         if drafts is not None:
@@ -331,10 +331,7 @@ class EmbeddedEngine(EngineCore):
             while_running=self._record_ended,
             masks=lambda out: self._slots.grammar_masks(plan.slots, self._grammars, out=out),
         )
-        counts, has_stop = self._stop_rules.counts_until_stop(self._slots, plan.slots, result)
-        self._append(plan.slots, result._replace(counts=counts))
-        self._end_sequences(plan.slots[counts > 0], has_stop=has_stop[counts > 0])
-        return max(1, int(counts.max()))
+        return max(1, int(self._append(plan.slots, result).max()))
 
     def _record_ended(self) -> None:
         self._outputs.record()
@@ -369,30 +366,27 @@ class EmbeddedEngine(EngineCore):
         """Sample a token at each row of the pass, and record those that follow right drafts."""
         slots, ahead = np.repeat(plan.slots, plan.counts), within(plan.counts)
         drawn = self._sample(slots, hidden=hidden, rows=np.arange(len(slots)), ahead=ahead)
-        result = drafts.accept(plan, decode_result(drawn, plan.counts))
-        counts, has_stop = self._stop_rules.counts_until_stop(self._slots, plan.slots, result)
-        self._append(plan.slots, result._replace(counts=counts))
-        self._end_sequences(plan.slots, has_stop=has_stop)
+        self._append(plan.slots, drafts.accept(plan, decode_result(drawn, plan.counts)))
         self._record_ended()
 
-    def _append(self, slots: np.ndarray, result: DecodeResult) -> None:
+    def _append(self, slots: np.ndarray, result: DecodeResult) -> np.ndarray:
+        """Append the tokens of each slot up to its end, and free the slots of sequences that end:
+        _record_ended() builds their records. Returns the number of new tokens of each slot [R]."""
         if not np.isfinite(result.logprobs[result.tokens >= 0]).all():
             raise RunFailed(
                 f"Version {self.version} of the weights gives logits that are not finite;"
                 " lower optimizer.learning_rate."
             )
+        counts, has_stop = self._stop_rules.counts_until_stop(self._slots, slots, result)
         version = self._weights.slot_versions[self._slots.adapters[slots]]
-        self._slots.append(slots, result, version=version)
-        self._num_generated += int(result.counts.sum())
-
-    def _end_sequences(self, slots: np.ndarray, *, has_stop: np.ndarray | None = None) -> None:
-        """End the sequences in these slots whose newest token was their last. Their slots are
-        freed now. Their records are built now, or after the decode loop, later: `has_stop` [R]."""
-        for sequence, finish in self._stop_rules.finished_in(self._slots, slots, has_stop=has_stop):
+        self._slots.append(slots, result._replace(counts=counts), version=version)
+        self._num_generated += int(counts.sum())
+        is_new = counts > 0
+        ended = self._stop_rules.finished_in(self._slots, slots[is_new], has_stop=has_stop[is_new])
+        for sequence, finish in ended:
             self._scheduler.leave(sequence, ends=True)
             self._outputs.mark_ended(sequence, finish=finish)
-        if has_stop is None:
-            self._record_ended()
+        return counts
 
 
 def _name_of(policy: str) -> str | None:

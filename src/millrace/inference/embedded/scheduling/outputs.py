@@ -64,19 +64,12 @@ class StopRules:
         return text[: min((text.find(s) for s in stop if s in text), default=None)]
 
     def finished_in(
-        self, slots: BatchSlots, chosen: np.ndarray, *, has_stop: np.ndarray | None = None
+        self, slots: BatchSlots, chosen: np.ndarray, *, has_stop: np.ndarray
     ) -> list[tuple[Sequence, Finish]]:
         """The sequences in these slots whose newest token was their last. `has_stop` [R]: of each,
-        whether it now has a stop string, if that is known."""
+        whether it now has a stop string."""
         num_tokens = slots.num_tokens[chosen]
-        stopped = self.is_eos(slots.tokens[chosen, num_tokens - 1])
-        if has_stop is not None:
-            stopped |= has_stop
-        else:
-            for row in np.flatnonzero(slots.has_stop_strings[chosen] & ~stopped):
-                sequence = slots.sequence(chosen[row])
-                sampled, _, _ = slots.sampled_by(sequence)
-                stopped[row] = self.ends_in_stop_string(sampled, sequence.request.sampling.stop)
+        stopped = self.is_eos(slots.tokens[chosen, num_tokens - 1]) | has_stop
         ended = stopped | (num_tokens >= slots.limits[chosen])
         return [
             (slots.sequence(chosen[row]), "stop" if stopped[row] else "length")
