@@ -67,10 +67,8 @@ class AttentionPath:
     score: Callable[[PreTrainedModel, Sequence[np.ndarray]], list[ScoredTokens]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Obstacle:
-    text: str  # part of a sentence
-    error: Exception | None = None  # raised by the code of the model
+# Part of a sentence, and what the code of the model raised.
+_Obstacle = tuple[str, Exception | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,13 +85,12 @@ def check_supported(
     config: PreTrainedConfig, *, path: str, attention: AttentionPath, trust_remote_code: bool
 ) -> None:
     """Refuse a model whose logprobs Millrace would not reproduce."""
-    obstacle = _tested(_case(config, attention, trust_remote_code))
-    if obstacle is not None:
+    if (obstacle := _tested(_case(config, attention, trust_remote_code))) is not None:
         name = (config.architectures or [config.model_type])[0]
         raise ConfigError(
-            f"Model {path!r} ({name}) is not supported: {obstacle.text}; use a decoder-only"
+            f"Model {path!r} ({name}) is not supported: {obstacle[0]}; use a decoder-only"
             " transformer such as Llama, Qwen or Gemma."
-        ) from obstacle.error
+        ) from obstacle[1]
 
 
 def find_obstacle(
@@ -101,7 +98,7 @@ def find_obstacle(
 ) -> str | None:
     """Why such a model is not supported; None if it is. A process tests a configuration once."""
     obstacle = _tested(_case(config, attention, trust_remote_code))
-    return obstacle and obstacle.text
+    return obstacle and obstacle[0]
 
 
 def _case(config: PreTrainedConfig, attention: AttentionPath, trust_remote_code: bool) -> _Case:
@@ -117,35 +114,29 @@ def _tested(case: _Case) -> _Obstacle | None:
         try:
             layers = getattr(case.config.get_text_config(), "layer_types", None) or []
             if unknown := sorted(_UNSUPPORTED_LAYERS.keys() & layers):
-                return _Obstacle(text=_UNSUPPORTED_LAYERS[unknown[0]])
+                return _UNSUPPORTED_LAYERS[unknown[0]], None
             model = _random_model(case, num_layers=None)
             _plain_logits(model, np.arange(3))
         except (*RUNNING_ERRORS, ImportError) as error:
-            text = f"a small copy of it does not run as a language model, because {_cause(error)}"
-            return _Obstacle(text=text, error=error)
+            start = "a small copy of it does not run as a language model"
+            return f"{start}, because {_cause(error)}", error
         if model.get_output_embeddings() is None:
-            return _Obstacle(text="it has no language-model head")
+            return "it has no language-model head", None
         calls = _attention_calls(model)
         if not calls and not mixers_of(model):
-            text = (
-                "its attention does not go through transformers' AttentionInterface with all"
-                " arguments"
-            )
-            return _Obstacle(text=text)
+            start = "its attention does not go through transformers' AttentionInterface"
+            return f"{start} with all arguments", None
         if obstacle := next((call.obstacle for call in calls if call.obstacle), None):
-            return _Obstacle(text=obstacle)
+            return obstacle, None
         try:
             difference = _difference(case, model)
         except RUNNING_ERRORS as error:
             start = f"it does not run with the attention of the {user}"
-            return _Obstacle(text=f"{start}{_place(case)}, because {_cause(error)}", error=error)
+            return f"{start}{_place(case)}, because {_cause(error)}", error
         if difference <= TOLERANCE:
             return None
-        text = (
-            f"in its self-test, the {user}'s logprobs differ from those of transformers by"
-            f" {difference:.2g} nats{_place(case)}{_reason(case, calls)}"
-        )
-        return _Obstacle(text=text)
+        start = f"in its self-test, the {user}'s logprobs differ from those of transformers by"
+        return f"{start} {difference:.2g} nats{_place(case)}{_reason(case, calls)}", None
 
 
 def _cause(error: Exception) -> str:

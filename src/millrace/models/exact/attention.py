@@ -171,7 +171,8 @@ def attend_packed(
     q, k = q.to(v.dtype), k.to(v.dtype)
     with torch._C.DisableTorchFunction():
         if q.is_cuda:
-            _check_gradient(q, k, v, layout, rules)
+            obstacle = flash.packed_obstacle(q, k, v, layout, rules)
+            _refuse_training(obstacle, num_heads=q.shape[1], num_kv_heads=v.shape[1])
             return _PackedAttention.apply(q, k, v, layout, tiles, rules)
         return _attend_on_cpu(q, k, v, tiles, rules)
 
@@ -179,13 +180,6 @@ def attend_packed(
 def _check_sinks(rules: ScoreRules) -> None:
     if rules.sinks is not None:
         refuse("attention sinks")
-
-
-def _check_gradient(
-    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rules: ScoreRules
-) -> None:
-    obstacle = flash.packed_obstacle(q, k, v, layout, rules)
-    _refuse_training(obstacle, num_heads=q.shape[1], num_kv_heads=v.shape[1])
 
 
 def check_trainable(config: PreTrainedConfig, device: torch.device, *, max_context: int) -> None:
