@@ -336,7 +336,7 @@ async def test_sequences_of_lost_engine_resume_from_last_streamed_token():
     assert (anew.index, anew.partial) == (5, None)
     received = [p.tokens.tolist() for p in listener.chunks if p.member == 0]
     assert np.concatenate(received).tolist() == [ord(c) for c in "abrest"]
-    assert (pool.resumed.sequences, pool.resumed.tokens, pool.resumed.restarted) == (1, 2, 1)
+    assert (pool.num_resumed, pool.num_resumed_tokens, pool.num_restarted) == (1, 2, 1)
 
 
 async def test_sequence_of_lost_engine_keeps_routes_of_its_partial():
@@ -524,8 +524,8 @@ async def test_completion_of_lost_engine_equals_uninterrupted_one(
     pool = EnginePool([Doomed("x"), survivor], replaces=True)
     for completion, same in zip(await pool.generate(request), expected, strict=True):
         assert_same(completion, same)
-    assert pool.resumed.sequences == 3
-    assert 3 < pool.resumed.tokens < 3 * 40
+    assert pool.num_resumed == 3
+    assert 3 < pool.num_resumed_tokens < 3 * 40
     running.cancel()
 
 

@@ -62,7 +62,7 @@ class RunReporter:
             engine_waits_for=self._engine_waits_for(),
             trainer_waits_for=self._trainer_waits_for(),
             scorers=flow.scorers.loads(),
-            sequences_resumed=flow.engines.resumed.sequences,
+            sequences_resumed=flow.engines.num_resumed,
             resumed_tokens=flow.partials.num_resumed,
             evaluating=self.eval_set.progress,
         )

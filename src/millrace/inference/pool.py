@@ -77,15 +77,6 @@ class _OpenRequest:
             self.on_completion(member, completion)
 
 
-@dataclass(kw_only=True, slots=True)
-class ResumeCounts:
-    """Sequences that were in flight on engines that were lost."""
-
-    sequences: int = 0  # resumed on another engine
-    tokens: int = 0  # that these sequences had by then
-    restarted: int = 0  # sequences without a known token: sampled again
-
-
 class EnginePool:
     """Several engines as one."""
 
@@ -102,7 +93,9 @@ class EnginePool:
         EnginesDown. `max_sessions`: sessions whose engine is remembered; the others are routed by
         load."""
         assert engines or replaces
-        self.resumed = ResumeCounts()
+        # Sequences of lost engines: those that another one resumed, the tokens that these had by
+        # then, and those without a known token, which were sampled again.
+        self.num_resumed = self.num_resumed_tokens = self.num_restarted = 0
         self._replaces = replaces
         self._max_wait_s = max_wait_s
         self._max_sessions = max_sessions
@@ -259,9 +252,9 @@ class EnginePool:
             self.lose(entry.engine)
             completions = [log.completion(member) for member in range(request.n)]
             for num_tokens in (len(c.tokens) for c in completions if c.finish == "interrupt"):
-                self.resumed.sequences += num_tokens > 0
-                self.resumed.tokens += num_tokens
-                self.resumed.restarted += num_tokens == 0
+                self.num_resumed += num_tokens > 0
+                self.num_resumed_tokens += num_tokens
+                self.num_restarted += num_tokens == 0
         finally:
             entry.num_sequences -= request.n
             del opened.placed[request.id]
