@@ -13,8 +13,7 @@ from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.kv.blocks import BlockPool, BlockTables
 from millrace.inference.embedded.kv.cache import KVCache
 from millrace.inference.embedded.kv.paged_attention import measure_cache
-from millrace.inference.embedded.kv.snapshots import StateSnapshots
-from millrace.inference.embedded.kv.states import StatePool
+from millrace.inference.embedded.kv.states import StatePool, StateSnapshots
 from millrace.inference.embedded.routes import RoutesPool
 from millrace.inference.embedded.sampler import KEPT_CAPACITY
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots

@@ -25,7 +25,7 @@ import xxhash
 
 from millrace.core.records import Request
 from millrace.inference.embedded.kv.blocks import BlockPool
-from millrace.inference.embedded.kv.snapshots import StateSnapshots
+from millrace.inference.embedded.kv.states import StateSnapshots
 from millrace.inference.embedded.scheduling.sequence import (
     KVHistory,
     KVSource,

@@ -18,8 +18,7 @@ import numpy as np
 
 from millrace.inference.embedded.kv.blocks import BlockTables
 from millrace.inference.embedded.kv.prefix_cache import Prefix, PrefixCache
-from millrace.inference.embedded.kv.snapshots import SnapshotWrite, StateSnapshots
-from millrace.inference.embedded.kv.states import StatePool
+from millrace.inference.embedded.kv.states import SnapshotWrite, StatePool, StateSnapshots
 from millrace.inference.embedded.routes import RoutesPool
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.fair_share import FairShare

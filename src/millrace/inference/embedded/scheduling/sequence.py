@@ -17,7 +17,7 @@ from millrace.core.completions import join_top, joined
 from millrace.core.errors import TaskError
 from millrace.core.records import Completion, Finish, Kept, KVOrigin, Request, TopTokens
 from millrace.inference.embedded.adapters import AdapterBank
-from millrace.inference.embedded.kv.snapshots import SnapshotWrite
+from millrace.inference.embedded.kv.states import SnapshotWrite
 from millrace.inference.embedded.routes import SequenceRoutes
 from millrace.inference.embedded.scheduling.drafts import DraftCursor
 from millrace.models.grammars import GrammarCompiler, GrammarMatcher
