@@ -1,7 +1,5 @@
 """The minimum-variance baseline of VCPO, from the gradient of each sequence."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -38,9 +36,9 @@ def packed(rollouts: list[list[Rollout]], advantages, *, microbatch_tokens: int 
     return pack(found, microbatch_tokens=microbatch_tokens, whole_groups=True)
 
 
-def trainer(baseline: bool):
-    settings = {"type": "vcpo", "minimum_variance_baseline": baseline}
-    return trainer_of(tiny_model("qwen3"), loss=build_loss(settings, max_new_tokens=8))
+def trainer(baseline: bool, **settings):
+    loss = {"type": "vcpo", "minimum_variance_baseline": baseline}
+    return trainer_of(tiny_model("qwen3"), loss=build_loss(loss, max_new_tokens=8), **settings)
 
 
 def baselines(rollouts: list[list[Rollout]]) -> list[float]:
@@ -84,8 +82,18 @@ def test_gradient_is_that_of_advantages_less_the_baseline(microbatch_tokens: int
 def test_the_baseline_is_the_same_for_shifted_advantages():
     """So it may be computed from advantages instead of rewards."""
     policy = trainer(True).policy
-    (part,) = packed(groups(), ADVANTAGES).microbatches
-    moved = dataclasses.replace(part, advantages=part.advantages + np.float32(3))
-    np.testing.assert_allclose(
-        policy.with_baseline(moved).advantages, policy.with_baseline(part).advantages, atol=1e-5
+    moved = [np.array(given) + 3 for given in ADVANTAGES]
+    (ours,), (expected,) = (
+        policy.with_baseline(packed(groups(), given)).microbatches for given in (moved, ADVANTAGES)
     )
+    np.testing.assert_allclose(ours.advantages, expected.advantages, atol=1e-5)
+
+
+def test_float16_gradients_of_sequences_that_overflow_lower_the_loss_scale():
+    batch = packed(groups(), ADVANTAGES)
+    rough = trainer(True, compute_dtype=torch.float16).policy
+    rough._loss_scale.value = first = 2.0**40
+    (ours,) = rough.with_baseline(batch).microbatches
+    (expected,) = trainer(True).policy.with_baseline(batch).microbatches
+    assert 1 < rough.loss_scale < first
+    np.testing.assert_allclose(ours.advantages, expected.advantages, rtol=0.05)

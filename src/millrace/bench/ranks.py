@@ -90,6 +90,7 @@ FEATURES = {
     **{name: Feature(settings={"loss": {"type": name}}) for name in (*RECIPES, PREFERENCE)},
     "reference": Feature(settings={"loss": {"type": "grpo", "kl": 0.1}}),
     "teacher's top k": Feature(settings={"loss": {"type": "distil", "distil": "forward_kl"}}),
+    "baseline": Feature(settings={"loss": {"type": "vcpo", "minimum_variance_baseline": True}}),
     "critic": Feature(settings=CRITIC),
     # The second update starts from weights that differ by rounding, times the learning rate.
     "minibatches": Feature(
@@ -309,6 +310,7 @@ def _batches(feature: Feature, config: RunConfig, *, step: int, num_ranks: int) 
             minibatch,
             microbatch_tokens=64,
             pairs=config.loss.get("type") == PREFERENCE,
+            whole_groups=bool(config.loss.get("minimum_variance_baseline")),
             critic=config.critic is not None,
             num_ranks=num_ranks,
         )

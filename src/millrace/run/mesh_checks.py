@@ -65,19 +65,12 @@ def check_mesh(config: RunConfig) -> None:
 
 
 def check_baseline(config: RunConfig, loss: Loss) -> None:
-    """Check that one rank has what loss.minimum_variance_baseline needs."""
-    if not has_trait(loss, "subtracts_baseline"):
-        return
-    obstacles = {
-        f"trainer.ranks = {config.trainer.ranks}": config.trainer.num_ranks > 1,
-        "[policies]": bool(config.policies),
-        "[critic]": config.critic is not None,
-    }
-    if found := next((name for name, is_there in obstacles.items() if is_there), None):
+    """Check that advantages are those that loss.minimum_variance_baseline is defined for."""
+    if has_trait(loss, "subtracts_baseline") and (config.policies or config.critic is not None):
+        found = "[policies]" if config.policies else "[critic]"
         raise ConfigError(
-            f"loss.minimum_variance_baseline does not work with {found}: one process must see the"
-            " gradient of each sequence and the advantages of its whole group; remove one of the"
-            " two."
+            f"loss.minimum_variance_baseline does not work with {found}: it compares the sequences"
+            " of one policy in a group, without a critic; remove one of the two."
         )
 
 

@@ -3,15 +3,16 @@
 Used by one thread. N = trained tokens of a microbatch, K = ids that a teacher gives.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -26,7 +27,7 @@ from millrace.training.adapters.adapted_model import AdaptedModel
 from millrace.training.adapters.policy_adapter import PolicyAdapter
 from millrace.training.checkpoints.snapshot import Parts, Write, host_copy, model_writer
 from millrace.training.optimizer import TrainSettings
-from millrace.training.packing.splitting import by_rollout, kept_rows
+from millrace.training.packing.splitting import by_rollout, kept_rows, placeholder
 from millrace.training.parallel.ranks import Ranks
 from millrace.training.token_batches import PolicyOutput, as_tensor
 from millrace.training.trainable_model import TrainableModel
@@ -147,29 +148,36 @@ class PolicyModel(TrainableModel):
         rows = as_tensor(own.rows, np.int64, self.device)
         return own.gather(self._replay.penalties().index_select(0, rows))
 
-    def with_baseline(self, microbatch: Microbatch) -> Microbatch:
-        """The microbatch with the minimum-variance baseline of each group subtracted from its
+    def with_baseline(self, batch: Batch) -> Batch:
+        """The batch with the minimum-variance baseline of each group subtracted from its
         advantages: sum(w^2 g^2 A) / sum(w^2 g^2) over its rollouts, with the ratio w, the norm g of
-        the gradient of the rollout's logprob and the mean A of its advantages."""
-        assert microbatch.groups is not None, "groups are packed whole"
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        log_weights: list[float] = []  # of rollouts
-        for part in by_rollout(microbatch):
+        the gradient of the rollout's logprob and the mean A of its advantages. Ranks sum gradients,
+        so their rollouts take turns, and all ranks take part in the pass of each."""
+        own = [by_rollout(part) for part in batch.microbatches]
+        counts = self.ranks.gather(sum(map(len, own)), int)
+        before = sum(counts[: self.ranks.data_rank])
+        idle = placeholder(batch.microbatches[0])
+        turns = [*repeat(idle, before), *chain(*own)]
+        turns += repeat(idle, sum(counts) - len(turns))
+        found = [self._log_weight(replace(batch, microbatches=(part,))) for part in turns]
+        parts: list[Microbatch] = []
+        for part, rollouts in zip(batch.microbatches, own, strict=True):
+            parts.append(_less_baseline(part, np.array(found[before : before + len(rollouts)])))
+            before += len(rollouts)
+        return replace(batch, microbatches=tuple(parts))
+
+    def _log_weight(self, of_rollout: Batch) -> float:
+        """log(w^2 g^2), up to a constant of the batch. Without trained tokens it has no meaning."""
+
+        def loss(part: Microbatch) -> tuple[Tensor, float]:
             logprobs = self.logprobs(part).logprobs
-            scaled = logprobs.sum() * self._loss_scale.value  # the same factor for all of them
-            gradients = torch.autograd.grad(scaled, parameters, allow_unused=True)
-            squared = sum(float(x.double().square().sum()) for x in gradients if x is not None)
             log_ratio = logprobs.detach().cpu().numpy() - part.engine_logprobs
-            log_weights.append(2 * log_ratio.sum(dtype=np.float64) + np.log(squared))
-        advantages = microbatch.advantages.copy()
-        for group in np.unique(microbatch.groups):
-            is_own = microbatch.groups == group
-            rollouts, counts = np.unique(microbatch.rollouts[is_own], return_counts=True)
-            weights = np.array(log_weights)[rollouts]
-            weights = np.exp(weights - weights.max())
-            tokens = np.repeat(weights / counts, counts)
-            advantages[is_own] -= (tokens * advantages[is_own]).sum() / weights.sum()
-        return replace(microbatch, advantages=advantages)
+            # The mean over the batch, as in a loss: float16 has one loss scale for both.
+            mean = logprobs.sum() / of_rollout.num_trained_tokens
+            return mean, float(log_ratio.sum(dtype=np.float64))
+
+        gradient = self.clipped_gradient(of_rollout, loss)
+        return 2 * (sum(gradient.outputs) + math.log(max(gradient.norm, 1e-30)))
 
     def with_proximal_logprobs(self, batch: Batch) -> Batch:
         """The batch with the logprobs of the policy as it is now, before the step changes it."""
@@ -228,3 +236,16 @@ class PolicyModel(TrainableModel):
     def merged_bytes(self) -> int:
         """Approximate size of the model with its adapter merged."""
         return sum(p.numel() * p.element_size() for p in self._backbone.parameters())
+
+
+def _less_baseline(microbatch: Microbatch, log_weights: np.ndarray) -> Microbatch:
+    """With the weighted mean of each group subtracted; `log_weights` are those of rollouts."""
+    assert microbatch.groups is not None, "groups are packed whole"
+    advantages = microbatch.advantages.copy()
+    for group in np.unique(microbatch.groups):
+        is_own = microbatch.groups == group
+        rollouts, counts = np.unique(microbatch.rollouts[is_own], return_counts=True)
+        weights = np.exp(log_weights[rollouts] - log_weights[rollouts].max())
+        tokens = np.repeat(weights / counts, counts)
+        advantages[is_own] -= (tokens * advantages[is_own]).sum() / weights.sum()
+    return replace(microbatch, advantages=advantages)

@@ -195,7 +195,8 @@ class Trainer:
         return self.policy.state_bytes() + of_critic
 
     def accumulate(self, batch: Batch) -> tuple[Tensor, StepMetrics]:
-        gradient = self.policy.accumulate(batch, lambda part: self._microbatch_loss(part, batch))
+        work = self.pending(batch)
+        gradient = self.policy.accumulate(work.batch, lambda part: work.loss(part, None))
         return gradient.loss, _merged(gradient.outputs)
 
     @property
@@ -220,6 +221,8 @@ class Trainer:
         assert batch.num_trained_tokens > 0, "a batch has trained tokens"
         if self.router_aux_loss:
             self.policy.set_batch_load(batch)
+        if has_trait(self.loss, "subtracts_baseline"):
+            batch = self.policy.with_baseline(batch)
         return PolicyBatch(
             self.policy, batch, lambda part, output: self._microbatch_loss(part, batch, output)
         )
@@ -243,8 +246,6 @@ class Trainer:
     def _microbatch_loss(
         self, part: Microbatch, batch: Batch, output: PolicyOutput | None = None
     ) -> tuple[Tensor, StepMetrics]:
-        if has_trait(self.loss, "subtracts_baseline"):
-            part = self.policy.with_baseline(part)
         if output is None:
             topk_ids = part.topk_ids if has_trait(self.loss, "needs_topk") else None
             output = self.policy.logprobs(part, topk_ids=topk_ids)

@@ -14,7 +14,7 @@ from millrace.training.losses.recipes import RECIPES
 
 FAST = (
     *("grpo", "critic", "lora", "minibatches", "one group", "route replay", "lora of experts"),
-    *("bfloat16", "bfloat16 lora"),
+    *("baseline", "bfloat16", "bfloat16 lora"),
 )
 
 
