@@ -16,6 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from millrace.models.support import name_backbone
+
 VOCAB = 64
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gemma3")
 RECURRENT = ("qwen3_next", "lfm2")  # layers with a recurrent state beside attention
@@ -131,6 +133,19 @@ def tiny_model(architecture: str, *, seed: int = 0, num_layers: int = 2) -> PreT
                 chunk_size=8,
             )
         ),
+        # Layers attend within chunks, a third without rotary embeddings attends to all tokens, and
+        # one expert of each token has a shared one beside it.
+        "llama4": lambda: transformers.Llama4ForCausalLM(
+            transformers.Llama4TextConfig(
+                **{**shape, "num_hidden_layers": 3},
+                intermediate_size_mlp=48,
+                attention_chunk_size=64,
+                no_rope_layers=[1, 1, 0],
+                interleave_moe_layer_step=2,
+                num_local_experts=NUM_EXPERTS,
+                num_experts_per_tok=1,
+            )
+        ),
         # Its router chooses by two calls of max, and gives weights by two softmaxes.
         "phimoe": lambda: transformers.PhimoeForCausalLM(
             transformers.PhimoeConfig(
@@ -178,4 +193,5 @@ def tiny_model(architecture: str, *, seed: int = 0, num_layers: int = 2) -> PreT
             torch.nn.init.normal_(parameter)
         if name.endswith(("mlp.gate.weight", "mlp.router.weight", "sinks")):
             torch.nn.init.normal_(parameter)
+    name_backbone(model)
     return model.eval()

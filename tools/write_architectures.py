@@ -75,9 +75,10 @@ the configuration in both.
   unmerged.
 - `fidelity.mode = "exact"` refuses these models.
 
-`tests/training/test_named_architectures.py` compares small copies of Qwen3.5, Falcon-H1,
-Nemotron-H, Granite 4, LFM2 and GPT-OSS with plain transformers: logprobs, greedy tokens, swaps,
-preemption, cached prefixes, the packed gradient of every parameter and LoRA, on a CPU in float32.
+`tests/training/test_named_architectures.py` compares small copies of Qwen3-Next, Qwen3.5,
+Falcon-H1, Nemotron-H, Granite 4, LFM2, GPT-OSS, Llama 4 and Phi-3.5-MoE with plain transformers:
+logprobs, greedy tokens, swaps, preemption, cached prefixes, the packed gradient of every parameter
+and LoRA, on a CPU in float32.
 
 ## Not supported
 
@@ -88,7 +89,8 @@ preemption, cached prefixes, the packed gradient of every parameter and LoRA, on
   rotary embeddings scale queries from there on. Millrace limits the context to the first chunk, in
   which neither changes anything. Beyond it, each attention kernel would need masks of chunks, and
   the scale of a query depends on its place in the batch, which in a flat batch of several sequences
-  is not its position. Routes cannot be replayed (`trainer.replay_routes = false`).
+  is not its position. Routes cannot be replayed (`trainer.replay_routes = false`), `[lora]` cannot
+  adapt its experts (name other layers in `lora.target_modules`), and exact mode refuses it.
 
 ## All architectures
 

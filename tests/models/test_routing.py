@@ -50,7 +50,7 @@ def experts_calls(model) -> list[tuple[Tensor, Tensor]]:
     return calls
 
 
-@pytest.mark.parametrize("architecture", [*MIXTURES, "phimoe"])
+@pytest.mark.parametrize("architecture", [*MIXTURES, "phimoe", "deepseek_v2"])
 def test_recorded_routes_are_the_experts_that_are_called(architecture):
     model = tiny_model(architecture)
     calls = experts_calls(model)
@@ -61,7 +61,7 @@ def test_recorded_routes_are_the_experts_that_are_called(architecture):
     np.testing.assert_array_equal(routes, torch.stack([c[0] for c in calls], 1).numpy())
 
 
-@pytest.mark.parametrize("architecture", [*MIXTURES, "phimoe"])
+@pytest.mark.parametrize("architecture", [*MIXTURES, "phimoe", "deepseek_v2"])
 def test_recording_routes_does_not_change_the_output(architecture):
     model = tiny_model(architecture)
     with torch.no_grad():
