@@ -535,5 +535,5 @@ async def test_no_log_or_command_line_contains_a_secret(
     )
     tokens = [identity.split(b":")[1].decode() for identity in hub._workers]
     assert len(tokens) == 2
-    for secret in (ticket.client_secret, ticket.token, *tokens):
+    for secret in (ticket.keys.secret, ticket.token, *tokens):
         assert secret not in everything

@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from millrace.cluster.address import ClientKeys
 from millrace.cluster.join.ticket import (
     JoinTicket,
     check_versions,
@@ -17,9 +18,7 @@ from millrace.core.errors import ConfigError
 TICKET = JoinTicket(
     address="tcp://controller:5000",
     heartbeat_timeout_s=30.0,
-    server_key="s" * 40,
-    client_key="c" * 40,
-    client_secret="x" * 40,
+    keys=ClientKeys(server="s" * 40, public="c" * 40, secret="x" * 40),
     token="t" * 32,
     versions=own_versions(),
 )
@@ -101,7 +100,7 @@ def test_incomplete_ticket_is_refused_without_quoting_it(tmp_path: Path):
     path.write_bytes(half)
     with pytest.raises(ConfigError) as info:
         read_ticket(path)
-    assert TICKET.client_secret not in str(info.value)
+    assert TICKET.keys.secret not in str(info.value)
 
 
 def test_host_with_other_package_versions_is_refused_in_one_sentence():
@@ -119,7 +118,7 @@ def test_host_with_other_package_versions_is_refused_in_one_sentence():
 def test_ticket_of_another_format_names_the_version_of_millrace(tmp_path: Path):
     path = tmp_path / "ticket.json"
     with ticket_file(TICKET, path):
-        other = path.read_bytes().replace(b"ticket-2", b"ticket-1")
+        other = path.read_bytes().replace(b"ticket-3", b"ticket-1")
         path.write_bytes(other)
         with pytest.raises(ConfigError, match="another version of Millrace; install the version"):
             read_ticket(path)
@@ -128,5 +127,5 @@ def test_ticket_of_another_format_names_the_version_of_millrace(tmp_path: Path):
 
 def test_no_repr_shows_a_secret():
     shown = repr(TICKET) + repr(TICKET.keys)
-    assert TICKET.client_secret not in shown
+    assert TICKET.keys.secret not in shown
     assert TICKET.token not in shown

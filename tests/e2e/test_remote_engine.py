@@ -49,8 +49,8 @@ def test_run_trains_with_a_joined_engine_alone(project, commands, transport):
     for folder in (project / "run", project.parent / "elsewhere"):
         files = (path for path in folder.rglob("*") if path.is_file())
         everything += [path.read_bytes().decode(errors="replace") for path in files]
-    for secret in ("client_secret", "token"):
-        assert not [text for text in everything if secrets[secret] in text]
+    for secret in (secrets["keys"]["secret"], secrets["token"]):
+        assert not [text for text in everything if secret in text]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from millrace.cluster.address import ClientKeys
 from millrace.cluster.join.ticket import JoinTicket, read_ticket
 from millrace.cluster.wire import ARRAY_CODE, DTYPES, WireError, decode
 from millrace.core.errors import ConfigError
@@ -98,9 +99,7 @@ TICKET = msgspec.json.encode(
     JoinTicket(
         address="tcp://10.0.0.1:5000",
         heartbeat_timeout_s=30.0,
-        server_key="s" * 40,
-        client_key="c" * 40,
-        client_secret="SECRET" * 6 + "1234",
+        keys=ClientKeys(server="s" * 40, public="c" * 40, secret="SECRET" * 6 + "1234"),
         token="t" * 32,
         versions={"torch": "2.13.0"},
     )

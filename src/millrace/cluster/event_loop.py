@@ -10,12 +10,17 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+try:
+    from uvloop import new_event_loop
+except ImportError:
+    from asyncio import new_event_loop
+
 T = TypeVar("T")
 
 
 def run_on_own_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run the coroutine that `make` returns; returns its result."""
-    with asyncio.Runner(loop_factory=_new_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         loop = runner.get_loop()
 
         async def main() -> T:
@@ -30,11 +35,3 @@ def run_on_own_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
             return runner.run(main())
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()

@@ -149,14 +149,11 @@ class Hub:
     def ticket(self) -> JoinTicket:
         """What another host needs to join."""
         assert self._keys is not None, "only a hub at a TCP address can be joined"
-        keys = self._keys.client
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return JoinTicket(
             address=addresses.advertised(bound, host=self.advertise),
             heartbeat_timeout_s=self.heartbeat_timeout_s,
-            server_key=keys.server,
-            client_key=keys.public,
-            client_secret=keys.secret,
+            keys=self._keys.client,
             token=self.registry.token,
             versions=own_versions(),
         )

@@ -28,8 +28,8 @@ class Process(WorkerProcess):
     """A worker of this host. Used on the event loop."""
 
     def __init__(self, child: asyncio.subprocess.Process | ForkedChild, *, log: Path) -> None:
-        self.pid, self.log = child.pid, log.absolute()
-        self._child, self._log = child, self.log
+        self.pid, self._log = child.pid, log.absolute()
+        self.log, self._child = self._log, child
         self._stacks = ""  # the outcome of dump_stacks()
 
     async def exited(self) -> ProcessExit:

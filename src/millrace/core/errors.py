@@ -144,6 +144,14 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
+async def cancel_all(tasks: Iterable[asyncio.Future[T]]) -> list[T | BaseException]:
+    """Cancel tasks and wait until they have ended; returns their results and errors."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
 @contextlib.contextmanager
 def user_code(what: str) -> Generator[None]:
     """Turn what user code raises into a ScoreError; `what` names the code."""

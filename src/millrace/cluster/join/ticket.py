@@ -20,24 +20,18 @@ from millrace.core.errors import ConfigError
 
 
 class JoinTicket(
-    msgspec.Struct, frozen=True, kw_only=True, tag="ticket-2", forbid_unknown_fields=True
+    msgspec.Struct, frozen=True, kw_only=True, tag="ticket-3", forbid_unknown_fields=True
 ):
     """The tag names the format."""
 
     address: str  # of the hub, as other hosts reach it
     heartbeat_timeout_s: float
-    server_key: str
-    client_key: str
-    client_secret: str
+    keys: ClientKeys
     token: str
     versions: dict[str, str]  # of the packages that must be the same on all hosts, and of Python
 
     def __repr__(self) -> str:
         return f"JoinTicket(address={self.address!r})"
-
-    @property
-    def keys(self) -> ClientKeys:
-        return ClientKeys(server=self.server_key, public=self.client_key, secret=self.client_secret)
 
 
 @contextlib.contextmanager
@@ -82,7 +76,7 @@ def read_ticket(path: Path) -> JoinTicket:
         )
     ticket = _decode(data)
     if ticket is None:
-        if b'"type": "ticket-' in data and b'"ticket-2"' not in data:
+        if b'"type": "ticket-' in data and b'"ticket-3"' not in data:
             raise ConfigError(
                 f"Ticket {str(path)!r} was written by another version of Millrace; install the"
                 " version of the run here."

@@ -15,7 +15,13 @@ from typing import NoReturn, Self
 
 from millrace.cluster.supervision.replica import Replica
 from millrace.cluster.worker import Worker
-from millrace.core.errors import MillraceError, RestartLimitExceeded, RunFailed, WorkerError
+from millrace.core.errors import (
+    MillraceError,
+    RestartLimitExceeded,
+    RunFailed,
+    WorkerError,
+    cancel_all,
+)
 
 MAX_BACKOFF_S = 60.0
 # Only failures in quick succession make the wait longer: a worker that served for a while before
@@ -55,7 +61,7 @@ class WorkerPool:
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
-        await _cancel(*self._tasks.values())
+        await cancel_all(self._tasks.values())
 
     async def add(self, replica: Replica, *, policy: RestartPolicy | None = None) -> None:
         """Start a replica and supervise it, by default with the policy of the pool. If a signal
@@ -80,7 +86,7 @@ class WorkerPool:
     async def remove(self, name: str) -> None:
         """Stop a replica for good; does nothing if it was never added."""
         if (task := self._tasks.pop(name, None)) is not None:
-            await _cancel(task)
+            await cancel_all([task])
             await self._replicas.pop(name).stop()
 
     async def run(self) -> NoReturn:
@@ -93,7 +99,7 @@ class WorkerPool:
         try:
             while True:
                 error = await replica.health()
-                delay_s = history.add_death(error)
+                delay_s = history.add(error) if history.policy.limit_deaths else 0.0
                 self._report(replica, error, history)
                 await self._restart(replica, history, delay_s=delay_s)
         except Exception as error:  # noqa: BLE001 - raised by run()
@@ -116,12 +122,6 @@ class WorkerPool:
 
     def _report(self, replica: Replica, error: Exception, history: "RestartHistory") -> None:
         self.on_restart(replica.name, f"{error} {history.policy.remedy}")
-
-
-async def _cancel(*tasks: asyncio.Task[None]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -147,10 +147,6 @@ class RestartHistory:
             raise self._limit_exceeded(error)
         num_close = sum(now_s - failed_s <= BACKOFF_WINDOW_S for failed_s in self._recent)
         return min(self.policy.backoff_s * 2 ** (num_close - 1), MAX_BACKOFF_S)
-
-    def add_death(self, error: Exception) -> float:
-        """As add(), for a replica that served; nothing is recorded where deaths are not limited."""
-        return self.add(error) if self.policy.limit_deaths else 0.0
 
     def _limit_exceeded(self, error: Exception) -> RestartLimitExceeded:
         count = "once" if len(self._recent) == 1 else f"{len(self._recent)} times"

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from millrace.cluster.messages import Message
 from millrace.cluster.worker import Worker
-from millrace.core.errors import ConfigError, MillraceError, RunFailed, WorkerError
+from millrace.core.errors import ConfigError, MillraceError, RunFailed, WorkerError, cancel_all
 
 HEALTH_CHECK_S = 0.25  # between two looks at a worker's progress
 # A worker may fail this long before the death of another, which is the reason, is known.
@@ -188,9 +188,7 @@ class GroupReplica:
         try:
             return await asyncio.gather(*launching)
         except BaseException:
-            for task in launching:
-                task.cancel()
-            outcomes = await asyncio.gather(*launching, return_exceptions=True)
+            outcomes = await cancel_all(launching)
             await _end([found for found in outcomes if not isinstance(found, BaseException)])
             raise
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from millrace.core.errors import RunFailed
+from millrace.core.errors import RunFailed, cancel_all
 
 
 class ProgressWatchdog:
@@ -79,8 +79,7 @@ class StallWatchdog:
                 await self._until_moved(task, moved=self.moved())
             return task.result()
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel_all([task])
 
     async def _until_moved(self, task: asyncio.Future[T], *, moved: int) -> None:
         waited_s, next_s = 0.0, self.warn_after_s

@@ -16,7 +16,7 @@ from millrace.cluster.messages import GroupScored, ScoreGroup, StartScorer
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.cluster.supervision.replica import ModuleReplica
 from millrace.cluster.worker import Worker
-from millrace.core.errors import RunFailed, WorkerError, run_all
+from millrace.core.errors import RunFailed, WorkerError, cancel_all, run_all
 
 MODULE = "millrace.scoring.functions.worker"
 CALLS_PER_WORKER = 64  # async calls that share one process
@@ -95,9 +95,7 @@ class ScorerWorkers:
         for replica in self._replicas:
             if replica.num_calls and (worker := replica.serving_worker):
                 worker.kill()
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await cancel_all(self._running)
         await asyncio.gather(*(self._worker_pool.remove(each.name) for each in self._replicas))
 
     async def _take(self, *, exclusive: bool) -> tuple[_ScorerReplica, Worker]:
