@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from millrace.cluster.hub import Hub
 from millrace.cluster.join.host import _JoiningHost
-from millrace.cluster.messages import JoinSlot
-from millrace.cluster.process import start_worker
+from millrace.cluster.launchers.launcher import JoinSlot, WorkerSpec
+from millrace.cluster.process import LocalLauncher
 from millrace.config import load_config
 from millrace.core.errors import CheckpointError, ConfigError
 from millrace.core.files import check_file_name
@@ -54,10 +54,9 @@ async def test_joining_host_refuses_worker_names_that_leave_the_folder(tmp_path:
     host = _JoiningHost(
         dealer=SilentSocket(),  # type: ignore[arg-type]
         ticket=ticket,  # type: ignore[arg-type]
-        role="engine",
-        start=start_worker,
+        launcher=LocalLauncher(address="tcp://127.0.0.1:1", keys=None, log_dir=tmp_path),
+        spec=WorkerSpec(name="engine", module="no_such_module", token=""),
         log=print,
-        log_dir=tmp_path,
     )
     slots = [JoinSlot(name="../../engine", token="t")]
     with pytest.raises(ConfigError, match=r"A worker of this run has the name '\.\./\.\./engine'"):

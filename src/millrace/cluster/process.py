@@ -1,7 +1,6 @@
 """Workers as child processes: each in a session of its own, logged to a file, reaped with its
-children, and forked from the fork server where it can run.
-
-start_worker() starts a worker on the controller's host and on hosts that join alike.
+children, and forked from the fork server where it can run. This holds for the controller's host and
+for hosts that join alike.
 """
 
 import asyncio
@@ -9,7 +8,6 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,67 +90,44 @@ def describe_exit(code: int) -> str:
     return f"exited with code {code}"
 
 
-async def start_worker(
-    name: str,
-    module: str,
-    *,
-    address: str,
-    credentials: Credentials,
-    log: Path,
-    env: Mapping[str, str] | None = None,
-    has_secrets: bool = False,
-    heartbeat_timeout_s: float | None = None,
-    fork_server: ForkServer | None = None,
-    folder: Path | None = None,
-) -> Process:
-    """Start `python -m module` as the worker `name` of the hub; the server forks it if it can.
-    `has_secrets`: its environment holds the user's keys, too. `folder`: where it runs, if not
-    here."""
-    arguments = [module, "--name", name, "--address", address, "--parent", str(os.getpid())]
-    if heartbeat_timeout_s is not None:
-        arguments += ["--heartbeat-timeout", str(heartbeat_timeout_s)]
-    # A worker must find the modules that its parent finds, such as those beside the script.
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109
-    own = dict(os.environ) if has_secrets else without_secrets(os.environ)
-    inherited = {**own, "PYTHONPATH": path, **(env or {})}
-    env = {**inherited, **credentials.to_environment()}
-    log.parent.mkdir(parents=True, exist_ok=True)
-    if fork_server is not None:
-        child = await fork_server.fork(arguments, env=env, log=log)
-        if child is not None:
-            return Process(child, log=log)
-    with log.open("ab") as file:
-        child = await asyncio.create_subprocess_exec(
-            *with_parent_death_signal([sys.executable, "-m", *arguments]),
-            env=env,
-            cwd=folder,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            # Its own session: Ctrl-C in a terminal reaches the controller only, and kill()
-            # reaches the processes that the worker has started.
-            start_new_session=True,
-        )
-    return Process(child, log=log)
-
-
 @dataclass(kw_only=True, eq=False)
 class LocalLauncher(Launcher):
-    """The launcher of a hub for its own host, which is not shared out. The hub ends each worker."""
+    """Starts workers on this host, which is not shared out. Whoever uses it ends each worker."""
 
     address: str  # of the hub
     keys: ClientKeys | None
     log_dir: Path
-    fork_server: ForkServer | None
+    fork_server: ForkServer | None = None  # forks the workers that it can
+    heartbeat_timeout_s: float | None = None  # None on the host of the hub
+    folder: Path | None = None  # where workers run that are not forked; None = here
 
     async def start(self, spec: WorkerSpec) -> Process:
-        return await start_worker(
-            spec.name,
-            spec.module,
-            address=self.address,
-            credentials=Credentials(token=spec.token, keys=self.keys),
-            log=self.log_dir / f"{spec.name}.log",
-            env=spec.env,
-            has_secrets=spec.has_secrets,
-            fork_server=self.fork_server,
-        )
+        """Start `python -m module` as a worker of the hub."""
+        arguments = [spec.module, "--name", spec.name, "--address", self.address]
+        arguments += ["--parent", str(os.getpid())]
+        if self.heartbeat_timeout_s is not None:
+            arguments += ["--heartbeat-timeout", str(self.heartbeat_timeout_s)]
+        # A worker must find the modules that its parent finds, such as those beside the script.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109
+        own = dict(os.environ) if spec.has_secrets else without_secrets(os.environ)
+        credentials = Credentials(token=spec.token, keys=self.keys).to_environment()
+        env = {**own, "PYTHONPATH": path, **spec.env, **credentials}
+        log = self.log_dir / f"{spec.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if self.fork_server is not None:
+            child = await self.fork_server.fork(arguments, env=env, log=log)
+            if child is not None:
+                return Process(child, log=log)
+        with log.open("ab") as file:
+            child = await asyncio.create_subprocess_exec(
+                *with_parent_death_signal([sys.executable, "-m", *arguments]),
+                env=env,
+                cwd=self.folder,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                # Its own session: Ctrl-C in a terminal reaches the controller only, and kill()
+                # reaches the processes that the worker has started.
+                start_new_session=True,
+            )
+        return Process(child, log=log)

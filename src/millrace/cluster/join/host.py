@@ -8,11 +8,11 @@ thread.
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,14 +22,14 @@ from msgspec.structs import replace
 
 from millrace.cluster import address as addresses
 from millrace.cluster import messages
-from millrace.cluster.address import Credentials, connect
+from millrace.cluster.address import connect
 from millrace.cluster.event_loop import run_on_own_loop
-from millrace.cluster.fork_server import ForkServer, shared_fork_server
+from millrace.cluster.fork_server import shared_fork_server
 from millrace.cluster.join.registry import host_identity
 from millrace.cluster.join.ticket import JoinTicket, check_versions
-from millrace.cluster.launchers.launcher import HostDevice, JoinSlot, ProcessExit
+from millrace.cluster.launchers.launcher import HostDevice, JoinSlot, ProcessExit, WorkerSpec
 from millrace.cluster.link import EVENT_ID, read_frames
-from millrace.cluster.process import Process, start_worker
+from millrace.cluster.process import LocalLauncher, Process
 from millrace.cluster.wire import decode, encode
 from millrace.core.errors import ConfigError, RunFailed
 from millrace.core.files import check_file_name
@@ -68,19 +68,22 @@ def join(
         context = zmq.asyncio.Context()
         try:
             dealer = context.socket(zmq.DEALER)
-            start = partial(
-                start_worker,
-                module=module,
+            launcher = LocalLauncher(
                 address=ticket.address,
-                has_secrets=has_secrets,
+                keys=ticket.keys,
+                log_dir=log_dir,
                 heartbeat_timeout_s=ticket.heartbeat_timeout_s,
                 folder=folder,
             )
-            host = _JoiningHost(dealer=dealer, ticket=ticket, role=role, start=start, log=log)
-            host.devices, host.log_dir, host.env = devices, log_dir, env or {}
+            spec = WorkerSpec(
+                name=role, module=module, token="", env=env or {}, has_secrets=has_secrets
+            )
+            host = _JoiningHost(
+                dealer=dealer, ticket=ticket, launcher=launcher, spec=spec, devices=devices, log=log
+            )
             slots = await host.join(count)
             log(f"Joined the run at {ticket.address} with {', '.join(s.name for s in slots)}.")
-            with shared_fork_server(preload if count > 1 else ()) as host.fork_server:
+            with shared_fork_server(preload if count > 1 else ()) as launcher.fork_server:
                 await host.serve(slots, restarts=restarts)
             log("The run has ended.")
         finally:
@@ -130,13 +133,10 @@ class _JoiningHost:
 
     dealer: zmq.asyncio.Socket
     ticket: JoinTicket
-    role: str
-    start: Callable[..., Awaitable[Process]]  # start_worker() with what all workers have in common
+    launcher: LocalLauncher
+    spec: WorkerSpec  # of all workers; its name is their role
     log: Callable[[str], None]
     devices: Sequence[HostDevice] = ()  # for its workers, in this order; its CPU last
-    log_dir: Path = Path()
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
-    fork_server: ForkServer | None = None
     _processes: dict[str, Process] = field(default_factory=dict[str, Process])
     # Done once they are reported.
     _exits: list[asyncio.Task[ProcessExit]] = field(default_factory=list)
@@ -199,13 +199,9 @@ class _JoiningHost:
         """Start a worker; the task ends with it, once its end is reported."""
         check_file_name(slot.name, of="A worker of this run")  # it comes from outside
         chosen = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.entry for gpu in gpus)} if gpus else {}
-        process = await self.start(
-            slot.name,
-            credentials=Credentials(token=slot.token, keys=self.ticket.keys),
-            log=self.log_dir / f"{slot.name}.log",
-            env={**self.env, **chosen},
-            fork_server=self.fork_server,
-        )
+        env = {**self.spec.env, **chosen}
+        spec = dataclasses.replace(self.spec, name=slot.name, token=slot.token, env=env)
+        process = await self.launcher.start(spec)
         self._processes[slot.name] = process
         self._exits.append(asyncio.create_task(self._report_exit(slot.name, process)))
         return self._exits[-1]
@@ -245,12 +241,8 @@ class _JoiningHost:
                 self.log(f"Waiting for a place: {refusal}")
 
     async def _ask(self, count: int, devices: Sequence[HostDevice]) -> None:
-        request = messages.Join(
-            host=socket.gethostname(),
-            num_workers=count,
-            role=self.role,
-            devices=tuple(devices),
-        )
+        host, role = socket.gethostname(), self.spec.name
+        request = messages.Join(host=host, num_workers=count, role=role, devices=tuple(devices))
         await self._send(request, id=secrets.token_bytes(8))
 
     async def _send(self, message: messages.Message, *, id: bytes = EVENT_ID) -> None:
