@@ -5,14 +5,15 @@ import sys
 
 import zmq
 
-from millrace.cluster.address import TOKEN_VARIABLE
+from millrace.cluster.address import Credentials
 from millrace.cluster.link import EVENT_ID, identity_of
 from millrace.cluster.messages import Done, Hello
 from millrace.cluster.wire import encode
 
 name, address = sys.argv[2], sys.argv[4]
 with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-    socket.setsockopt(zmq.ROUTING_ID, identity_of(name, token=os.environ[TOKEN_VARIABLE]))
+    token = Credentials.take(os.environ).token
+    socket.setsockopt(zmq.ROUTING_ID, identity_of(name, token=token))
     socket.connect(address)
     for frames in (
         [b"one frame"],

@@ -13,6 +13,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Self
 
+import msgspec
 import zmq
 import zmq.asyncio
 from zmq.utils import z85
@@ -20,8 +21,7 @@ from zmq.utils import z85
 from millrace.cluster.wire import MAX_FRAME_BYTES
 from millrace.core.errors import ConfigError
 
-TOKEN_VARIABLE = "MILLRACE_HUB_TOKEN"
-KEYS_VARIABLE = "MILLRACE_HUB_KEYS"
+VARIABLE = "MILLRACE_HUB_CREDENTIALS"  # of the environment
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq sends authentication requests
 ZAP_DOMAIN = b"millrace"
 
@@ -76,20 +76,12 @@ class Credentials:
     keys: ClientKeys | None = None  # None if the hub listens at a local socket
 
     def to_environment(self) -> dict[str, str]:
-        if self.keys is None:
-            return {TOKEN_VARIABLE: self.token}
-        keys = f"{self.keys.server} {self.keys.public} {self.keys.secret}"
-        return {TOKEN_VARIABLE: self.token, KEYS_VARIABLE: keys}
+        return {VARIABLE: msgspec.json.encode(self).decode()}
 
     @classmethod
     def take(cls, environment: MutableMapping[str, str]) -> Self:
         """Remove them from the environment: processes that a worker starts must not have them."""
-        token = environment.pop(TOKEN_VARIABLE, "")
-        words = environment.pop(KEYS_VARIABLE, "").split()
-        if len(words) != 3:
-            return cls(token=token)
-        server, public, secret = words
-        return cls(token=token, keys=ClientKeys(server=server, public=public, secret=secret))
+        return msgspec.json.decode(environment.pop(VARIABLE, "{}"), type=cls)
 
 
 class TokenAuthenticator:

@@ -68,16 +68,7 @@ class WorkerPool:
         kills it during its first start, it is started again; any other error is raised, as it is
         for the user and a retry would not help."""
         history = RestartHistory(name=replica.name, policy=policy or self.policy)
-        while True:
-            try:
-                await replica.start(is_restart=False)
-                break
-            except WorkerError as error:
-                if not error.was_killed:
-                    raise
-                delay_s = history.add(error)
-                self._report(replica, error, history)
-                await asyncio.sleep(delay_s)
+        await self._start(replica, history, is_restart=False)
         self._replicas[replica.name] = replica
         self._tasks[replica.name] = asyncio.create_task(
             self._supervise(replica, history), name=f"supervise-{replica.name}"
@@ -101,24 +92,28 @@ class WorkerPool:
                 error = await replica.health()
                 delay_s = history.add(error) if history.policy.limit_deaths else 0.0
                 self._report(replica, error, history)
-                await self._restart(replica, history, delay_s=delay_s)
+                await asyncio.sleep(delay_s)
+                await self._start(replica, history, is_restart=True)
         except Exception as error:  # noqa: BLE001 - raised by run()
             replica.give_up(error)
             self._failure = self._failure or error
             self._failed.set()
 
-    async def _restart(
-        self, replica: Replica, history: "RestartHistory", *, delay_s: float
+    async def _start(
+        self, replica: Replica, history: "RestartHistory", *, is_restart: bool
     ) -> None:
         while True:
-            await asyncio.sleep(delay_s)
             try:
-                return await replica.start(is_restart=True)
+                return await replica.start(is_restart=is_restart)
             except RunFailed:  # a further attempt would fail as well
                 raise
             except (MillraceError, OSError) as error:
+                was_killed = isinstance(error, WorkerError) and error.was_killed
+                if not (is_restart or was_killed):
+                    raise
                 delay_s = history.add(error)
                 self._report(replica, error, history)
+            await asyncio.sleep(delay_s)
 
     def _report(self, replica: Replica, error: Exception, history: "RestartHistory") -> None:
         self.on_restart(replica.name, f"{error} {history.policy.remedy}")
