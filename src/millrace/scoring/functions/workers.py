@@ -135,11 +135,13 @@ class ScorerWorkers:
         """Make the call in a task: the process runs on even if the caller is cancelled."""
         running = asyncio.create_task(self._call(replica, worker, message, timeout_s=timeout_s))
         self._running.add(running)
-        running.add_done_callback(self._on_done)
-        await asyncio.wait({running})
-        if running.cancelled():
-            raise RunFailed(CLOSED)
-        return running.result()
+        running.add_done_callback(self._running.discard)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            if running.cancelled():
+                raise RunFailed(CLOSED) from None
+            raise
 
     async def _call(
         self, replica: _ScorerReplica, worker: Worker, message: ScoreGroup, *, timeout_s: float
@@ -156,8 +158,3 @@ class ScorerWorkers:
             self._changed.set()
         assert isinstance(scored, GroupScored)
         return scored
-
-    def _on_done(self, task: asyncio.Task[GroupScored]) -> None:
-        self._running.discard(task)
-        if not task.cancelled():
-            task.exception()  # asyncio would warn otherwise if the caller is gone
