@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
+import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -17,12 +19,13 @@ import torch
 from answers import answers_of, assert_has_form
 from digits import TASKS, share_of_digits
 from engine_rig import finish_all
+from project import REPOSITORY
 from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import millrace as mr
 from millrace.config import EngineConfig, LoraConfig
-from millrace.core.errors import EngineLost
+from millrace.core.errors import ConfigError, EngineLost
 from millrace.core.records import Completion, Request, Sampling, TensorSpec, WeightUpdate
 from millrace.inference.backend import EngineSpec, VllmBackend
 from millrace.inference.servers.engine import ServerEngine
@@ -239,6 +242,61 @@ def test_server_and_its_workers_die_with_the_engine(paths):
             engine.stats()
 
 
+@contextlib.contextmanager
+def serving_as_in_the_guide(
+    path: Path, *, port: int, key: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The command of docs/how-to/vllm.md for servers of the user's own, on a CPU."""
+    guide = (REPOSITORY / "docs/how-to/vllm.md").read_text()
+    (command,) = re.findall(r"```\n(VLLM_SERVER_DEV_MODE=1 .*?)\n```", guide, re.DOTALL)
+    values = {"MILLRACE": mr.__path__[0], "MODEL": path, "DTYPE": "float32", "KEY": key}
+    values |= {"CONTEXT": 512, "GPUS": 1, r"10\.0\.0\.2": "127.0.0.1", "8000": port}
+    for name, value in values.items():
+        command, count = re.subn(rf"(?<![\w-]){name}\b", str(value), command)
+        assert count == 1, name
+    own = {
+        "PATH": f"{Path(vllm_python()).parent}:{os.environ['PATH']}",
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    server = subprocess.Popen(["sh", "-c", f"{command} --enforce-eager"], env={**os.environ, **own})
+    try:
+        yield server
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
+            processes = psutil.Process(server.pid).children(recursive=True)
+            for process in (*processes, server):
+                process.kill()
+            psutil.wait_procs(processes, timeout=30)
+        server.wait()
+
+
+def test_server_of_the_guide_wants_its_key_and_gets_the_weights_of_the_run(
+    paths, models, monkeypatch
+):
+    """It serves other weights at first, as after an earlier run."""
+    monkeypatch.setenv("VLLM_KEY", "right")
+    options = {"python": None, "attach": ["http://127.0.0.1:8765"]}
+    with serving_as_in_the_guide(paths[1], port=8765, key="right") as server:
+        refusal = "No vLLM server"
+        while "No vLLM server" in refusal:  # the test has a time limit
+            assert server.poll() is None
+            time.sleep(1)
+            with pytest.raises(ConfigError) as refused, serving(paths[0], **options):
+                pass
+            refusal = str(refused.value)
+        assert "wants a key, and has got none" in refusal
+        with serving(paths[0], api_key="env:VLLM_KEY", **options) as engine:
+            for version in (0, 1):
+                asked = request(f"v{version}")
+                (completion,) = finish_all(engine, [asked])[asked.id]
+                assert set(completion.versions) == {version}
+                expected = logprobs(models[version], asked, completion)
+                np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
+                swap(engine, models[1], version=version + 1)
+
+
 def train(folder: Path, *, steps: int, **settings: Any) -> list[dict[str, Any]]:
     """The metrics of a run."""
     make_tiny_model(folder / "model", head_dim=32)
@@ -287,6 +345,7 @@ def test_training_learns_and_survives_a_killed_server(tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["restarts"]["engine-0"] >= 1
     assert len(rows) == 14
     assert sum(rewards[-4:]) > sum(rewards[:4]) * 1.2
+    assert max(row["version_spread/rollout_max"] for row in rows) > 0  # swaps in flight
 
 
 def test_adapter_is_replaced_in_flight_and_agrees_with_transformers(paths):
