@@ -46,15 +46,8 @@ class Block:
     """b rectangles of Q queries and K keys. Without a mask query i attends to keys to K - Q + i."""
 
     shape: tuple[int, int, int]  # b, Q, K
-    mask: "TreeMask | None" = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TreeMask:
-    """Attention masks of the trees of a block; all [b, 1, Q, Q]."""
-
-    behind: Tensor  # int16; position of the query minus that of the key, -1 = masked
-    bias: Tensor  # float32; 0 or -inf = masked
+    # [b, 1, Q, Q] int16, of trees: position of the query minus that of the key, -1 = masked.
+    behind: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -182,10 +175,8 @@ class PackedLayout:
         for members in bucketed(sizes):
             longest = int(sizes[members[0]])
             rows = _padded([trees[i] for i in members], longest)  # [b, Q]
-            behind = self._behind(rows)[:, None]
-            bias = np.where(behind < 0, -np.inf, 0).astype(np.float32)
-            mask = TreeMask(behind=self._tensor(behind), bias=self._tensor(bias))
-            yield Block(shape=(*rows.shape, longest), mask=mask), rows, rows
+            behind = self._tensor(self._behind(rows)[:, None])
+            yield Block(shape=(*rows.shape, longest), behind=behind), rows, rows
 
     def _row_blocks(self) -> Iterator[tuple[Block, np.ndarray, np.ndarray]]:
         """Segments outside of small trees: by parent, then by length."""
@@ -205,7 +196,7 @@ class PackedLayout:
                 yield Block(shape=(*queries.shape, keys.shape[1])), queries, keys
 
     def _behind(self, rows: np.ndarray) -> np.ndarray:
-        """TreeMask.behind [b, Q, Q] int16 for rows [b, Q] of trees."""
+        """Block.behind [b, Q, Q] int16 for rows [b, Q] of trees."""
         is_real = rows >= 0
         segment_of_row = np.repeat(np.arange(len(self.lengths)), self.lengths)
         real = segment_of_row[rows]  # arbitrary for padding

@@ -150,12 +150,9 @@ def attend(
     """Attention within each rectangle of one block; [b, H, Q, D_v]."""
     _, num_queries, num_keys = block.shape
     window = None if rules.window is None or rules.window >= num_keys else rules.window
-    is_plain = window is None and rules.is_plain
-    if block.mask is not None:
-        if is_plain:
-            return _sdpa(q, k, v, attn_mask=block.mask.bias.to(q.dtype), scale=rules.scale)
-        return attend_masked(q, k, v, visible=_visible(block.mask.behind, window), rules=rules)
-    if is_plain and num_queries == num_keys:
+    if block.behind is not None:
+        return attend_masked(q, k, v, visible=_visible(block.behind, window), rules=rules)
+    if window is None and rules.is_plain and num_queries == num_keys:
         return _sdpa(q, k, v, is_causal=True, scale=rules.scale)
     parts = []
     before = num_keys - num_queries  # keys that precede the first query
