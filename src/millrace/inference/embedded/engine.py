@@ -321,7 +321,8 @@ class EmbeddedEngine(EngineCore):
         # freed within a launch stays empty until its end. A grammar reads each token first.
         share = 4 if self._scheduler.waiting.num_waiting else 2 if self._has_new else 1
         self._has_new = False
-        max_steps = 1 if self._slots.any_guided else max(1, decode_loop.max_steps // share)
+        any_guided = (self._slots.occupied & self._slots.is_guided).any()
+        max_steps = 1 if any_guided else max(1, decode_loop.max_steps // share)
         plan = self._scheduler.plan_decode(max_steps=max_steps)
         if plan is None:
             return 1

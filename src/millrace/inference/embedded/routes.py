@@ -37,7 +37,7 @@ class RoutesPool:
         self._requested: list[RouteRead] = []
         # [T]; of the KV that the next pass computes.
         self.kv_slots = torch.empty(0, dtype=torch.int64, device=cache.device)
-        cache.copy_with_blocks(layer.view(num_blocks + 1, -1) for layer in self._routes)
+        cache.copied_along += [layer.view(num_blocks + 1, -1) for layer in self._routes]
         routing.install([_RecordedRouter(layer, pool=self) for layer in self._routes])
 
     def begin_step(self, tables: Tensor, lengths: Tensor) -> None:

@@ -51,7 +51,10 @@ class ModelRunner:
             parts.routes.kv_slots = slot_mapping
         batch: PrefillLayer | PagedBatch | ExactBatch
         if self._exact:
-            tiles = self._tiles(plan, starts)
+            rows, block = self._tables.rows[plan.slots], self._tables.block_tokens
+            offsets = self._tensor(np.arange(len(rows)) * rows.shape[1])
+            tables = KeyTables(self._tensor(rows.reshape(-1)), offsets, block)
+            tiles = Tiles.of(starts, plan.counts, tables=tables, device=self._device)
             batch = ExactBatch(cache=parts.cache, slot_mapping=slot_mapping, tiles=tiles)
         elif self._flashes and plan.num_single == 0:
             batch = self._flash_prefill(plan, starts, slot_mapping=slot_mapping)
@@ -78,13 +81,6 @@ class ModelRunner:
         if plan.num_single == len(plan.slots) or plan.drafts is not None:
             return hidden
         return hidden[self._tensor(np.cumsum(plan.counts) - 1)]
-
-    def _tiles(self, plan: BatchPlan, starts: np.ndarray) -> Tiles:
-        rows = self._tables.rows[plan.slots]
-        offsets = np.arange(len(rows)) * rows.shape[1]
-        entries, block = self._tensor(rows.reshape(-1)), self._tables.block_tokens
-        tables = KeyTables(entries, self._tensor(offsets), block)
-        return Tiles.of(starts, plan.counts, tables=tables, device=self._device)
 
     def _flash_prefill(
         self, plan: BatchPlan, starts: np.ndarray, *, slot_mapping: Tensor

@@ -105,7 +105,8 @@ def attend(
     rules: ScoreRules,
 ) -> Tensor:  # [T, H, E]
     """Attention of every row; differentiable on a CPU."""
-    _check_sinks(rules)
+    if rules.sinks is not None:
+        refuse("attention sinks")
     with torch._C.DisableTorchFunction():
         if query.is_cuda:
             from millrace.models.exact import exact_kernels
@@ -167,7 +168,8 @@ def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, rules: ScoreRules, *, layout: PackedLayout
 ) -> Tensor:
     """As attend(), of a microbatch: T rows of each; differentiable."""
-    _check_sinks(rules)
+    if rules.sinks is not None:
+        refuse("attention sinks")
     q, k = q.to(v.dtype), k.to(v.dtype)
     with torch._C.DisableTorchFunction():
         if q.is_cuda:
@@ -175,11 +177,6 @@ def attend_packed(
             _refuse_training(obstacle, num_heads=q.shape[1], num_kv_heads=v.shape[1])
             return _PackedAttention.apply(q, k, v, layout, tiles, rules)
         return _attend_on_cpu(q, k, v, tiles, rules)
-
-
-def _check_sinks(rules: ScoreRules) -> None:
-    if rules.sinks is not None:
-        refuse("attention sinks")
 
 
 def check_trainable(config: PreTrainedConfig, device: torch.device, *, max_context: int) -> None:

@@ -189,8 +189,6 @@ class CollectiveSendBackend(SendBackend):
 
 
 class CollectiveRecvBackend(RecvBackend):
-    """Engine side."""
-
     def __init__(self, *, device: torch.device, timeout_s: float, role: str = ENGINE) -> None:
         self._role = role
         self._device = device  # where the engine computes

@@ -32,8 +32,6 @@ _POLL_S = 0.02
 
 
 class DiskSendBackend(SendBackend):
-    """Trainer side."""
-
     transport = "disk"
 
     def __init__(self, directory: Path) -> None:
@@ -87,8 +85,6 @@ class DiskSendBackend(SendBackend):
 
 
 class DiskRecvBackend(RecvBackend):
-    """Engine side."""
-
     def __init__(self, *, patience_s: float = 5.0) -> None:
         """`patience_s`: time for a marker to appear; network filesystems lag."""
         self._patience_s = patience_s

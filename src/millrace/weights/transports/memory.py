@@ -181,8 +181,6 @@ class IpcSendBackend(SendBackend):
 
 
 class IpcRecvBackend(RecvBackend):
-    """Engine side."""
-
     def __init__(self, *, device: torch.device) -> None:
         if device.type != "cuda":
             raise WeightError(

@@ -5,7 +5,7 @@ H = KV heads, Dk and Dv = dimensions of a key and of a value, T = tokens, B = bl
 The engine's thread calls everything.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,17 +48,13 @@ class KVCache:
             layer: torch.zeros(num_blocks, block_tokens * shape.numbers, dtype=dtype, device=device)
             for layer, shape in shapes.items()
         }
-        self._copied_along: list[Tensor] = []
+        self.copied_along: list[Tensor] = []  # [blocks, ...] each; rows are copied with the blocks
         # The same memory by token: [slots, H, Dk + Dv] of each layer. The KV slot of a token is
         # block * block_tokens + offset.
         self.layers = {
             layer: self._blocks[layer].view(-1, shape.num_heads, shape.key_dim + shape.value_dim)
             for layer, shape in shapes.items()
         }
-
-    def copy_with_blocks(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the rows of these tensors [blocks, ...] whenever blocks are copied."""
-        self._copied_along += tensors
 
     def gather(self, layer: int, *, blocks: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Contents of blocks [num_rows * B] as keys [num_rows, H, B * block_tokens, Dk], values."""
@@ -90,5 +86,5 @@ class KVCache:
         if not len(sources):
             return
         source, target = self._index(sources), self._index(targets)
-        for tensor in (*self._blocks.values(), *self._copied_along):
+        for tensor in (*self._blocks.values(), *self.copied_along):
             tensor.index_copy_(0, target, tensor.index_select(0, source))

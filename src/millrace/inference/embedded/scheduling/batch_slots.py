@@ -61,10 +61,6 @@ class BatchSlots:
         needed = self.adjusts_logits | (self.num_top > 0)
         return bool((self.occupied & needed).any())
 
-    @property
-    def any_guided(self) -> bool:
-        return bool((self.occupied & self.is_guided).any())
-
     def sequence(self, slot: int) -> Sequence:
         sequence = self._sequences[slot]
         assert sequence is not None, f"slot {slot} is empty"
