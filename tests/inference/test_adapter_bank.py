@@ -25,6 +25,7 @@ from millrace.config import EngineConfig, LoraConfig
 from millrace.core.errors import TaskError, WeightError
 from millrace.core.records import Request
 from millrace.inference.backend import EngineSpec
+from millrace.inference.embedded.adapters import tensors_of
 from millrace.inference.embedded.build import build_engine
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.models.lora.factors import Adapter
@@ -181,10 +182,10 @@ def test_swap_leaves_model_weights_and_adapter_addresses_unchanged(folders, deco
     assert all(torch.equal(p, base[name]) for name, p in engine._weights._parameters.items())
     bank = engine.bank
     assert bank is not None
-    tensors = [tensor for product in bank._products for tensor in product.tensors()]
+    tensors = [tensor for product in bank._products for tensor in tensors_of(product).values()]
     places = [tensor.data_ptr() for tensor in tensors]
     engine.swap(read_checkpoint(folders[None]), version=2)
-    tensors = [tensor for product in bank._products for tensor in product.tensors()]
+    tensors = [tensor for product in bank._products for tensor in tensors_of(product).values()]
     assert places == [tensor.data_ptr() for tensor in tensors]
 
 

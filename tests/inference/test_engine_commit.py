@@ -9,6 +9,7 @@ from engine_rig import assert_same, finish_all, make_engine, make_request
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.config import LoraConfig
+from millrace.inference.embedded.adapters import tensors_of
 from millrace.inference.embedded.engine import EmbeddedEngine
 
 # What an update brings, and how the engine applies it.
@@ -51,7 +52,7 @@ def live_tensors(engine: EmbeddedEngine) -> list[torch.Tensor]:
     """Copies of everything that decodes."""
     tensors = list(engine._weights._parameters.values())
     if engine.bank is not None:
-        tensors += [tensor for one in engine.bank._products for tensor in one.tensors()]
+        tensors += [t for one in engine.bank._products for t in tensors_of(one).values()]
     return [tensor.clone() for tensor in tensors]
 
 

@@ -83,13 +83,6 @@ class AdaptedProduct:
             return (output * gain).to(output.dtype)
         return ((output - bias) * gain + bias).to(output.dtype)
 
-    def tensors(self) -> list[Tensor]:
-        return [self.a, self.b] if self.gains is None else [self.a, self.b, self.gains]
-
-    def clone(self) -> "AdaptedProduct":
-        gains = None if self.gains is None else self.gains.clone()
-        return replace(self, a=self.a.clone(), b=self.b.clone(), gains=gains)
-
     def places(self, slot: AdapterSlot) -> Iterator[tuple[str, Tensor, Tensor]]:
         """The name of each layer that has this adapter, and where its A and B belong."""
         for layer, rows, columns in self._layers_of(slot):
@@ -131,15 +124,13 @@ class AdaptedExperts:
         inner = inner * F.pad(mask, (0, inner.shape[1] - mask.shape[1]))
         return output + grouped(inner, self.b, offsets)
 
-    def tensors(self) -> list[Tensor]:
-        return [self.a, self.b]
-
-    def clone(self) -> "AdaptedExperts":
-        return replace(self, a=self.a.clone(), b=self.b.clone())
-
     def places(self, slot: AdapterSlot) -> Iterator[tuple[str, Tensor, Tensor]]:
         if self.layer in slot.adapter.layers:
             yield self.layer, self.a[:, slot.columns], self.b[:, :, slot.columns]
+
+
+def tensors_of(product: AdaptedProduct | AdaptedExperts) -> dict[str, Tensor]:
+    return {key: value for key, value in vars(product).items() if isinstance(value, Tensor)}
 
 
 def _add_products(
@@ -273,13 +264,15 @@ class AdapterBank:
     ) -> list[tuple[Tensor, Tensor]]:
         """Pairs of live and new tensor that make these the adapter of a policy. They are for the
         next commit: a clone holds the other adapters, too, so that whole tensors are copied."""
-        staged = [live.clone() for live in self._products]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        staged: list[AdaptedProduct | AdaptedExperts] = []
+        for live in self._products:
+            own = tensors_of(live)
+            copies = {key: value.clone() for key, value in own.items()}
+            staged.append(replace(live, **copies))
+            pairs += zip(own.values(), copies.values(), strict=True)
         self._write(staged, self._slots[name], tensors)
-        return [
-            pair
-            for live, new in zip(self._products, staged, strict=True)
-            for pair in zip(live.tensors(), new.tensors(), strict=True)
-        ]
+        return pairs
 
     def _write(
         self,
