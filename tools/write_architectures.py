@@ -152,7 +152,7 @@ def obstacle_of(name: str) -> str | None:
     except StrictDataclassError:
         return "its default configuration is not valid in transformers"
     found = (find_obstacle(config, attention=path) for path in (PACKED, DECODE_LOOP))
-    return next(filter(None, found), None)
+    return next((obstacle for obstacle, _ in filter(None, found)), None)
 
 
 def config_of(name: str) -> PreTrainedConfig:

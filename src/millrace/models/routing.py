@@ -16,6 +16,7 @@ T = tokens of a pass, K = experts per token (top_k), E = experts of a layer.
 """
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -76,8 +77,7 @@ class Routing:
     @property
     def token_bytes(self) -> int:
         """Bytes of the routes of one token."""
-        num_layers, top_k = self.shape
-        return num_layers * top_k * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def install(self, rules: Sequence[RoutingRule]) -> None:
         """Make each router use its rule from now on."""

@@ -68,7 +68,7 @@ class AttentionPath:
 
 
 # Part of a sentence, and what the code of the model raised.
-_Obstacle = tuple[str, Exception | None]
+Obstacle = tuple[str, Exception | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,30 +85,27 @@ def check_supported(
     config: PreTrainedConfig, *, path: str, attention: AttentionPath, trust_remote_code: bool
 ) -> None:
     """Refuse a model whose logprobs Millrace would not reproduce."""
-    if (obstacle := _tested(_case(config, attention, trust_remote_code))) is not None:
+    found = find_obstacle(config, attention=attention, trust_remote_code=trust_remote_code)
+    if found is not None:
+        obstacle, error = found
         name = (config.architectures or [config.model_type])[0]
         raise ConfigError(
-            f"Model {path!r} ({name}) is not supported: {obstacle[0]}; use a decoder-only"
+            f"Model {path!r} ({name}) is not supported: {obstacle}; use a decoder-only"
             " transformer such as Llama, Qwen or Gemma."
-        ) from obstacle[1]
+        ) from error
 
 
 def find_obstacle(
     config: PreTrainedConfig, *, attention: AttentionPath, trust_remote_code: bool = False
-) -> str | None:
+) -> Obstacle | None:
     """Why such a model is not supported; None if it is. A process tests a configuration once."""
-    obstacle = _tested(_case(config, attention, trust_remote_code))
-    return obstacle and obstacle[0]
-
-
-def _case(config: PreTrainedConfig, attention: AttentionPath, trust_remote_code: bool) -> _Case:
     text, trust = config.to_json_string(), trust_remote_code
-    return _Case(text=text, attention=attention, config=config, trust_remote_code=trust)
+    return _tested(_Case(text=text, attention=attention, config=config, trust_remote_code=trust))
 
 
 @functools.lru_cache(maxsize=64)
 @torch.no_grad()
-def _tested(case: _Case) -> _Obstacle | None:
+def _tested(case: _Case) -> Obstacle | None:
     user = case.attention.user
     with torch.random.fork_rng(devices=[]):
         try:
