@@ -59,11 +59,11 @@ class FinishedCompletions:
 class EngineStats:
     running: int  # sequences in the batch
     waiting: int  # sequences in the wait queue
-    free_blocks: int
+    free_blocks: int = 0
     generated_tokens: int  # since the start, as all below
     prefill_tokens: int
-    cached_tokens: int  # found in the prefix cache, so not prefilled
-    preemptions: int
+    cached_tokens: int = 0  # found in the prefix cache, so not prefilled
+    preemptions: int = 0
     drafted_tokens: int = 0  # computed by speculation
     accepted_tokens: int = 0  # of these, the tokens that were drawn
 

@@ -90,11 +90,8 @@ class ServerEngine:
         return EngineStats(
             running=len(self._running) + len(self._suspended),
             waiting=len(self._held),
-            free_blocks=0,
             generated_tokens=self._num_generated,
             prefill_tokens=self._num_prefilled,
-            cached_tokens=0,
-            preemptions=0,
         )
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
