@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +22,11 @@ from chat_model import make_chat_model
 types = pytest.importorskip("tinker.types", reason="make test-tinker installs it")
 import tinker  # noqa: E402
 
+from millrace.serving.tinker.tenants import MAX_SESSIONS  # noqa: E402
+
 pytestmark = pytest.mark.slow
 GUIDE = Path(__file__).parents[3] / "docs/how-to/training-api.md"
-KEYS = ("tml-one", "tml-two")
+KEYS = ("tml-one", "tml-two", "tml-three")
 NAME = "my-model"  # as in the guide
 TEXT = "hello world, hello sea"
 ADAM = types.AdamParams(learning_rate=0.02, grad_clip_norm=10.0)
@@ -95,6 +99,23 @@ def test_the_loss_falls(client: Any):
     assert model.get_tokenizer().encode("ab") == [97, 98]
     losses = train(model, steps=20)
     assert losses[-1] < losses[0] - 3
+
+
+def test_a_client_beyond_the_limit_of_sessions_learns_it_at_once(server: str):
+    def open_session() -> int:
+        headers = {"X-API-Key": KEYS[2], "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{server}/api/v1/create_session", b"{}", headers)
+        try:
+            with urllib.request.urlopen(request) as reply:
+                return reply.status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    for _ in range(MAX_SESSIONS):
+        assert open_session() == 200
+    assert open_session() == 429
+    with pytest.raises(tinker.RateLimitError, match="close other clients"):
+        tinker.ServiceClient(base_url=server, api_key=KEYS[2])
 
 
 def test_samples_come_from_the_weights_that_were_saved_for_them(client: Any):

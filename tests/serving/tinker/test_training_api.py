@@ -29,6 +29,7 @@ from millrace.models.attention.packed import PACKED
 from millrace.models.loading import load_model
 from millrace.serving.api.errors import ApiError
 from millrace.serving.api.openapi import Health
+from millrace.serving.clients import Client
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
 from millrace.serving.served_model import ServedModel
@@ -38,6 +39,16 @@ from millrace.serving.tinker import protobuf, wire
 from millrace.serving.tinker.computing import AdapterSlots, TrainingThread
 from millrace.serving.tinker.routes import add_routes
 from millrace.serving.tinker.service import TrainingService
+from millrace.serving.tinker.tenants import (
+    MAX_MODELS,
+    MAX_SAMPLERS,
+    MAX_SESSIONS,
+    MAX_UNSAVED,
+    SILENT_S,
+    SessionOrder,
+    Tenant,
+)
+from millrace.serving.tinker.usage import TokenQuota
 from millrace.training.adapters.adapter_set import AdapterSet
 from millrace.training.adapters.requests import PASS_TOKENS, AdapterShape
 
@@ -64,8 +75,10 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Caller:
     """One tenant. Futures are awaited unless `waits` is False."""
 
-    def __init__(self, http: aiohttp.ClientSession, key: str) -> None:
-        self._http, self._headers = http, {"X-API-Key": key}
+    def __init__(
+        self, http: aiohttp.ClientSession, key: str, service: TrainingService | None = None
+    ) -> None:
+        self._http, self._headers, self.service = http, {"X-API-Key": key}, service
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
         how: dict[str, Any] = {"json": body}
@@ -154,7 +167,7 @@ async def callers(model_path: Path, folder: Path, **quotas: int) -> AsyncIterato
         http_listener(app, host="127.0.0.1", port=0) as port,
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
     ):
-        yield [Caller(http, key) for key in KEYS]
+        yield [Caller(http, key, service) for key in KEYS]
     served.close()
 
 
@@ -372,6 +385,96 @@ async def test_a_finished_session_frees_its_models(model_path: Path, tmp_path: P
         assert (await one.post(f"sessions/{body['session_id']}/finish", {}))[0] == 204
         assert (await one.post("session_heartbeat", body))[0] == 410
         assert (await one.post("get_info", {"model_id": created["model_id"]}))[0] == 404
+
+
+async def test_a_key_has_a_bounded_number_of_sessions_and_models(model_path: Path, tmp_path: Path):
+    async with callers(model_path, tmp_path) as (one, two):
+        opened = [await one.post("create_session", {}) for _ in range(MAX_SESSIONS)]
+        assert {status for status, _ in opened} == {200}
+        async with one._http.post(
+            "/api/v1/create_session", headers=one._headers, json={}
+        ) as refused:
+            assert (refused.status, refused.headers["X-Should-Retry"]) == (429, "false")
+            assert (await refused.json())["error"]["code"] == "too_many_sessions"
+        assert (await two.post("create_session", {}))[0] == 200
+        session = opened[0][1]["session_id"]
+        body = {"session_id": session, "base_model": "tiny"}
+        no_layers = {"rank": 1, "train_mlp": False, "train_attn": False}
+        refused = {**body, "model_seq_id": 99, "lora_config": no_layers}
+        assert "no layers" in (await one.future("create_model", refused))["error"]
+        body["lora_config"] = {"rank": 1, "train_mlp": False}
+        created = [
+            await one.future("create_model", {**body, "model_seq_id": number})
+            for number in range(MAX_MODELS + 1)
+        ]
+        assert all("model_id" in each for each in created[:-1])
+        assert "16 models" in created[-1]["error"]
+        assert (await one.post(f"sessions/{session}/finish", {}))[0] == 204
+        assert await one.new_model()
+
+
+async def test_sessions_without_heartbeats_end_when_another_begins(
+    model_path: Path, tmp_path: Path
+):
+    async with callers(model_path, tmp_path) as (one, two):
+        silent, heard = await one.new_model(), await one.new_model()
+        assert one.service is not None
+        (tenant,) = [task.result() for task in one.service._tenants.values()]
+        sessions = {own: id for id, each in tenant.sessions.items() for own in each.models}
+        for session in tenant.sessions.values():
+            session.heard_s -= SILENT_S + 1
+        await one.post("session_heartbeat", {"session_id": sessions[heard]})
+        await two.post("create_session", {})
+        assert (await one.post("get_info", {"model_id": silent}))[0] == 404
+        assert (await one.post("get_info", {"model_id": heard}))[0] == 200
+
+
+def a_tenant(folder: Path) -> Tenant:
+    return Tenant(Client(name="one"), folder, TokenQuota(None))
+
+
+def test_few_sessions_are_examined_however_many_there_are(tmp_path: Path):
+    order, tenant = SessionOrder(), a_tenant(tmp_path)
+    ids = [tenant.open_session() for _ in range(200)]
+    for id in ids:
+        order.hear(tenant, id)
+    assert order.take_silent() == []
+    for id in ids[1:]:
+        tenant.sessions[id].heard_s -= SILENT_S + 1
+    order.hear(tenant, ids[0])
+    taken = [[id for _, id in order.take_silent()] for _ in range(100)]
+    assert max(map(len, taken)) == 4
+    assert [id for few in taken for id in few] == ids[1:]
+
+
+def test_a_tenant_keeps_the_samplers_that_it_used_last(tmp_path: Path):
+    tenant, session = a_tenant(tmp_path), "session"
+    tenant.add_sampler(f"{session}:0", None)
+    removed = {}
+    for number in range(1, MAX_SAMPLERS + 10):
+        assert tenant.sampler(f"{session}:0") is None
+        removed |= tenant.add_sampler(f"{session}:{number}", None)
+    assert len(tenant.samplers) == MAX_SAMPLERS
+    assert removed.keys() == {f"{session}:{number}" for number in range(1, 11)}
+    with pytest.raises(ApiError, match="create a new one"):
+        tenant.sampler(f"{session}:1")
+    unsaved = {str(number): tmp_path / str(number) for number in range(MAX_UNSAVED + 2)}
+    removed = {}
+    for id, folder in unsaved.items():
+        removed |= tenant.add_sampler(id, folder)
+    assert [id for id in tenant.samplers if id in unsaved] == [*unsaved][2:]
+    assert {removed["0"], removed["1"]} == {unsaved["0"], unsaved["1"]}
+
+
+async def test_samplers_end_with_their_session(model_path: Path, tmp_path: Path):
+    async with callers(model_path, tmp_path) as (one, _):
+        _, session = await one.post("create_session", {})
+        body = {**session, "sampling_session_seq_id": 0}
+        _, sampler = await one.post("create_sampling_session", body)
+        path = f"samplers/{sampler['sampling_session_id']}"
+        assert (await one.get(path))[0] == 200
+        await one.post(f"sessions/{session['session_id']}/finish", {})
+        assert (await one.get(path))[0] == 404
 
 
 async def test_tenants_take_turns_by_their_tokens(model_path: Path):

@@ -38,6 +38,8 @@ class ApiError(MillraceError):
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(self.retry_after_s)
+        elif self.status == 429:  # waiting does not help; the clients of OpenAI and Tinker obey
+            headers["X-Should-Retry"] = "false"
         return json_response(self.body(), status=self.status, headers=headers)
 
 

@@ -37,14 +37,11 @@ from millrace.serving.tinker.states import (
     iso_time,
     saved_states,
 )
-from millrace.serving.tinker.tenants import Tenant, TenantModel, TenantSession, Work
+from millrace.serving.tinker.tenants import SessionOrder, Tenant, Work
 from millrace.serving.tinker.usage import AuditLog, TokenQuota
 from millrace.training.adapters.requests import AdapterShape
 from millrace.training.checkpoints.directory import read_run_state
 
-MAX_MODELS = 16  # of a tenant at a time
-MAX_UNSAVED = 32  # samplers of unsaved weights of a tenant; older ones are removed
-SILENT_S = 3600.0  # after the last heartbeat of a session, its models are freed
 _STEP_TOKENS = 256  # that a request without data counts as, when tenants take turns
 _AUDIT_FILE = "audit.jsonl"
 _UNSAVED = "unsaved"  # folder of weights that only samplers use
@@ -67,6 +64,7 @@ class TrainingService:
         self._served, self._thread, self._slots = served, thread, slots
         self._settings, self._model_path = settings, model_path
         self._tenants: dict[str, asyncio.Task[Tenant]] = {}
+        self._sessions = SessionOrder()
         self._audit = AuditLog(settings.folder / _AUDIT_FILE)
         self._log = RequestLog(settings.folder)
         running = settings.folder / _RUNNING
@@ -86,6 +84,8 @@ class TrainingService:
     async def _restored(self, client: Client) -> Tenant:
         tenant = Tenant(client, self._settings.folder, TokenQuota(self._settings.max_tokens))
         await self._executor.restore(tenant, self._submit_again)
+        for id in tenant.sessions:
+            self._sessions.hear(tenant, id)
         return tenant
 
     async def _submit_again(self, tenant: Tenant, request: AcceptedRequest) -> None:
@@ -111,30 +111,30 @@ class TrainingService:
     # Sessions and models
 
     async def create_session(self, tenant: Tenant) -> Reply:
-        there = [task for task in self._tenants.values() if task.done() and not task.exception()]
-        for each in [task.result() for task in there]:
-            for id, session in list(each.sessions.items()):
-                if time.monotonic() - session.heard_s > SILENT_S:
-                    await self.finish_session(each, id)
-        id = uuid.uuid4().hex
-        await self._log.add_session(tenant.name, id)
-        tenant.sessions[id] = TenantSession()
+        for owner, silent in self._sessions.take_silent():
+            await self.finish_session(owner, silent)
+        id = tenant.open_session()
+        try:
+            await self._log.add_session(tenant.name, id)
+        except BaseException:
+            tenant.close_session(id)
+            raise
+        self._sessions.hear(tenant, id)
         self._audit.write(tenant.name, "create_session", about=id)
         return {"session_id": id}
 
     async def heartbeat(self, tenant: Tenant, body: wire.SessionBody) -> Reply:
-        tenant.session(body.session_id).heard_s = time.monotonic()
+        self._sessions.hear(tenant, body.session_id)
         return {}
 
     async def finish_session(self, tenant: Tenant, session_id: str) -> None:
-        models = tenant.session(session_id).models
-        del tenant.sessions[session_id]
-        for id in models:
-            tenant.models.pop(id, None)
+        models = tenant.close_session(session_id)
+        self._sessions.remove(session_id)
         await self._executor.remove(session_id, models)
 
     async def create_model(self, tenant: Tenant, body: wire.CreateModelBody) -> Reply:
-        session, lora = tenant.session(body.session_id), body.lora_config
+        tenant.session(body.session_id)
+        lora = body.lora_config
         self._check_base(body.base_model)
         if lora.rank > (most := self._settings.max_rank):
             raise ApiError(f"Rank {lora.rank} exceeds --train-max-rank {most}.")
@@ -142,11 +142,12 @@ class TrainingService:
             lora = lora.model_copy(update={"seed": secrets.randbits(63)})
 
         async def create(id: str) -> Result:
-            if len(tenant.models) >= MAX_MODELS:
-                raise TaskError(f"You have {MAX_MODELS} models; end the sessions of old ones.")
-            model = tenant.models[id] = TenantModel(shape=lora.shape)
-            session.models.append(id)
-            await self._executor.create_adapter(tenant.name, id, model, seed=lora.seed)
+            model = tenant.add_model(id, lora.shape, session=body.session_id)
+            try:
+                await self._executor.create_adapter(tenant.name, id, model, seed=lora.seed)
+            except BaseException:
+                tenant.models.pop(id, None)
+                raise
             return {"model_id": id}
 
         id = await self._executor.submit(
@@ -214,13 +215,7 @@ class TrainingService:
     async def _save(self, tenant: Tenant, body: wire.SaveBody, id: str, *, kind: str) -> Result:
         if body.path is None:
             folder, reply = self._settings.folder / _UNSAVED / id, {"sampling_session_id": id}
-            tenant.samplers[id] = folder
-            await self._log.add_sampler(tenant.name, id, folder, session=None)
-            unsaved = [(id, own) for id, own in tenant.samplers.items() if own and own.name == id]
-            for old, removed in unsaved[:-MAX_UNSAVED]:
-                del tenant.samplers[old]
-                await self._log.remove_sampler(old)
-                await asyncio.to_thread(shutil.rmtree, removed, True)
+            await self._add_sampler(tenant, id, folder, session=None)
         else:
             reply = {"path": f"tinker://{body.model_id}/{kind}/{body.path}"}
             folder = tenant.path_of(reply["path"])
@@ -325,21 +320,26 @@ class TrainingService:
         elif body.base_model is not None:
             self._check_base(body.base_model)
         id = f"{body.session_id}:{body.sampling_session_seq_id}"
-        await self._log.add_sampler(tenant.name, id, folder, session=body.session_id)
-        tenant.samplers[id] = folder
+        await self._add_sampler(tenant, id, folder, session=body.session_id)
         return {"sampling_session_id": id}
 
+    async def _add_sampler(
+        self, tenant: Tenant, id: str, folder: Path | None, *, session: str | None
+    ) -> None:
+        """Also removes the samplers for which there is no room."""
+        surplus = tenant.add_sampler(id, folder)
+        await self._log.add_sampler(tenant.name, id, folder, session=session)
+        for old, removed in surplus.items():
+            await self._log.remove_sampler(old)
+            if removed is not None and removed.name == old:  # no other sampler has it
+                await asyncio.to_thread(shutil.rmtree, removed, True)
+
     async def get_sampler(self, tenant: Tenant, id: str) -> Reply:
-        self._sampler(tenant, id)
+        tenant.sampler(id)
         return {"sampler_id": id, "base_model": self._model_path}
 
-    def _sampler(self, tenant: Tenant, id: str) -> Path | None:
-        if id not in tenant.samplers:
-            raise ApiError(f"Sampler {id!r:.80} does not exist; create a new one.", status=404)
-        return tenant.samplers[id]
-
     async def sample(self, tenant: Tenant, body: wire.SampleBody) -> Reply:
-        folder = self._sampler(tenant, body.sampling_session_id)
+        folder = tenant.sampler(body.sampling_session_id)
         request = self._request(tenant, body, folder)
 
         async def sample(_id: str) -> Result:

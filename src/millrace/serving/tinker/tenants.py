@@ -9,11 +9,14 @@ import contextlib
 import logging
 import re
 import time
+import uuid
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
-from millrace.core.errors import CheckpointError, MillraceError
+from millrace.core.errors import CheckpointError, MillraceError, TaskError
 from millrace.serving.api.errors import ApiError, as_api_error
 from millrace.serving.clients import Client
 from millrace.serving.tinker.request_log import AcceptedRequest, RequestKey, Result
@@ -21,6 +24,12 @@ from millrace.serving.tinker.usage import TokenQuota
 from millrace.training.adapters.requests import AdapterShape
 
 MAX_FUTURES = 4096  # of a tenant; the oldest results are dropped
+MAX_SESSIONS = 256  # of a tenant at a time
+MAX_MODELS = 16  # likewise
+MAX_SAMPLERS = 1024  # of a tenant; those that were used least recently are removed
+MAX_UNSAVED = 32  # of these, samplers of unsaved weights
+SILENT_S = 3600.0  # after the last heartbeat of a session, its models are freed
+_ENDED_AT_ONCE = 4  # silent sessions that end when a session is created
 _PATH = re.compile(r"tinker://([\w-]+)/(weights|sampler_weights)/([\w-][\w.-]*)", re.ASCII)
 _log = logging.getLogger(__name__)
 
@@ -123,7 +132,8 @@ class Tenant:
         self.restored: dict[RequestKey, AcceptedRequest] = {}  # of before a crash, to be submitted
         self.sessions: dict[str, TenantSession] = {}
         self.models: dict[str, TenantModel] = {}
-        self.samplers: dict[str, Path | None] = {}  # their adapters; None = the model itself
+        # By id, least recently used first: their adapters; None = the model itself.
+        self.samplers: dict[str, Path | None] = {}
         self.folder = folder / client.tenant
 
     def session(self, id: str) -> TenantSession:
@@ -141,8 +151,82 @@ class Tenant:
             )
         return self.models[id]
 
+    def open_session(self) -> str:
+        if len(self.sessions) >= MAX_SESSIONS:
+            raise ApiError(
+                f"You have {MAX_SESSIONS} open sessions; close other clients, or wait: a session"
+                f" ends {SILENT_S:g} s after its last heartbeat.",
+                status=429,
+                code="too_many_sessions",
+            )
+        id = uuid.uuid4().hex
+        self.sessions[id] = TenantSession()
+        return id
+
+    def close_session(self, id: str) -> list[str]:
+        """Returns the models of the session, which end with it."""
+        models = self.session(id).models
+        del self.sessions[id]
+        for model in models:
+            self.models.pop(model, None)
+        for sampler in [each for each in self.samplers if each.startswith(f"{id}:")]:
+            del self.samplers[sampler]
+        return models
+
+    def add_model(self, id: str, shape: AdapterShape, *, session: str) -> TenantModel:
+        if len(self.models) >= MAX_MODELS:
+            raise TaskError(f"You have {MAX_MODELS} models; end the sessions of old ones.")
+        self.session(session).models.append(id)
+        self.models[id] = TenantModel(shape=shape)
+        return self.models[id]
+
+    def sampler(self, id: str) -> Path | None:
+        """The folder of its adapter, now the last used one; None = the model itself."""
+        if id not in self.samplers:
+            raise ApiError(f"Sampler {id!r:.80} does not exist; create a new one.", status=404)
+        self.samplers[id] = self.samplers.pop(id)
+        return self.samplers[id]
+
+    def add_sampler(self, id: str, folder: Path | None) -> dict[str, Path | None]:
+        """Returns those that were removed because there is no room, with their adapters."""
+        self.samplers.pop(id, None)
+        self.samplers[id] = folder
+        unsaved = [id for id, own in self.samplers.items() if own and own.name == id]
+        surplus = [*self.samplers][: max(0, len(self.samplers) - MAX_SAMPLERS)]
+        return {old: self.samplers.pop(old) for old in {*unsaved[:-MAX_UNSAVED], *surplus}}
+
     def path_of(self, tinker_path: str) -> Path:
         """The folder of a saved state; it may not exist."""
         if (found := _PATH.fullmatch(tinker_path)) is None:
             raise ApiError(f"{tinker_path!r:.200} is not a path like tinker://MODEL/weights/NAME.")
         return self.folder.joinpath(*found.groups())
+
+
+class SessionOrder:
+    """The sessions of all tenants in the order of their last heartbeats, so that finding silent
+    ones takes no longer if there are more."""
+
+    def __init__(self) -> None:
+        self._owners: OrderedDict[str, Tenant] = (
+            OrderedDict()
+        )  # by session; silent for longest first
+
+    def hear(self, tenant: Tenant, id: str) -> None:
+        """A session has begun, or has sent a heartbeat."""
+        tenant.session(id).heard_s = time.monotonic()
+        self._owners[id] = tenant
+        self._owners.move_to_end(id)
+
+    def remove(self, id: str) -> None:
+        self._owners.pop(id, None)
+
+    def take_silent(self) -> list[tuple[Tenant, str]]:
+        """A few sessions that have been silent for too long; the next call returns others."""
+        silent = [
+            (tenant, id)
+            for id, tenant in islice(self._owners.items(), _ENDED_AT_ONCE)
+            if time.monotonic() - tenant.session(id).heard_s > SILENT_S
+        ]
+        for _, id in silent:
+            self.remove(id)
+        return silent
