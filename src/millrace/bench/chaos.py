@@ -214,8 +214,6 @@ def check_leftovers(target: target_run.TargetRun) -> Promise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """Timing of the run without faults."""
-
     wall_s: float
     start_s: float  # from the start to the first step
     step_s: float  # mean time from one step to the next
@@ -234,8 +232,6 @@ class Pace:
 
 @dataclass(kw_only=True, slots=True)
 class TimeLoss:
-    """Time lost to the kills of one role."""
-
     num_kills: int = 0
     seconds: float = 0.0
     redo_s: float = 0.0  # part of it, from the first repeated step to the first new one

@@ -207,7 +207,6 @@ class Bench:
                 feeder.cancel()
 
     async def rate(self, activity: Awaitable[None]) -> float:
-        """Tokens per second of all engines during the measurement."""
         started_s, before = time.monotonic(), sum(self._tokens.values())
         await activity
         return (sum(self._tokens.values()) - before) / (time.monotonic() - started_s)

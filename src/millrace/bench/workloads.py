@@ -159,7 +159,6 @@ def kernel_times(work: Callable[[], Any], *, num_steps: int) -> str:
 
 
 def copy_s(num_bytes: int, *, device: torch.device, repeats: int = 10) -> float:
-    """Seconds of one copy of `num_bytes` within the memory of the device."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     return best_s(lambda: target.copy_(source), repeats=repeats, device=device)

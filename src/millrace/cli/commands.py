@@ -105,7 +105,6 @@ def eval(args: argparse.Namespace) -> None:
 
 
 def _overrides(args: argparse.Namespace) -> dict[str, Any]:
-    """Settings of the command line, by dotted key."""
     from millrace.config import parse_override
 
     return {key: parse_override(key, value) for key, value in args.settings.items()}

@@ -230,7 +230,6 @@ class OptimizerConfig(Section):
 
     @property
     def type_arguments(self) -> dict[str, Any]:
-        """Further arguments of a user-defined optimizer class."""
         return dict(self.model_extra or {})
 
     @model_validator(mode="after")

@@ -48,7 +48,6 @@ class Admission:
 
     @property
     def is_full(self) -> bool:
-        """True if no other group may start now."""
         return self._obstacle() is not None
 
     async def enter(self) -> None:

@@ -24,8 +24,6 @@ from millrace.training.packing.packer import minibatches_of, pack
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakenBatch:
-    """The groups of one step, and their packed batches."""
-
     groups: list[Group]
     replayed: frozenset[int]  # numbers of the groups that were trained before
     batches: tuple[Batch, ...]  # of the first policy, and of all that share its trainer
@@ -101,7 +99,6 @@ class Batches:
 
     @property
     def replayable(self) -> Collection[int]:
-        """Numbers of trained groups that may be replayed."""
         return self._replay.numbers
 
     async def restore(self, version: int) -> list[Group]:

@@ -120,7 +120,6 @@ class Buffer:
         return self.is_preceded(sorted(waiting.group.number for waiting in self._waiting)[n - 1])
 
     def _choose_in_time(self, n: int, *, version: int) -> tuple[list[int], float]:
-        """Which groups to take, and how long to wait before."""
         chosen = self._choose(n, version=version)
         if self.running is None or not self._late(chosen, version):
             return chosen, 0.0

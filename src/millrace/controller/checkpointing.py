@@ -154,7 +154,6 @@ class Checkpointing:
         await copied.wait()
 
     async def finish_writing(self) -> None:
-        """Wait for the checkpoint that is being written."""
         if self._writing is not None:
             await self._writing
 

@@ -40,8 +40,6 @@ from millrace.weights.broadcaster import Subscription, VersionBroadcaster
 
 @dataclass(kw_only=True, eq=False)
 class Controller:
-    """The parts of a run."""
-
     config: RunConfig
     state: TrainingState
     dispatcher: Dispatcher
@@ -62,7 +60,9 @@ class Controller:
         self._stalls = StallWatchdog(
             limit_s=self.config.supervision.stall_timeout_s,
             explain=self.reporter.standstill,
-            moved=lambda: self._num_redone,
+            moved=lambda: sum(
+                trainer.num_redone for trainer in {p.trainer for p in (self, *self.others)}
+            ),
             warn=self.reporter.monitor.warn,
         )
 
@@ -123,10 +123,6 @@ class Controller:
         if self.preemption.is_requested:
             await self.checkpoints.save_now(state.version, activities)
             raise Preempted(f"{self.preemption.reason} stopped the run after step {state.version}.")
-
-    @property
-    def _num_redone(self) -> int:
-        return sum(trainer.num_redone for trainer in {p.trainer for p in (self, *self.others)})
 
     @property
     def _has_next(self) -> bool:

@@ -43,7 +43,6 @@ class Evaluation:
     groups: tuple[Group, ...]  # in task order; failed ones left out
 
     def metrics(self) -> dict[str, Any]:
-        """Columns of a metrics row."""
         metrics: dict[str, Any] = {"eval/accuracy": self.accuracy, "eval/step": self.step}
         if self.samples > 1:
             metrics[f"eval/mean@{self.samples}"] = self.accuracy

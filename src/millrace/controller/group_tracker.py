@@ -172,7 +172,6 @@ class GroupTracker:
         }
 
     def issue(self) -> Attempt:
-        """The next group to start."""
         if self._reissue:
             number = self._reissue.popleft()
         else:
@@ -243,7 +242,6 @@ class GroupTracker:
             self.waste.add(UNASKED, attempt.partial.unused, version=self.version)
 
     def trained(self, numbers: Iterable[int]) -> None:
-        """These groups will not be issued again."""
         for number in numbers:
             self._close(number)
 

@@ -126,7 +126,6 @@ def unknown_routes(num_rows: int, *, like: np.ndarray) -> np.ndarray:  # [num_ro
 
 
 def padded(routes: np.ndarray, num_rows: int) -> np.ndarray:  # [num_rows, layers, top_k]
-    """Append rows of unknown routes."""
     return np.concatenate([routes, unknown_routes(num_rows - len(routes), like=routes)])
 
 

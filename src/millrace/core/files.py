@@ -56,7 +56,6 @@ def sync_all(folder: Path) -> None:
 
 
 def is_full(error: OSError) -> bool:
-    """True if the disk or its quota is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

@@ -19,7 +19,6 @@ MIN_SHARED_TOKENS = 4
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """The number of leading tokens that are the same."""
     shortest = min(len(a), len(b))
     differs = a[:shortest] != b[:shortest]
     return int(differs.argmax()) if differs.any() else shortest

@@ -77,11 +77,9 @@ class TokenVersions:
         return 0 if not self.counts else max(self.counts) - min(self.counts)
 
     def num_before(self, version: int) -> int:
-        """Tokens that a version older than `version` sampled."""
         return sum(count for sampled_by, count in self.counts.items() if sampled_by < version)
 
     def total_staleness(self, version: int) -> int:
-        """The sum of the staleness of all tokens."""
         return sum((version - sampled_by) * count for sampled_by, count in self.counts.items())
 
 

@@ -130,7 +130,6 @@ class Journal:
         self._discard(number, "status = 'running', admitted = NULL, tries = tries + 1")
 
     def close_task(self, number: int, *, outcome: Outcome, reason: str) -> None:
-        """The task will not be trained."""
         self.ledger.close(number, f"{outcome}: {reason}")
         self._discard(number, "status = ?, reason = ?", outcome, reason)
 
@@ -149,13 +148,11 @@ class Journal:
         await asyncio.wrap_future(self._append(insert))
 
     def finish_step(self, version: int, *, was_skipped: bool) -> None:
-        """The trainer has reached `version`."""
         if self.ledger.finish_step(version, was_skipped=was_skipped):
             step = self.ledger.steps[version]
             self._append(lambda cursor: _finish_step(cursor, step))
 
     async def read_groups(self, numbers: Sequence[int]) -> list[Group]:
-        """Groups as they were admitted."""
         if not numbers:
             return []
         tasks = [self._task_of(number, self.ledger.draws.get(number)) for number in numbers]

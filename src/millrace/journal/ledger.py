@@ -79,7 +79,6 @@ class Ledger:
 
     @property
     def retained(self) -> set[int]:
-        """Tasks whose groups are needed."""
         return {*self.waiting, *(n for step in self.steps.values() for n in step.numbers)}
 
     @property

@@ -37,7 +37,6 @@ class JournalHistory:
 
     @property
     def pending(self) -> dict[str, list[int]]:
-        """Open tasks by status."""
         names = ("training", "waiting", "running")
         return {name: sorted(getattr(self.ledger, name)) for name in names}
 

@@ -118,7 +118,6 @@ def mean_by_role(workers: Mapping[str, Shares | None]) -> dict[str, Shares]:
 
 
 def waited_for_scores(workers: Mapping[str, Shares | None]) -> float:
-    """The share of its time that the trainer waited for scores."""
     trainer = mean_by_role(workers).get("trainer")
     return 0.0 if trainer is None else trainer.waiting.get(SCORES, 0.0)
 

@@ -200,7 +200,6 @@ class RunMonitor:
         self._callbacks.call("on_evaluation", metrics)
 
     def saved(self, checkpoint: Path) -> None:
-        """A checkpoint is on the disk."""
         self._callbacks.call("on_checkpoint", checkpoint)
 
     def restarted(self, worker: str, reason: str) -> None:

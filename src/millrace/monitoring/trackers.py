@@ -169,7 +169,6 @@ BUILT_IN = {
 
 
 def build_tracker(table: Mapping[str, Any]) -> Tracker:
-    """The tracker of one `[[tracker]]` table."""
     return build_plugin(table, builtins=BUILT_IN, default="tensorboard", section="tracker")
 
 

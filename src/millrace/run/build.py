@@ -126,10 +126,9 @@ def _record_steps(run: RunParts, batches: Batches) -> None:
     version = run.cursor.version
     run.trainer.past = StepsOnRecord(batches.redo, version=version)
     for other in run.others:
-        if other.trainer is run.trainer:
-            continue
-        redo = partial(batches.redo, policy=other.name)
-        other.trainer.past = StepsOnRecord(redo, version=version)
+        if other.trainer is not run.trainer:
+            redo = partial(batches.redo, policy=other.name)
+            other.trainer.past = StepsOnRecord(redo, version=version)
 
 
 def _build_writer(run: RunParts) -> Checkpointing:

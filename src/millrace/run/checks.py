@@ -39,7 +39,6 @@ def check_trackers(config: RunConfig) -> None:
 
 
 def check_tasks(config: RunConfig) -> None:
-    """Check where tasks come from."""
     _task_place("tasks", config.tasks)
     _task_place("evaluate", config.evaluate)
     for name, row in config.tasks.source.items():

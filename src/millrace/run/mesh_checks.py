@@ -29,7 +29,8 @@ def check_mesh(config: RunConfig) -> None:
         return
     if sizes.num_ranks != ranks:
         raise ConfigError(
-            f"trainer.mesh has {_product(sizes)} = {sizes.num_ranks} ranks, but trainer.ranks ="
+            f"trainer.mesh has dp_replicate {sizes.dp_replicate} * dp_shard {sizes.dp_shard} * cp"
+            f" {sizes.cp} * tp {sizes.tp} = {sizes.num_ranks} ranks, but trainer.ranks ="
             f" {ranks}; make them equal."
         )
     if sizes.dp_shard * sizes.cp % sizes.ep:
@@ -148,8 +149,3 @@ def rank_warnings(config: RunConfig, *, tried: Mapping[str, str] = TRIED) -> lis
         f" {' and '.join(f'{name} {number}' for name, number in found.items())}; compare the first"
         " steps with those of one rank."
     ]
-
-
-def _product(sizes: MeshSizes) -> str:
-    names = ("dp_replicate", "dp_shard", "cp", "tp")
-    return " * ".join(f"{name} {getattr(sizes, name)}" for name in names)

@@ -181,7 +181,6 @@ def _obstacles_of_adapters(config: RunConfig) -> dict[str, bool]:
 
 
 def policy_config(config: RunConfig, name: str) -> RunConfig:
-    """The settings of the trainer and the engines of a further policy."""
     folder, placement = Path(config.run_dir) / FOLDER / name, config.placement
     changed = config.model_copy(
         update={
@@ -203,7 +202,8 @@ def policy_config(config: RunConfig, name: str) -> RunConfig:
 def further_policies(config: RunConfig, *, checkpoint: Path | None) -> dict[str, FurtherPolicy]:
     """The policies besides the first, each at the step of the first policy's `checkpoint`."""
     names = list(config.policies)
-    if checkpoint is not None and (saved := _saved_policies(checkpoint)) != names:
+    saved = names if checkpoint is None else read_run_state(checkpoint).get("policies", [])
+    if saved != names:
         raise ConfigError(
             f"{str(checkpoint)!r} was trained with the policies {', '.join(saved) or 'none'}; to"
             " resume, keep these [policies], in this order."
@@ -254,10 +254,6 @@ def _behind(checkpoint: Path | None, lag: int) -> tuple[Path | None, int]:
     saved = past_folders(checkpoint) if lag else {}
     wanted = max(version - lag, min(saved, default=version))
     return saved.get(wanted, checkpoint), wanted
-
-
-def _saved_policies(checkpoint: Path) -> list[str]:
-    return read_run_state(checkpoint).get("policies", [])
 
 
 def remove_later_checkpoints(config: RunConfig, *, version: int) -> None:

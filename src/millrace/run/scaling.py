@@ -145,7 +145,6 @@ async def follow_load(
     report: Callable[[str], None],
     window_s: float = WINDOW_S,
 ) -> None:
-    """Scale until cancelled."""
     added: list[str] = []
     while True:
         window: list[Load] = []

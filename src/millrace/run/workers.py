@@ -75,7 +75,6 @@ class RunWorkers:
 
     @property
     def other_trainers(self) -> dict[str, TrainerGroup]:
-        """Of the policies besides the first, by name."""
         return {
             name: self._trainers.get(name, self._trainers[None]).trainer
             for name in self.prepared.policies
@@ -120,7 +119,6 @@ class RunWorkers:
                 starting.create_task(other)
 
     async def add_engine(self) -> str:
-        """Start one more engine; returns its name."""
         name = f"engine-{next(self._numbers)}"
         device, gpus = self._config.placement.engines[0], self._config.engine.tp
         await self.launcher.reserve({name: self.resources(device, gpus=gpus)})

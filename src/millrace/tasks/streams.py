@@ -129,7 +129,6 @@ class Mixture(TaskStream):
             stream.restore(state.get(name, {}))
 
     def locate(self, number: int) -> tuple[str, int]:
-        """Return the source of a number, and the number within that source."""
         cycle, slot = divmod(number, self.CYCLE)
         source = int(self._turns[slot])
         return self._names[source], cycle * self._slots[source] + int(self._ranks[slot])

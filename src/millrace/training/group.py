@@ -72,7 +72,6 @@ class StepsInMemory:
         self._saved = version  # of the newest checkpoint
 
     def record(self, version: int, batches: Batches) -> None:
-        """Record the batches of the step that made this version."""
         self._version = version
         self._steps[version] = batches
         self._num_bytes += _size(batches)
@@ -86,7 +85,6 @@ class StepsInMemory:
         self._saved = version
 
     async def after(self, version: int) -> AsyncIterator[tuple[int, Batches]]:
-        """The steps after this version, in order."""
         for following in range(version + 1, self._version + 1):
             if following not in self._steps:
                 raise RunFailed(

@@ -135,7 +135,6 @@ def _user_optimizer(groups: list[dict[str, Any]], settings: TrainSettings) -> to
 
 
 def require_torchao() -> None:
-    """Raise ConfigError unless torchao is installed."""
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError(
             f"optimizer.type = {ADAMW_8BIT!r} needs torchao, which is not installed; run `pip"

@@ -115,7 +115,6 @@ class PolicyModel(TrainableModel):
         return PolicyOutput(own.gather(logprobs), own.gather(entropies), topk)
 
     def _own_tokens(self, microbatch: Microbatch) -> OwnTokens:
-        """Trained tokens that this rank computes."""
         rows, num_rows = microbatch.predictors, len(microbatch.tokens)
         return self.ranks.context.own_tokens(rows, num_rows=num_rows)
 
@@ -234,7 +233,6 @@ class PolicyModel(TrainableModel):
         self._adapter.write(weights, folder)
 
     def merged_bytes(self) -> int:
-        """Approximate size of the model with its adapter merged."""
         return sum(p.numel() * p.element_size() for p in self._backbone.parameters())
 
 

@@ -195,7 +195,6 @@ class TrainableModel:
         raise NotImplementedError
 
     def apply_gradient(self, *, learning_rate: float) -> None:
-        """Run one optimizer step with the gradient that was computed last."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()

@@ -157,8 +157,6 @@ class TargetRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSeen:
-    """A step that the checker has seen completed."""
-
     at_s: float  # on the monotonic clock
     step: int
     is_new: bool  # False = repeated after a restart
@@ -192,7 +190,6 @@ class RunChecker:
                 self._read_groups(step - 1)
 
     def conclude(self) -> None:
-        """The run is over."""
         self.ended_s = time.monotonic()
         self.look()
         if self.step:

@@ -169,7 +169,6 @@ def _file(plan: LaunchPlan) -> str:
 
 
 def _run_dir(plan: LaunchPlan) -> str:
-    """run_dir in a pod."""
     folder, run_dir = plan.file.parent, Path(plan.config.run_dir).resolve()
     if not run_dir.is_relative_to(folder) or run_dir == folder:
         raise ConfigError(

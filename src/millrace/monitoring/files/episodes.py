@@ -114,7 +114,6 @@ class StepRecorder:
         return {**scores_of(group, index), "model": self._model, "episode": msgspec.Raw(recording)}
 
     async def written(self) -> None:
-        """Wait for the files of the last step."""
         if self._writing is not None:
             await self._writing
 

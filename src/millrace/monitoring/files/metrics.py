@@ -227,7 +227,6 @@ class Throughput:
         self._reported[engine] = tokens
 
     def step(self, samples: int) -> None:
-        """A step has trained on this many samples."""
         self.samples += samples
         self._marks = [*self._marks[-MAX_MARKS:], self._mark()]
 

@@ -78,7 +78,6 @@ class RunSnapshot:
 
     @property
     def evaluated(self) -> str:
-        """What `evaluations` are."""
         return "held-out loss" if self.is_supervised else "accuracy"
 
     @property

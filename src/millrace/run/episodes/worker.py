@@ -124,7 +124,6 @@ class EnvironmentWorker:
     async def _sample(
         self, link_call: WorkerCall, key: int, wanted: messages.TurnWanted
     ) -> Completion:
-        """Ask the controller for a turn."""
         if key not in self._episodes:
             raise EpisodeOver("done")  # the environment goes on after its end
         turn = self._turns[key, wanted.call] = asyncio.get_running_loop().create_future()

@@ -59,7 +59,6 @@ class EvalResult:
 
 
 def evaluate_models(options: EvalOptions) -> list[EvalResult]:
-    """Evaluate one model or several checkpoints, one after the other."""
     config, checkpoints = read_source(options)
     results: list[EvalResult] = []
     with shared_fork_server():

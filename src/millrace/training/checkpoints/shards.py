@@ -88,8 +88,6 @@ def _file_numbers(parts: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 class ShardReader:
-    """Reads what ranks have written into a folder."""
-
     def __init__(self, folder: Path) -> None:
         self._reader = HuggingFaceStorageReader(str(folder))
         self._metadata = self._reader.read_metadata()

@@ -71,7 +71,6 @@ def halves(whole: Microbatch) -> tuple[Microbatch, Microbatch] | None:
 
 
 def by_rollout(whole: Microbatch) -> list[Microbatch]:
-    """One microbatch for each rollout, in order."""
     return [_part(whole, whole.rollouts == number) for number in np.unique(whole.rollouts)]
 
 

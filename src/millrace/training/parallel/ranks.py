@@ -126,14 +126,12 @@ class Ranks:
         return self.sizes.cp * self.sizes.tp
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Elementwise sum over all ranks."""
         total = torch.tensor(values, dtype=torch.float64)
         if self._mesh is not None:
             dist.all_reduce(total, group=self._control)
         return total.tolist()
 
     def most(self, number: int) -> int:
-        """The largest number of all ranks."""
         return max(self._gather_all(number, int))
 
     def gather(self, value: Value, kind: type[Value]) -> list[Value]:
