@@ -1,7 +1,7 @@
 """RunConfig, all settings of a run, and those of its operation: placement, monitoring, cluster and
 supervision. Checks between sections are in millrace.run.checks. Torch-free."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -304,15 +304,22 @@ class RunConfig(Section):
             return self.engine.has_servers
         return self.weights.probe
 
+    def updated(self, **changes: Any) -> Self:
+        """The settings with other values, unchecked. The keys that a dict has replace those of its
+        section."""
+        update = dict(changes)
+        for name, value in changes.items():
+            if isinstance(section := getattr(self, name), Section) and isinstance(value, dict):
+                update[name] = section.model_copy(update=cast(dict[str, Any], value))
+        return self.model_copy(update=update)
+
     def placed_on(self, *devices: str) -> Self:
         """The settings of an engine process on these devices, of which it has engine.tp."""
-        placement = self.placement.model_copy(update={"engines": devices})
-        return self.model_copy(update={"placement": placement})
+        return self.updated(placement={"engines": devices})
 
     def trained_on(self, device: str) -> Self:
         """The settings of a rank of the trainer on this device."""
-        placement = self.placement.model_copy(update={"trainer": (device,)})
-        return self.model_copy(update={"placement": placement})
+        return self.updated(placement={"trainer": (device,)})
 
     @field_validator("model", mode="before")
     @classmethod

@@ -203,11 +203,10 @@ def _rank_bytes(run: PlannedRun, *, ranks: int, cp: int = 1, recomputes: bool = 
     """State, whole embeddings, and the activations of one microbatch."""
     from millrace.models.devices import rank_bytes  # imports torch
 
-    trainer, shape = run.config.trainer.model_copy(update={"ranks": ranks}), run.shape
-    tokens = max(trainer.microbatch_tokens, -(-run.lengths.longest // cp))
+    config, shape = run.config.updated(trainer={"ranks": ranks}), run.shape
+    tokens = max(config.trainer.microbatch_tokens, -(-run.lengths.longest // cp))
     gathered = 2 * shape.vocab * shape.hidden * (1 if shape.is_tied else 2) if ranks > 1 else 0
-    placed = run.config.model_copy(update={"trainer": trainer})
-    state = rank_bytes(placed, num_weights=shape.num_weights)
+    state = rank_bytes(config, num_weights=shape.num_weights)
     activations = tokens * shape.activation_bytes(checkpointing=recomputes)
     return state + activations + gathered + RUNTIME_BYTES
 

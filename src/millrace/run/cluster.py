@@ -123,12 +123,9 @@ def portable(config: RunConfig) -> RunConfig:
         if value is not None and ".py:" in value
     }
     adapters = {name: absolute(path) for name, path in config.engine.adapters.items()}
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"path": absolute(config.model.path)}),
-            "engine": config.engine.model_copy(update={"adapters": adapters}),
-            "environment": settings.model_copy(update=functions),
-        }
+    path = absolute(config.model.path)
+    return config.updated(
+        model={"path": path}, engine={"adapters": adapters}, environment=functions
     )
 
 

@@ -143,13 +143,10 @@ def placed(
         num_servers = len(config.engine.options.get("attach", ()))
         num_places = num_servers or (0 if is_shared else len(engines) // tp)
         count = max(1, num_places - config.evaluate.engines)
-    devices_of = {"trainer": trainer, "engines": engines, "models": others}
-    return config.model_copy(
-        update={
-            "engine": config.engine.model_copy(update={"count": count}),
-            "trainer": config.trainer.model_copy(update={"ranks": ranks}),
-            "placement": placement.model_copy(update=devices_of),
-        }
+    return config.updated(
+        engine={"count": count},
+        trainer={"ranks": ranks},
+        placement={"trainer": trainer, "engines": engines, "models": others},
     )
 
 
@@ -169,8 +166,7 @@ def _num_ranks(config: RunConfig, *, gpus: Sequence[HostDevice], most: int) -> i
         return len(devices)
     if len(gpus) < 2:
         return unit
-    alone = config.trainer.model_copy(update={"ranks": 1, "mesh": MeshConfig()})
-    state_bytes = _rank_bytes(config.model_copy(update={"trainer": alone}))
+    state_bytes = _rank_bytes(config.updated(trainer={"ranks": 1, "mesh": MeshConfig()}))
     needed = -(-state_bytes * mesh.dp_replicate // int(_ROOM * gpus[0].total_bytes))
     has_engines = config.engine.num_local + config.engine.remote > 0
     share = len(gpus) // 2 if has_engines else most

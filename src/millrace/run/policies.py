@@ -61,7 +61,8 @@ def expand_policies(config: RunConfig) -> RunConfig:
     models = {
         name: RoleModelConfig.model_validate(
             {
-                **_sections(config, own)["model"].model_dump(),
+                **config.model.model_dump(),
+                "path": own.model,
                 **engine,
                 "template": config.environment.template,
                 "count": config.engine.num_local,
@@ -92,22 +93,18 @@ def expand_policies(config: RunConfig) -> RunConfig:
                 f" of model = {config.model.path!r}; remove it, or remove [lora]."
             )
     ranks = 1 if config.trainer.ranks == "auto" else config.trainer.ranks
-    return config.model_copy(
-        update={
-            "policies": full,
-            **_sections(config, next(iter(full.values()))),
-            "trainer": config.trainer.model_copy(update={"ranks": ranks}),
-            "environment": config.environment.model_copy(
-                update={"models": {**config.environment.models, **models}}
-            ),
-        }
+    return config.updated(
+        policies=full,
+        **_sections(next(iter(full.values()))),
+        trainer={"ranks": ranks},
+        environment={"models": {**config.environment.models, **models}},
     )
 
 
-def _sections(config: RunConfig, policy: PolicyConfig) -> dict[str, Any]:
+def _sections(policy: PolicyConfig) -> dict[str, Any]:
     """The sections of a run with this policy alone; its table is complete."""
     return {
-        "model": config.model.model_copy(update={"path": policy.model}),
+        "model": {"path": policy.model},
         "optimizer": OptimizerConfig.model_validate(policy.optimizer),
         "loss": policy.loss,
     }
@@ -182,21 +179,16 @@ def _obstacles_of_adapters(config: RunConfig) -> dict[str, bool]:
 
 def policy_config(config: RunConfig, name: str) -> RunConfig:
     folder, placement = Path(config.run_dir) / FOLDER / name, config.placement
-    changed = config.model_copy(
-        update={
-            "run_dir": str(folder),
-            **_sections(config, config.policies[name]),
-            # The controller removes its checkpoints, after those of the first policy.
-            "checkpoint": config.checkpoint.model_copy(update={"keep": sys.maxsize}),
-            "engine": config.engine.model_copy(update={"adapters": {}}),  # are of the first model
-            "weights": config.weights.model_copy(update={"directory": None}),
-            "placement": placement.model_copy(
-                update={"engines": placement.models.get(name, placement.engines)}
-            ),
-        }
+    changed = config.updated(
+        run_dir=str(folder),
+        **_sections(config.policies[name]),
+        # The controller removes its checkpoints, after those of the first policy.
+        checkpoint={"keep": sys.maxsize},
+        engine={"adapters": {}},  # are of the first model
+        weights={"directory": None},
+        placement={"engines": placement.models.get(name, placement.engines)},
     )
-    optimizer = changed.optimizer.model_copy(update={"learning_rate": changed.learning_rate})
-    return changed.model_copy(update={"optimizer": optimizer})
+    return changed.updated(optimizer={"learning_rate": changed.learning_rate})
 
 
 def further_policies(config: RunConfig, *, checkpoint: Path | None) -> dict[str, FurtherPolicy]:

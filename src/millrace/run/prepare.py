@@ -75,8 +75,8 @@ class PreparedRun:
     def portable_config(self) -> RunConfig:
         """The settings without what holds on this host only: it may be resumed on another one."""
         given, models = self.given, self.config.environment.models
-        return with_sections(
-            self.config.model_copy(update={"placement": given.placement}),
+        return self.config.updated(
+            placement=given.placement,
             engine={"count": given.engine.count},
             trainer={"ranks": given.trainer.ranks},
             # Those of policies are made from their tables.
@@ -201,19 +201,12 @@ def _check_teachers(prepared: PreparedRun) -> None:
             spec.type.check_model(prepared.run_info, name=spec.name)
 
 
-def with_sections(config: RunConfig, **sections: Mapping[str, Any]) -> RunConfig:
-    """The settings with new values of some keys, by section."""
-    update = {
-        name: getattr(config, name).model_copy(update=dict(values))
-        for name, values in sections.items()
-    }
-    return config.model_copy(update=update)
-
-
 def _resolve_objective(config: RunConfig, specs: Sequence[ScorerSpec]) -> RunConfig:
     """Resolve what the loss implies and what teachers imply for it, and check the result."""
-    config = with_sections(config, scoring={"advantages": _estimator(config)})
-    config = config.model_copy(update={"loss": {**_distillation(config, specs), **config.loss}})
+    config = config.updated(
+        scoring={"advantages": _estimator(config)},
+        loss={**_distillation(config, specs), **config.loss},
+    )
     check_room(
         config.buffer.order,
         groups_per_step=config.trainer.groups_per_step,
@@ -351,8 +344,7 @@ def _resolve_auto(config: RunConfig) -> RunConfig:
     num_ranks = trainer.num_ranks * (1 if config.lora else max(1, len(config.policies)))
     threads = max(1, available_cores() // (num_engines + num_ranks))
     engine_device = placement.engine(0) if engine.num_local > 0 else placement.trainer[0]
-    return with_sections(
-        config,
+    return config.updated(
         optimizer={"learning_rate": config.learning_rate},
         engine={"dtype": dtype(engine.dtype, engine_device)},
         trainer={"dtype": dtype(trainer.dtype, placement.trainer[0])},

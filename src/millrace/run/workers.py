@@ -28,7 +28,7 @@ from millrace.inference.pool import EnginePool
 from millrace.inference.remote import EngineReplica
 from millrace.run.cluster import absolute, portable
 from millrace.run.execution.trainer_replica import TrainerReplica
-from millrace.run.prepare import PreparedRun, with_sections
+from millrace.run.prepare import PreparedRun
 from millrace.training.group import TrainerGroup
 from millrace.weights.broadcaster import VersionBroadcaster
 
@@ -55,7 +55,7 @@ class RunWorkers:
         config = self._config = self.prepared.config
         # Hosts differ in cores, so what the user set counts there.
         threads = {"threads": self.prepared.given.cluster.threads}
-        self._remote_config = with_sections(portable(config), cluster=threads)
+        self._remote_config = portable(config).updated(cluster=threads)
         self.engines = EnginePool(replaces=True)
         self.evaluators = EnginePool(replaces=True) if config.evaluate.engines else None
         self.models = {name: EnginePool(replaces=True) for name in config.environment.models}
@@ -222,7 +222,7 @@ class RunWorkers:
         role, index = self._place(name)
         engine = of_engine(self._config.engine, index)
         devices = self._config.placement.engine_devices(index, tp=engine.tp)
-        config = self._config.model_copy(update={"engine": engine}).placed_on(*devices)
+        config = self._config.updated(engine=engine).placed_on(*devices)
         start = self._start_engine(config, is_late=is_late, role=role)
         return await self._launch(name, start, engine)
 
@@ -252,14 +252,13 @@ class RunWorkers:
                 records_routes=own.trainer.replay_routes,
             )
             return await self._launch(name, start, own.engine)
-        own = {
-            "model": settings.model,
-            "engine": of_engine(settings.engine, index),
-            "lora": None,
-            "weights": WeightsConfig(),  # its weights never change
-        }
         devices = self._config.placement.model_devices(model, index, tp=settings.engine.tp)
-        config = self._config.model_copy(update=own).placed_on(*devices)
+        config = self._config.placed_on(*devices).updated(
+            model=settings.model,
+            engine=of_engine(settings.engine, index),
+            lora=None,
+            weights=WeightsConfig(),  # its weights never change
+        )
         start = StartEngine(
             config=config.model_dump(mode="json"), model_path=absolute(settings.path), version=0
         )

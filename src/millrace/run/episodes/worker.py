@@ -142,9 +142,8 @@ def load_environment(config: RunConfig, location: str | None) -> LoadedEnvironme
     """Load the environment of a run in another process than the controller's."""
     settings, model = config.environment, config.model
     limit = max(1, settings.max_programs // max(1, settings.num_workers))
-    own = {"environment": settings.model_copy(update={"max_programs": limit})}
     given = None if location is None else load_function(location)
-    function = build_environment(config.model_copy(update=own), given)
+    function = build_environment(config.updated(environment={"max_programs": limit}), given)
     assert function is not None, "checked with the config"
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     return LoadedEnvironment(

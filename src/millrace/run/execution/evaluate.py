@@ -64,7 +64,7 @@ def evaluate_models(options: EvalOptions) -> list[EvalResult]:
     with shared_fork_server():
         for step, path in checkpoints.items():
             with tempfile.TemporaryDirectory(prefix="millrace-eval-") as folder:
-                own = config.model_copy(update={"run_dir": folder})
+                own = config.updated(run_dir=folder)
                 evaluation = execute(own, kind=EvalRun, step=step, checkpoint=path)
             model = str(path or config.model.path)
             results.append(_result(evaluation, model=model, step=step if path else None))

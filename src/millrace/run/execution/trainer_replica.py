@@ -101,9 +101,9 @@ class TrainerReplica(GroupReplica):
     async def _load(self, workers: Sequence[Worker], checkpoint: Path | None) -> None:
         """Let all ranks load at once; they find each other at a port of rank 0's host."""
         host, port = self._address(workers[0]), workers[0].free_address[1]
-        config, folder = self._config, {"run_dir": str(self._run_dir.absolute())}
+        config = self._config
         if config.trainer.remote:
-            config = portable(config).model_copy(update=folder)
+            config = portable(config).updated(run_dir=str(self._run_dir.absolute()))
         start = StartTrainer(
             config=config.model_dump(mode="json"),
             checkpoint=None if checkpoint is None else absolute(str(checkpoint)),

@@ -128,19 +128,14 @@ def supervised_settings(config: RunConfig) -> RunConfig:
     rate = config.optimizer.learning_rate
     if rate == "auto":
         rate = FULL_LEARNING_RATE if config.lora is None else LORA_LEARNING_RATE
-    config = config.model_copy(
-        update={
-            "loss": {"type": SUPERVISED},
-            "scorers": (),
-            "critic": None,
-            "policies": {},
-            "engine": EngineConfig(count=0, max_context=config.engine.max_context),
-            "weights": WeightsConfig(),
-            "journal": JournalConfig(max_bytes=0),  # a step's batch follows from its number
-        }
-    )
-    return prepare.with_sections(
-        config,
+    return config.updated(
+        loss={"type": SUPERVISED},
+        scorers=(),
+        critic=None,
+        policies={},
+        engine=EngineConfig(count=0, max_context=config.engine.max_context),
+        weights=WeightsConfig(),
+        journal=JournalConfig(max_bytes=0),  # a step's batch follows from its number
         optimizer={"learning_rate": rate},
         environment={"models": {}, "remote": 0},
         evaluate={"engines": 0},
@@ -167,7 +162,7 @@ def _with_steps(config: RunConfig, *, num_tasks: int) -> tuple[RunConfig, int]:
         return config, config.trainer.steps * size
     num_examples = max(1, round(epochs * num_tasks))
     steps = math.ceil(num_examples / size)
-    return prepare.with_sections(config, trainer={"steps": steps}), num_examples
+    return config.updated(trainer={"steps": steps}), num_examples
 
 
 class SftRun(RunProcesses):
