@@ -13,7 +13,7 @@ from millrace.core.microbatch import Batch
 from millrace.training.adapters.adapted_model import AdaptedModel
 from millrace.training.adapters.policy_adapter import PolicyAdapter
 from millrace.training.adapters.shared_passes import clipped_gradients
-from millrace.training.packing.joining import joined
+from millrace.training.packing.splitting import joined
 from millrace.training.trainer import Trainer, step_together
 
 LORA = LoraConfig(rank=3, alpha=8.0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from millrace.core.microbatch import Batch, Microbatch
-from millrace.training.packing.joining import MAX_GROUPS, joined
+from millrace.training.packing.splitting import MAX_GROUPS, joined
 from millrace.training.policy_model import PolicyModel
 from millrace.training.token_batches import PolicyOutput
 from millrace.training.trainable_model import Gradient, unless_out_of_memory

@@ -41,7 +41,6 @@ from millrace.training.losses.loss import (
 from millrace.training.losses.surrogates import Clip, Surrogate
 from millrace.training.losses.weights import (
     LOG_BOUND,
-    Baseline,
     Correction,
     Denominator,
     LossAverage,
@@ -49,7 +48,7 @@ from millrace.training.losses.weights import (
     Ratio,
     SecondMomentMask,
     StalenessWeight,
-    StepScale,
+    VarianceControl,
 )
 
 if TYPE_CHECKING:
@@ -194,8 +193,7 @@ class PolicyLoss:
     staleness: StalenessWeight = field(default_factory=StalenessWeight)
     off_policy: OffPolicyMask = field(default_factory=OffPolicyMask)
     second_moment: SecondMomentMask = field(default_factory=SecondMomentMask)
-    step: StepScale = field(default_factory=StepScale)
-    baseline: Baseline = field(default_factory=Baseline)
+    variance: VarianceControl = field(default_factory=VarianceControl)
     average: LossAverage = field(default_factory=LossAverage)
     distil: Distillation = field(default_factory=Distillation)
     kl: ReferenceKl = field(default_factory=ReferenceKl)
@@ -218,7 +216,7 @@ class PolicyLoss:
             objective = objective * weights
             metrics["mask_ratio"] = (weights == 0).float()
             metrics["loss_weight/mean"] = weights
-        if self.step.ess_scaling:
+        if self.variance.ess_scaling:
             ratio = policy.log_ratio.detach().exp()
             metrics |= {RATIO: ratio, SQUARED_RATIO: ratio.square()}
         loss = -self.average(objective, tokens)
@@ -244,11 +242,11 @@ class PolicyLoss:
 
     @property
     def scales_step(self) -> bool:
-        return self.step.ess_scaling
+        return self.variance.ess_scaling
 
     @property
     def subtracts_baseline(self) -> bool:
-        return self.baseline.minimum_variance_baseline
+        return self.variance.minimum_variance_baseline
 
     @property
     def needs_topk(self) -> bool:

@@ -198,15 +198,11 @@ def _sum_from(begins: "Tensor", values: "Tensor") -> "Tensor":  # [N]
 
 
 @plugin
-class StepScale:
+class VarianceControl:
     ess_scaling: bool = False
     """Scale the learning rate of an update by the square root of the effective sample size of its
     importance ratios, as a share of the tokens (VCPO, arXiv 2602.17616): few tokens with large
     ratios make a noisy gradient, and a short step."""
-
-
-@plugin
-class Baseline:
     minimum_variance_baseline: bool = False
     """Subtract from the advantages of a group their mean, weighted by the squared ratio and the
     squared norm of the gradient of each sequence, which minimises the variance of the group's

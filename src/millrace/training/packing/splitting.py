@@ -1,7 +1,8 @@
-"""Splits a microbatch that does not fit into memory.
+"""Splits a microbatch that does not fit into memory, and joins those of several policies.
 
 Promise: the halves train what the whole trained: every rollout is in exactly one of them, with all
-rows it needs. Rows that rollouts of both halves share are in both.
+rows it needs. Rows that rollouts of both halves share are in both. In a joined microbatch, rows
+attend to what they attended to before, and trained tokens are in the order of the parts.
 """
 
 import dataclasses
@@ -21,6 +22,8 @@ _TOKEN_FIELDS = (
     *("reference_logprobs", "proximal_logprobs", "teacher_logprobs", "topk_ids", "topk_logprobs"),
     *("groups", "reported", "rewards", "values", "returns"),
 )
+
+MAX_GROUPS = 3  # of each joined part: roots, what is below them, and segments that share nothing
 
 
 class RowLimit:
@@ -152,3 +155,46 @@ def join_kept(parts: Sequence[tuple[Kept | None, int]]) -> Kept | None:
     sizes = [np.zeros(n, np.int64) if kept is None else np.diff(kept.offsets) for kept, n in parts]
     ids = np.concatenate([kept.ids for kept, _ in parts if kept is not None])
     return Kept(ids=ids, offsets=np.cumsum(np.concatenate([[0], *sizes])))
+
+
+def joined(parts: Sequence[Microbatch]) -> tuple[Microbatch, list[tuple[int, int]]]:
+    """The microbatch of all parts, without routes, and its groups of rows in order: the number of a
+    part, and how many rows of it follow."""
+
+    def all_of(name: str) -> np.ndarray:
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    def shifted(name: str, sizes: Sequence[int]) -> np.ndarray:
+        """Numbers within each part as numbers within all; -1 stays."""
+        begins = np.cumsum([0, *sizes[:-1]])
+        own = [getattr(part, name) for part in parts]
+        return np.concatenate(
+            [np.where(n < 0, -1, n + begin) for n, begin in zip(own, begins, strict=True)]
+        )
+
+    lengths, parents = all_of("lengths"), shifted("parents", [len(p.lengths) for p in parts])
+    predictors = shifted("predictors", [len(p.tokens) for p in parts])
+    segments = segment_order(parents)
+    new_segment = np.empty_like(segments)
+    new_segment[segments] = np.arange(len(segments))
+    rows = np.argsort(np.repeat(new_segment, lengths), kind="stable")
+    new_row = np.empty_like(rows)
+    new_row[rows] = np.arange(len(rows))
+    owners = np.repeat(np.arange(len(parts)), [len(part.tokens) for part in parts])[rows]
+    begins = np.flatnonzero(np.diff(owners, prepend=-1))
+    counts = np.diff(begins, append=len(owners))
+    whole = Microbatch(
+        tokens=all_of("tokens")[rows],
+        positions=all_of("positions")[rows],
+        lengths=lengths[segments],
+        parents=np.where(parents >= 0, new_segment[parents], -1)[segments],
+        predictors=new_row[predictors],
+        targets=all_of("targets"),
+        rollouts=all_of("rollouts"),
+        engine_logprobs=all_of("engine_logprobs"),
+        versions=all_of("versions"),
+        advantages=all_of("advantages"),
+        temperatures=all_of("temperatures"),
+        kept=join_kept([(part.kept, len(part.targets)) for part in parts]),
+    )
+    return whole, [*zip(owners[begins].tolist(), counts.tolist(), strict=True)]
