@@ -14,7 +14,7 @@ from millrace.config import (
     ModelConfig,
     RunConfig,
     load_config,
-    parse_override,
+    parse_overrides,
 )
 from millrace.config.loading import MOVED, section_of
 from millrace.core.errors import ConfigError
@@ -443,12 +443,12 @@ def test_loaded_config_is_returned_unchanged():
     ],
 )
 def test_command_line_value_is_toml_or_text(text, value):
-    assert parse_override("trainer.steps", text) == value
+    assert parse_overrides({"trainer.steps": text}) == {"trainer.steps": value}
 
 
 @pytest.mark.parametrize("key", ["lora", "critic", "buffer.replay", "engine.max_context"])
 def test_none_on_the_command_line_removes_an_optional_setting(key):
-    assert parse_override(key, "none") is None
+    assert parse_overrides({key: "none"}) == {key: None}
     table = {"model": "m", "lora": {}, "critic": {}, "buffer": {"replay": {}}}
     table["engine"] = {"max_context": 128}
     value = load_config(table, overrides={key: None})
@@ -459,7 +459,7 @@ def test_none_on_the_command_line_removes_an_optional_setting(key):
 
 @pytest.mark.parametrize("key", ["loss.distil", "run_dir", "trainer.steps"])
 def test_none_is_a_text_where_a_setting_is_not_optional(key):
-    assert parse_override(key, "none") == "none"
+    assert parse_overrides({key: "none"}) == {key: "none"}
 
 
 def test_paths_in_a_toml_start_from_its_folder(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.main import main
-from millrace.config import load_config, parse_override
+from millrace.config import load_config, parse_overrides
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("docs/**/*.md")])
@@ -51,7 +51,7 @@ def test_commands_of_millrace_exist(document):
             if f"--{flag}" in text:
                 continue
             assert name[0] in ("train", "serve", "launch"), command
-            load_config({"model": "m"}, overrides={flag: parse_override(flag, value)})
+            load_config({"model": "m"}, overrides=parse_overrides({flag: value}))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)

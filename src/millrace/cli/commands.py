@@ -98,16 +98,12 @@ def sft(args: argparse.Namespace) -> int:
 def eval(args: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from millrace.config import parse_overrides
     from millrace.run.execution.evaluate import EvalOptions, evaluate_models, results_table
 
-    results = evaluate_models(EvalOptions(**_own_options(args), settings=_overrides(args)))
+    settings = parse_overrides(args.settings)
+    results = evaluate_models(EvalOptions(**_own_options(args), settings=settings))
     Console().print(results_table(results))
-
-
-def _overrides(args: argparse.Namespace) -> dict[str, Any]:
-    from millrace.config import parse_override
-
-    return {key: parse_override(key, value) for key, value in args.settings.items()}
 
 
 def _own_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -127,11 +123,11 @@ def _begin_run(args: argparse.Namespace) -> tuple[Any, bool] | None:
             print(f"Rank {rank} of torchrun has nothing to do: rank 0 starts the trainer's ranks.")
             return None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(PREEMPTED))  # until the run handles it
-    from millrace.config import load_config
+    from millrace.config import load_config, parse_overrides
 
     is_sft = args.command == "sft"  # the number of its steps may depend on its examples
     preset = None if is_sft else args.settings.pop("preset", None)
-    config = load_config(args.config, overrides=_overrides(args), preset=preset)
+    config = load_config(args.config, overrides=parse_overrides(args.settings), preset=preset)
     if not args.auto_resume:
         return config, args.resume
     from millrace.monitoring.run_dir import RunDir
@@ -206,9 +202,10 @@ def plan(args: argparse.Namespace) -> None:
 
 
 def serve(args: argparse.Namespace) -> None:
+    from millrace.config import parse_overrides
     from millrace.serving.settings import read_options
 
-    options = read_options(args, _overrides(args))
+    options = read_options(args, parse_overrides(args.settings))
     from millrace.serving import command
 
     command.serve(options)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from millrace.cluster.parent_death import with_parent_death_signal
 from millrace.compare.report import markdown, page
-from millrace.config import load_config, parse_override
+from millrace.config import load_config, parse_overrides
 from millrace.core.errors import ConfigError, printable
 from millrace.monitoring.activity import mean_by_role, total_shares
 from millrace.monitoring.files.metrics import read_metrics, run_rates, table
@@ -72,7 +72,7 @@ def plan_designs(
         parts += [preset] if preset else []
         parts += [f"{key}={value}" for key, value in swept]
         notes: list[str] = []
-        overrides: dict[str, Any] = {key: parse_override(key, text) for key, text in own.items()}
+        overrides = parse_overrides(own)
         check_settings(load_config(source, overrides=overrides, preset=preset, report=notes.append))
         name = ", ".join(parts)
         designs.append(Design(name, source, preset, settings=own, notes=tuple(notes)))

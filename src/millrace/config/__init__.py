@@ -6,7 +6,7 @@ before any worker starts. Nothing is accepted and ignored. Torch-free.
 
 from millrace.config.episodes import HUB, RoleModelConfig, ScorerConfig, TaskPlace, TasksConfig
 from millrace.config.generation import FASTEST, EngineConfig, Interrupt, ModelConfig, WeightsConfig
-from millrace.config.loading import anchored, load_config, parse_override, settings_table
+from millrace.config.loading import anchored, load_config, parse_overrides, settings_table
 from millrace.config.run_config import PolicyConfig, RunConfig
 from millrace.config.training import ALL_LINEAR, CriticConfig, JournalConfig, LoraConfig
 
@@ -29,6 +29,6 @@ __all__ = [
     "WeightsConfig",
     "anchored",
     "load_config",
-    "parse_override",
+    "parse_overrides",
     "settings_table",
 ]

@@ -95,7 +95,12 @@ def settings_table(
     return table
 
 
-def parse_override(key: str, text: str) -> Any:
+def parse_overrides(settings: Mapping[str, str]) -> dict[str, Any]:
+    """Settings of a command line, by dotted key."""
+    return {key: _parse_override(key, text) for key, text in settings.items()}
+
+
+def _parse_override(key: str, text: str) -> Any:
     """A command-line value as TOML reads it; anything that is not TOML is a string. "none" removes
     an optional setting or table."""
     path = key.split(".")

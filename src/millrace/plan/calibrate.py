@@ -24,7 +24,7 @@ import numpy as np
 
 from millrace.cluster.process import available_cores
 from millrace.compare.runs import train_process
-from millrace.config import RunConfig, load_config, parse_override
+from millrace.config import RunConfig, load_config, parse_overrides
 from millrace.core.errors import ConfigError, RunFailed
 from millrace.core.spans import Span, TurnLife
 from millrace.monitoring.activity import role_of
@@ -92,8 +92,7 @@ def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calib
     """Measure with the settings of a TOML file, and save the result."""
     from millrace.models.devices import resolve_device  # imports torch
 
-    overrides = {key: parse_override(key, value) for key, value in settings.items()}
-    placement = load_config(source, overrides=overrides).placement
+    placement = load_config(source, overrides=parse_overrides(settings)).placement
     device = resolve_device(placement.rank(0)).type
     with tempfile.TemporaryDirectory(prefix="millrace-plan-") as folder:
         small, large, overlapping = (
@@ -181,8 +180,7 @@ class _Trial:
     def __init__(
         self, source: Path, settings: Mapping[str, str], *, device: str, folder: Path
     ) -> None:
-        overrides = {key: parse_override(key, value) for key, value in settings.items()}
-        size = load_config(source, overrides=overrides).rollout.group_size
+        size = load_config(source, overrides=parse_overrides(settings)).rollout.group_size
         steps, groups, slots = _TRIALS[device][folder.name]
         own: dict[str, Any] = {
             **_ALWAYS,
@@ -199,8 +197,7 @@ class _Trial:
         if ended.error is not None:
             raise RunFailed(f"A short run of the calibration failed: {ended.error}")
         self.peak_mib = ended.peak_gpu_mib or ended.peak_mib
-        overrides = {key: parse_override(key, value) for key, value in changes.items()}
-        self.config = load_config(source, overrides=overrides)
+        self.config = load_config(source, overrides=parse_overrides(changes))
         self.lengths = read_lengths(str(folder), max_new_tokens=1)
         self._read(RunDir(folder), warm_up=_WARM_UP[device])
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import tomli_w
 
-from millrace.config import anchored, load_config, parse_override, settings_table
+from millrace.config import anchored, load_config, parse_overrides, settings_table
 from millrace.core.errors import ConfigError, printable
 from millrace.monitoring.files.metrics import read_metrics
 from millrace.monitoring.report.plots import draw_plot, draw_timeline
@@ -28,7 +28,7 @@ from millrace.plan.simulation import Prediction
 
 
 def plan(args: argparse.Namespace) -> None:
-    overrides = {key: parse_override(key, value) for key, value in args.settings.items()}
+    overrides = parse_overrides(args.settings)
     if args.gpus is not None and args.calibrate:
         raise ConfigError("--calibrate measures this machine; a plan for --gpus does not use it.")
     if args.price is not None and args.price < 0:

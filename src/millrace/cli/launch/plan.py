@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.config import RunConfig, load_config, parse_override
+from millrace.config import RunConfig, load_config, parse_overrides
 from millrace.core.errors import ConfigError, suggestion
 from millrace.run.checks import check_settings
 
@@ -67,7 +67,7 @@ def plan_launch(
     joins: bool = True,
 ) -> LaunchPlan:
     """`joins`: the engines of the other nodes come with `millrace join`."""
-    config = load_config(file, overrides={k: parse_override(k, v) for k, v in settings.items()})
+    config = load_config(file, overrides=parse_overrides(settings))
     cluster = {"ticket": f"{config.run_dir}.ticket"}
     if config.cluster.address == "auto":
         cluster["address"] = "tcp://*:0"  # any free port; the ticket says which
