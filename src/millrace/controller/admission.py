@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 from millrace.core.staleness import StalenessLimit
 
@@ -102,17 +102,18 @@ class Admission:
         return None
 
 
+@dataclass(eq=False)
 class SyncBarrier:
-    def __init__(
-        self, admission: Admission, *, together: Callable[[], AbstractAsyncContextManager[None]]
-    ) -> None:
-        """`together`: a context in which engines only collect requests; see EnginePool.together."""
-        self._admission = admission
-        self._together = together
-        self._waiting: list[asyncio.Future[None]] = []
-        self._is_open = False
-        self._changed = asyncio.Event()
-        admission.on_leave = self._changed.set
+    admission: Admission
+    _: KW_ONLY
+    # A context in which engines only collect requests; see EnginePool.together.
+    together: Callable[[], AbstractAsyncContextManager[None]]
+    _waiting: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
+    _is_open: bool = False
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.admission.on_leave = self._changed.set
 
     async def wait(self) -> None:
         """Wait for the next round. The caller must then send its request before any other await."""
@@ -139,9 +140,9 @@ class SyncBarrier:
             await self._changed.wait()
             self._changed.clear()
             # A round is complete if every group that may run now waits here.
-            all_wait = len(self._waiting) == self._admission.running and self._admission.is_full
+            all_wait = len(self._waiting) == self.admission.running and self.admission.is_full
             if self._is_open and self._waiting and all_wait:
-                async with self._together():
+                async with self.together():
                     turns, self._waiting = self._waiting, []
                     for turn in turns:
                         turn.set_result(None)

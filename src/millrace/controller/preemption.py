@@ -13,6 +13,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -23,18 +24,17 @@ T = TypeVar("T")
 SIGTERM = "SIGTERM"
 
 
+@dataclass(kw_only=True, eq=False)
 class Preemption:
-    def __init__(
-        self, *, grace_s: float = 0.0, warn: Callable[[str], None] = lambda sentence: None
-    ) -> None:
-        self.grace_s = grace_s  # for a run that SIGTERM stops
-        self.warn = warn
-        self.reason: str | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # None outside the context
-        self._wanted: str | None = None  # reason of a request of another thread
-        self._requested = asyncio.Event()
-        self._limit = asyncio.Timeout(None)  # unlike timeout(), outside a loop, too
-        self._can_save = False
+    grace_s: float = 0.0  # for a run that SIGTERM stops
+    warn: Callable[[str], None] = lambda sentence: None
+    reason: str | None = None
+    _loop: asyncio.AbstractEventLoop | None = None  # None outside the context
+    _wanted: str | None = None  # reason of a request of another thread
+    _requested: asyncio.Event = field(default_factory=asyncio.Event)
+    # Unlike timeout(), outside a loop, too.
+    _limit: asyncio.Timeout = field(default_factory=lambda: asyncio.Timeout(None))
+    _can_save: bool = False
 
     @property
     def is_requested(self) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,23 +61,21 @@ def check_callback(callback: Any) -> None:
             raise ConfigError(f"callbacks: {name}.{hook} is asynchronous; make it a function.")
 
 
+@dataclass(frozen=True)
 class CallbackList:
     """Calls the hooks of all callbacks; `stop` is called with the message of a StopTraining."""
 
-    def __init__(
-        self, callbacks: Sequence[Any] = (), *, stop: Callable[[str], None] = lambda reason: None
-    ) -> None:
-        self._callbacks = callbacks
-        self._stop = stop
+    callbacks: Sequence[Any] = ()
+    stop: Callable[[str], None] = lambda reason: None
 
     def call(self, hook: str, *arguments: Any) -> None:
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             method = getattr(callback, hook, None)
             try:
                 if method is not None:
                     method(*arguments)
             except StopTraining as stop:
-                self._stop(str(stop) or f"{type(callback).__name__} raised StopTraining")
+                self.stop(str(stop) or f"{type(callback).__name__} raised StopTraining")
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ the next one splits large microbatches. Runs on the controller's event loop.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,43 +39,42 @@ MAX_BYTES = 2**31
 Batches = tuple[Batch, ...]
 
 
+@dataclass(eq=False)
 class StepsOnRecord:
     """Steps that the journal has recorded; the interface is that of StepsInMemory."""
 
-    def __init__(
-        self, redo: Callable[..., AsyncIterator[tuple[int, Batches]]], *, version: int
-    ) -> None:
-        """`redo` reads the steps `after` a version `through` another; `version`: the trainer's."""
-        self._redo = redo
-        self._version = version
+    redo: Callable[..., AsyncIterator[tuple[int, Batches]]]  # `after` a version `through` another
+    _: KW_ONLY
+    version: int  # of the trainer
 
     def record(self, version: int, batches: Batches) -> None:
-        self._version = version
+        self.version = version
 
     def saved(self, version: int) -> None:
         """Nothing to do: the journal is pruned elsewhere."""
 
     def after(self, version: int) -> AsyncIterator[tuple[int, Batches]]:
-        return self._redo(after=version, through=self._version)
+        return self.redo(after=version, through=self.version)
 
 
+@dataclass(kw_only=True, eq=False)
 class StepsInMemory:
     """Steps since the last but one checkpoint, because the last may be unfinished or damaged.
     Bound: max_bytes of batches; the oldest are dropped first."""
 
-    def __init__(self, *, version: int, max_bytes: int = MAX_BYTES) -> None:
-        """`version`: the trainer's at the start."""
-        self._max_bytes = max_bytes
-        self._version = version
-        self._steps: dict[int, Batches] = {}  # by version, oldest first
-        self._num_bytes = 0
-        self._saved = version  # of the newest checkpoint
+    version: int  # of the trainer
+    max_bytes: int = MAX_BYTES
+    _steps: dict[int, Batches] = field(default_factory=dict[int, Batches])  # oldest first
+    _num_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._saved = self.version  # of the newest checkpoint
 
     def record(self, version: int, batches: Batches) -> None:
-        self._version = version
+        self.version = version
         self._steps[version] = batches
         self._num_bytes += _size(batches)
-        while self._num_bytes > self._max_bytes:
+        while self._num_bytes > self.max_bytes:
             self._drop(next(iter(self._steps)))
 
     def saved(self, version: int) -> None:
@@ -85,7 +84,7 @@ class StepsInMemory:
         self._saved = version
 
     async def after(self, version: int) -> AsyncIterator[tuple[int, Batches]]:
-        for following in range(version + 1, self._version + 1):
+        for following in range(version + 1, self.version + 1):
             if following not in self._steps:
                 raise RunFailed(
                     f"The trainer cannot be replaced: its last checkpoint is of step {version}, and"
@@ -109,32 +108,25 @@ def _size(value: object) -> int:
     return 0
 
 
+@dataclass(eq=False)
 class TrainerGroup:
-    def __init__(
-        self,
-        ranks: Sequence[Worker],
-        *,
-        past: StepsInMemory | StepsOnRecord,
-        sizes: MeshSizes | None = None,
-        step_timeout_s: float | None = None,
-        save_timeout_s: float | None = None,
-    ) -> None:
-        """`sizes`: of the mesh; None = one rank."""
-        self.past = past
-        self._sizes = sizes or MeshSizes()
-        self.num_redone = 0  # steps that were repeated after a death
-        self._max_rows: int | None = None  # of a microbatch; lowered when a rank runs out of memory
-        self.publishes = True  # False: no engine wants the weights of a step
-        self._step_timeout_s = step_timeout_s
-        self._save_timeout_s = save_timeout_s
-        self._ranks: Sequence[Worker] = ranks  # empty while the group is being replaced
-        self._replaced = asyncio.Event()
-        self._unreleased: list[WeightUpdate] = []  # published by the present group
+    ranks: Sequence[Worker]  # empty while the group is being replaced
+    _: KW_ONLY
+    past: StepsInMemory | StepsOnRecord
+    sizes: MeshSizes = field(default_factory=MeshSizes)
+    step_timeout_s: float | None = None
+    save_timeout_s: float | None = None
+    publishes: bool = True  # False: no engine wants the weights of a step
+    num_redone: int = 0  # steps that were repeated after a death
+    _max_rows: int | None = None  # of a microbatch; lowered when a rank runs out of memory
+    _replaced: asyncio.Event = field(default_factory=asyncio.Event)
+    # Published by the present group.
+    _unreleased: list[WeightUpdate] = field(default_factory=list[WeightUpdate])
 
     async def step(self, batch: Batch, *more: Batch, version: int) -> messages.Stepped:
         """Update on each batch; the weights become `version`, published in the background."""
         step = messages.TrainStep(batch=batch, version=version, more=more, publish=self.publishes)
-        reply = await self._call(step, timeout_s=self._step_timeout_s)
+        reply = await self._call(step, timeout_s=self.step_timeout_s)
         assert isinstance(reply, messages.Stepped)
         assert reply.version == version
         self.past.record(version, (batch, *more))
@@ -143,7 +135,7 @@ class TrainerGroup:
     async def held_out_loss(self, batch: Batch, *, version: int) -> float:
         """Mean cross-entropy of the trained tokens; `version` is that of the weights."""
         step = messages.TrainStep(batch=batch, version=version, publish=False, updates=False)
-        reply = await self._call(step, timeout_s=self._step_timeout_s)
+        reply = await self._call(step, timeout_s=self.step_timeout_s)
         assert isinstance(reply, messages.Stepped)
         return reply.metrics["loss"]
 
@@ -165,7 +157,7 @@ class TrainerGroup:
         def count_copy(_: messages.Part) -> None:
             nonlocal num_copied
             num_copied += 1
-            if num_copied == len(self._ranks):
+            if num_copied == len(self.ranks):
                 on_copied()
 
         def check_retry(num_ranks: int) -> None:
@@ -176,7 +168,7 @@ class TrainerGroup:
 
         reply = await self._call(
             messages.SaveCheckpoint(directory=str(directory), run_state=run_state, policy=policy),
-            timeout_s=self._save_timeout_s,
+            timeout_s=self.save_timeout_s,
             on_part=count_copy,
             on_death=check_retry,
         )
@@ -190,7 +182,7 @@ class TrainerGroup:
     async def borrow(self, policy: str = DEFAULT_POLICY) -> WeightUpdate:
         """The newest version, which stays readable until it is released."""
         reply = await self._call(
-            messages.BorrowNewest(policy=policy), timeout_s=self._step_timeout_s
+            messages.BorrowNewest(policy=policy), timeout_s=self.step_timeout_s
         )
         assert isinstance(reply, messages.Published)
         self._unreleased.append(reply.update)
@@ -201,7 +193,7 @@ class TrainerGroup:
         if not self._has_published(update):
             return  # its group is gone
         self._unreleased = [other for other in self._unreleased if other is not update]
-        ranks = self._ranks
+        ranks = self.ranks
         try:
             message = messages.Release(version=update.version, policy=update.policy)
             await ranks[0].call(message)
@@ -211,14 +203,14 @@ class TrainerGroup:
 
     async def is_lost(self, update: WeightUpdate) -> bool:
         """Whether the group that published this update is dead."""
-        return not self._has_published(update) or await _has_died(self._ranks)
+        return not self._has_published(update) or await _has_died(self.ranks)
 
     def lose(self) -> None:
         """Give up the group after the death of a rank; calls wait for the next group."""
-        for rank in self._ranks:
+        for rank in self.ranks:
             if not rank.dead.done():
                 rank.kill()  # it would wait for the dead rank forever
-        self._ranks = ()
+        self.ranks = ()
         self._unreleased.clear()
 
     async def replace(
@@ -227,7 +219,7 @@ class TrainerGroup:
         """Let new ranks, which have loaded `version`, repeat the steps since then and take over.
         These steps are not published, because engines may already hold their weights. Returns the
         newest version, as borrow() does, and those of further `policies`."""
-        timeout_s = self._step_timeout_s
+        timeout_s = self.step_timeout_s
         async for following, (batch, *more) in self.past.after(version):
             step = messages.TrainStep(
                 batch=batch, version=following, more=tuple(more), publish=False
@@ -241,12 +233,12 @@ class TrainerGroup:
             assert isinstance(reply, messages.Published)
             updates.append(reply.update)
         self._unreleased += updates
-        self._ranks = ranks
+        self.ranks = ranks
         self._replaced.set()
         return updates
 
     def _has_published(self, update: WeightUpdate) -> bool:
-        return bool(self._ranks) and any(update is other for other in self._unreleased)
+        return bool(self.ranks) and any(update is other for other in self._unreleased)
 
     async def _call(
         self,
@@ -259,7 +251,7 @@ class TrainerGroup:
         """Call the group, and the next one if this one dies. `on_death` gets the number of ranks
         and may raise to prevent the retry."""
         while True:
-            while not (ranks := self._ranks):
+            while not (ranks := self.ranks):
                 self._replaced.clear()
                 await self._replaced.wait()
             try:
@@ -267,7 +259,7 @@ class TrainerGroup:
             except WorkerError:
                 if not await _has_died(ranks):
                     raise
-                if self._ranks is ranks:
+                if self.ranks is ranks:
                     self.lose()
                 on_death(len(ranks))
 
@@ -286,7 +278,7 @@ class TrainerGroup:
         async def call(rank: int, worker: Worker) -> messages.Message:
             try:
                 return await worker.call(
-                    _share_of(message, data_rank=self._sizes.data_rank(rank)),
+                    _share_of(message, data_rank=self.sizes.data_rank(rank)),
                     timeout_s=timeout_s,
                     kill_on_timeout=True,
                     expect_progress=True,

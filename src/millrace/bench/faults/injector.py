@@ -10,7 +10,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from millrace.bench.faults.target_run import (
     RunChecker,
@@ -75,15 +75,14 @@ def plans(num_kills: int, *, steps: int, seed: int) -> Iterator[KillPlan]:
         )
 
 
+@dataclass(eq=False)
 class FaultInjector:
-    def __init__(
-        self, target: TargetRun, checker: RunChecker, *, log: Callable[[str], None] = print
-    ) -> None:
-        self._target = target
-        self._checker = checker
-        self._log = log
-        self.kills: list[Kill] = []
-        self._hanging: dict[int, TargetProcess] = {}  # by index in kills, until the run notices
+    _target: TargetRun
+    _checker: RunChecker
+    log: Callable[[str], None] = print
+    kills: list[Kill] = field(default_factory=list[Kill])
+    # By index in kills, until the run notices.
+    _hanging: dict[int, TargetProcess] = field(default_factory=dict[int, TargetProcess])
 
     def inject(self, num_kills: int, *, step_s: float, seed: int) -> None:
         """Kill processes until the run ends; raises Stuck if it does not. `step_s`: undisturbed."""
@@ -143,7 +142,7 @@ class FaultInjector:
         )
         after = "still alive" if gone_s is None else f"gone after {gone_s:.2f} s"
         what = f"{len(self.kills):3} {number.name} {process.name} (pid {process.pid})"
-        self._log(f"{what} at step {step}: {after}")
+        self.log(f"{what} at step {step}: {after}")
         if process.role == CONTROLLER:
             self._checker.look()
             self._target.start()
