@@ -11,7 +11,9 @@ import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from string import Template
 from textwrap import indent
+from typing import Any
 
 from millrace.cli.commands import PREEMPTED
 from millrace.cli.launch.plan import JoiningNodes, LaunchPlan
@@ -34,24 +36,9 @@ def _job(plan: LaunchPlan, pods: Mapping[str, str]) -> str:
     joining = [address, '--cluster.advertise "$POD_IP"', f"--cluster.ticket {ticket}"]
     more = joining if plan.joining else []
     train = f"rm -f {ticket}; exec millrace {plan.train(_file(plan), *more)}"
-    controller = _pod(plan, pods, "controller", command=train, restart="Never")
-    job = f"""\
-# The controller and the trainer. A preempted one (exit code {PREEMPTED}) starts again and resumes.
-apiVersion: batch/v1
-kind: Job
-metadata: {{name: {plan.name}}}
-spec:
-  backoffLimit: {MAX_FAILURES}
-  podFailurePolicy:
-    rules:
-      - action: Ignore
-        onExitCodes: {{containerName: controller, operator: In, values: [{PREEMPTED}]}}
-      - action: Ignore
-        onPodConditions: [{{type: DisruptionTarget, status: "True"}}]
-      - action: FailJob
-        onExitCodes: {{containerName: controller, operator: In, values: [2]}}
-  template:
-{indent(controller, "    ")}"""
+    pod = _pod(plan, pods, "controller", command=train, restart="Never")
+    limits = {"max_failures": MAX_FAILURES, "preempted": PREEMPTED}
+    job = _filled("job", name=plan.name, **limits, pod=indent(pod, "    "))
     sets = (_stateful_set(plan, pods, nodes, ticket=ticket) for nodes in plan.joining)
     return "---\n".join([job, *sets])
 
@@ -59,32 +46,14 @@ spec:
 def _stateful_set(
     plan: LaunchPlan, pods: Mapping[str, str], nodes: JoiningNodes, *, ticket: str
 ) -> str:
-    name = f"{plan.name}-{nodes.role}"
     logs = shlex.quote(f"{_run_dir(plan)}/logs")
     join = (
         f"trap 'exit 0' TERM; until [ -e {ticket} ]; do sleep 1; done;"
         f" exec millrace join {ticket} {nodes.options} --log-dir {logs}"
     )
-    return f"""\
-# The role {nodes.role}. Each pod waits for the ticket of the run and joins; it joins again when the
-# run resumes.
-apiVersion: apps/v1
-kind: StatefulSet
-metadata: {{name: {name}}}
-spec:
-  replicas: {nodes.num_nodes}
-  serviceName: {name}
-  podManagementPolicy: Parallel
-  selector: {{matchLabels: {{app: {plan.name}, role: {nodes.role}}}}}
-  template:
-{indent(_pod(plan, pods, nodes.role, command=join), "    ")}---
-apiVersion: v1
-kind: Service
-metadata: {{name: {name}}}
-spec:
-  clusterIP: None
-  selector: {{app: {plan.name}, role: {nodes.role}}}
-"""
+    pod = indent(_pod(plan, pods, nodes.role, command=join), "    ")
+    about = {"name": plan.name, "role": nodes.role, "num_nodes": nodes.num_nodes}
+    return _filled("stateful_set", **about, pod=pod)
 
 
 def _rayjob(plan: LaunchPlan, pods: Mapping[str, str]) -> str:
@@ -93,30 +62,12 @@ def _rayjob(plan: LaunchPlan, pods: Mapping[str, str]) -> str:
     # Ray does not pass SIGTERM on; the lock file of the run holds the controller's process id.
     stop = f"pid=$(cat {lock}) && kill -TERM $pid && tail --pid=$pid -f /dev/null"
     head = _pod(plan, pods, "controller", before_stop=stop)
-    workers = f"""
-    workerGroupSpecs:
-      - groupName: engines
-        replicas: {plan.num_nodes - 1}
-        minReplicas: {plan.num_nodes - 1}
-        maxReplicas: {plan.num_nodes - 1}
-        rayStartParams: {{}}
-        template:
-{indent(_pod(plan, pods, "engines"), " " * 10)}"""
-    return f"""\
-# For the KubeRay operator. The controller runs on the head; Ray places trainer ranks and engines.
-apiVersion: ray.io/v1
-kind: RayJob
-metadata: {{name: {plan.name}}}
-spec:
-  entrypoint: {json.dumps(train)}
-  backoffLimit: {MAX_FAILURES}
-  shutdownAfterJobFinishes: true
-  rayClusterSpec:
-    headGroupSpec:
-      rayStartParams: {{}}
-      template:
-{indent(head, " " * 8).rstrip()}{workers if plan.num_nodes - 1 else ""}
-"""
+    about = {"name": plan.name, "train": json.dumps(train), "max_failures": MAX_FAILURES}
+    text = _filled("rayjob", **about, head=indent(head, " " * 8))
+    if (num_nodes := plan.num_nodes - 1) > 0:
+        pod = indent(_pod(plan, pods, "engines"), " " * 10)
+        text += _filled("rayjob_workers", num_nodes=num_nodes, pod=pod)
+    return text
 
 
 def _pod(
@@ -142,26 +93,13 @@ def _pod(
     if before_stop:
         env = f'RAY_JOB_STOP_WAIT_TIME_S, value: "{plan.kill_after_s}"'
     policy = f"\n  restartPolicy: {restart}" if restart else ""
-    return f"""\
-metadata:
-  labels: {{app: {plan.name}, role: {role}}}
-spec:
-  terminationGracePeriodSeconds: {plan.kill_after_s}{policy}
-  containers:
-    - name: {role}
-      image: {pods["image"]}
-      workingDir: {MOUNT}{lines}
-      env:
-        - {{name: {env}}}
-      envFrom:  # keys such as HF_TOKEN: kubectl create secret generic {plan.name}-keys ...
-        - secretRef: {{name: {plan.name}-keys, optional: true}}
-      volumeMounts:
-        - {{name: workspace, mountPath: {MOUNT}}}
-        - {{name: shm, mountPath: /dev/shm}}
-  volumes:
-    - {{name: workspace, persistentVolumeClaim: {{claimName: {pods["claim"]}}}}}
-    - {{name: shm, emptyDir: {{medium: Memory}}}}
-"""
+    more = {"kill_after_s": plan.kill_after_s, "policy": policy, "lines": lines, "env": env}
+    return _filled("pod", name=plan.name, role=role, mount=MOUNT, **more, **pods)
+
+
+def _filled(template: str, **values: Any) -> str:
+    text = Path(__file__).with_name(f"{template}.yaml").read_text()
+    return Template(text).substitute({k: str(v).rstrip() for k, v in values.items()})
 
 
 def _file(plan: LaunchPlan) -> str:

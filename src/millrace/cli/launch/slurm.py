@@ -12,6 +12,7 @@ from pathlib import Path
 from millrace.cli.commands import PREEMPTED
 from millrace.cli.launch.plan import JoiningNodes, LaunchPlan
 
+TEMPLATE = Path(__file__).with_name("sbatch.sh")
 REJOIN_S = 5  # between two attempts of a node to join
 
 
@@ -37,37 +38,15 @@ def slurm_script(plan: LaunchPlan, *, options: Sequence[str]) -> str:
     more = joining if plan.joining else []
     logs = run_dir / "logs"
     steps = "".join(_step(plan, nodes, python=python, logs=logs) for nodes in plan.joining)
-    return f"""\
-#!/bin/bash
-# Trains {plan.file}; written by `millrace launch slurm`.
-{directives}
-umask 077
-# A secret, which exists while the run lasts. It is not in run_dir, which people share.
-export ticket={shlex.quote(f"{run_dir}.ticket")}-"$SLURM_JOB_ID"
-rm -f "$ticket"
-
-# The controller and the trainer, on the first node. At preemption and before the time limit, SLURM
-# sends SIGTERM to this script. It makes them write a checkpoint and exit with {PREEMPTED}.
-trap 'was_signalled=1; scancel --signal=TERM "$SLURM_JOB_ID.0"' TERM
-{_srun(plan, "controller", nodes=1, first=0)} \\
-    {python} {plan.train(str(plan.file), *more)} &
-controller=$!
-{steps}
-# A signal ends `wait` early.
-code=
-while [ -z "$code" ]; do
-    was_signalled=
-    wait "$controller"
-    code=$?
-    [ -z "$was_signalled" ] || code=
-done
-# A job that was cancelled is not RUNNING any more, and stays cancelled.
-state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
-if [ "$code" = {PREEMPTED} ] && [ "$state" = RUNNING ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
-"""
+    srun = _srun(plan, "controller", nodes=1, first=0)
+    return TEMPLATE.read_text().format(
+        file=plan.file,
+        directives=directives,
+        ticket=shlex.quote(f"{run_dir}.ticket"),
+        preempted=PREEMPTED,
+        controller=f"{srun} \\\n    {python} {plan.train(str(plan.file), *more)}",
+        steps=steps,
+    )
 
 
 def _step(plan: LaunchPlan, nodes: JoiningNodes, *, python: str, logs: Path) -> str:
