@@ -19,7 +19,6 @@ from millrace.environments.replay.recordings import (
     Line,
     episode_of,
     read_recordings,
-    with_reward,
     with_tool_results,
     write_recordings,
 )
@@ -242,7 +241,7 @@ async def test_turns_after_an_edited_tool_result_are_not_trained(thread):
     first = len(read(episode).turns[0].completion.tokens)
     assert after.num_sampled == first < before.num_sampled
     assert [row.is_recorded for row in read(again).turns] == [True, False]
-    assert episode_of(with_reward(edited, 0.25)).reward == 0.25
+    assert episode_of(msgspec.structs.replace(edited, reward=0.25)).reward == 0.25
     with pytest.raises(ConfigError, match=r"recording of group 3, episode 0, has no tool call 7"):
         with_tool_results(edited, {7: None})
 

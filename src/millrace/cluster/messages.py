@@ -345,14 +345,7 @@ class PlayEpisode(Message, frozen=True):
     """Play one episode. Parts: TurnWanted, TurnDropped. -> EpisodePlayed"""
 
     key: int  # by which TurnSampled and CancelEpisode name it
-    settings: dict[str, Any]  # EpisodeSettings as plain data
-    task: records.Task
-    is_trained: bool
-    branching: records.Branching | None = None
-    parent: bytes | None = None  # of a branch: recording of the parent episode, as JSON
-    turn: int = 0  # number of the parent's turn that it shares in part
-    at: int = 0  # sampled tokens of that turn that are shared
-    root: int = 0  # number of the root episode
+    plan: Any  # EpisodePlan, which is plain data when it arrives
 
 
 class TurnWanted(Part, frozen=True):

@@ -62,9 +62,7 @@ class Decoder(Generic[T]):
     def __init__(self, of: type[T]) -> None:
         self._arrays: Sequence[Frame] = ()
         self._next = 0
-        self._decoder = msgspec.msgpack.Decoder(
-            of, ext_hook=self._extension, dec_hook=_expect_array
-        )
+        self._decoder = msgspec.msgpack.Decoder(of, ext_hook=self._extension, dec_hook=expect_array)
 
     def decode(self, frames: Sequence[Frame]) -> T:
         if not frames:
@@ -120,8 +118,8 @@ def _array_collector(arrays: list[Frame]) -> Callable[[Any], Any]:
     return move_out
 
 
-def _expect_array(expected: type, value: Any) -> np.ndarray:
-    # Arrays are the only field type that msgspec does not know by itself.
+def expect_array(expected: type, value: Any) -> np.ndarray:
+    """Check a field of the only type that msgspec does not know by itself."""
     if expected is not np.ndarray or not isinstance(value, np.ndarray):
         raise ValueError(f"expected {expected.__name__}, got {type(value).__name__}")
     return value

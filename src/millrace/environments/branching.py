@@ -66,7 +66,7 @@ class BranchScheduler:
         turns, at = iter(leaf.recording.turns), place  # `at`: tokens of the turn that are shared
         while at >= (num_sampled := len((turn := next(turns)).completion.tokens)):
             at -= num_sampled
-        branch = Branch(recording=leaf.recording, turn=turn, at=at, root=leaf.root)
+        branch = Branch(recording=leaf.recording, turn=turn.number, at=at, root=leaf.root)
         try:
             return await self._play(branching, branch)
         except ReplayError:

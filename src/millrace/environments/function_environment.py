@@ -26,7 +26,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
-from millrace.core.errors import ConfigError, MillraceError, ReplayError, TaskError
+from millrace.core.errors import ConfigError, MillraceError, ReplayError, TaskError, cancel_all
 from millrace.core.records import Branching, Completion, Episode, Message, Prompt, Task
 from millrace.environments.agent import Agent
 from millrace.environments.episode_state import EpisodeState, Sample
@@ -289,7 +289,7 @@ def messages_of(prompt: Prompt) -> list[Message]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FunctionEnvironment:
-    """Implements core.protocols.Environment; play() runs on the controller's event loop."""
+    """Implements Environment of player.py; play() runs on the controller's event loop."""
 
     host: EpisodeHost
     _: KW_ONLY
@@ -324,9 +324,7 @@ class FunctionEnvironment:
                 if len(finished) + len(running) < n:
                     raise failures[0]
         finally:
-            for straggler in running:
-                straggler.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await cancel_all(running)
             for index in set(range(num_begun)) - set(sorted(finished)[:n]):
                 policy.gave_up(index)
         return [finished[index] for index in sorted(finished)][:n]

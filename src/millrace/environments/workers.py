@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-import msgspec
-
 from millrace.cluster import messages
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.cluster.supervision.replica import ModuleReplica
@@ -109,7 +107,7 @@ class EnvironmentWorkers:
         try:
             with first_cause():
                 async with asyncio.TaskGroup() as answers:
-                    message = _message(plan, key=key)
+                    message = messages.PlayEpisode(key=key, plan=plan)
                     played = await worker.call(message, on_part=on_part, expect_progress=True)
                     turns.close()  # of tasks that the environment left running
         except WireError as error:  # of the task; its columns are the user's
@@ -164,18 +162,3 @@ async def _answer(worker: Worker, turn: asyncio.Future[Completion], *, key: int,
     except TaskError as error:
         outcome["error"] = str(error)
     await worker.emit(messages.TurnSampled(key=key, call=call, **outcome))
-
-
-def _message(plan: EpisodePlan, *, key: int) -> messages.PlayEpisode:
-    point: dict[str, Any] = {}
-    if (branch := plan.branch) is not None:
-        point = {"turn": branch.turn.number, "at": branch.at, "root": branch.root}
-        point["parent"] = schema.encode(branch.recording)
-    return messages.PlayEpisode(
-        key=key,
-        settings=msgspec.to_builtins(plan.settings),
-        task=plan.task,
-        is_trained=plan.is_trained,
-        branching=plan.branching,
-        **point,
-    )

@@ -92,7 +92,7 @@ class _OpenTask:
 
 @dataclass(kw_only=True, eq=False)
 class ExternalEnvironment:
-    """Implements core.protocols.Environment: an episode is played wherever a program runs."""
+    """Implements Environment of player.py: an episode is played wherever a program runs."""
 
     renderer: Renderer
     num_tokens: int  # ids of the vocabulary

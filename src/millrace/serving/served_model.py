@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from millrace.core.errors import run_all
+from millrace.core.errors import cancel_all, run_all
 from millrace.core.protocols import Engine, OnTokens
 from millrace.core.records import (
     Completion,
@@ -212,8 +212,7 @@ class ServedModel:
         finally:
             self._count(requests, num_sampled)
             self.metrics.request_s.observe(time.monotonic() - start_s)
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await cancel_all([running])
 
     async def score_prompts(
         self, requests: Sequence[Request], *, client: Client

@@ -20,7 +20,6 @@ from millrace.environments.replay.recordings import (
     Line,
     episode_of,
     read_recordings,
-    with_reward,
     with_tool_results,
     write_recordings,
 )
@@ -60,7 +59,7 @@ async def replay(
             raise ConfigError(f"{path} does not name the model; pass --model.")
         lines = [await _rerun(line, function, load, model=model, texts=texts) for line in lines]
     if reward is not None:
-        lines = [replace(line, episode=with_reward(line.episode, reward)) for line in lines]
+        lines = [replace(line, episode=replace(line.episode, reward=reward)) for line in lines]
     specs = [
         function_scorer(name)
         if ":" in name

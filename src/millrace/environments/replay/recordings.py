@@ -127,10 +127,6 @@ def write_recordings(path: str | Path, lines: Iterable[Line]) -> None:
         file.writelines(schema.encode(line) + b"\n" for line in lines)
 
 
-def with_reward(recording: Recording, reward: float | dict[str, float] | None) -> Recording:
-    return msgspec.structs.replace(recording, reward=reward)
-
-
 def with_tool_results(recording: Recording, texts: Mapping[int, str | None]) -> Recording:
     """Replace the results of tool calls by their number; None makes a result empty. Rewards stay as
     they were; rerun() the result to update them."""
@@ -159,9 +155,6 @@ def with_tool_results(recording: Recording, texts: Mapping[int, str | None]) -> 
         entries.append(entry)
     return msgspec.structs.replace(recording, entries=entries)
 
-
-if TYPE_CHECKING:
-    from millrace.environments.episode_state import EpisodeState
 
 ORDER_TIMEOUT_S = 30.0  # how long an answer waits for those recorded before it
 
@@ -271,15 +264,18 @@ class Branch:
     """The point of a parent episode at which another episode branches off."""
 
     recording: Recording  # of the parent
-    turn: TurnRow  # turn of the branching point
+    turn: int  # number of the turn of the branching point
     at: int  # sampled tokens of that turn that are shared
     root: int  # number of the root episode, whose engine session holds the KV
 
+    @property
+    def row(self) -> TurnRow:
+        return next(row for row in self.recording.turns if row.number == self.turn)
+
     def shared(self) -> Recording:
         """Return the parent's recording up to the branching turn."""
-        entries = self.recording.entries
-        end = next(index for index, entry in enumerate(entries) if entry is self.turn)
-        answered = [entry for entry in entries[:end] if _is_answered(entry)]
+        until = itertools.takewhile(lambda e: e is not self.row, self.recording.entries)
+        answered = [entry for entry in until if _is_answered(entry)]
         return msgspec.structs.replace(self.recording, entries=answered)
 
 
@@ -297,11 +293,11 @@ class BranchAnswers(RecordedAnswers):
         if wanted.call in self._turns:
             known = await super().sample(wanted, episode=episode)
             return replace(known, num_shared=len(known.tokens))
-        branch = self._branch
-        if wanted.call != branch.turn.number:
+        branch, row = self._branch, self._branch.row
+        if wanted.call != row.number:
             return await self._sample_new(wanted, episode=episode)
-        self._check_prompt(branch.turn, wanted.prompt, recording=branch.recording)
-        partial = cut(branch.turn.completion, 0, branch.at) if branch.at else None
+        self._check_prompt(row, wanted.prompt, recording=branch.recording)
+        partial = cut(row.completion, 0, branch.at) if branch.at else None
         wanted = msgspec.structs.replace(wanted, partial=partial, pinned=True)
         completion = await self._sample_new(wanted, episode=episode)
         return replace(completion, num_shared=branch.at)

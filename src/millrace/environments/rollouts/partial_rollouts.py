@@ -32,6 +32,7 @@ from millrace.core.completions import (
     request_digest,
     resume_request,
 )
+from millrace.core.errors import cancel_all
 from millrace.core.protocols import OnCompletion, OnTokens, SupportsGenerate
 from millrace.core.records import Completion, CompletionChunk, Request
 from millrace.core.spans import GroupLife, TurnLife
@@ -286,6 +287,4 @@ async def _all_unless_expired(each: Iterable[Awaitable[Completion]]) -> list[Com
                 return [task.result() for task in tasks if task.done()]
         return [task.result() for task in tasks]
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)

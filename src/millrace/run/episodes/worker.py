@@ -14,7 +14,7 @@ import msgspec
 
 from millrace.cluster import messages
 from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
-from millrace.cluster.wire import WireError
+from millrace.cluster.wire import WireError, expect_array
 from millrace.config import RunConfig, load_config
 from millrace.core import errors
 from millrace.core.errors import MillraceError, TaskError
@@ -22,7 +22,6 @@ from millrace.core.records import Completion
 from millrace.core.spans import Timeline
 from millrace.environments.function_environment import EpisodePlan, LoadedEnvironment, lifetime
 from millrace.environments.replay import schema
-from millrace.environments.replay.recordings import Branch
 from millrace.environments.replay.schema import EpisodeOver
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.threads import LoopThread
@@ -103,9 +102,10 @@ class EnvironmentWorker:
         def sample(wanted: messages.TurnWanted, **_: int) -> Coroutine[Any, Any, Completion]:
             return self._sample(call, message.key, wanted)  # the controller knows the episode
 
-        name = message.settings["name"]
+        plan = msgspec.convert(message.plan, EpisodePlan, dec_hook=expect_array)
+        name = plan.settings.name
         try:
-            episode, recording = await self._loaded.play(_plan_of(message), sample)
+            episode, recording = await self._loaded.play(plan, sample)
         except BaseException as error:  # noqa: BLE001 - SystemExit must not end the loop
             if message.key in self._episodes:  # or the controller has cancelled it
                 call.fail(_explain(error, name=name))
@@ -151,21 +151,6 @@ def load_environment(config: RunConfig, location: str | None) -> LoadedEnvironme
         renderer=Renderer(tokenizer, template_settings=settings.template),
         others=load_models(config, has_roles=True),
         records=config.monitoring.record_episodes > 0,
-    )
-
-
-def _plan_of(message: messages.PlayEpisode) -> EpisodePlan:
-    branch = None
-    if message.parent is not None:
-        parent = schema.decode(message.parent, schema.Recording)
-        (turn,) = (row for row in parent.turns if row.number == message.turn)
-        branch = Branch(recording=parent, turn=turn, at=message.at, root=message.root)
-    return EpisodePlan(
-        settings=msgspec.convert(message.settings, schema.EpisodeSettings),
-        task=message.task,
-        is_trained=message.is_trained,
-        branching=message.branching,
-        branch=branch,
     )
 
 

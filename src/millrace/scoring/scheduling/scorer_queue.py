@@ -21,7 +21,13 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from millrace.core.errors import ConfigError, RunFailed, ScoreError, TransientScoreError
+from millrace.core.errors import (
+    ConfigError,
+    RunFailed,
+    ScoreError,
+    TransientScoreError,
+    cancel_all,
+)
 from millrace.core.protocols import RestartingScorer, Scorer
 from millrace.core.records import Episode, Group, ScorerResult, Task
 from millrace.core.spans import ScorerLoad
@@ -227,8 +233,7 @@ class ScorerQueue:
             self._timer.cancel()
         for call in self._calls:
             call.fail(RunFailed(CLOSED))
-            call.task.cancel()
-        await asyncio.gather(*(call.task for call in self._calls), return_exceptions=True)
+        await cancel_all(call.task for call in self._calls)
 
     def _count(self, *, waiting: int = 0, in_flight: int = 0) -> None:
         """Add to the episodes that wait, to the calls in flight, and to the totals over time."""
