@@ -1,11 +1,7 @@
 import pytest
 import torch
 
-from millrace.scoring.teachers.worker import (
-    AveragedWeights,
-    LaggedWeights,
-    build_history,
-)
+from millrace.scoring.teachers.worker import AveragedWeights, LaggedWeights
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:
@@ -19,7 +15,7 @@ def served(history: AveragedWeights | LaggedWeights, version: int) -> tuple[int,
 
 
 def test_an_average_keeps_its_decay_of_itself():
-    average = build_history(weights(0.0), version=0, ema=0.75)
+    average = AveragedWeights(weights(0.0), decay=0.75, every=1, version=0)
     assert served(average, 1) == (1, 0.25)
     assert served(average, 2) == (2, 0.75 * 0.25 + 0.25 * 2)
 
@@ -52,7 +48,7 @@ def test_a_refresh_is_due_every_so_many_versions_also_if_that_one_was_left_out()
 
 
 def test_a_lag_serves_the_policy_of_so_many_versions_ago():
-    lagged = build_history(weights(0.0), version=0, lag=2)
+    lagged = LaggedWeights(lag=2, every=1, version=0)
     due = [served(lagged, version) for version in range(1, 6)]
     assert due == [None, None, (1, 1.0), (2, 2.0), (3, 3.0)]
 

@@ -82,7 +82,7 @@ class ClientGuard:
             message = "Too many requests in a short time; try again later."
             raise ApiError(message, status=429, retry_after_s=math.ceil(wait_s))
         if self._clients and known is None:
-            raise _wrong_key()
+            raise wrong_key()
         if not self._clients:
             self._check_host(request.headers.get("Host", ""))
         return client
@@ -115,11 +115,6 @@ def shows_key(request: web.Request, key: str) -> bool:
     return is_right and scheme.lower() == "bearer"
 
 
-def check_key(request: web.Request, key: str) -> None:
-    if not shows_key(request, key):
-        raise _wrong_key()
-
-
-def _wrong_key() -> ApiError:
+def wrong_key() -> ApiError:
     message = "The API key is missing or wrong; send it as Authorization: Bearer KEY."
     return ApiError(message, status=401, code="invalid_api_key")

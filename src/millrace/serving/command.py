@@ -15,7 +15,7 @@ from typing import Any
 from millrace.cluster.event_loop import run_on_own_loop
 from millrace.cluster.fork_server import PRELOAD
 from millrace.cluster.hub import Hub
-from millrace.cluster.messages import Message, StartEngine, StartTeacher, WorkerProgress
+from millrace.cluster.messages import Message, StartEngine, WorkerProgress
 from millrace.cluster.supervision.pool import RestartPolicy, WorkerPool
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
@@ -148,18 +148,11 @@ async def _score_pool(
         return
     from millrace.models.directory import vocabulary_checksum
 
-    engine, num_tokens = settings.config.engine, max(tokenizer.get_vocab().values()) + 1
-    reader = LogprobModelSettings(
-        dtype=engine.dtype, threads=settings.config.cluster.threads or 1
-    ).process_settings()
-    start = StartTeacher(
-        config=settings.config.model_dump(mode="json"),
-        settings=reader,
-        device=settings.config.placement.engine(0),
-        model_path=settings.config.model.path,
-        num_known=num_tokens,
-    )
-    timeout_s = settings.config.cluster.start_timeout_s
+    config, num_tokens = settings.config, max(tokenizer.get_vocab().values()) + 1
+    reader = LogprobModelSettings(dtype=config.engine.dtype, threads=config.cluster.threads or 1)
+    device, model = config.placement.engine(0), config.model.path
+    start = reader.start_message(config, device=device, model=model, num_known=num_tokens)
+    timeout_s = config.cluster.start_timeout_s
     processes = [
         TeacherProcess(
             f"scorer-{i}", start=start, worker_pool=worker_pool, start_timeout_s=timeout_s

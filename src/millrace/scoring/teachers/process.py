@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from millrace.cluster.messages import ScoreTokens, StartTeacher, Swapped, SwapWeights, TokensScored
+from millrace.config import RunConfig
 from millrace.config.section import Dtype, PositiveInt
 from millrace.core.errors import ConfigError, ScoreError, WorkerError
 from millrace.core.plugins import plugin
@@ -80,25 +81,23 @@ class LogprobModelSettings:
     def check(self, tasks: Sequence[Task], *, name: str) -> None:
         """By default any task will do."""
 
-    def process_settings(self) -> dict[str, Any]:
-        """The fields of this class alone, without those of subclasses."""
-        return {field.name: getattr(self, field.name) for field in fields(LogprobModelSettings)}
+    def start_message(
+        self, config: RunConfig, *, device: str, model: str, **more: Any
+    ) -> StartTeacher:
+        """`more`: further fields of StartTeacher."""
+        own = {field.name: getattr(self, field.name) for field in fields(LogprobModelSettings)}
+        plain = config.model_dump(mode="json")
+        return StartTeacher(config=plain, settings=own, device=device, model_path=model, **more)
 
     def make_process(
         self, name: str, *, model: str, context: ScorerContext, **self_teacher: Any
     ) -> TeacherProcess:
         """Build a process that is not started yet. `self_teacher`: more fields of StartTeacher."""
         config = context.run_info.config
-        start = StartTeacher(
-            config=config.model_dump(mode="json"),
-            settings=self.process_settings(),
-            device=config.placement.model(name),
-            model_path=model,
-            **self_teacher,
-        )
+        device = config.placement.model(name)
         process = TeacherProcess(
             name,
-            start=start,
+            start=self.start_message(config, device=device, model=model, **self_teacher),
             worker_pool=context.worker_pool,
             start_timeout_s=context.start_timeout_s,
         )

@@ -101,21 +101,6 @@ class LaggedWeights:
         return newest
 
 
-def build_history(
-    start: Mapping[str, Tensor] | None,
-    *,
-    version: int,
-    lag: int | None = None,  # versions
-    ema: float | None = None,  # decay per version
-    every: int = 1,  # versions between two refreshes
-) -> AveragedWeights | LaggedWeights:
-    """`start`: the weights of `version` on the teacher's device; None = unknown."""
-    if ema is not None:
-        return AveragedWeights(start, decay=ema, every=every, version=version)
-    assert lag is not None
-    return LaggedWeights(lag=lag, every=every, version=version)
-
-
 def _copies(
     tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None, device: torch.device | None = None
 ) -> dict[str, Tensor]:
@@ -170,7 +155,11 @@ class SelfTeacherWeights:
         if start is not None and (adapter is not None or version != self._live.version):
             with torch.no_grad():
                 self._live.commit(self._live.prepare(start, version=version))
-        self._history = build_history(start, version=version, **history)
+        every, decay = history.get("every", 1), history.get("ema")
+        if decay is not None:
+            self._history = AveragedWeights(start, decay=decay, every=every, version=version)
+        else:
+            self._history = LaggedWeights(lag=history["lag"], every=every, version=version)
         self._receiver = make_receiver(
             config.weights.transport,
             expected=self._live.shapes,

@@ -30,7 +30,7 @@ from millrace.serving.api.completions import Json, reply_head, usage_of
 from millrace.serving.api.errors import ApiError, json_response
 from millrace.serving.api.responses import ResponsesBody, ResponseWriter
 from millrace.serving.api.streaming import send_events
-from millrace.serving.clients import check_key
+from millrace.serving.clients import shows_key, wrong_key
 from millrace.serving.server import error_middleware, http_listener, read_request
 
 SESSION_HEADER = "X-Session-ID"
@@ -135,7 +135,8 @@ class Gateway:
     def _session(self, request: web.Request) -> tuple[GatewaySession, Agent]:
         # Checked first: the answer to a wrong key must not reveal which episodes exist.
         id = request.match_info.get("id", "")
-        check_key(request, self._key(id))
+        if not shows_key(request, self._key(id)):
+            raise wrong_key()
         found = self._agents.get(id or request.headers.get(SESSION_HEADER, ""))
         if found is None:
             raise _over("its environment has returned" if id else "no open session has this id")
