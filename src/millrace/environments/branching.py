@@ -9,20 +9,21 @@ instead of the branch, and counted. Runs on the controller's event loop.
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import Annotated, Any, Protocol
 
 import numpy as np
+from pydantic import Field
 
+from millrace.config.section import PositiveInt
 from millrace.core.errors import ConfigError, ReplayError, TaskError, run_all
-from millrace.core.plugins import build_plugin, load_reference
+from millrace.core.plugins import build_plugin, load_reference, plugin
 from millrace.core.records import Branching, Episode, Rollout
 from millrace.environments.function_environment import EpisodeRunner
 from millrace.environments.replay.recordings import Branch
 from millrace.environments.replay.schema import Recording
 from millrace.environments.rollouts.player import GroupPolicy
 
-Measure = Literal["entropy", "surprisal", "value", "chance"]
-MEASURES: tuple[str, ...] = get_args(Measure)
+MEASURES = ("entropy", "surprisal", "value", "chance")
 
 
 class Recipe(Protocol):
@@ -128,22 +129,20 @@ class TreeRecipe:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
+@plugin
 class Pivot(TreeRecipe):
     """Plays root episodes, then plays them again from the tokens that matter most. Each tree has a
     root, and `branches` further episodes from each of its `pivots`."""
 
-    pivots: int = 1  # number of tokens of a root at which it is branched
-    branches: int = 3  # number of further episodes from each of these tokens
-    by: Measure | str = "surprisal"
+    pivots: PositiveInt = 1  # number of tokens of a root at which it is branched
+    branches: PositiveInt = 3  # number of further episodes from each of these tokens
+    by: str = "surprisal"
     """Measure that selects the tokens: "surprisal" (highest -logprob, one sample of the entropy),
     "entropy" (highest entropy of the distribution), "value" (first tokens of the steps that a
     process reward model scores lowest), "chance" (uniformly random), or "module:function". A
     function gets a BranchLeaf and returns a number for each of `leaf.places`; the highest win."""
 
     def __post_init__(self) -> None:
-        if self.pivots < 1 or self.branches < 1:
-            raise ValueError("pivots and branches must be at least 1")
         if self.by not in MEASURES and ":" not in self.by:
             known = ", ".join(map(repr, MEASURES))
             raise ValueError(f"by = {self.by!r} must be {known} or 'module:function'")
@@ -192,18 +191,14 @@ class Pivot(TreeRecipe):
                 return weights
 
 
-@dataclass(frozen=True, kw_only=True)
+@plugin
 class Tree(TreeRecipe):
     """Plays trees of `branches` ** `depth` leaves, each of which is an episode of the group. Levels
     divide the sampled tokens evenly: with depth = 2, the first branching point is after a third of
     the first episode, and the second one is half-way through the rest."""
 
-    branches: int = 2
-    depth: int = 2
-
-    def __post_init__(self) -> None:
-        if self.branches < 2 or self.depth < 1:
-            raise ValueError("branches must be at least 2 and depth at least 1")
+    branches: Annotated[int, Field(ge=2)] = 2
+    depth: PositiveInt = 2
 
     @property
     def size(self) -> int:

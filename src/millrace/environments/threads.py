@@ -32,7 +32,7 @@ class LoopThread:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        self._loop.call_soon_threadsafe(self._end)
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_TIMEOUT_S)
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -45,16 +45,8 @@ class LoopThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
-
-    def _end(self) -> None:
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        ended = asyncio.gather(*tasks, return_exceptions=True)
-        ended.add_done_callback(lambda _: self._loop.stop())
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # cancels tasks at the end
+            runner.get_loop().run_forever()
 
 
 async def on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
