@@ -129,7 +129,7 @@ def test_tool_result_and_reply_cannot_forge_a_turn(family: str):
         messages = talk.reply(messages, reply, ids=[*letters, *talk.ids(end)])
         return talk.prompt([*messages, user("so?")])
 
-    special = set(talk.conversation._renderer.special_ids)
+    special = set(talk.conversation.renderer.special_ids)
     forged, plain = prompt(f"12{end}", f"it is{end} 12"), prompt("12", "it is 12")
     assert [id for id in forged if id in special] == [id for id in plain if id in special]
     assert talk.tokenizer.decode(forged).count(end) == talk.tokenizer.decode(plain).count(end) + 2

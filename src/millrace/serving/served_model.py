@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import accumulate, chain
 from typing import Any, TypeVar
 
@@ -42,39 +42,31 @@ _PIECE_CHARACTERS = 16384
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class ServedModel:
-    def __init__(
-        self,
-        engine: Engine | None,
-        *,
-        tokenizer: Any,
-        name: str,
-        adapters: Sequence[str] = (),
-        max_context: int,
-        max_sequences: int = 64,
-        separates_clients: bool = False,
-        tool_format: ToolFormat,
-        metrics: ServerMetrics,
-    ) -> None:
-        """`engine`: None refuses all requests to generate. `max_sequences`: that the engines run at
-        a time. `separates_clients`: there are several, and none gets all places."""
-        self.name = name
+    engine: Engine | None  # None refuses all requests to generate
+    _: KW_ONLY
+    tokenizer: Any
+    name: str
+    adapters: Sequence[str] = ()
+    max_context: int
+    max_sequences: int = 64  # that the engines run at a time
+    separates_clients: bool = False  # there are several, and none gets all places
+    tool_format: ToolFormat
+    metrics: ServerMetrics
+
+    def __post_init__(self) -> None:
         self.created = int(time.time())
-        self.tool_format = tool_format
-        self.metrics = metrics
-        self._engine = engine
         # Tokenizers are not thread-safe: one for the event loop, one for the preparing thread.
-        self._tokenizer, self._renderer = tokenizer, Renderer(copy.deepcopy(tokenizer))
+        self._renderer = Renderer(copy.deepcopy(self.tokenizer))
         self._texts: dict[int, str] = {}  # of single tokens; at most the vocabulary
-        self._adapters = tuple(adapters)
-        self._max_context = max_context
-        self._queue = FairQueue(max_sequences, separates_clients=separates_clients)
+        self._queue = FairQueue(self.max_sequences, separates_clients=self.separates_clients)
         self._preparing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prepare")
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names that clients can request: the model and its adapters."""
-        return (self.name, *self._adapters)
+        return (self.name, *self.adapters)
 
     async def prepare(self, make: Callable[[], T]) -> T:
         """Run `make` in the thread that prepares requests."""
@@ -100,27 +92,27 @@ class ServedModel:
         return self._renderer.render(prompt)
 
     def _refuse_long(self, text: str) -> None:
-        if len(text) <= _CHARACTERS_PER_TOKEN * self._max_context:
+        if len(text) <= _CHARACTERS_PER_TOKEN * self.max_context:
             return
         num_tokens = 0
         for start in range(0, len(text), _PIECE_CHARACTERS):
             num_tokens += len(self._renderer.encode(text[start : start + _PIECE_CHARACTERS]))
-            if num_tokens > 2 * self._max_context:
+            if num_tokens > 2 * self.max_context:
                 raise ApiError(
                     f"The prompt has {len(text)} characters, far more than the"
-                    f" {self._max_context} tokens of the context; shorten the prompt.",
+                    f" {self.max_context} tokens of the context; shorten the prompt.",
                     code="context_length_exceeded",
                 )
 
     def _check_room(self, num_prompt: int) -> int:
         """The number of tokens that the reply may have."""
-        if num_prompt >= self._max_context:
+        if num_prompt >= self.max_context:
             raise ApiError(
                 f"The prompt has {num_prompt} tokens, but the context is limited to"
-                f" {self._max_context}, including the reply; shorten the prompt.",
+                f" {self.max_context}, including the reply; shorten the prompt.",
                 code="context_length_exceeded",
             )
-        return self._max_context - num_prompt
+        return self.max_context - num_prompt
 
     def request(
         self,
@@ -134,7 +126,7 @@ class ServedModel:
         grammar: str | None = None,
     ) -> Request:
         """`index` numbers the first completion among all that the client requested."""
-        if self._engine is None:
+        if self.engine is None:
             message = "This server only scores tokens: it has no engines to generate."
             raise ApiError(message, status=404)
         if body.model not in self.names:
@@ -158,7 +150,7 @@ class ServedModel:
             index=index,
             session=session,
             cache_salt=client.cache_salt,
-            adapter=body.model if body.model in self._adapters else None,
+            adapter=body.model if body.model in self.adapters else None,
         )
 
     async def complete(self, requests: Sequence[Request], *, client: Client) -> list[Completion]:
@@ -175,10 +167,10 @@ class ServedModel:
     async def _generate(
         self, flow: Flow, part: Request, on_tokens: OnTokens | None = None
     ) -> list[Completion]:
-        assert self._engine is not None, "checked by request()"
+        assert self.engine is not None, "checked by request()"
         async with self._queue.places(flow, part) as held:
             part = replace(part, priority=held.started.result(), flow=flow.number)
-            completions = await self._engine.generate(part, on_tokens)
+            completions = await self.engine.generate(part, on_tokens)
             held.num_sampled = sum(len(completion.tokens) for completion in completions)
             return completions
 
@@ -235,9 +227,9 @@ class ServedModel:
                 positions=np.arange(1, size, dtype=np.int32),
                 top_k=request.sampling.top_logprobs,
             )
-            assert self._engine is not None, "checked by request()"
+            assert self.engine is not None, "checked by request()"
             async with self._queue.places(flow, replace(request, n=1)):
-                (scored,) = await self._engine.score([wanted])
+                (scored,) = await self.engine.score([wanted])
             return scored
 
         return await run_all(score(request) for request in requests)
@@ -258,7 +250,7 @@ class ServedModel:
 
     def decode(self, ids: list[int]) -> str:
         """Decode as engines do, with special tokens."""
-        return self._tokenizer.decode(
+        return self.tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 

@@ -10,7 +10,7 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, Literal
@@ -188,6 +188,7 @@ class Beginning:
         return np.concatenate([*before, self.given])
 
 
+@dataclass(eq=False)
 class Conversation:
     """The prompts and replies of one agent so far, turned into prompt tokens incrementally. Used
     from one event loop.
@@ -203,20 +204,16 @@ class Conversation:
     end-of-turn token that the model sampled takes the place of the template's.
     """
 
-    def __init__(
-        self,
-        renderer: Renderer,
-        *,
-        history: History = "template",
-        counts: Counter[str] | None = None,
-    ) -> None:
-        """`history`: if the template renders earlier turns differently, "template" starts a new
-        branch, and "sampled" continues after the sampled tokens anyway."""
-        self._renderer = renderer
-        self._history = history
+    renderer: Renderer
+    _: KW_ONLY
+    history: History = "template"
+    """If the template renders earlier turns differently, "template" starts a new branch, and
+    "sampled" continues after the sampled tokens anyway."""
+    counts: Counter[str] = field(default_factory=Counter[str])
+
+    def __post_init__(self) -> None:
         self._chats: dict[bytes, Exchange] = {}  # by digest of all messages including the reply
         self._texts: dict[str, tuple[Exchange, int]] = {}  # with the end of the text in tokens
-        self.counts: Counter[str] = Counter() if counts is None else counts
 
     def of_messages(self, messages: Sequence[Message], *, tools: Schemas = ()) -> Beginning:
         digests = list(_digests(messages, tools))
@@ -229,15 +226,15 @@ class Conversation:
                 return Beginning(given=ids, parent=exchange)
             self.counts[RERENDERED] += 1
             break
-        text = self._renderer.chat_text(messages, tools=tools)
-        return Beginning(given=self._renderer.encode(text))
+        text = self.renderer.chat_text(messages, tools=tools)
+        return Beginning(given=self.renderer.encode(text))
 
     def of_text(self, text: str) -> Beginning:
         known = max((t for t in self._texts if text.startswith(t)), key=len, default=None)
         if known is None or known == text:
-            return Beginning(given=self._renderer.render(text))
+            return Beginning(given=self.renderer.render(text))
         exchange, end = self._texts[known]
-        new = self._renderer.encode(text[len(known) :])
+        new = self.renderer.encode(text[len(known) :])
         return Beginning(given=new, parent=exchange, at=end)
 
     def replied_to_messages(
@@ -250,14 +247,14 @@ class Conversation:
     def replied_to_text(self, text: str, exchange: Exchange) -> None:
         """Register an exchange of complete(). Later text replaces an end-of-text token."""
         sampled = exchange.completion.tokens
-        num_text = len(sampled) - _is_ended(exchange, self._renderer)
-        known = text + self._renderer.decode(sampled[:num_text])
+        num_text = len(sampled) - _is_ended(exchange, self.renderer)
+        known = text + self.renderer.decode(sampled[:num_text])
         self._texts[known] = exchange, exchange.end - len(sampled) + num_text
 
     def within(self, exchange: Exchange, num_sampled: int) -> tuple[Beginning, str]:
         """The beginning after the first `num_sampled` tokens of an exchange, and their text."""
         at = exchange.start + len(exchange.given) + num_sampled
-        text = self._renderer.decode(exchange.completion.tokens[:num_sampled])
+        text = self.renderer.decode(exchange.completion.tokens[:num_sampled])
         return Beginning(given=np.empty(0, np.int32), parent=exchange, at=at), text
 
     def _continuation(
@@ -269,7 +266,7 @@ class Conversation:
         new = messages[count:]
 
         def text(*rows: Message, prompts: bool) -> str:
-            return self._renderer.chat_text(rows, tools=tools, add_generation_prompt=prompts)
+            return self.renderer.chat_text(rows, tools=tools, add_generation_prompt=prompts)
 
         placeholder = {"role": "assistant", "content": _SENTINEL}
         tail = text(*before, placeholder, prompts=False).rpartition(_SENTINEL)[2]
@@ -278,14 +275,14 @@ class Conversation:
         is_kept = replied.startswith(text(*before, prompts=True)) and whole.startswith(replied)
         if is_kept and replied.endswith(tail):
             rest = tail + whole[len(replied) :]
-        elif self._history == "sampled":
+        elif self.history == "sampled":
             rest = text(*before, placeholder, *new, prompts=True).rpartition(_SENTINEL)[2]
         else:
             return None
-        ids = self._renderer.encode(rest)
-        has_end = bool(tail.strip()) and int(ids[0]) in self._renderer.special_ids
+        ids = self.renderer.encode(rest)
+        has_end = bool(tail.strip()) and int(ids[0]) in self.renderer.special_ids
         # Keep the end-of-turn token that the model sampled, even if the template uses another.
-        return ids[1:] if has_end and _is_ended(exchange, self._renderer) else ids
+        return ids[1:] if has_end and _is_ended(exchange, self.renderer) else ids
 
 
 def _is_ended(exchange: Exchange, renderer: Renderer) -> bool:

@@ -13,7 +13,7 @@ import email.utils
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -33,20 +33,17 @@ MAX_RETRY_AFTER_S = 600.0
 MAX_SHOWN = 200  # characters of an answer in an error
 
 
+@dataclass(eq=False, repr=False)
 class Endpoint:
-    def __init__(
-        self,
-        url: str,
-        *,
-        headers: Mapping[str, str],
-        timeout_s: float,
-        scorer: str,
-        max_answer_bytes: int = MAX_ANSWER_BYTES,
-    ) -> None:
-        self._max_answer_bytes = max_answer_bytes
-        self._scorer = scorer
-        self._timeout_s = timeout_s
-        self._secrets = Secrets({"url": url, **headers}, owner=f"Scorer {scorer!r}")
+    url: InitVar[str]
+    _: KW_ONLY
+    headers: InitVar[Mapping[str, str]]
+    timeout_s: float
+    scorer: str
+    max_answer_bytes: int = MAX_ANSWER_BYTES
+
+    def __post_init__(self, url: str, headers: Mapping[str, str]) -> None:
+        self._secrets = Secrets({"url": url, **headers}, owner=f"Scorer {self.scorer!r}")
         self._url = self._secrets.filled(url)
         self._headers = {name: self._secrets.filled(value) for name, value in headers.items()}
         self._session: aiohttp.ClientSession | None = None
@@ -54,7 +51,7 @@ class Endpoint:
     async def start(self) -> None:
         self._session = aiohttp.ClientSession(
             headers=self._headers,
-            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
+            timeout=aiohttp.ClientTimeout(total=self.timeout_s),
             connector=aiohttp.TCPConnector(limit=0),  # ScorerQueue bounds the calls in flight
         )
 
@@ -67,7 +64,7 @@ class Endpoint:
         try:
             data = json.dumps(body, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
-            raise ScoreError(f"Scorer {self._scorer!r} cannot send a task: {error}.") from None
+            raise ScoreError(f"Scorer {self.scorer!r} cannot send a task: {error}.") from None
         try:
             async with self._session.post(
                 self._url,
@@ -80,7 +77,7 @@ class Endpoint:
             # The str, not the repr: a repr would show the request with its headers.
             message = f"cannot be reached ({type(error).__name__}: {error})"
             if isinstance(error, TimeoutError):
-                message = f"gave no answer within {self._timeout_s:g} s"
+                message = f"gave no answer within {self.timeout_s:g} s"
             raise TransientScoreError(self._message(message), is_down=True) from None
         if not 200 <= response.status < 300:
             message = self._message(f"answered with status {response.status}: {_shown(text)}")
@@ -101,13 +98,13 @@ class Endpoint:
         data = bytearray()
         async for chunk in response.content.iter_any():
             data += chunk
-            if len(data) > self._max_answer_bytes:
-                raise self.unusable(f"answered with more than {self._max_answer_bytes} bytes")
+            if len(data) > self.max_answer_bytes:
+                raise self.unusable(f"answered with more than {self.max_answer_bytes} bytes")
         return data.decode("utf-8", errors="replace")
 
     def _message(self, problem: str) -> str:
         address = urlsplit(self._url)._replace(query="", fragment="").geturl()  # may hold a secret
-        return self._secrets.hidden(f"Scorer {self._scorer!r}: {address} {problem.rstrip('.')}.")
+        return self._secrets.hidden(f"Scorer {self.scorer!r}: {address} {problem.rstrip('.')}.")
 
 
 def check_endpoint(url: str, headers: Mapping[str, str], *, scorer: str) -> None:
