@@ -19,6 +19,7 @@ import random
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from millrace.environments.function_environment import (
     EpisodeHost,
     FunctionEnvironment,
     LoadedEnvironment,
-    ThreadHost,
+    play_in_thread,
 )
 from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.environments.rollouts.player import Player
@@ -121,7 +122,7 @@ async def episode_host(
     if num_workers == 0:
         loaded = LoadedEnvironment(function=play, renderer=Renderer(tokenizer), others={})
         with LoopThread("environments") as thread:
-            yield ThreadHost(loaded=loaded, thread=thread)
+            yield partial(play_in_thread, loaded, thread)
         return
     environment = {"function": f"{THIS_FILE}:play", "workers": num_workers}
     config = load_config({"model": str(folder), "environment": environment})
@@ -132,7 +133,7 @@ async def episode_host(
         workers = build_workers(config, None, worker_pool=pool, hub=hub, private=folder)
         await workers.start()
         try:
-            yield workers
+            yield workers.play
         finally:
             await workers.close()
 

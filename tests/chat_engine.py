@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 from fakes import ScriptedEngine
@@ -12,7 +13,7 @@ from millrace.core.records import Completion, Request, Sampling
 from millrace.environments.function_environment import (
     FunctionEnvironment,
     LoadedEnvironment,
-    ThreadHost,
+    play_in_thread,
 )
 from millrace.environments.rollouts.player import Player
 from millrace.environments.rollouts.renderer import Renderer, RoleModel
@@ -76,7 +77,7 @@ def player_of(
         others={name: model for name, (model, _engine) in others.items()},
         records=rules.pop("records", False),
     )
-    host = ThreadHost(loaded=loaded, thread=thread)
+    host = partial(play_in_thread, loaded, thread)
     environment = FunctionEnvironment(host, renderer=renderer, **rules)
     return Player(
         environment=environment,

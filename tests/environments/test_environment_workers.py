@@ -69,7 +69,7 @@ async def play(workers, engine, task, *, group_size=2, recipe=None, **rules) -> 
         player = player_of(None, engine, thread=thread, **rules)
     environment = player.environment
     assert isinstance(environment, FunctionEnvironment)
-    player.environment = replace(environment, host=workers, recipe=recipe)
+    player.environment = replace(environment, host=workers.play, recipe=recipe)
     return await player.try_group(task, attempt=Attempt(3), group_size=group_size)
 
 

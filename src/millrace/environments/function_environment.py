@@ -24,7 +24,7 @@ import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from millrace.core.errors import ConfigError, MillraceError, ReplayError, TaskError, cancel_all
 from millrace.core.records import Branching, Completion, Episode, Message, Prompt, Task
@@ -69,12 +69,8 @@ class EpisodePlan:
     branch: Branch | None = None  # its branching point, unless it is a root
 
 
-class EpisodeHost(Protocol):
-    """Runs the environment. Called from the controller's event loop."""
-
-    async def play(self, plan: EpisodePlan, sample: Sample) -> PlayedEpisode:
-        """Play an episode whose turns `sample` answers on this event loop."""
-        ...
+# Plays an episode whose turns `sample` answers. Both are called on the controller's event loop.
+EpisodeHost = Callable[[EpisodePlan, Sample], Awaitable[PlayedEpisode]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -164,20 +160,16 @@ async def rerun(
     return episode
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ThreadHost:
-    """Runs the environment on a thread of the controller's process."""
+async def play_in_thread(
+    loaded: LoadedEnvironment, thread: LoopThread, plan: EpisodePlan, sample: Sample
+) -> PlayedEpisode:
+    """An EpisodeHost, with its first two arguments: a thread of the controller's process."""
+    home = asyncio.get_running_loop()
 
-    loaded: LoadedEnvironment
-    thread: LoopThread
+    def sample_at_home(wanted: Any, *, episode: int) -> Coroutine[Any, Any, Completion]:
+        return on_loop(home, sample(wanted, episode=episode))
 
-    async def play(self, plan: EpisodePlan, sample: Sample) -> PlayedEpisode:
-        home = asyncio.get_running_loop()
-
-        def sample_at_home(wanted: Any, *, episode: int) -> Coroutine[Any, Any, Completion]:
-            return on_loop(home, sample(wanted, episode=episode))
-
-        return await self.thread.run(self.loaded.play(plan, sample_at_home))
+    return await thread.run(loaded.play(plan, sample_at_home))
 
 
 def name_of(function: Any) -> str:
@@ -259,7 +251,7 @@ class EpisodeRunner:
             branching=branching,
             branch=branch,
         )
-        return await env.host.play(plan, policy.sample)
+        return await env.host(plan, policy.sample)
 
 
 class SingleTurn:

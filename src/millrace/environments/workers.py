@@ -40,8 +40,6 @@ class EnvironmentReplica(ModuleReplica):
 
 
 class EnvironmentWorkers:
-    """Implements EpisodeHost."""
-
     def __init__(self, worker_pool: WorkerPool, replicas: list[EnvironmentReplica]) -> None:
         self._worker_pool = worker_pool
         self._replicas = replicas
@@ -64,6 +62,7 @@ class EnvironmentWorkers:
         await asyncio.gather(*(self._worker_pool.remove(each.name) for each in self._replicas))
 
     async def play(self, plan: EpisodePlan, sample: Sample) -> PlayedEpisode:
+        """An EpisodeHost."""
         turns = _Turns(sample, episode=plan.settings.index)
         lost = ""
         try:

@@ -6,6 +6,7 @@ Settings are checked before any worker starts; every error is one sentence about
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +149,7 @@ async def open_environment(
     )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(workers.close)
-        host = workers
+        host = workers.play
         if config.environment.num_workers == 0:
             loaded = function_environment.LoadedEnvironment(
                 function=function,
@@ -158,7 +159,7 @@ async def open_environment(
             )
             thread = stack.enter_context(LoopThread("environments"))
             await stack.enter_async_context(function_environment.lifetime(function, thread=thread))
-            host = function_environment.ThreadHost(loaded=loaded, thread=thread)
+            host = partial(function_environment.play_in_thread, loaded, thread)
         settings = config.environment
         limits = settings.model_dump(include=set(EpisodeLimits.__dataclass_fields__))
         environment = function_environment.FunctionEnvironment(
