@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from project import Command, make_project, steps_in
 
 from millrace.run.scaling import ask
@@ -23,8 +25,9 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(300)
 
 PORT = 6399
-# Ray needs short paths for its sockets.
-SHORT = {"TMPDIR": "/tmp", "RAY_TMPDIR": "/tmp"}
+# Ray needs short paths for its sockets. By default it gives its workers a niceness of 15, and on a
+# busy machine they would hardly start.
+RAY = {"TMPDIR": "/tmp", "RAY_TMPDIR": "/tmp", "RAY_worker_niceness": "0"}
 
 
 @pytest.fixture
@@ -43,7 +46,7 @@ def cluster() -> Iterator[dict[str, str]]:
     """The environment of a command that uses a cluster with four CPUs and a token of its own."""
     folder = tempfile.mkdtemp(prefix="mr", dir="/tmp")  # not the one of other clusters
     own = {
-        **SHORT,
+        **RAY,
         "RAY_TMPDIR": folder,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -89,7 +92,7 @@ def workers() -> dict[str, psutil.Process]:
 def test_run_on_a_cluster_of_its_own_trains_and_leaves_no_process(project):
     before = {process.pid for process in psutil.process_iter()}
     settings = ["--cluster.launcher", "ray", "--engine.count", "1"]
-    run = Command("train", "run.toml", *settings, folder=project, env=SHORT)
+    run = Command("train", "run.toml", *settings, folder=project, env=RAY)
     code, stdout, stderr = run.finish()
     assert code == 0, stdout + stderr
     assert steps_in(project / "run" / "metrics.jsonl") == list(range(1, 7))
@@ -119,9 +122,33 @@ def test_killed_engine_and_rank_on_an_existing_cluster_are_replaced(project, clu
     assert workers() == {}
 
 
+def test_commands_of_a_rayjob_train_and_resume_after_the_head_is_stopped(project, cluster):
+    """The entrypoint that KubeRay submits, and what Kubernetes runs before it stops the head."""
+    pod = ["--kind", "rayjob", "--image", "millrace:1", "--claim", "work"]
+    settings = ["--trainer.steps", "30"]
+    written = Command("launch", "kubernetes", "run.toml", *pod, *settings, folder=project)
+    manifest = yaml.safe_load(written.finish()[1].replace("/workspace", str(project)))["spec"]
+    program, *arguments = shlex.split(manifest["entrypoint"])
+    assert program == "millrace"
+    (head,) = manifest["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    metrics = project / "run" / "metrics.jsonl"
+    first = Command(*arguments, folder=project, env=cluster)
+    first.wait_for(metrics, lines=2)
+    stopping = subprocess.Popen(head["lifecycle"]["preStop"]["exec"]["command"])
+    code, stdout, stderr = first.finish()
+    assert code == 75, stdout + stderr
+    assert stopping.wait(10) == 0
+    done = steps_in(metrics)
+    assert (project / "run" / "checkpoints" / f"step_{done[-1]}").is_dir()
+    assert workers() == {}
+    code, stdout, stderr = Command(*arguments, folder=project, env=cluster).finish()
+    assert code == 0, stdout + stderr
+    assert steps_in(metrics) == list(range(1, 31))
+
+
 def test_too_few_resources_are_one_sentence(project):
     settings = ["--cluster.launcher", "ray", "--cluster.threads", "500"]
-    run = Command("train", "run.toml", *settings, folder=project, env=SHORT)
+    run = Command("train", "run.toml", *settings, folder=project, env=RAY)
     code, _, stderr = run.finish()
     assert code == 2
     assert "CPUs free, and trainer need 500 CPUs; lower" in stderr

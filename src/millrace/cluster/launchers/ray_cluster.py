@@ -13,7 +13,9 @@ import asyncio
 import importlib
 import importlib.util
 import os
+import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,6 +105,7 @@ class RayLauncher(HostLauncher):
             self._is_own = not (self.address or os.environ.get("RAY_ADDRESS"))
             # In a thread: in the main one, Ray would replace the handler of SIGTERM.
             await asyncio.to_thread(self._init)
+            _restore_sigterm()
             self._has_connected = True
         return "127.0.0.1" if self._is_own else str(ray.util.get_node_ip_address())
 
@@ -200,6 +203,12 @@ class RayLauncher(HostLauncher):
             return
         for name in list(self._places):
             await self.release(name)
+
+
+def _restore_sigterm() -> None:
+    """Ray's native code also sets a handler, from any thread, which aborts the process."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def _ray() -> Any:
