@@ -96,6 +96,7 @@ def test_private_files_are_private_and_removed():
 def test_killed_owner_leaves_nothing_behind(tmp_path: Path, warm_fork_server):
     script, temp = tmp_path / "owner.py", tmp_path / "temp"
     temp.mkdir()
+    others = set(Path("/dev/shm").glob("*millrace*"))
     script.write_text(
         "import sys, tempfile, time\n"
         "tempfile.tempdir = sys.argv[1]\n"
@@ -112,7 +113,7 @@ def test_killed_owner_leaves_nothing_behind(tmp_path: Path, warm_fork_server):
         owner.send_signal(signal.SIGKILL)
     assert not Path(location).exists()
     assert not list(temp.iterdir())
-    assert not list(Path("/dev/shm").glob("*millrace*"))
+    assert set(Path("/dev/shm").glob("*millrace*")) <= others
 
 
 def test_linux_uses_anonymous_files():
