@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,25 +102,33 @@ PROGRAM_TIMEOUT_S = 600.0
 _TAIL_CHARS = 4000  # of stderr in the log of crashes
 
 
-@dataclass(eq=False)
 class CommandEnvironment:
     """An environment that starts a program for each episode, which calls the model over HTTP:
     `environment=CommandEnvironment(["python", "agent.py"])`."""
 
-    command: Sequence[str]
-    _: KW_ONLY
-    score: Callable[[Task, ProgramResult], Any] | None = None
-    """Function or coroutine function that rewards the result; None leaves that to the scorers."""
-    columns: Sequence[str] = ()  # task columns that are sent with the prompt
-    timeout_s: float = PROGRAM_TIMEOUT_S
-    max_running: int = 32  # concurrent programs
-    log: Path | None = None  # file for the stderr of programs that crash
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        score: Callable[[Task, ProgramResult], Any] | None = None,
+        columns: Sequence[str] = (),
+        timeout_s: float = PROGRAM_TIMEOUT_S,
+        max_running: int = 32,
+        log: Path | None = None,
+    ) -> None:
+        """`score`, a function or coroutine function, rewards the result of the program; None leaves
+        that to the scorers. `columns`: task columns that are sent with the prompt. `max_running`
+        bounds the concurrent programs. `log`: file for the stderr of programs that crash."""
+        self._command = list(command)
+        self._score = score
+        self._columns = tuple(columns)
+        self._timeout_s = timeout_s
+        self._log = log
+        self._max_running = max_running
         # Of the event loop that used the environment last.
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._gateway = Gateway()
-        self.__name__ = " ".join(self.command)
+        self.__name__ = " ".join(self._command)
 
     async def __call__(self, task: Task, agent: Agent) -> float | None:
         async with self._slot(), self._gateway.open(agent) as session:
@@ -133,32 +141,32 @@ class CommandEnvironment:
                 " make it use OPENAI_BASE_URL and OPENAI_API_KEY."
             )
         if result.exit_code != 0:
-            if self.log is not None:
-                self.log.parent.mkdir(parents=True, exist_ok=True)
+            if self._log is not None:
+                self._log.parent.mkdir(parents=True, exist_ok=True)
                 said = f"{self.__name__} {exited}\n{result.stderr[-_TAIL_CHARS:]}\n"
-                with self.log.open("a", encoding="utf-8") as file:
+                with self._log.open("a", encoding="utf-8") as file:
                     file.write(printable(said))
             raise agent.end("crash")
-        if self.score is None:
+        if self._score is None:
             return None
-        if inspect.iscoroutinefunction(self.score):
-            return await self.score(task, result)
-        return await asyncio.to_thread(self.score, task, result)
+        if inspect.iscoroutinefunction(self._score):
+            return await self._score(task, result)
+        return await asyncio.to_thread(self._score, task, result)
 
     def _slot(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
-            self._slots = loop, asyncio.Semaphore(self.max_running)
+            self._slots = loop, asyncio.Semaphore(self._max_running)
         return self._slots[1]
 
     async def _run(self, task: Task, agent: Agent, session: GatewaySession) -> ProgramResult:
-        payload = {"prompt": task.prompt, **{name: task.columns[name] for name in self.columns}}
+        payload = {"prompt": task.prompt, **{name: task.columns[name] for name in self._columns}}
         line = json.dumps(payload, ensure_ascii=False) + "\n"
-        limit = asyncio.timeout(self.timeout_s)
+        limit = asyncio.timeout(self._timeout_s)
         try:
             async with limit:
                 return await session.guard(
-                    run_program(self.command, stdin=line, env=session.environment)
+                    run_program(self._command, stdin=line, env=session.environment)
                 )
         except TimeoutError:
             if not limit.expired():
