@@ -44,7 +44,7 @@ from grpo_run import (
 from sums import exact_sum
 from trl_runs import BETAS
 
-from millrace.config import parse_override
+from millrace.config import parse_overrides
 from millrace.models.devices import resolve_device
 from millrace.monitoring.activity import ROLES, mean_by_role, total_shares
 from millrace.monitoring.files.metrics import read_metrics, table
@@ -82,7 +82,7 @@ def main() -> int:
                 workload,
                 folder=folder,
                 max_staleness=0 if args.sync else args.max_staleness,
-                overrides=dict(_override(text) for text in args.set),
+                overrides=parse_overrides(dict(text.partition("=")[::2] for text in args.set)),
             )
     if args.save:
         measured.save(Path(args.save))
@@ -216,11 +216,6 @@ def _ended_share(run_dir: RunDir) -> float:
         for line in path.read_text(encoding="utf-8").splitlines()
     ]
     return sum(finish != "length" for finish in finishes) / len(finishes)
-
-
-def _override(text: str) -> tuple[str, Any]:
-    key, _, value = text.partition("=")
-    return key, parse_override(key, value)
 
 
 def _is_recorded_workload(workload: Workload) -> bool:

@@ -51,7 +51,7 @@ def test_designs_are_all_combinations_of_presets_and_swept_values(toml):
     ]
     assert designs[0].folder == "verl_trainer.steps=5_loss.high=0.3"
     (note,) = designs[0].notes
-    assert "override its axis 'Staleness': buffer.max_staleness = 3 instead of 8" in note
+    assert "override its axis 'Staleness': buffer.max_staleness = 3 instead of 7" in note
     arguments = designs[1].arguments(seed=2, run_dir=Path("/a b"))
     assert arguments[:5] == ["train", str(toml), "--auto-resume", "--preset", "verl"]
     assert {"--trainer.steps=9", "--seed=2", '--run_dir="/a b"'} <= set(arguments)
