@@ -92,6 +92,11 @@ def greedy(sampler: Any) -> tuple[list[int], list[float]]:
     return list(sequence.tokens), list(sequence.logprobs)
 
 
+def same(one: tuple[list[int], list[float]], other: tuple[list[int], list[float]]) -> bool:
+    """Up to rounding, which depends on how many tokens the engine computed in one pass."""
+    return one[0] == other[0] and np.allclose(one[1], other[1], rtol=0, atol=1e-5)
+
+
 def test_the_loss_falls(client: Any):
     assert client.get_server_capabilities().supported_models[0].model_name == NAME
     model = client.create_lora_training_client(base_model=NAME, rank=8, seed=3)
@@ -114,8 +119,9 @@ def test_a_client_beyond_the_limit_of_sessions_learns_it_at_once(server: str):
     for _ in range(MAX_SESSIONS):
         assert open_session() == 200
     assert open_session() == 429
+    surplus = tinker.ServiceClient(base_url=server, api_key=KEYS[2])
     with pytest.raises(tinker.RateLimitError, match="close other clients"):
-        tinker.ServiceClient(base_url=server, api_key=KEYS[2])
+        surplus.create_lora_training_client(base_model=NAME, rank=4)
 
 
 def test_samples_come_from_the_weights_that_were_saved_for_them(client: Any):
@@ -125,17 +131,17 @@ def test_samples_come_from_the_weights_that_were_saved_for_them(client: Any):
     train(model, steps=15)
     early = model.save_weights_and_get_sampling_client()
     first = greedy(early)
-    assert first != before
+    assert not same(first, before)
     train(model, steps=15)
     path = model.save_weights_for_sampler("later").result().path
     later = client.create_sampling_client(model_path=path)
     second = greedy(later)
-    assert second != first
+    assert not same(second, first)
     # More adapters than the engine holds: each sampler keeps its own weights.
     others = [model.save_weights_and_get_sampling_client() for _ in range(4)]
-    assert all(greedy(other) == second for other in others)
-    assert greedy(early) == first
-    assert greedy(client.create_sampling_client(base_model=NAME)) == before
+    assert all(same(greedy(other), second) for other in others)
+    assert same(greedy(early), first)
+    assert same(greedy(client.create_sampling_client(base_model=NAME)), before)
 
     # The engine's logprobs are the trainer's.
     tokens, logprobs = second
@@ -200,7 +206,7 @@ def test_tenants_do_not_see_each_other(server: str, client: Any):
     with pytest.raises(tinker.NotFoundError):
         other.create_sampling_client(model_path=path)
     with pytest.raises(tinker.AuthenticationError):
-        tinker.ServiceClient(base_url=server, api_key="tml-three").get_server_capabilities()
+        tinker.ServiceClient(base_url=server, api_key="tml-unknown").get_server_capabilities()
     assert client.create_training_client_from_state(path).get_info().lora_rank == 4
 
 
@@ -236,8 +242,8 @@ def test_weights_that_are_saved_again_under_a_name_are_sampled(server: str, clie
     rest.delete_checkpoint_from_tinker_path(path).result()
     assert model.save_weights_for_sampler("name").result().path == path
     after = greedy(client.create_sampling_client(model_path=path))
-    assert after != before
-    assert after == greedy(model.save_weights_and_get_sampling_client())
+    assert not same(after, before)
+    assert same(after, greedy(model.save_weights_and_get_sampling_client()))
 
 
 def test_errors_name_the_mistake(client: Any):
@@ -289,8 +295,8 @@ def test_a_client_and_its_models_outlive_the_server(tmp_path: Path):
         losses.append(stepped[0].result().metrics["loss:sum"])
         losses += train(model, steps=1)
         assert losses == expected
-        assert greedy(sampler) == base
-        assert greedy(model.save_weights_and_get_sampling_client()) == sampled
+        assert same(greedy(sampler), base)
+        assert same(greedy(model.save_weights_and_get_sampling_client()), sampled)
 
 
 def test_the_script_of_the_guide_runs(server: str):
