@@ -95,7 +95,11 @@ def train(
         while len(waiting) <= settings.staleness:
             waiting.append(sampler.sample_batch())
         groups = [_transformed(group, transform) for group in waiting.popleft()]
-        batch = pack(groups, microbatch_tokens=config.trainer.microbatch_tokens)
+        batch = pack(
+            groups,
+            microbatch_tokens=config.trainer.microbatch_tokens,
+            whole_groups=bool(settings.loss.get("minimum_variance_baseline")),
+        )
         metrics = trainer.step(batch)
         ages = np.concatenate([version - m.versions for m in batch.microbatches])
         rewards = [score.total for group in groups for score in group.scores]

@@ -28,6 +28,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "decoupled": {"type": "decoupled_ppo"},
     "m2po": {"type": "m2po"},
     "vcpo": {"type": "vcpo"},
+    "vcpo + baseline": {"type": "vcpo", "minimum_variance_baseline": True},
     "vespo": {"type": "vespo"},
     "default + ess": {"type": "clipped", "ess_scaling": True},
     "default + entropy": {"type": "clipped", "entropy_exponent": 1.0},
