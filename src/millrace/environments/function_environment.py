@@ -163,7 +163,8 @@ async def rerun(
 async def play_in_thread(
     loaded: LoadedEnvironment, thread: LoopThread, plan: EpisodePlan, sample: Sample
 ) -> PlayedEpisode:
-    """An EpisodeHost, with its first two arguments: a thread of the controller's process."""
+    """Play an episode on a thread of this process. With its first two arguments bound, this is an
+    EpisodeHost."""
     home = asyncio.get_running_loop()
 
     def sample_at_home(wanted: Any, *, episode: int) -> Coroutine[Any, Any, Completion]:

@@ -62,7 +62,7 @@ class EnvironmentWorkers:
         await asyncio.gather(*(self._worker_pool.remove(each.name) for each in self._replicas))
 
     async def play(self, plan: EpisodePlan, sample: Sample) -> PlayedEpisode:
-        """An EpisodeHost."""
+        """Play an episode in a worker; this is an EpisodeHost."""
         turns = _Turns(sample, episode=plan.settings.index)
         lost = ""
         try:

@@ -45,7 +45,7 @@ Checked = TypeVar("Checked", bound=Body)
 
 
 def _is_logged(record: logging.LogRecord) -> bool:
-    """Not that a client sent malformed HTTP: the error quotes the line, which may hold its key."""
+    """Malformed HTTP is not logged: the error quotes the line, which may hold a client's key."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 

@@ -207,9 +207,8 @@ class SessionOrder:
     ones takes no longer if there are more."""
 
     def __init__(self) -> None:
-        self._owners: OrderedDict[str, Tenant] = (
-            OrderedDict()
-        )  # by session; silent for longest first
+        # By session; those that have been silent for longest are first.
+        self._owners: OrderedDict[str, Tenant] = OrderedDict()
 
     def hear(self, tenant: Tenant, id: str) -> None:
         """A session has begun, or has sent a heartbeat."""
