@@ -69,21 +69,24 @@ def thread_states(pid: int) -> list[str]:
 def kill_in_flight(run: KillableRun, *, turn: int = 0) -> dict[int, Counter[str]]:
     """Kill the run once tokens of such a turn are saved; returns all saved tokens."""
 
-    def saved_while_suspended() -> dict[int, Counter[str]] | None:
+    def saved_so_far() -> dict[int, Counter[str]]:
+        history = history_of(run)
+        return {} if history is None else saved_in(history, run.path / "journal")
+
+    def is_suspended_with_tokens() -> bool:
         run.controller.suspend()
         run.until(lambda: all(state == "T" for state in thread_states(run.controller.pid)))
-        history = history_of(run)
-        saved = {} if history is None else saved_in(history, run.path / "journal")
-        requests = [request for one in saved.values() for request in one]
+        requests = [request for one in saved_so_far().values() for request in one]
         if any(turn == 0 or request.endswith(f".{turn}") for request in requests):
-            return saved
+            return True
         run.controller.resume()
-        return None
+        return False
 
     run.until(lambda: run.step >= 2)
-    saved = run.until(saved_while_suspended)
+    run.until(is_suspended_with_tokens)
     run.kill()
-    return saved
+    # Read again: a commit that the signal had stopped becomes visible when the process is dead.
+    return saved_so_far()
 
 
 def assert_resumed_from(run: KillableRun, saved: dict[int, Counter[str]]) -> None:
