@@ -89,6 +89,7 @@ class GatedReceiver:
     def __init__(self, spoil: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = {}) -> None:
         self._gate = threading.Event()
         self._spoil = spoil
+        self.lost = ""  # location of updates whose trainer died
         self.staged: list[int] = []
         self.is_closed = False
 
@@ -98,6 +99,8 @@ class GatedReceiver:
     def stage(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
         self.staged.append(update.version)
         assert self._gate.wait(20)
+        if update.location and update.location == self.lost:
+            raise WeightError("The trainer cannot be reached.")
         tensors = weights(seed=update.version)
         if update.version in self._spoil:
             last = list(tensors)[-1]
@@ -206,6 +209,19 @@ def test_newer_update_supersedes_one_that_is_staging():
     assert receiver.staged == [1, 3]  # 1 had begun, 2 never did
     assert receiver.is_closed
     assert [e.counters["swaps"] for e in link.events if isinstance(e, WorkerProgress)][-1] == 1
+
+
+def test_version_of_a_dead_trainer_does_not_keep_out_the_same_version_of_the_next_one():
+    link, receiver = FakeLink(), GatedReceiver()
+    receiver.lost = "first"
+    with serving(link, receiver):
+        locations = ("first", "second")
+        updates = [dataclasses.replace(update_of(1), location=place) for place in locations]
+        calls = [link.call(SwapWeights(update=update)) for update in updates]
+        link.call(Generate(request=make_request())).result()  # by now, both have arrived
+        receiver.open()
+        assert [call.result().version for call in calls] == [1, 1]
+    assert receiver.staged == [1, 1]
 
 
 def test_update_that_cannot_be_staged_is_refused_and_old_version_still_serves():

@@ -189,9 +189,8 @@ class EngineWorker(ModelWorker):
     def _has_staged_weights(self) -> bool:
         if self._staging is None or self._is_asleep:
             return False
-        if not (staged := self._staging.staged).done():
-            return False
-        return self._interrupt.may_land or staged.exception() is not None
+        staged = self._staging.staged
+        return staged.done() and (self._interrupt.may_land or staged.exception() is not None)
 
     def _wait_s(self) -> float:
         if self._may_generate or self._may_score or self._arrived:
@@ -320,13 +319,14 @@ class EngineWorker(ModelWorker):
             self._calls[id].send_part(messages.TokensSampled(pieces=pieces))
 
     def _stage(self, update: WeightUpdate, call: WorkerCall) -> None:
-        """Start to stage an update. Of several of a policy only the newest is applied. Policies
+        """Start to stage an update. Of several of a policy only the newest is applied, and of one
+        version the last: a trainer that replaces a dead one publishes its version again. Policies
         take turns: staged weights are for the next commit."""
         under_way = self._staging
         if under_way is not None and under_way.update.policy != update.policy:
             self._early_swaps.append(call)
             return
-        if under_way is not None and under_way.update.version >= update.version:
+        if under_way is not None and under_way.update.version > update.version:
             under_way.calls.append(call)
             return
         engine, policy = self._engine, update.policy
