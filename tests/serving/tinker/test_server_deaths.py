@@ -1,12 +1,12 @@
 """Models in training survive the death of the server and of its engines, over HTTP."""
 
 import asyncio
+import contextlib
 import random
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ def test_a_folder_belongs_to_one_server(tmp_path: Path):
     AuditLog(tmp_path / "audit.jsonl").close()
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def killed_server(
     model: Path, folder: Path, port: int
 ) -> AsyncIterator[tuple[list[Caller], psutil.Process]]:
@@ -144,9 +144,13 @@ async def killed_server(
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A port that stays free while the server is dead: the system gives outgoing connections higher
+    ones (32768 and above)."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 async def test_nothing_is_lost_or_repeated_after_kill_9_of_server_and_engine(
