@@ -203,6 +203,7 @@ async def test_nothing_is_lost_or_repeated_after_kill_9_of_server_and_engine(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 async def test_kills_at_random_moments_change_no_weight(model_path: Path, tmp_path: Path):
     port, steps, draw = free_port(), 40, random.Random(0)
     last_seq = 3 * steps + 1
