@@ -22,8 +22,7 @@ from millrace.serving.options import SERVE, SERVE_MORE, add_arguments
 
 INTRODUCTION = """\
 Asynchronous reinforcement-learning post-training of language models. Engines generate
-without stopping, the trainer steps without waiting, and every token records the version
-of the weights that sampled it.
+while the trainer steps, and every token records the version of the weights that sampled it.
 """
 
 START_HERE = """\
