@@ -175,6 +175,23 @@ async def test_streaming_scorers_receive_tokens_unless_behind_a_gate():
     assert (early.received.chunks, gated.received.chunks) == ([piece], [])
 
 
+@pytest.mark.parametrize("raises_at_once", [True, False])
+async def test_what_a_streaming_scorer_raises_fails_its_group(raises_at_once):
+    class Broken(EarlyScorer):
+        def stream_callback(self, request, *, task):
+            return fail(request) if raises_at_once else fail
+
+    def fail(given):
+        raise KeyError("bug")
+
+    request = Request(id="r", prompt=np.zeros(1, np.int32), sampling=Sampling())
+    with (
+        scoring(queue(Broken("early"))) as session,
+        pytest.raises(ScoreError, match="Scorer 'early' raised KeyError: 'bug'; fix it"),
+    ):
+        session.stream_callback(request)(make_chunk(make_completion("12")))
+
+
 async def test_short_completion_is_scored_before_a_long_one_has_finished():
     class Watching(ScriptedScorer):
         async def score(self, group):

@@ -7,7 +7,7 @@ import pytest
 from scripted_scorer import ScriptedScorer, episode, settle
 
 from millrace.core.errors import RunFailed, ScoreError, TransientScoreError
-from millrace.core.records import Task
+from millrace.core.records import ScorerResult, Task, TokenScores
 from millrace.scoring.scheduling.scorer_queue import GroupRef, ScorerQueue
 from millrace.scoring.scorer_type import CallSettings
 
@@ -256,10 +256,39 @@ async def test_withdrawn_probe_frees_its_slot_at_any_time(turns):
     assert bench.queue.load().in_flight == 0
 
 
-async def test_unexpected_exceptions_are_raised_unchanged():
+async def test_whatever_a_scorer_raises_fails_its_group():
     bench = Bench()
     bench.scorer.fails = lambda group: KeyError("bug")
-    with pytest.raises(KeyError):
+    with pytest.raises(ScoreError, match=r"'scripted' \(group 7\) raised KeyError: 'bug'; fix it"):
+        await bench.scores("a", group=7)
+    assert bench.queue.load().failures == 1
+    bench.scorer.fails = lambda group: None
+    assert await bench.scores("a", group=8) == [1.0]
+
+
+async def test_errors_that_end_the_run_are_raised_unchanged():
+    bench = Bench()
+    bench.scorer.fails = lambda group: RunFailed("its process cannot be restarted")
+    with pytest.raises(RunFailed, match="its process cannot be restarted"):
+        await bench.scores("a")
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "'scripted' .* raised TypeError"),
+        ([0.5], r"'scripted' returned 0.5 for an episode of group 0; return a ScorerResult, with"),
+        ([ScorerResult(token_scores=(TokenScores(),))], "for none or all of its 0 rollouts"),
+    ],
+)
+async def test_result_that_is_no_score_fails_its_group(returned, message):
+    bench = Bench()
+
+    async def score(group):
+        return returned
+
+    bench.scorer.score = score
+    with pytest.raises(ScoreError, match=message):
         await bench.scores("a")
 
 

@@ -154,10 +154,11 @@ async def cancel_all(tasks: Iterable[asyncio.Future[T]]) -> list[T | BaseExcepti
 
 @contextlib.contextmanager
 def user_code(what: str) -> Generator[None]:
-    """Turn what user code raises into a ScoreError; `what` names the code."""
+    """Turn what user code raises into a ScoreError, except for errors that Millrace raises on
+    purpose; `what` names the code."""
     try:
         yield
-    except ScoreError:
+    except MillraceError:
         raise
     except Exception as error:
         raise ScoreError(f"{what} raised {type(error).__name__}: {error}; fix it.") from error

@@ -6,8 +6,10 @@ A new built-in type is one module with a dataclass (see scorer_type.py) and one 
 SCORER_TYPES. A user's own type needs no registration: `type = "module:Name"` names a class. If the
 class has the methods of a ScorerType, it is one; otherwise it is a reward function.
 
-Promise: user code never runs on the controller's event loop. A scorer that raises, hangs, crashes
-or returns no valid score fails only the group at hand, with a ScoreError that is counted by scorer.
+Promise: a scorer that raises, or returns something that is no score, fails only the group at hand,
+with a ScoreError that is counted by scorer. Reward functions run in processes of their own, where
+they may also hang or crash. A user's own type runs on the controller's event loop, so it must not
+block.
 """
 
 import asyncio

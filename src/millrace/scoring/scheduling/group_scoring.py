@@ -17,6 +17,7 @@ from typing import Self
 
 import numpy as np
 
+from millrace.core.errors import user_code
 from millrace.core.protocols import OnTokens, Scorer, StreamingScorer
 from millrace.core.records import CompletionChunk, Episode, Group, Request, ScorerResult
 from millrace.scoring.scheduling.scorer_queue import GroupRef, ScoreGate, ScorerQueue
@@ -63,20 +64,21 @@ class GroupScoring:
 
     def stream_callback(self, request: Request) -> OnTokens | None:
         """Return the receiver of the tokens of `request`, or None if no scorer streams."""
-        # Not those with a gate: they may never be called for the episode.
-        scorers = [queue.scorer for queue in self._queues.values() if queue.gate is None]
-        callbacks = [
-            callback
-            for scorer in scorers
-            if isinstance(scorer, StreamingScorer)
-            and (callback := scorer.stream_callback(request, task=self._group.task)) is not None
-        ]
+        callbacks: dict[str, OnTokens] = {}
+        for name, queue in self._queues.items():
+            # Not those with a gate: they may never be called for the episode.
+            if queue.gate is None and isinstance(queue.scorer, StreamingScorer):
+                with user_code(f"Scorer {name!r}"):
+                    callback = queue.scorer.stream_callback(request, task=self._group.task)
+                if callback is not None:
+                    callbacks[name] = callback
         if not callbacks:
             return None
 
         def forward(chunk: CompletionChunk) -> None:
-            for callback in callbacks:
-                callback(chunk)
+            for name, callback in callbacks.items():
+                with user_code(f"Scorer {name!r}"):
+                    callback(chunk)
 
         return forward
 

@@ -27,6 +27,8 @@ from millrace.core.errors import (
     ScoreError,
     TransientScoreError,
     cancel_all,
+    shortened,
+    user_code,
 )
 from millrace.core.protocols import RestartingScorer, Scorer
 from millrace.core.records import Episode, Group, ScorerResult, Task
@@ -332,10 +334,10 @@ class ScorerQueue:
 
     async def _attempt(self, call: _ScoreCall) -> Sequence[ScorerResult]:
         number, episodes = call.group.number, tuple(episode for episode, _ in call.entries)
+        group = Group(number=number, task=call.group.task, episodes=episodes)
         try:
-            results = await self.scorer.score(
-                Group(number=number, task=call.group.task, episodes=episodes)
-            )
+            with user_code(f"Scorer {self.scorer.name!r} (group {number})"):
+                results = [*await self.scorer.score(group)]
         except Exception as error:
             if isinstance(error, TransientScoreError) and error.is_down:
                 self._count_outage(call, error)
@@ -348,6 +350,14 @@ class ScorerQueue:
                 f"Scorer {self.scorer.name!r} returned {len(results)} results for"
                 f" {len(episodes)} episodes of group {number}; return one per episode."
             )
+        for episode, result in zip(episodes, results, strict=True):
+            possible = (0, len(episode.rollouts))
+            if not isinstance(result, ScorerResult) or len(result.token_scores) not in possible:
+                raise ScoreError(
+                    f"Scorer {self.scorer.name!r} returned {shortened(repr(result), 60)} for an"
+                    f" episode of group {number}; return a ScorerResult, with token scores for"
+                    f" none or all of its {len(episode.rollouts)} rollouts."
+                )
         self._load.episodes += len(episodes)
         return results
 
