@@ -48,6 +48,23 @@ def test_difficulty_uses_solved_at():
     assert chosen("difficulty", groups, 2, solved_at=1.5) == [0, 1]  # none of either
 
 
+def test_difficulty_counts_a_long_correct_episode_as_solved():
+    short, long = waiting(5, 5, solved=[4, 2])
+    scores = tuple(
+        dataclasses.replace(score, total=score.total / 2, unpenalized=score.total)
+        for score in long.group.scores
+    )
+    long = dataclasses.replace(long, group=dataclasses.replace(long.group, scores=scores))
+    assert chosen("difficulty", [short, long], 1) == [1]
+
+
+def test_difficulty_uses_solved_at_of_the_evaluation_unless_it_has_its_own():
+    groups = waiting(5, 5, solved=[4, 2])
+    for table, first in (({}, 0), ({"solved_at": 1.0}, 1)):
+        order = build_sampler({"type": "difficulty", **table}, solved_at=1.5)
+        assert list(order.choose(groups, 1, version=9)) == [first]
+
+
 def room(order, **changes):
     settings = {"max_staleness": 3, **changes}
     capacity = settings.pop("capacity", 64)

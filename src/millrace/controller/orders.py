@@ -82,8 +82,7 @@ class Difficulty(_ByKey):
     """An episode counts as solved when its score reaches this."""
 
     def key(self, one: BufferedGroup, *, version: int) -> tuple[float, int]:
-        num_solved = sum(score.total >= self.solved_at for score in one.group.scores)
-        distance = abs(num_solved / len(one.group.scores) - 0.5)
+        distance = abs(one.group.solve_rate(self.solved_at) - 0.5)
         return distance, Oldest().key(one, version=version)
 
 
@@ -96,7 +95,10 @@ ORDERS: Mapping[str, type] = {
 }
 
 
-def build_sampler(table: Mapping[str, Any]) -> Sampler:
+def build_sampler(table: Mapping[str, Any], *, solved_at: float = 1.0) -> Sampler:
+    """`solved_at`: that of [evaluate], unless the table has its own."""
+    if table.get("type") == "difficulty":
+        table = {"solved_at": solved_at, **table}
     return build_plugin(table, builtins=ORDERS, default=DEFAULT, section=SECTION)
 
 

@@ -208,7 +208,7 @@ def build_dispatcher(run: RunParts) -> Dispatcher:
     buffer = Buffer(
         capacity=config.buffer_capacity,
         limit=config.buffer.limit,
-        sampler=build_sampler(config.buffer.order),
+        sampler=build_sampler(config.buffer.order, solved_at=config.evaluate.solved_at),
         on_drop=tracker.expired_in_buffer,
         versions=tracker.versions,
         steps=config.trainer.steps,
