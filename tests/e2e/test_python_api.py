@@ -102,6 +102,28 @@ def test_early_stopping_ends_a_run_that_can_resume(model, tmp_path):
     assert result.checkpoint == tmp_path / "run" / "checkpoints" / f"step_{result.steps}"
 
 
+class StopAt(mr.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, metrics) -> None:
+        if metrics["step"] == self.step:
+            raise mr.StopTraining("enough")
+
+
+def test_stop_in_the_last_step_is_the_end_of_a_whole_run(model, tmp_path):
+    result = mr.train(
+        settings_of(model, tmp_path / "run", steps=2),
+        tasks=TASKS,
+        eval_tasks=TASKS[:4],
+        scorers=share_of_digits,
+        callbacks=[StopAt(2)],
+    )
+    assert (result.steps, result.stopped) == (2, None)
+    assert result.after is not None
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
 async def test_event_loop_of_the_caller_goes_on_while_a_run_trains(model, tmp_path):
     settings = settings_of(model, tmp_path / "run", steps=2)
     training = asyncio.create_task(mr.train_async(settings, tasks=TASKS, scorers=share_of_digits))

@@ -120,7 +120,7 @@ class Controller:
             await self.checkpoints.after_step(state.version, activities)
             if self._has_next and not self.preemption.is_requested:
                 await self.eval_scheduler.after_step(state.version)
-        if self.preemption.is_requested:
+        if self._has_next:  # the run is to stop
             await self.checkpoints.save_now(state.version, activities)
             raise Preempted(f"{self.preemption.reason} stopped the run after step {state.version}.")
 

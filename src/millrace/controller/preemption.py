@@ -1,11 +1,11 @@
 """Stops a run early: at SIGTERM, which schedulers send at preemption and before a time limit, and
 when the user asks for it, with Run.stop() or with StopTraining in a callback.
 
-Promise: a run that trains finishes its step, writes a checkpoint and raises Preempted. A run that
-cannot do so within `grace_s` of SIGTERM, or that has nothing to save, is cancelled and raises
-Preempted, too: the journal holds what came after its newest checkpoint. Ctrl-C still cancels at
-once. Entered on the controller's event loop; where that is not in the main thread, no signal
-arrives.
+Promise: a run that trains finishes its step, writes a checkpoint and raises Preempted; after its
+last step it finishes as any other. A run that cannot do so within `grace_s` of SIGTERM, or that has
+nothing to save, is cancelled and raises Preempted, too: the journal holds what came after its
+newest checkpoint. Ctrl-C still cancels at once. Entered on the controller's event loop; where that
+is not in the main thread, no signal arrives.
 """
 
 import asyncio
