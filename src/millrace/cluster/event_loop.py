@@ -1,7 +1,8 @@
 """Runs a command on an event loop of its own: uvloop where it is installed.
 
 Promise: Ctrl-C and SIGTERM cancel the command, so that it can clean up, and then raise
-KeyboardInterrupt. The calling thread must not have a running loop.
+KeyboardInterrupt; afterwards they do what they did before. The calling thread must not have a
+running loop.
 """
 
 import asyncio
@@ -20,18 +21,22 @@ T = TypeVar("T")
 
 def run_on_own_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run the coroutine that `make` returns; returns its result."""
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        loop = runner.get_loop()
+    is_main = threading.current_thread() is threading.main_thread()
+    signals = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    handlers = {number: signal.getsignal(number) for number in signals}
 
-        async def main() -> T:
-            task = asyncio.current_task()
-            assert task is not None
-            if threading.current_thread() is threading.main_thread():
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    loop.add_signal_handler(number, task.cancel, number.name)
-            return await make()
+    async def main() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        for number in signals:
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel, number.name)
+        return await make()
 
-        try:
+    try:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(main())
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        for number, handler in handlers.items():  # uvloop would leave its own
+            signal.signal(number, handler)
