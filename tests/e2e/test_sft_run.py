@@ -1,8 +1,10 @@
 """Supervised fine-tuning with real processes: runs, stops, kills, ranks, and runs that follow."""
 
+import asyncio
 import json
 import os
 import signal
+import threading
 
 import pytest
 import tomli_w
@@ -78,6 +80,31 @@ def test_stopped_run_resumes_to_the_weights_of_one_that_was_not_stopped(tmp_path
     assert learned(tmp_path / "run") == learned(tmp_path / "other")
     weights, same = tensors_of(whole.checkpoint), tensors_of(other.checkpoint)
     assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+class CtrlC(mr.Callback):
+    """As a user who interrupts the kernel of a notebook, whose event loop runs in this thread."""
+
+    def on_step(self, metrics) -> None:
+        if metrics["step"] == 2:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_notebook_stops_a_fine_tuning_with_a_checkpoint(tmp_path):
+    make_tiny_model(tmp_path / "model")
+    settings = settings_of(tmp_path, tasks={"epochs": 25.0})
+
+    async def cell() -> None:
+        mr.sft(settings, tasks=ROWS, callbacks=[CtrlC()])
+
+    loop = asyncio.new_event_loop()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(cell())
+    loop.close()
+    (*_, last) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert last["step"] < 200
+    assert (tmp_path / "run" / "checkpoints" / f"step_{last['step']}").is_dir()
 
 
 @pytest.mark.slow

@@ -38,11 +38,7 @@ def train(
     of mr.Callback; one that raises mr.StopTraining ends the run early. `preset` names a design of
     `millrace presets`, whose settings apply where you set none.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return execute(**read_arguments(config, **arguments), resume=resume)
-    return Run(config, **arguments).start(resume=resume).result()
+    return finish(Run(config, **arguments), resume=resume)
 
 
 async def train_async(
@@ -57,6 +53,15 @@ async def train_async(
         run.stop()
         await asyncio.wait([asyncio.wrap_future(run._future)])
         raise
+
+
+def finish(run: "Run", *, resume: bool) -> RunResult:
+    """Run in the calling thread or, if an event loop runs there, as in a notebook, in another."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return execute(**run._arguments, resume=resume)
+    return run.start(resume=resume).result()
 
 
 def describe_placement(config: RunConfig, *, resume: bool = False) -> str:

@@ -11,9 +11,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Unpack
 
 from millrace.cluster.messages import Stepped
@@ -28,11 +26,11 @@ from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.run import prepare
 from millrace.run.checks import check_tasks, check_trackers
 from millrace.run.cluster import check_cluster
-from millrace.run.execution.execute import RunProcesses, RunResult, StartedRun, execute
+from millrace.run.execution.execute import RunProcesses, RunResult, StartedRun
 from millrace.run.mesh_checks import check_mesh
 from millrace.run.resume import find_resume_point
 from millrace.run.sft import examples
-from millrace.run.train import ConfigLike, read_arguments
+from millrace.run.train import ConfigLike, Run, finish
 from millrace.tasks.loading import load_section, load_sources, make_stream
 from millrace.training.group import StepsOnRecord, TrainerGroup
 from millrace.training.losses.recipes import SUPERVISED
@@ -52,16 +50,15 @@ def sft(
     `tasks` and `eval_tasks` are examples: {"messages": [...]}, whose assistant turns are trained,
     or {"prompt": ..., "completion": ...}. `callbacks` have hooks of mr.Callback.
     """
-    given = read_arguments(config, **arguments)
-    if given.pop("scorers") or given.pop("environment") is not None:
-        raise ConfigError("mr.sft has no scorers and no environment; remove these arguments.")
-    work = partial(execute, kind=SftRun, **given, resume=resume)
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return work()
-    with ThreadPoolExecutor(1, thread_name_prefix="millrace-sft") as thread:  # as in a notebook
-        return thread.submit(work).result()
+    return finish(FineTuning(config, **arguments), resume=resume)
+
+
+class FineTuning(Run):
+    def __init__(self, config: ConfigLike = None, **arguments: Unpack[TrainArguments]) -> None:
+        super().__init__(config, **arguments)
+        if self._arguments.pop("scorers") or self._arguments.pop("environment") is not None:
+            raise ConfigError("mr.sft has no scorers and no environment; remove these arguments.")
+        self._arguments["kind"] = SftRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,7 +233,7 @@ class SftRun(RunProcesses):
             await self._save(writer, activities, is_last=True)
         await writer.finish_uploads()
         if self._has_next:
-            raise Preempted(f"{self.preemption.reason} stopped it after step {self._version}.")
+            raise Preempted(f"{self.preemption.reason} stopped the run after step {self._version}.")
 
     @property
     def _has_next(self) -> bool:
