@@ -67,11 +67,37 @@ async def test_judge_scores_each_episode(service, tmp_path):
     }
 
 
-async def test_equal_requests_are_sent_once(service, tmp_path):
-    async with open_pool(table(service, batch=0), folder=tmp_path) as pool:
+@pytest.mark.parametrize("batch", [0, 1])
+async def test_equal_requests_are_sent_once(service, tmp_path, batch):
+    async with open_pool(table(service, batch=batch), folder=tmp_path) as pool:
         assert await scores_of(pool, "a", "bb", "a") == [1.0, 2.0, 1.0]
         assert await scores_of(pool, "bb", number=1) == [2.0]
     assert len(service.bodies) == 2
+
+
+async def test_without_a_cache_equal_requests_are_all_sent(service, tmp_path):
+    async with open_pool(table(service, cache=0), folder=tmp_path) as pool:
+        assert await scores_of(pool, "a", "a") == [1.0, 1.0]
+    assert len(service.bodies) == 2
+
+
+async def test_equal_request_of_another_group_outlives_the_cancelled_one(service, tmp_path):
+    begun, finish = asyncio.Event(), asyncio.Event()
+
+    async def wait(request):
+        begun.set()
+        await finish.wait()
+
+    service.first = [wait]
+    async with open_pool(table(service), folder=tmp_path) as pool:
+        cancelled = asyncio.create_task(scores_of(pool, "a"))
+        await begun.wait()
+        other = asyncio.create_task(scores_of(pool, "a", number=1))
+        await asyncio.sleep(0.01)
+        assert len(service.bodies) == 1
+        cancelled.cancel()
+        assert await other == [1.0]
+    finish.set()
 
 
 async def test_stored_cache_is_used_after_a_resume(service, tmp_path):

@@ -3,12 +3,14 @@
     POST {url}/chat/completions   {"model", "messages", "temperature", ...}
     200  {"choices": [{"message": {"content": "... {\"score\": 7}"}}]}
 
-Promise: one request per episode. A request with the same content as an earlier one is answered from
-the cache. A reply without a score is retried. Placeholders of the prompt, such as {completion}, are
-replaced once, so a completion cannot insert other columns; {{answer}} stands for the text {answer}.
-The user's pattern may take forever to backtrack, so the scorer processes match it.
+Promise: one request per episode. A request with the same content as an earlier one, or as one in
+flight, is answered from the cache. A reply without a score is retried. Placeholders of the prompt,
+such as {completion}, are replaced once, so a completion cannot insert other columns; {{answer}}
+stands for the text {answer}. The user's pattern may take forever to backtrack, so the scorer
+processes match it.
 """
 
+import asyncio
 import hashlib
 import json
 import re
@@ -17,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
+from weakref import WeakValueDictionary
 
 from millrace.cluster.messages import ScoreGroup
 from millrace.config.section import NonEmptyStr, NonNegativeInt
@@ -98,6 +101,7 @@ class JudgeScorer:
     endpoint: Endpoint
     cache: "ScoreCache"
     workers: ScorerWorkers
+    _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     async def start(self) -> None:
         self.cache.open()
@@ -108,7 +112,7 @@ class JudgeScorer:
         self.cache.close()
 
     async def score(self, group: Group) -> list[ScorerResult]:
-        # Sequential, so that equal completions of a group cause one request.
+        # Sequential, because a call counts as one in flight.
         return [ScorerResult(score=await self._score(group.task, e)) for e in group.episodes]
 
     async def _score(self, task: Task, episode: Episode) -> float:
@@ -121,12 +125,19 @@ class JudgeScorer:
             "temperature": settings.temperature,
             **settings.body,
         }
+        if settings.cache == 0:
+            return await self._ask(body)
         key = cache_key(body)
-        score = self.cache.get(key)
-        if score is None:
-            score = await self._parse(await self.endpoint.post(body))
-            self.cache.put(key, score)
-        return score
+        # Not a shared result: if this call is cancelled or fails, an equal one makes its own.
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            score = self.cache.get(key)
+            if score is None:
+                score = await self._ask(body)
+                self.cache.put(key, score)
+            return score
+
+    async def _ask(self, body: Mapping[str, Any]) -> float:
+        return await self._parse(await self.endpoint.post(body))
 
     async def _parse(self, answer: Any) -> float:
         try:
@@ -201,8 +212,6 @@ class ScoreCache:
         return self._scores.get(key)
 
     def put(self, key: str, score: float) -> None:
-        if self._capacity == 0:
-            return
         self._add(key, score)
         if self._file is not None:
             self._file.write(json.dumps({"key": key, "score": score}) + "\n")
