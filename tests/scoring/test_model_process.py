@@ -1,4 +1,4 @@
-"""The process of a reward model; nothing is faked."""
+"""The process of a reward model; nothing is faked but a full GPU."""
 
 import asyncio
 import os
@@ -7,13 +7,17 @@ import signal
 import numpy as np
 import psutil
 import pytest
+import torch
+from queue_link import FakeLink, in_thread
 from tiny_classifier import make_tiny_classifier
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from millrace.cluster.fork_server import PRELOAD
 from millrace.cluster.hub import Hub
-from millrace.cluster.messages import StepReading
+from millrace.cluster.messages import ReadSteps, StepReading, Stop
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.core.errors import ConfigError, ScoreError
+from millrace.scoring.reward_models import worker
 from millrace.scoring.reward_models.reward_model import RewardModelProcess, RewardModelSettings
 
 
@@ -126,3 +130,29 @@ async def test_model_that_cannot_be_loaded_is_reported_at_the_start(worker_pool,
     with pytest.raises(ConfigError, match="Device 'cuda:7' does not exist"):
         await process.start()
     await process.close()
+
+
+def test_calls_of_a_batch_that_does_not_fit_into_memory_fail_and_the_process_goes_on(model):
+    def full(module, inputs):
+        if isinstance(module, torch.nn.Embedding) and inputs[0].numel() > 40:
+            raise torch.OutOfMemoryError("a stand-in for a full GPU")
+
+    settings = RewardModelSettings(model=str(model), template="ids", batch_tokens=60)
+    start = settings.checked(scorer="steps").start_message(
+        device="cpu", head="token", is_whole=False, kept_tokens=0
+    )
+    link = FakeLink()
+    hook = register_module_forward_pre_hook(full)
+    with in_thread(lambda: worker.main(link, "steps-0")):  # pyright: ignore[reportArgumentType]
+        try:
+            link.call(start).result()
+            large = link.call(
+                ReadSteps(readings=[reading(30, 29), reading(30, 3, 29), reading(5, 4)])
+            )
+            with pytest.raises(ScoreError, match=r"2 sequences of up to 30 .* \(now 60\)"):
+                large.result()
+            ((value,),) = link.call(ReadSteps(readings=[reading(30, 29)])).result().values
+            assert np.isfinite(value)
+        finally:
+            hook.remove()
+            link.call(Stop())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
 from millrace.cluster.messages import ReadSteps, StartRewardModel, StepReading, StepValues
@@ -235,7 +236,11 @@ class RewardModelWorker(ModelWorker):
         return batch
 
     def _read(self, batch: list[_PendingInput]) -> None:
-        found = self._classifier.values([one.content for one in batch])
+        try:
+            found = self._classifier.values([one.content for one in batch])
+        except torch.OutOfMemoryError:
+            self._refuse(batch)
+            return
         for one, (values, kv) in zip(batch, found, strict=True):
             if kv is not None:
                 self._kv_cache.put(one.content.tokens, kv)
@@ -247,6 +252,20 @@ class RewardModelWorker(ModelWorker):
         self._counters["tokens_read"] += sum(one.content.num_new for one in batch)
         self._counters["sequences_read"] += len(batch)
         self._counters["passes"] += 1
+
+    def _refuse(self, batch: Sequence[_PendingInput]) -> None:
+        """Fail the calls of a batch that does not fit; the process serves the others."""
+        longest = max(one.content.num_new for one in batch)
+        error = ScoreError(
+            f"A forward pass over {len(batch)} sequences of up to {longest} tokens does not fit"
+            " into the memory of the reward model; lower its batch_tokens (now"
+            f" {self._settings.batch_tokens}) or, if it is a single sequence,"
+            " sampling.max_new_tokens."
+        )
+        failed = {one.step_call for one in batch}
+        self._pending = [one for one in self._pending if one.step_call not in failed]
+        for step_call in failed:
+            step_call.call.fail(error)
 
 
 if __name__ == "__main__":
