@@ -22,6 +22,14 @@ from millrace.core.plugins import build_plugin, load_reference
 from millrace.inference.backend import EmbeddedBackend
 from millrace.run.checks import check_roles, check_settings
 from millrace.run.placement import local_devices
+from millrace.scoring.advantages import GaeAdvantages
+
+OLD_SETTINGS = Path(__file__).with_name("documented_settings.txt")  # of all versions until now
+REQUIRED = {
+    "environment.models.NAME": {"path": "m"},
+    "model": {"path": "m"},
+    "scorers[]": {"function": "a:b"},
+}
 
 
 def sentence_of(table: dict[str, Any]) -> str:
@@ -66,11 +74,44 @@ def test_key_of_an_earlier_version_is_reported_with_its_present_name(old, new):
 
 
 def is_setting(name: str) -> bool:
-    """True for keys of sections, and for options of the default engine."""
+    """True for keys of sections, for options of the default engine, and for those of a critic's
+    advantages."""
     section, _, key = name.rpartition(".")
-    if section == "engine.options":
-        return key in {field.name for field in fields(EmbeddedBackend)}
+    section = section.replace("environment.models.*.", "engine.")
+    plugins = {"engine.options": EmbeddedBackend, "scoring.advantages": GaeAdvantages}
+    if section in plugins:
+        return key in {field.name for field in fields(plugins[section])}
     return key in section_of(name.split(".")).model_fields
+
+
+@pytest.mark.parametrize("name", OLD_SETTINGS.read_text().split())
+def test_every_setting_that_was_ever_documented_is_known_moved_or_removed_for_a_reason(name):
+    *tables, key = name.split(".")
+    table: Any = {**REQUIRED.get(".".join(tables), {}), key: 1}
+    for part in reversed(tables):
+        table = {part.removesuffix("[]"): [table] if part.endswith("[]") else table}
+    found = refusal(table)
+    known = rf"Setting '{re.escape(name.replace('[]', '.0'))}' = "
+    named = r"Setting 'tasks\.source' = .* write \[tasks\.source\.NAME\] instead"
+    moved = re.match(r"Setting '[\w.*]+' is now '(.*)'; see", found)
+    removed = r"Setting '[\w.*]+' was removed: [\w ,.']+\.$"
+    assert not found or moved or any(re.match(kind, found) for kind in (known, named, removed))
+    assert moved is None or is_setting(moved[1])
+
+
+def refusal(table: dict[str, Any]) -> str:
+    """Why these settings are refused; empty if they are not."""
+    try:
+        load_config({"model": "m", **table})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_type_of_the_users_own_may_have_a_key_that_was_removed_from_others():
+    removed = "Setting 'scorers.backoff_s' was removed: its value is fixed."
+    assert sentence_of({"scorers": [{"type": "http", "backoff_s": 1}]}) == removed
+    load_config({"model": "m", "scorers": ["exact", {"type": "a:B", "backoff_s": 1}]})
 
 
 @pytest.mark.parametrize(

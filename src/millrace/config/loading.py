@@ -22,27 +22,41 @@ _DIRECTORIES = {"run_dir", "weights.directory", "engine.options.directory"}
 # Settings that may be a path or a hub name, and a path or another word of a command line.
 _MODELS = {"model", "model.path", "critic.path", "scorers.model"}
 _COMMANDS = {"environment.command", "environment.mcp.command", "engine.options.python"}
-# Keys of earlier versions: the former default, which may stay, and what took its place.
-_REMOVED: dict[str, tuple[Any, str]] = {
-    "rollout.redundancy": (0, "set rollout.oversample, and rollout.selection to 'fastest'"),
-    "weights.timeout_s": (60.0, "it follows from supervision.hang_timeout_s"),
-}
 _OPTIONS = ("block_tokens", "prefill_tokens", "compile", "prefix_cache", "kv_bytes")
 MOVED = {  # keys of earlier versions and what they are called now; * stands for any name
     **{f"trainer.{key}": f"optimizer.{key}" for key in OptimizerConfig.model_fields},
-    **{f"engine.{key}": f"engine.options.{key}" for key in _OPTIONS},
-    **{f"critic.{key}": "scoring.advantages" for key in ("gamma", "gae_lambda", "normalize")},
+    **{
+        f"{table}.{old}": f"{table}.options.{new}"
+        for table in ("engine", "environment.models.*")
+        for old, new in {
+            **{key: key for key in _OPTIONS},
+            "num_blocks": "kv_bytes",
+            "round_steps": "decode_steps",
+        }.items()
+    },
+    **{
+        f"{table}.threads": "cluster.threads"
+        for table in ("engine", "environment.models.*", "trainer")
+    },
+    **{
+        f"critic.{key}": f"scoring.advantages.{key}" for key in ("gamma", "gae_lambda", "normalize")
+    },
     **{
         f"{table}.{old}": f"{table}.{new}"
         for table in ("tasks", "tasks.source.*", "evaluate")
-        for old, new in {"function": "generator", "prompt": "columns", "split": "path"}.items()
+        for old, new in {
+            "function": "generator",
+            "prompt": "columns",
+            "split": "path",
+            "subset": "path",
+        }.items()
     },
     "buffer.max_stale_share": "buffer.staleness",
     "cluster.mps": "cluster.share_gpu",
     "cluster.take_turns": "cluster.share_gpu",
+    "critic.decay": "scoring.advantages.gae_lambda",
+    "critic.discount": "scoring.advantages.gamma",
     "engine.device": "placement.engines",
-    "engine.round_steps": "engine.options.decode_steps",
-    "engine.threads": "cluster.threads",
     "environment.models.*.device": "placement.models",
     "journal.enabled": "journal.max_bytes",
     "placement.evaluators": "placement.engines",
@@ -51,9 +65,34 @@ MOVED = {  # keys of earlier versions and what they are called now; * stands for
     "tasks.shuffle": "tasks.order",
     "trainer.device": "placement.trainer",
     "trainer.min_learning_rate_share": "optimizer.min_lr_ratio",
-    "trainer.threads": "cluster.threads",
     "watch.tensorboard": "tracker",
     "watch": "monitoring",
+    "weights.address": "cluster.advertise",
+}
+_CONSTANTS = """
+cluster.stop_timeout_s critic.loss_weight environment.tool_result_chars evaluate.score_timeout_s
+journal.commit_interval_s rollout.max_failure_share rollout.max_filtered_share scorers.backoff_s
+scorers.breaker_failures scorers.breaker_s supervision.backoff_s supervision.report_s
+supervision.save_timeout_s supervision.stall_warning_s supervision.swap_timeout_s
+supervision.window_s tasks.explore_share tasks.target_solve_rate trainer.logprob_chunk
+weights.bucket_bytes
+"""
+# Keys of earlier versions without a successor: the former default, which may stay (`...` = none),
+# and why.
+_REMOVED: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(_CONSTANTS.split(), (..., "its value is fixed")),
+    "buffer.replay.capacity": (..., "buffer.replay.max_staleness says how long groups are kept"),
+    "cluster.heartbeat_timeout_s": (..., "it follows from supervision.hang_timeout_s"),
+    "cluster.join_timeout_s": (..., "it follows from cluster.start_timeout_s"),
+    "cluster.stall_timeout_s": (..., "it follows from supervision.hang_timeout_s"),
+    "environment.mcp.name": (..., "a server is named by its url or its command"),
+    "environment.models.*.tool_format": (..., "it follows from the model's chat template"),
+    "journal.fsync": (..., "every commit is written to the disk"),
+    "journal.segment_bytes": (..., "the journal is one SQLite database"),
+    "rollout.redundancy": (0, "set rollout.oversample, and rollout.selection to 'fastest'"),
+    "scorers.priority": (..., "calls are made in the order of their groups"),
+    "supervision.step_timeout_s": (..., "supervision.hang_timeout_s finds a trainer that hangs"),
+    "weights.timeout_s": (60.0, "it follows from supervision.hang_timeout_s"),
 }
 _POLICY = re.compile(r"^policies\.[^.]+\.")  # its table takes tables of the run
 _ROLE = re.compile(r"^environment\.models\.[^.]+\.")  # its table takes the keys of [engine]
@@ -169,7 +208,8 @@ def _without(table: Any, keys: list[str], default: Any, refusal: str) -> Any:
     former default, which may still be in the config.toml of a run. `...` is the default of none."""
     head, *rest = keys
     if isinstance(table, list | tuple):
-        return [_without(row, keys, default, refusal) for row in cast(list[Any], table)]
+        rows = cast(list[Any], table)  # a type of the user's own may have such a key
+        return [row if _is_own(row) else _without(row, keys, default, refusal) for row in rows]
     if not isinstance(table, Mapping):
         return table
     table = cast(Mapping[str, Any], table)
@@ -182,6 +222,10 @@ def _without(table: Any, keys: list[str], default: Any, refusal: str) -> Any:
     if table[head] != default:
         raise ConfigError(refusal)
     return {key: value for key, value in table.items() if key != head}
+
+
+def _is_own(row: Any) -> bool:
+    return isinstance(row, Mapping) and ":" in str(cast(Mapping[str, Any], row).get("type", ""))
 
 
 def _sentence(error: ValidationError) -> str:
