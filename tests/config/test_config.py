@@ -233,7 +233,7 @@ def test_additional_adapters_cannot_be_merged_or_named_base():
             {"staleness": {"type": "oldest", "max_share": 0.1}},
             "type 'oldest' has no key 'max_share'; remove it",
         ),
-        ({"staleness": "oldst"}, "'oldst' is no measure of staleness; did you mean 'oldest'?"),
+        ({"staleness": "oldst"}, "'oldst' is not a staleness measure; did you mean 'oldest'?"),
         ({"replay": {"share": 0.1}}, "is less than one group; raise it to 0.125 or more"),
         ({"replay": {"max_staleness": 1}}, "Setting 'buffer.replay.max_staleness' = 1"),
         ({"replay": {"shares": 0.5}}, "'buffer.replay.shares'; did you mean 'share'"),

@@ -80,7 +80,7 @@ class BufferSettings(TypedDict, total=False):
     their average, {type = "share", max_share = 0.1} = all but this share of them, from 0 to
     below 1. The key enforce says what happens to groups that run for too long: "wait" (the
     default) = a batch waits for them, "cancel" = they are cancelled and tried again, "take" =
-    they are dropped when they reach the buffer; see docs/explanation/buffer.md."""
+    they are dropped from the buffer when a batch is taken; see docs/explanation/buffer.md."""
     order: str | Mapping[str, Any]
     """Order in which waiting groups are trained: "oldest", "freshest", "ready" (first come,
     first served), "in_order" (by task; a batch waits for earlier groups that still run),
@@ -156,8 +156,8 @@ class OptimizerSettings(TypedDict, total=False):
     torch.optim.Optimizer, whose further arguments are keys of this table."""
     learning_rate: float | Literal["auto"]
     """Peak learning rate, above 0. "auto" is 1e-6 for all weights, where reinforcement learning
-    needs small steps, and 1e-4 with [lora], whose low-rank factors start at zero and need
-    larger ones."""
+    needs small steps (`millrace sft`: 1e-5), and 1e-4 with [lora], whose low-rank factors
+    start at zero and need larger ones."""
     schedule: Literal["constant", "linear", "cosine"]
     """Shape of the learning rate after optimizer.warmup_steps: it stays at its peak
     ("constant"), or falls until the end of trainer.steps, evenly ("linear") or along a cosine

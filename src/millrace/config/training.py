@@ -77,7 +77,7 @@ class BufferConfig(Section):
     their average, {type = "share", max_share = 0.1} = all but this share of them, from 0 to below
     1. The key enforce says what happens to groups that run for too long: "wait" (the default) = a
     batch waits for them, "cancel" = they are cancelled and tried again, "take" = they are dropped
-    when they reach the buffer; see docs/explanation/buffer.md."""
+    from the buffer when a batch is taken; see docs/explanation/buffer.md."""
     order: Plugin = Field(default={"type": "oldest"})
     """Order in which waiting groups are trained: "oldest", "freshest", "ready" (first come, first
     served), "in_order" (by task; a batch waits for earlier groups that still run), "difficulty"
@@ -107,7 +107,7 @@ class BufferConfig(Section):
         measure, keys = table.get("type"), table.keys() - {"type", "enforce"}
         if measure not in get_args(Measure):
             hint = suggestion(str(measure), get_args(Measure), otherwise="there are")
-            raise ValueError(f"type = {measure!r} is no measure of staleness; {hint}")
+            raise ValueError(f"type = {measure!r} is not a staleness measure; {hint}")
         if (enforce := table.get("enforce", ENFORCE[0])) not in ENFORCE:
             hint = suggestion(str(enforce), ENFORCE, otherwise="there are")
             raise ValueError(f"enforce = {enforce!r} is unknown; {hint}")
@@ -208,8 +208,8 @@ class OptimizerConfig(Section):
     torch.optim.Optimizer, whose further arguments are keys of this table."""
     learning_rate: PositiveFloatOrAuto = "auto"
     """Peak learning rate, above 0. "auto" is 1e-6 for all weights, where reinforcement learning
-    needs small steps, and 1e-4 with [lora], whose low-rank factors start at zero and need larger
-    ones."""
+    needs small steps (`millrace sft`: 1e-5), and 1e-4 with [lora], whose low-rank factors start at
+    zero and need larger ones."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after optimizer.warmup_steps: it stays at its peak ("constant"),
     or falls until the end of trainer.steps, evenly ("linear") or along a cosine ("cosine")."""
