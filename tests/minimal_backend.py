@@ -24,7 +24,7 @@ from millrace.core.protocols import Capability
 from millrace.core.records import (
     Completion,
     CompletionChunk,
-    Finish,
+    FinishReason,
     Request,
     Sampling,
     ScoreRequest,
@@ -46,7 +46,7 @@ class MinimalBackend:
 class _Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     num_sent: int = 0  # tokens in chunks
     was_ended: bool = False  # the last chunk was collected
 
@@ -132,7 +132,9 @@ class MinimalEngine:
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
         raise TaskError("This backend cannot score tokens.")
 
-    def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[FinishedCompletions]:
+    def abort(
+        self, ids: Iterable[str], *, finish: FinishReason = "abort"
+    ) -> list[FinishedCompletions]:
         aborted = []
         for id in ids:
             running = self._running.get(id) or self._held.get(id)
@@ -207,7 +209,7 @@ class MinimalEngine:
             sequence.finish = self._ending(sequence, request)
         self._num_generated += len(alive)
 
-    def _ending(self, sequence: _Sequence, request: Request) -> Finish | None:
+    def _ending(self, sequence: _Sequence, request: Request) -> FinishReason | None:
         if sequence.tokens[-1] in self._eos_ids:
             return "stop"
         if request.sampling.stop:

@@ -19,7 +19,14 @@ import msgspec
 import numpy as np
 import xxhash
 
-from millrace.core.records import Completion, CompletionChunk, Finish, Kept, Request, TopTokens
+from millrace.core.records import (
+    Completion,
+    CompletionChunk,
+    FinishReason,
+    Kept,
+    Request,
+    TopTokens,
+)
 
 
 def joined(parts: Sequence[Completion | CompletionChunk], *, truncates: bool) -> Completion:
@@ -68,7 +75,7 @@ def cut(completion: Completion, begin: int, end: int | None = None) -> Completio
 
 
 def chunk_of(
-    completion: Completion, *, member: int, finish: Finish | None = None
+    completion: Completion, *, member: int, finish: FinishReason | None = None
 ) -> CompletionChunk:
     """All tokens of a completion, as its stream callback receives them."""
     return CompletionChunk(

@@ -15,7 +15,7 @@ from millrace.core.spans import GroupLife
 DEFAULT_POLICY = "policy"  # name of the model in training, where there is one
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as in chat templates
 Prompt = str | list[Message]
-Finish = Literal["stop", "length", "abort", "interrupt", "expire"]
+FinishReason = Literal["stop", "length", "abort", "interrupt", "expire"]
 """How a completion ended: by itself ("stop", "length"), aborted by its caller ("abort"), to be
 resumed elsewhere ("interrupt"), or beyond the staleness limit ("expire")."""
 Ending = Literal["done", "length", "turns", "timeout", "crash"]
@@ -108,7 +108,7 @@ class Completion:
     # fed to the model, from request.routes_from on; the last token is not fed. An interrupted
     # completion may have fewer: the engine that resumes it records the rest.
     routes: np.ndarray | None = None
-    finish: Finish
+    finish: FinishReason
     text: str  # decoded tokens, without the eos token and without the matched stop string
     kv: KVOrigin | None = None  # of prompt and completion; None = its engine does not report it
     num_shared: int = 0  # first tokens that another episode has, too, and trains
@@ -125,7 +125,7 @@ class CompletionChunk:
     versions: np.ndarray  # [M] int32
     kept: Kept | None = None  # rows = M; present when sampling truncates
     top: TopTokens | None = None  # rows = M; present with sampling.top_logprobs
-    finish: Finish | None = None  # in the last chunk of a completion
+    finish: FinishReason | None = None  # in the last chunk of a completion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -206,7 +206,7 @@ class Turn:
 
     prompt: Prompt
     completion: str
-    finish: Finish
+    finish: FinishReason
     agent: str = ""  # if the episode has several agents
 
 

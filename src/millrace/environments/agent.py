@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from millrace.core.errors import TaskError, suggestion
-from millrace.core.records import Ending, Finish, Message, Prompt, Rollout, Sampling
+from millrace.core.records import Ending, FinishReason, Message, Prompt, Rollout, Sampling
 from millrace.environments.replay.schema import AgentRow, EpisodeOver
 from millrace.environments.rollouts.renderer import Beginning, Conversation
 from millrace.environments.token_record import Exchange, TokenRecord
@@ -33,7 +33,7 @@ class Reply:
     message: Message  # to append to the conversation
     tool_calls: tuple[ToolCall, ...] = ()
     problems: tuple[str, ...] = ()  # malformed tool calls, described for the model
-    finish: Finish
+    finish: FinishReason
     prompt: Prompt = field(repr=False)
     inherited: str = ""  # text that a fork shares with the forked reply
     exchange: Exchange = field(repr=False)

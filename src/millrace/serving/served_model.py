@@ -22,7 +22,7 @@ from millrace.core.protocols import Engine, OnTokens
 from millrace.core.records import (
     Completion,
     CompletionChunk,
-    Finish,
+    FinishReason,
     Message,
     Request,
     ScoreRequest,
@@ -262,7 +262,7 @@ class ServedModel:
         self.metrics.completion_tokens += num_sampled
 
 
-def check_finish(finish: Finish | None) -> None:
+def check_finish(finish: FinishReason | None) -> None:
     """Raise ApiError if the engine ended a completion before it was complete."""
     if finish not in (None, "stop", "length"):
         raise ApiError(f"The engine ended the completion early ({finish}).", status=503)

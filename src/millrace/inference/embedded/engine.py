@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace.core import records
 from millrace.core.errors import RunFailed
-from millrace.core.records import Finish
+from millrace.core.records import FinishReason
 from millrace.inference.backend import EngineCore, EngineStats, FinishedCompletions
 from millrace.inference.embedded.adapters import AdapterMerger
 from millrace.inference.embedded.decode.loop import DecodeLoop
@@ -194,7 +194,9 @@ class EmbeddedEngine(EngineCore):
     def take_chunks(self, *, coalesced: bool = False) -> dict[str, list[records.CompletionChunk]]:
         return self._outputs.take_chunks(coalesced=coalesced)
 
-    def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[FinishedCompletions]:
+    def abort(
+        self, ids: Iterable[str], *, finish: FinishReason = "abort"
+    ) -> list[FinishedCompletions]:
         self._record_ended()
         for id in ids:
             for sequence in self._scheduler.remove(id):

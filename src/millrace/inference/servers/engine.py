@@ -23,7 +23,13 @@ from typing import Any
 import numpy as np
 
 from millrace.core.errors import EngineLost, TaskError
-from millrace.core.records import CompletionChunk, Finish, Request, ScoreRequest, TokenLogprobs
+from millrace.core.records import (
+    CompletionChunk,
+    FinishReason,
+    Request,
+    ScoreRequest,
+    TokenLogprobs,
+)
 from millrace.inference.backend import EngineStats, FinishedCompletions
 from millrace.inference.embedded.scheduling import sequence as sequences
 from millrace.inference.embedded.scheduling.outputs import OutputProcessor, StopRules
@@ -43,7 +49,7 @@ class ServedSequence(sequences.Sequence):
     num_given: int = 0  # sampled tokens that the server got with the prompt
     num_received: int = 0  # tokens since then, with those behind a stop string
     has_stop: bool = False
-    ending: Finish | None = None  # why it was aborted at the server
+    ending: FinishReason | None = None  # why it was aborted at the server
     will_return: bool = False  # it was aborted there only for a pause
 
     @property
@@ -139,7 +145,9 @@ class ServerEngine:
             self.pause()
         return scored
 
-    def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[FinishedCompletions]:
+    def abort(
+        self, ids: Iterable[str], *, finish: FinishReason = "abort"
+    ) -> list[FinishedCompletions]:
         wanted = {*ids}
         ending = [s for s in self._running.values() if s.request.id in wanted]
         for sequence in ending:
@@ -315,7 +323,7 @@ class ServerEngine:
         sampled = sequence.versions[sequence.num_given :]  # a view, without what is behind a stop
         for start, end, version in spans:
             sampled[start:end] = version
-        natural: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
+        natural: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
         finish = natural.get(chunk.finish) or sequence.ending
         if sequence.has_stop:
             finish = "stop"

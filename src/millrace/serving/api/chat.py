@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from millrace.core.records import Completion, CompletionChunk, Finish, Message, Request
+from millrace.core.records import Completion, CompletionChunk, FinishReason, Message, Request
 from millrace.environments.tools.calls import Parsed, ToolCall, ToolFormat
 from millrace.serving.api.bodies import ChatBody
 from millrace.serving.api.completions import ApiAnswer, Json, top_pairs
@@ -87,7 +87,12 @@ class ChatAnswer(ApiAnswer[ChatBody]):
 
 
 def chat_choice(
-    index: int, *, content: str, calls: Sequence[ToolCall], finish: Finish, logprobs: Json | None
+    index: int,
+    *,
+    content: str,
+    calls: Sequence[ToolCall],
+    finish: FinishReason,
+    logprobs: Json | None,
 ) -> Json:
     message: Json = {"role": "assistant", "content": content, "refusal": None}
     if calls:

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from millrace.core.errors import MillraceError
-from millrace.core.records import Finish
+from millrace.core.records import FinishReason
 from millrace.serving.api.errors import as_api_error
 from millrace.serving.options import ServerLimits
 
@@ -96,7 +96,7 @@ class TextStream:
         """The text that add() has not returned."""
         return self.text[self._num_returned :]
 
-    def add(self, tokens: Sequence[int], *, finish: Finish | None = None) -> str:
+    def add(self, tokens: Sequence[int], *, finish: FinishReason | None = None) -> str:
         """Add tokens, with `finish` for the last ones. Returns the text that is now certain."""
         self._ids += tokens
         text = self.text + self._decoded_from_read()

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from millrace.core.completions import join_top
 from millrace.core.errors import TaskError
-from millrace.core.records import Completion, CompletionChunk, Finish, Request
+from millrace.core.records import Completion, CompletionChunk, FinishReason, Request
 from millrace.inference.backend import FinishedCompletions
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.sequence import (
@@ -65,7 +65,7 @@ class StopRules:
 
     def finished_in(
         self, slots: BatchSlots, chosen: np.ndarray, *, has_stop: np.ndarray
-    ) -> list[tuple[Sequence, Finish]]:
+    ) -> list[tuple[Sequence, FinishReason]]:
         """The sequences in these slots whose newest token was their last. `has_stop` [R]: of each,
         whether it now has a stop string."""
         num_tokens = slots.num_tokens[chosen]
@@ -102,7 +102,7 @@ class StopRules:
 
     def finish_on_arrival(
         self, sequence: Sequence, *, max_context: int, expired_before: int = 0
-    ) -> Finish | None:
+    ) -> FinishReason | None:
         """How a partial completion had already ended when it arrived; None if it had not."""
         sampled, sampling = sequence.tokens[sequence.num_prompt :], sequence.request.sampling
         has_stop = bool(sampling.stop) and self.ends_in_stop_string(sampled, sampling.stop)
@@ -141,7 +141,7 @@ class OutputProcessor:
     def __post_init__(self) -> None:
         self.num_arrived = 0  # sequences
         self._expired_before: dict[str | None, int] = {None: 0}  # by adapter; see expired()
-        self._ended: list[tuple[Sequence, Finish]] = []  # to be recorded
+        self._ended: list[tuple[Sequence, FinishReason]] = []  # to be recorded
         # By unfinished request: the versions of its members that have ended.
         self._unfinished: dict[str, list[np.ndarray]] = {}
         self._finished: dict[str, dict[int, Completion]] = {}  # by request; for take()
@@ -189,7 +189,7 @@ class OutputProcessor:
             self.end(sequence, finish=finish)
         return finish is not None
 
-    def mark_ended(self, sequence: Sequence, *, finish: Finish) -> None:
+    def mark_ended(self, sequence: Sequence, *, finish: FinishReason) -> None:
         """Leave it to record() to build the completion."""
         sequence.finish = finish
         self._ended.append((sequence, finish))
@@ -199,7 +199,7 @@ class OutputProcessor:
         for sequence, finish in ended:
             self.end(sequence, finish=finish)
 
-    def end(self, sequence: Sequence, *, finish: Finish) -> None:
+    def end(self, sequence: Sequence, *, finish: FinishReason) -> None:
         """Build a completion; the last one finishes its request."""
         sequence.finish = finish
         request, sampled = sequence.request, sequence.tokens[sequence.num_prompt :]

@@ -15,7 +15,7 @@ import numpy as np
 
 from millrace.core.completions import join_top, joined
 from millrace.core.errors import TaskError
-from millrace.core.records import Completion, Finish, Kept, KVOrigin, Request, TopTokens
+from millrace.core.records import Completion, FinishReason, Kept, KVOrigin, Request, TopTokens
 from millrace.inference.embedded.adapters import AdapterBank
 from millrace.inference.embedded.kv.states import SnapshotWrite
 from millrace.inference.embedded.routes import SequenceRoutes
@@ -131,7 +131,7 @@ class Sequence:
     kv_history: KVHistory = ()  # of its KV, or of the KV it had in its last slot
     guide: GrammarMatcher | None = None  # of the request's grammar
     cursor: DraftCursor | None = None  # once there may be drafts for it
-    finish: Finish | None = None  # once it has ended
+    finish: FinishReason | None = None  # once it has ended
     num_streamed: int = 0  # if it streams: sampled tokens that chunks have, or that it came with
 
     @property
@@ -152,7 +152,7 @@ class Sequence:
         """True if it has sampled tokens, without those in its slot."""
         return len(self.tokens) > self.num_prompt
 
-    def completion(self, *, finish: Finish, text: str, block_tokens: int) -> Completion:
+    def completion(self, *, finish: FinishReason, text: str, block_tokens: int) -> Completion:
         spans = tuple((span.start, span.source.version) for span in self.kv_history)
         return Completion(
             tokens=self.tokens[self.num_prompt :],
