@@ -197,7 +197,7 @@ def _player(config: RunConfig, engines: EnginePool) -> Player:
         sampling=Sampling(**config.sampling.model_dump()),
         max_context=512,
         seed=0,
-        lengths=LengthPredictor(most=config.rollout.longest_first),
+        lengths=LengthPredictor(max_skips=config.rollout.longest_first),
     )
 
 

@@ -19,7 +19,7 @@ def group_of(prompt: str, *lengths: int) -> Group:
 
 
 def test_longer_tasks_get_higher_priority():
-    lengths = LengthPredictor(most=8)
+    lengths = LengthPredictor(max_skips=8)
     assert lengths.priority(Task(prompt="long")) == 0  # nothing is known of any
     lengths.learn(group_of("short", 2, 4))
     lengths.learn(group_of("long", 30, 50))
@@ -34,6 +34,6 @@ def test_longer_tasks_get_higher_priority():
 
 
 def test_priority_is_zero_if_disabled():
-    lengths = LengthPredictor(most=0)
+    lengths = LengthPredictor(max_skips=0)
     lengths.learn(group_of("long", 30))
     assert lengths.priority(Task(prompt="long")) == 0

@@ -264,9 +264,9 @@ class LengthPredictor:
     stragglers. A request may skip only a bounded number of queued requests, so none starves.
     Scheduling order does not change sampled tokens: each draw has its own seed."""
 
-    def __init__(self, *, most: int) -> None:
-        """`most`: queued requests that a request of the longest task may skip; 0 disables it."""
-        self._most = most
+    def __init__(self, *, max_skips: int) -> None:
+        """`max_skips`: queued requests that one of the longest task may skip; 0 disables it."""
+        self._max_skips = max_skips
         self._means: dict[bytes, float] = {}  # mean tokens per episode, by task
         self._sorted: list[float] = []
 
@@ -274,14 +274,14 @@ class LengthPredictor:
         """Return how many queued requests this task's requests may skip. The number grows with the
         share of known tasks that are shorter; an unknown task gets half of the maximum."""
         mean = self._means.get(_key(task))
-        if not self._most or not self._sorted:
+        if not self._max_skips or not self._sorted:
             return 0
         if mean is None:
-            return self._most // 2
-        return self._most * bisect.bisect_left(self._sorted, mean) // len(self._sorted)
+            return self._max_skips // 2
+        return self._max_skips * bisect.bisect_left(self._sorted, mean) // len(self._sorted)
 
     def learn(self, group: Group) -> None:
-        if not self._most:
+        if not self._max_skips:
             return
         key = _key(group.task)
         known = self._means.get(key)

@@ -208,7 +208,7 @@ class Player:
     sampling: Sampling
     max_context: int
     seed: int
-    lengths: LengthPredictor = field(default_factory=lambda: LengthPredictor(most=0))
+    lengths: LengthPredictor = field(default_factory=lambda: LengthPredictor(max_skips=0))
     others: EnginesByModel = field(default_factory=dict[str, SupportsGenerate])
     wants_routes: bool = False  # in groups for training, which replays the routes
 

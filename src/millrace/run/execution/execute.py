@@ -344,7 +344,7 @@ class RunProcesses:
             sampling=Sampling(**config.sampling.model_dump()),
             max_context=prepared.max_context,
             seed=config.seed,
-            lengths=LengthPredictor(most=config.rollout.longest_first),
+            lengths=LengthPredictor(max_skips=config.rollout.longest_first),
             others=workers.models,
             wants_routes=config.trainer.replay_routes and self.trains,
         )
