@@ -122,7 +122,7 @@ async def _through_buffer(groups: Sequence[Group], taken: list[Group]) -> None:
     buffer = Buffer(
         capacity=len(groups),
         limit=StalenessLimit(max_staleness=2),
-        sampler=Oldest(),
+        order=Oldest(),
         on_drop=lambda waiting: None,
     )
     for group in groups:

@@ -5,25 +5,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sampler_contract import SamplerContract
+from order_contract import OrderContract
 
-from millrace.controller.orders import ORDERS, build_sampler
+from millrace.controller.orders import ORDERS, build_group_order
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "buffer.md"
 
 
-@pytest.mark.parametrize("order", ORDERS, scope="class")
-class TestBuiltIn(SamplerContract):
+@pytest.mark.parametrize("name", ORDERS, scope="class")
+class TestBuiltIn(OrderContract):
     @pytest.fixture(scope="class")
     @classmethod
-    def sampler(cls, order):
-        return build_sampler({"type": order})
+    def order(cls, name):
+        return build_group_order({"type": name})
 
 
-class TestOwn(SamplerContract):
+class TestOwn(OrderContract):
     @pytest.fixture(scope="class")
     @classmethod
-    def sampler(cls, tmp_path_factory) -> Any:
+    def order(cls, tmp_path_factory) -> Any:
         file = tmp_path_factory.mktemp("user") / "orders.py"
         file.write_text(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[0])
-        return build_sampler({"type": f"{file}:Shortest", "beyond": 2})
+        return build_group_order({"type": f"{file}:Shortest", "beyond": 2})

@@ -12,7 +12,7 @@ from millrace.config import JournalConfig, load_config
 from millrace.controller.admission import Admission
 from millrace.controller.batches import Batches
 from millrace.controller.buffer import Buffer
-from millrace.controller.orders import build_sampler
+from millrace.controller.orders import build_group_order
 from millrace.core.microbatch import Batch
 from millrace.core.records import Group, Task
 from millrace.core.staleness import PolicyVersions
@@ -46,7 +46,7 @@ class BatchRig:
         self.buffer = Buffer(
             capacity=16,
             limit=config.buffer.limit,
-            sampler=build_sampler(config.buffer.order),
+            order=build_group_order(config.buffer.order),
             on_drop=lambda waiting: None,
         )
         self.batches = Batches(

@@ -4,20 +4,20 @@ import pytest
 from fakes import FakeClock, make_group
 
 from millrace.controller.buffer import Buffer, RunningGroup
-from millrace.controller.orders import build_sampler
+from millrace.controller.orders import build_group_order
 from millrace.core.errors import RunFailed
 from millrace.core.staleness import StalenessLimit
 
 
 def make_buffer(
-    *, capacity=4, max_staleness=1, measure="oldest", share=0.0, sampler=None, **settings
+    *, capacity=4, max_staleness=1, measure="oldest", share=0.0, order=None, **settings
 ):
     dropped = []
     limit = StalenessLimit(max_staleness=max_staleness, measure=measure, max_stale_share=share)
     buffer = Buffer(
         capacity=capacity,
         limit=limit,
-        sampler=sampler or build_sampler({"type": "ready"}),
+        order=order or build_group_order({"type": "ready"}),
         on_drop=lambda waiting: dropped.append(waiting.group.number),
         **settings,
     )
@@ -61,7 +61,7 @@ async def test_order_that_chooses_unknown_groups_ends_the_run(chosen):
         def choose(self, waiting, n, *, version):
             return chosen
 
-    buffer, _ = make_buffer(sampler=Wrong())
+    buffer, _ = make_buffer(order=Wrong())
     for number in range(3):
         await buffer.admit(make_group(number))
     with pytest.raises(RunFailed, match=r"Wrong\.choose returned .* 2 of 3 waiting groups"):
@@ -83,7 +83,7 @@ async def test_time_in_the_buffer_is_measured_by_its_clock():
 async def test_in_order_buffer_waits_for_an_earlier_group_on_its_way():
     on_their_way = {0}
     buffer, _ = make_buffer(
-        sampler=build_sampler({"type": "in_order"}),
+        order=build_group_order({"type": "in_order"}),
         is_preceded=lambda number: any(other < number for other in on_their_way),
         capacity=2,
     )
@@ -101,7 +101,7 @@ async def test_in_order_buffer_waits_for_an_earlier_group_on_its_way():
 async def test_in_order_buffer_does_not_wait_for_a_group_that_failed():
     on_their_way = {0}
     buffer, _ = make_buffer(
-        sampler=build_sampler({"type": "in_order"}),
+        order=build_group_order({"type": "in_order"}),
         is_preceded=lambda number: any(other < number for other in on_their_way),
     )
     await buffer.admit(make_group(1))
@@ -147,8 +147,8 @@ async def test_batch_waits_before_more_groups_are_old_than_the_batches_to_come_c
 
 
 async def test_order_gives_way_before_a_waiting_group_is_lost():
-    freshest = build_sampler({"type": "freshest"})
-    buffer, dropped, _ = make_waiting_buffer(sampler=freshest)
+    freshest = build_group_order({"type": "freshest"})
+    buffer, dropped, _ = make_waiting_buffer(order=freshest)
     for number, version in enumerate([3, 5, 5]):
         await buffer.admit(make_group(number, versions=version))
     assert [group.number for group in await buffer.take(1, version=5)] == [0]

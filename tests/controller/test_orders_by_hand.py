@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from fakes import make_group
 
-from millrace.controller.orders import build_sampler, check_room
+from millrace.controller.orders import build_group_order, check_room
 from millrace.core.errors import ConfigError
 from millrace.core.records import Score
 from millrace.core.staleness import BufferedGroup, StalenessLimit, TokenVersions
@@ -22,7 +22,7 @@ def waiting(*versions, solved=()):
 
 
 def chosen(order, groups, n, **settings):
-    return list(build_sampler({"type": order, **settings}).choose(groups, n, version=9))
+    return list(build_group_order({"type": order, **settings}).choose(groups, n, version=9))
 
 
 def test_ready_hands_out_in_order_of_admission():
@@ -61,7 +61,7 @@ def test_difficulty_counts_a_long_correct_episode_as_solved():
 def test_difficulty_uses_solved_at_of_the_evaluation_unless_it_has_its_own():
     groups = waiting(5, 5, solved=[4, 2])
     for table, first in (({}, 0), ({"solved_at": 1.0}, 1)):
-        order = build_sampler({"type": "difficulty", **table}, solved_at=1.5)
+        order = build_group_order({"type": "difficulty", **table}, solved_at=1.5)
         assert list(order.choose(groups, 1, version=9)) == [first]
 
 
@@ -91,4 +91,4 @@ def test_order_that_never_has_enough_groups_is_refused():
 )
 def test_misspelled_order_is_an_error_with_a_suggestion(table, hint):
     with pytest.raises(ConfigError, match=hint):
-        build_sampler(table)
+        build_group_order(table)

@@ -11,7 +11,7 @@ from fakes import FakeScorers, make_completion, make_group
 
 from millrace.controller.admission import Admission
 from millrace.controller.buffer import Buffer, ReplayBuffer
-from millrace.controller.orders import ORDERS, build_sampler, check_room
+from millrace.controller.orders import ORDERS, build_group_order, check_room
 from millrace.core.errors import ConfigError
 from millrace.core.staleness import StalenessLimit, TokenVersions
 from millrace.environments.rollouts.partial_rollouts import Expired
@@ -37,7 +37,7 @@ class Flow(FakeScorers):
         self.buffer = Buffer(
             capacity=CAPACITY,
             limit=limit,
-            sampler=build_sampler({"type": order}),
+            order=build_group_order({"type": order}),
             on_drop=self.drop,
         )
         self.dispatcher = make_dispatcher(

@@ -29,7 +29,7 @@ from millrace.config import JournalConfig, load_config
 from millrace.controller.admission import Admission
 from millrace.controller.batches import Batches, TakenBatch
 from millrace.controller.buffer import Buffer
-from millrace.controller.orders import build_sampler
+from millrace.controller.orders import build_group_order
 from millrace.core.errors import Filtered, JournalError, ScoreError
 from millrace.core.records import Completion, Group, Request, Sampling, Task
 from millrace.environments.rollouts.partial_rollouts import PartialRollouts, ReplayingEngine
@@ -199,7 +199,7 @@ class Process(FakeScorers):
         self.buffer = Buffer(
             capacity=config.buffer.capacity,
             limit=config.buffer.limit,
-            sampler=build_sampler(config.buffer.order),
+            order=build_group_order(config.buffer.order),
             on_drop=self.tracker.expired_in_buffer,
         )
         self.batches = Batches(

@@ -1,8 +1,8 @@
 """Bounded buffers of groups: the one between scoring and training, and the replay buffer.
 
 Promise: take() never returns a group that the staleness limit rules out, and hands out each group
-once, in the order of its sampler. The limit is checked at take(), because versions advance while
-groups wait. A group that it rules out is passed to `on_drop` and makes room for another.
+once, as `order` chooses. The limit is checked at take(), because versions advance while groups
+wait. A group that it rules out is passed to `on_drop` and makes room for another.
 
 Promise with `enforce = "wait"` (StalenessLimit.waits): a batch is not taken while that would leave
 more old groups behind than the next batches can train within the limit. Then take() chooses the
@@ -32,7 +32,7 @@ import numpy as np
 
 from millrace.controller.orders import Oldest
 from millrace.core.errors import RunFailed
-from millrace.core.protocols import Sampler
+from millrace.core.protocols import GroupOrder
 from millrace.core.records import Group
 from millrace.core.staleness import BufferedGroup, PolicyVersions, StalenessLimit, TokenVersions
 
@@ -49,7 +49,7 @@ class RunningGroup(NamedTuple):
 class Buffer:
     capacity: int
     limit: StalenessLimit
-    sampler: Sampler
+    order: GroupOrder
     on_drop: Callable[[BufferedGroup], None]
     versions: PolicyVersions = field(default_factory=PolicyVersions)
     # In an in-order buffer: whether a group with a lower number is still on its way.
@@ -79,7 +79,7 @@ class Buffer:
             self._changed.notify_all()
 
     async def take(self, n: int, *, version: int) -> list[Group]:
-        """Wait for n groups that may be trained at `version`; the sampler chooses them."""
+        """Wait for n groups that may be trained at `version`; `order` chooses them."""
         assert 0 < n <= self.capacity
         async with self._changed:
             self._awaited = {}
@@ -152,10 +152,10 @@ class Buffer:
         return [group for _, group in rest[: too_late[-1] + 1]] if too_late else []
 
     def _choose(self, n: int, *, version: int) -> list[int]:
-        chosen = list(self.sampler.choose(self._waiting, n, version=version))
+        chosen = list(self.order.choose(self._waiting, n, version=version))
         known = range(len(self._waiting))
         if len(chosen) != n or len(set(chosen)) != n or any(index not in known for index in chosen):
-            name = type(self.sampler).__name__
+            name = type(self.order).__name__
             raise RunFailed(
                 f"buffer.order: {name}.choose returned {chosen} when asked for {n} of"
                 f" {len(known)} waiting groups; return {n} different indices into `waiting`."

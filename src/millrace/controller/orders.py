@@ -1,4 +1,4 @@
-"""The orders in which the buffer hands out groups: one Sampler each.
+"""The orders in which the buffer hands out groups: one GroupOrder each.
 
     [buffer]
     order = "freshest"                     # or {type = "difficulty", solved_at = 0.5}
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import build_plugin
-from millrace.core.protocols import Sampler
+from millrace.core.protocols import GroupOrder
 from millrace.core.staleness import BufferedGroup, StalenessLimit
 
 SECTION = "buffer.order"
@@ -95,7 +95,7 @@ ORDERS: Mapping[str, type] = {
 }
 
 
-def build_sampler(table: Mapping[str, Any], *, solved_at: float = 1.0) -> Sampler:
+def build_group_order(table: Mapping[str, Any], *, solved_at: float = 1.0) -> GroupOrder:
     """`solved_at`: that of [evaluate], unless the table has its own."""
     if table.get("type") == "difficulty":
         table = {"solved_at": solved_at, **table}
@@ -106,7 +106,7 @@ def check_room(
     table: Mapping[str, Any], *, groups_per_step: int, capacity: int, limit: StalenessLimit
 ) -> None:
     """Raises ConfigError if there can never be as many waiting groups as the order needs."""
-    needed = build_sampler(table).num_needed(groups_per_step)
+    needed = build_group_order(table).num_needed(groups_per_step)
     order = f"buffer.order = {table.get('type', DEFAULT)!r} chooses among {needed} waiting groups"
     if needed > capacity:
         raise ConfigError(

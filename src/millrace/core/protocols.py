@@ -184,7 +184,7 @@ class Selection(Protocol):
         ...
 
 
-class Sampler(Protocol):
+class GroupOrder(Protocol):
     """Chooses which waiting groups are trained next. The event loop calls it: it must be quick."""
 
     def num_needed(self, n: int) -> int:

@@ -14,7 +14,7 @@ from millrace.controller.checkpointing import Checkpointing, CheckpointPosition,
 from millrace.controller.controller import Controller
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.group_tracker import GroupTracker
-from millrace.controller.orders import InOrder, build_sampler
+from millrace.controller.orders import InOrder, build_group_order
 from millrace.controller.policies import OtherPolicy
 from millrace.controller.preemption import Preemption
 from millrace.controller.reporting import RunReporter, TrainingState
@@ -208,7 +208,7 @@ def build_dispatcher(run: RunParts) -> Dispatcher:
     buffer = Buffer(
         capacity=config.buffer_capacity,
         limit=config.buffer.limit,
-        sampler=build_sampler(config.buffer.order, solved_at=config.evaluate.solved_at),
+        order=build_group_order(config.buffer.order, solved_at=config.evaluate.solved_at),
         on_drop=tracker.expired_in_buffer,
         versions=tracker.versions,
         steps=config.trainer.steps,
@@ -227,7 +227,7 @@ def build_dispatcher(run: RunParts) -> Dispatcher:
         group_size=config.rollout.num_scored,
         barrier=barrier,
     )
-    if isinstance(buffer.sampler, InOrder):
+    if isinstance(buffer.order, InOrder):
         buffer.is_preceded = dispatcher.is_awaited
     if config.buffer.limit.waits and barrier is None:
         buffer.running = dispatcher.running

@@ -1,4 +1,4 @@
-"""What the buffer promises with every Sampler. Subclass SamplerContract and provide `sampler`."""
+"""What the buffer promises with every GroupOrder. Subclass OrderContract and provide `order`."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.controller.buffer import Buffer
-from millrace.core.protocols import Sampler
+from millrace.core.protocols import GroupOrder
 from millrace.core.staleness import BufferedGroup, StalenessLimit, TokenVersions
 
 VERSION = 6  # of the trainer
@@ -33,7 +33,7 @@ stamped = st.lists(st.integers(0, VERSION), min_size=4, max_size=4)
 class Bench:
     """A buffer, and the numbers of what it dropped."""
 
-    sampler: Sampler
+    order: GroupOrder
     limit: StalenessLimit = ANY_AGE
     capacity: int = 30
     dropped: list[int] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Bench:
         self.buffer = Buffer(
             capacity=self.capacity,
             limit=self.limit,
-            sampler=self.sampler,
+            order=self.order,
             on_drop=lambda waiting: self.dropped.append(waiting.group.number),
         )
 
@@ -50,19 +50,19 @@ class Bench:
         return [group.number for group in await self.buffer.take(n, version=version)]
 
 
-class SamplerContract:
+class OrderContract:
     @pytest.fixture(scope="class")
     @classmethod
-    def sampler(cls) -> Sampler:
+    def order(cls) -> GroupOrder:
         raise NotImplementedError
 
     @settings(deadline=None)
     @given(groups=st.lists(stamped, min_size=1, max_size=9), limit=limits, n=st.integers(1, 3))
     def test_every_group_is_taken_once_while_the_limit_allows_it_or_dropped(
-        self, sampler, groups, limit, n
+        self, order, groups, limit, n
     ):
         async def scenario():
-            bench = Bench(sampler, limit)
+            bench = Bench(order, limit)
             for number, versions in enumerate(groups):
                 await bench.buffer.admit(make_group(number, versions=versions))
             fit = {
@@ -83,8 +83,8 @@ class SamplerContract:
 
         asyncio.run(scenario())
 
-    async def test_what_grew_too_stale_while_it_waited_is_dropped_once_and_refilled(self, sampler):
-        bench = Bench(sampler, StalenessLimit(max_staleness=1), capacity=2)
+    async def test_what_grew_too_stale_while_it_waited_is_dropped_once_and_refilled(self, order):
+        bench = Bench(order, StalenessLimit(max_staleness=1), capacity=2)
         for number in (0, 1):
             await bench.buffer.admit(make_group(number, versions=0))
         admitting = [
@@ -94,8 +94,8 @@ class SamplerContract:
         await asyncio.gather(*admitting)
         assert sorted(bench.dropped) == [0, 1]
 
-    async def test_the_buffer_stays_bounded(self, sampler):
-        bench = Bench(sampler, capacity=2)
+    async def test_the_buffer_stays_bounded(self, order):
+        bench = Bench(order, capacity=2)
         for number in (0, 1):
             await bench.buffer.admit(make_group(number))
         third = asyncio.create_task(bench.buffer.admit(make_group(2)))
@@ -105,8 +105,8 @@ class SamplerContract:
         await third
         assert bench.buffer.depth == 2
 
-    async def test_a_cancelled_take_takes_nothing(self, sampler):
-        bench = Bench(sampler)
+    async def test_a_cancelled_take_takes_nothing(self, order):
+        bench = Bench(order)
         await bench.buffer.admit(make_group(0))
         waiting = asyncio.create_task(bench.take(2))
         await asyncio.sleep(0)
@@ -117,18 +117,18 @@ class SamplerContract:
 
     @settings(deadline=None)
     @given(groups=st.lists(stamped, min_size=1, max_size=9), n=st.integers(1, 9))
-    def test_the_same_groups_give_the_same_choice_of_different_ones(self, sampler, groups, n):
+    def test_the_same_groups_give_the_same_choice_of_different_ones(self, order, groups, n):
         waiting = tuple(
             BufferedGroup(group=group, token_versions=TokenVersions.of_group(group))
             for group in (make_group(i, versions=versions) for i, versions in enumerate(groups))
         )
         n = min(n, len(waiting))
-        chosen = list(sampler.choose(waiting, n, version=VERSION))
-        assert chosen == list(sampler.choose(waiting, n, version=VERSION))
+        chosen = list(order.choose(waiting, n, version=VERSION))
+        assert chosen == list(order.choose(waiting, n, version=VERSION))
         assert len(set(chosen)) == n
         assert set(chosen) <= set(range(len(waiting)))
 
-    def test_it_needs_a_batch_at_least_and_no_less_for_a_larger_one(self, sampler):
-        needed = [sampler.num_needed(n) for n in range(1, 20)]
+    def test_it_needs_a_batch_at_least_and_no_less_for_a_larger_one(self, order):
+        needed = [order.num_needed(n) for n in range(1, 20)]
         assert all(number >= n for n, number in enumerate(needed, start=1))
         assert needed == sorted(needed)
