@@ -150,7 +150,7 @@ async def measure(num_workers: int, args: argparse.Namespace, folder: Path) -> d
         while True:
             number = next(numbers)
             task = Task(prompt=f"Look up the keys of task {number}.", columns=columns)
-            await player.try_group(task, attempt=Attempt(number), group_size=GROUP_SIZE)
+            await player.play_for_training(task, attempt=Attempt(number), group_size=GROUP_SIZE)
             num_finished += GROUP_SIZE
 
     async with episode_host(num_workers, tokenizer, folder) as host:

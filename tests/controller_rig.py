@@ -26,7 +26,7 @@ def make_tracker(admission: Admission, **changes: Any) -> GroupTracker:
 def make_dispatcher(
     tracker: GroupTracker, *, player: Any, buffer: Any, **changes: Any
 ) -> Dispatcher:
-    """`player` needs try_group(), `buffer` admit() only."""
+    """`player` needs play_for_training(), `buffer` admit() only."""
     settings: dict[str, Any] = {
         "scorers": FakeScorers(),
         "admission": tracker.admission,

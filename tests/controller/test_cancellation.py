@@ -33,7 +33,7 @@ class Bench(FakeScorers):
         self.dispatcher = make_dispatcher(self.tracker, player=self, scorers=self, buffer=self)
         self.running = asyncio.create_task(self.dispatcher.run())
 
-    async def try_group(self, task, *, attempt, group_size, scoring):
+    async def play_for_training(self, task, *, attempt, group_size, scoring):
         self.attempts.append((attempt.number, attempt.tries))
         await self.stage["generating"].wait()
         attempt.record([make_completion("abcd", version=attempt.tries)])

@@ -36,7 +36,7 @@ class Bench:
     def open(self, *, number, task):
         return self.scorings.setdefault(number, FakeScoring())
 
-    async def try_group(self, task, *, attempt, group_size, scoring):
+    async def play_for_training(self, task, *, attempt, group_size, scoring):
         assert scoring is self.scorings[attempt.number]
         number = attempt.number
         self.most_running = max(self.most_running, self.admission.running)

@@ -62,7 +62,7 @@ class Flow(FakeScorers):
         self.num_dropped += 1
         self.tracker.expired_in_buffer(waiting)
 
-    async def try_group(self, task, *, attempt, group_size, scoring):
+    async def play_for_training(self, task, *, attempt, group_size, scoring):
         versions = []
         for _ in range(self.draws.choice([2, 2, 3, 12])):
             versions.append(self.visible)

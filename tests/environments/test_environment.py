@@ -21,7 +21,7 @@ async def play(function, answer, *, thread, group_size=2, task=TASK, **settings)
     family = settings.get("family", "chatml")
     engine = ChatEngine(answer, family=family)
     player = player_of(function, engine, thread=thread, **settings)
-    return await player.try_group(task, attempt=Attempt(3), group_size=group_size), engine
+    return await player.play_for_training(task, attempt=Attempt(3), group_size=group_size), engine
 
 
 async def once(task, agent):
@@ -165,7 +165,7 @@ async def test_tokens_of_cancelled_redundant_episodes_are_counted(thread):
     seconds = itertools.count()
     player = player_of(chain, ChatEngine(answer), thread=thread, redundancy=2)
     attempt = Attempt(3)
-    group = await player.try_group(TASK, attempt=attempt, group_size=3)
+    group = await player.play_for_training(TASK, attempt=attempt, group_size=3)
     per_turn = len(TOKENIZERS["chatml"].encode("12<|im_end|>"))
     assert attempt.given_up.num_tokens == 2 * per_turn  # the first turns of two episodes
     assert attempt.token_versions.num_tokens - attempt.given_up.num_tokens == group.num_sampled
@@ -233,7 +233,7 @@ async def test_expired_tokens_end_the_whole_group(thread):
 
     player = player_of(once, Expiring(lambda _: "1"), thread=thread)
     with pytest.raises(Expired):
-        await player.try_group(TASK, attempt=Attempt(3), group_size=2)
+        await player.play_for_training(TASK, attempt=Attempt(3), group_size=2)
 
 
 async def test_cancelling_a_group_cancels_its_environments(thread):
@@ -272,7 +272,7 @@ async def test_evaluation_has_no_redundant_episodes_and_no_expiry(thread):
     engine = ChatEngine(lambda _: "12")
     player = player_of(once, engine, thread=thread, redundancy=3)
     greedy = player.evaluating(engine=engine, temperature=0.0)
-    group = await greedy.play(TASK, number=0, group_size=1, name="evaluation")
+    group = await greedy.play_for_evaluation(TASK, number=0, group_size=1, name="evaluation")
     assert [request.expires for request in engine.requests] == [False]
     assert group.episodes[0].rollouts[0].sampling.temperature == 0
 

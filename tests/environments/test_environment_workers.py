@@ -70,7 +70,7 @@ async def play(workers, engine, task, *, group_size=2, recipe=None, **rules) -> 
     environment = player.environment
     assert isinstance(environment, FunctionEnvironment)
     player.environment = replace(environment, host=workers.play, recipe=recipe)
-    return await player.try_group(task, attempt=Attempt(3), group_size=group_size)
+    return await player.play_for_training(task, attempt=Attempt(3), group_size=group_size)
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -96,7 +96,7 @@ async def test_episodes_in_workers_equal_those_in_a_thread(thread, tokenizer, tm
 
     task = Task(prompt="a", columns={"value": "12", "grid": np.arange(4)})
     local = player_of(with_a_tool, ChatEngine(caller), thread=thread, records=True)
-    here = await local.try_group(task, attempt=Attempt(3), group_size=4)
+    here = await local.play_for_training(task, attempt=Attempt(3), group_size=4)
     opened = open_workers("with_a_tool", tokenizer=tokenizer, tmp_path=tmp_path, count=2, record=1)
     async with opened as workers:
         there = await play(workers, ChatEngine(caller), task, group_size=4)

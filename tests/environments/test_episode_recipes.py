@@ -73,7 +73,7 @@ async def grown(
     function, recipe, engine, *, thread, group_size: int, token_rewards=None, **settings
 ) -> Group:
     player = with_recipe(player_of(function, engine, thread=thread, **settings), recipe)
-    return await player.try_group(
+    return await player.play_for_training(
         TASK,
         attempt=Attempt(3),
         group_size=group_size,
@@ -257,7 +257,7 @@ async def test_branches_share_prefill_and_match_the_trainer(thread):
         player = player_of(two_turns, remote, thread=thread)
         player = with_recipe(player, Tree(branches=2, depth=2))
         player.sampling = Sampling(max_new_tokens=24)
-        group = await player.try_group(TASK, attempt=Attempt(3), group_size=4)
+        group = await player.play_for_training(TASK, attempt=Attempt(3), group_size=4)
     finally:
         running.cancel()
     trained_once(group)

@@ -48,7 +48,7 @@ def play():
         async def play(environment, answer, task, *, group_size=1, **rules):
             engine = ChatEngine(answer)
             player = player_of(environment, engine, thread=thread, **rules)
-            group = await player.try_group(task, attempt=Attempt(0), group_size=group_size)
+            group = await player.play_for_training(task, attempt=Attempt(0), group_size=group_size)
             return group.episodes, engine
 
         yield play

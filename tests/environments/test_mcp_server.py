@@ -146,7 +146,9 @@ async def test_all_episodes_share_one_server_that_ends_with_the_run(tmp_path):
     with LoopThread("environments") as thread:
         async with lifetime(environment, thread=thread):
             player = player_of(environment, engine, thread=thread)
-            group = await player.try_group(Task(prompt="2+3?"), attempt=Attempt(0), group_size=3)
+            group = await player.play_for_training(
+                Task(prompt="2+3?"), attempt=Attempt(0), group_size=3
+            )
             (process,) = set(psutil.Process().children()) - before
         assert not process.is_running()
     assert [episode.turns[-1].completion for episode in group.episodes] == ["5"] * 3

@@ -25,7 +25,7 @@ def make_player(engine, *, max_context=100, **sampling):
 
 async def test_a_group_is_one_request_of_n_completions_that_share_the_prompt():
     engine = ScriptedEngine("12", "3")
-    group = await make_player(engine).try_group(
+    group = await make_player(engine).play_for_training(
         Task(prompt="1+2="), attempt=Attempt(5), group_size=4
     )
     (request,) = engine.requests
@@ -39,7 +39,7 @@ async def test_seeds_depend_only_on_the_run_and_the_group():
     first, again = ScriptedEngine("1"), ScriptedEngine("1")
     for engine in (first, again):
         for number in (0, 1):
-            await make_player(engine).try_group(
+            await make_player(engine).play_for_training(
                 Task(prompt="x"), attempt=Attempt(number), group_size=2
             )
     assert [r.seed for r in first.requests] == [r.seed for r in again.requests]
@@ -49,7 +49,7 @@ async def test_seeds_depend_only_on_the_run_and_the_group():
 
 async def test_prompt_that_fills_the_context_raises_task_error_with_sizes():
     with pytest.raises(TaskError, match=r"8 tokens, but the context holds 8.*engine.max_context"):
-        await make_player(ScriptedEngine("1"), max_context=8).try_group(
+        await make_player(ScriptedEngine("1"), max_context=8).play_for_training(
             Task(prompt="12345678"), attempt=Attempt(0), group_size=2
         )
 
@@ -58,7 +58,7 @@ async def test_greedy_evaluation_disables_temperature_and_truncation():
     engine = ScriptedEngine("1")
     player = make_player(engine, temperature=0.7, top_k=5, top_p=0.9, stop=("\n",))
     greedy = player.evaluating(engine=engine, temperature=0.0)
-    await greedy.play(Task(prompt="x"), number=0, group_size=1, name="evaluation")
+    await greedy.play_for_evaluation(Task(prompt="x"), number=0, group_size=1, name="evaluation")
     sampling = engine.requests[0].sampling
     assert sampling.temperature == 0
     assert not sampling.truncates
@@ -69,7 +69,9 @@ async def test_evaluation_samples_on_its_own_engines():
     engine, evaluator = ScriptedEngine("1"), ScriptedEngine("2")
     player = make_player(engine, temperature=0.7, max_new_tokens=9)
     sampling = player.evaluating(engine=evaluator, temperature=0.6)
-    group = await sampling.play(Task(prompt="x"), number=3, group_size=4, name="evaluation")
+    group = await sampling.play_for_evaluation(
+        Task(prompt="x"), number=3, group_size=4, name="evaluation"
+    )
     assert len(group.episodes) == 4
     assert engine.requests == []
     (request,) = evaluator.requests
@@ -80,7 +82,7 @@ async def test_each_try_at_a_group_has_its_own_seed_and_name():
     engine = ScriptedEngine("1")
     for tries in range(3):
         attempt = Attempt(4, tries=tries)
-        await make_player(engine).try_group(Task(prompt="x"), attempt=attempt, group_size=2)
+        await make_player(engine).play_for_training(Task(prompt="x"), attempt=attempt, group_size=2)
     assert [r.id for r in engine.requests] == ["group 4/0", "group 4, try 2/0", "group 4, try 3/0"]
     assert len({r.seed for r in engine.requests}) == 3
     assert engine.requests[0].seed == group_seed(7, 4)
@@ -89,9 +91,9 @@ async def test_each_try_at_a_group_has_its_own_seed_and_name():
 async def test_training_requests_expire_and_evaluation_requests_do_not():
     engine = ScriptedEngine("1")
     player = make_player(engine)
-    await player.try_group(Task(prompt="x"), attempt=Attempt(0), group_size=2)
+    await player.play_for_training(Task(prompt="x"), attempt=Attempt(0), group_size=2)
     greedy = player.evaluating(engine=engine, temperature=0.0)
-    await greedy.play(Task(prompt="x"), number=0, group_size=1, name="evaluation")
+    await greedy.play_for_evaluation(Task(prompt="x"), number=0, group_size=1, name="evaluation")
     assert [request.expires for request in engine.requests] == [True, False]
 
 
@@ -103,7 +105,7 @@ async def test_expired_group_ends_and_counts_its_tokens():
 
     attempt = Attempt(0)
     with pytest.raises(Expired):
-        await make_player(Expiring("abc", "de")).try_group(
+        await make_player(Expiring("abc", "de")).play_for_training(
             Task(prompt="x"), attempt=attempt, group_size=2
         )
     assert (attempt.finished, attempt.cut, attempt.token_versions.counts) == ([3], [2], {0: 5})
@@ -120,13 +122,13 @@ async def test_scoring_receives_streamed_tokens_of_training_groups_only():
 
     for number in (5, 6):
         attempt = Attempt(number)
-        await player.try_group(
+        await player.play_for_training(
             Task(prompt="x"),
             attempt=attempt,
             group_size=2,
             scoring=FakeScoring(stream_callback=stream_callback),
         )
-    await player.play(Task(prompt="x"), number=0, group_size=1, name="evaluation")
+    await player.play_for_evaluation(Task(prompt="x"), number=0, group_size=1, name="evaluation")
     assert [request.id for request in asked] == [r.id for r in engine.requests[:2]]
     assert [request.min_chunk_tokens > 1 for request in engine.requests] == [True, False, False]
     listener.assert_received([make_completion("12"), make_completion("3")])
@@ -152,7 +154,7 @@ class Ending(ScriptedEngine):
 async def test_finished_episode_is_added_to_scoring_at_once_and_only_once():
     engine, scoring = Ending(make_completion("long one"), make_completion("1")), FakeScoring()
     playing = asyncio.create_task(
-        make_player(engine).try_group(
+        make_player(engine).play_for_training(
             Task(prompt="x"),
             attempt=Attempt(0),
             group_size=2,
@@ -175,7 +177,7 @@ async def test_aborted_completion_is_not_added_to_scoring():
     for event in engine.may_end:
         event.set()
     with pytest.raises(Expired):
-        await make_player(engine).try_group(
+        await make_player(engine).play_for_training(
             Task(prompt="x"),
             attempt=Attempt(0),
             group_size=2,

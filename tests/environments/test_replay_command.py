@@ -49,7 +49,7 @@ def recorded(tmp_path):
             function = load_reference(f"{environment}:look")
             player = player_of(function, ChatEngine(caller), thread=thread, records=True)
             task = Task(prompt="What is a?", columns={"value": "12"})
-            return await player.try_group(task, attempt=Attempt(4), group_size=2)
+            return await player.play_for_training(task, attempt=Attempt(4), group_size=2)
 
     group = asyncio.run(play())
     lines = [

@@ -99,7 +99,7 @@ async def wander(task, agent):
 
 async def recorded(function, engine, *, thread, **rules) -> Episode:
     player = player_of(function, engine, thread=thread, records=True, **rules)
-    group = await player.try_group(TASK, attempt=Attempt(3), group_size=1)
+    group = await player.play_for_training(TASK, attempt=Attempt(3), group_size=1)
     return group.episodes[0]
 
 
@@ -137,7 +137,7 @@ def test_replayed_episode_equals_the_recorded_one(seed: int, thread):
     async def check():
         player = player_of(wander, RandomEngine(seed), thread=thread, records=True, max_context=900)
         player.seed = seed
-        group = await player.try_group(TASK, attempt=Attempt(3), group_size=2)
+        group = await player.play_for_training(TASK, attempt=Attempt(3), group_size=2)
         for episode in group.episodes:
             recording = read(episode)
             assert_same(episode_of(recording), episode)
@@ -302,7 +302,7 @@ async def test_invalid_recording_files_raise_config_error(tmp_path, thread):
 async def test_columns_that_json_cannot_hold_must_be_passed_again(thread):
     task = Task(prompt="a", columns={"value": "12", "grid": np.zeros(3)})
     player = player_of(with_a_tool, ChatEngine(caller), thread=thread, records=True)
-    group = await player.try_group(task, attempt=Attempt(3), group_size=1)
+    group = await player.play_for_training(task, attempt=Attempt(3), group_size=1)
     recording = read(group.episodes[0])
     with pytest.raises(ReplayError, match="columns grid of the task could not be recorded"):
         await rerun(recording, with_a_tool, tokenizer=TOKENIZER)

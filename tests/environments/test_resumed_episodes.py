@@ -43,7 +43,9 @@ async def crash(function, answer, *, thread, done):
     attempt = Attempt(3)
     attempt.partial = PartialRollout()
     playing = asyncio.create_task(
-        player_of(function, engine, thread=thread).try_group(TASK, attempt=attempt, group_size=2)
+        player_of(function, engine, thread=thread).play_for_training(
+            TASK, attempt=attempt, group_size=2
+        )
     )
     while not done(engine):  # noqa: ASYNC110 - the environments have a loop of their own
         await asyncio.sleep(0.001)
@@ -58,7 +60,11 @@ async def resume(function, answer, *, thread, saved):
     attempt = Attempt(3)
     attempt.partial = PartialRollout(saved)
     player = player_of(function, engine, thread=thread)
-    return await player.try_group(TASK, attempt=attempt, group_size=2), engine, attempt.partial
+    return (
+        await player.play_for_training(TASK, attempt=attempt, group_size=2),
+        engine,
+        attempt.partial,
+    )
 
 
 def holding(answer, *, after):

@@ -40,7 +40,7 @@ async def play(function, *, thread, max_context=2000, group_size=2, **rules):
     engine, other = ChatEngine(lambda _: "12"), ChatEngine(looks_up, family="llama3")
     llama = role_model(Renderer(JUDGE), path="llama", tool_format="llama3", max_context=max_context)
     player = player_of(function, engine, thread=thread, others={"llama": (llama, other)}, **rules)
-    group = await player.try_group(TASK, attempt=Attempt(3), group_size=group_size)
+    group = await player.play_for_training(TASK, attempt=Attempt(3), group_size=group_size)
     return group, engine, other
 
 

@@ -40,7 +40,7 @@ async def play(environment, answer, task, *, group_size=2, **rules):
     with LoopThread("environments") as thread:
         async with lifetime(environment, thread=thread):
             player = player_of(environment, engine, thread=thread, **rules)
-            group = await player.try_group(task, attempt=Attempt(0), group_size=group_size)
+            group = await player.play_for_training(task, attempt=Attempt(0), group_size=group_size)
     return group.episodes, engine
 
 

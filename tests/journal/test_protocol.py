@@ -235,7 +235,9 @@ class Process(FakeScorers):
             await self.dispatching
         await self.journal.close()
 
-    async def try_group(self, task: Task, *, attempt: Any, group_size: int, scoring: Any) -> Group:
+    async def play_for_training(
+        self, task: Task, *, attempt: Any, group_size: int, scoring: Any
+    ) -> Group:
         future = self.playing[attempt.number] = asyncio.get_running_loop().create_future()
         self.sampling[attempt.number] = []
         request = Request(

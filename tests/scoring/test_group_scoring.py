@@ -213,7 +213,7 @@ async def test_short_completion_is_scored_before_a_long_one_has_finished():
     with scoring(queue(scorer)) as session:
         assert session.takes_episodes
         playing = asyncio.create_task(
-            player.try_group(task, attempt=attempt, group_size=4, scoring=session)
+            player.play_for_training(task, attempt=attempt, group_size=4, scoring=session)
         )
         played = await playing
         await session.results(played)

@@ -48,7 +48,7 @@ async def play(
     environment: CommandEnvironment, engine: ChatEngine, *, thread, group_size=2, **settings
 ):
     player = player_of(environment, engine, thread=thread, **settings)
-    return await player.try_group(TASK, attempt=Attempt(0), group_size=group_size)
+    return await player.play_for_training(TASK, attempt=Attempt(0), group_size=group_size)
 
 
 async def test_program_result_is_scored_and_its_calls_are_trained(tmp_path, thread):
@@ -143,7 +143,7 @@ time.sleep(1000)
     task = Task(prompt="x", columns={"file": str(pids)})
     environment = CommandEnvironment(program(tmp_path, f"import pathlib{body}"), columns=["file"])
     player = player_of(environment, ChatEngine(lambda _: "hi"), thread=thread)
-    playing = asyncio.create_task(player.try_group(task, attempt=Attempt(0), group_size=1))
+    playing = asyncio.create_task(player.play_for_training(task, attempt=Attempt(0), group_size=1))
     await until(lambda: pids.exists() and pids.read_text().endswith("."))
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -159,7 +159,9 @@ async def test_running_programs_end_cleanly_with_their_thread(tmp_path, caplog):
     task = Task(prompt="x", columns={"file": str(file)})
     with LoopThread("environments") as thread:
         player = player_of(environment, ChatEngine(lambda _: "hi"), thread=thread)
-        playing = asyncio.create_task(player.try_group(task, attempt=Attempt(0), group_size=1))
+        playing = asyncio.create_task(
+            player.play_for_training(task, attempt=Attempt(0), group_size=1)
+        )
         await until(lambda: file.exists() and file.read_text().endswith("."))
     with pytest.raises(asyncio.CancelledError):
         await playing

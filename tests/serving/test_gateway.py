@@ -51,7 +51,7 @@ def environment(playing):
 
 async def play_group(function, engine, *, thread, group_size=1, **settings):
     player = player_of(function, engine, thread=thread, **settings)
-    return await player.try_group(TASK, attempt=Attempt(3), group_size=group_size)
+    return await player.play_for_training(TASK, attempt=Attempt(3), group_size=group_size)
 
 
 @pytest.mark.parametrize("family", CALLS)

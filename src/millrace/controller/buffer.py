@@ -133,8 +133,8 @@ class Buffer:
         return chosen, max(until, default=now_s) - now_s
 
     def _late(self, chosen: Collection[int], version: int) -> list[RunningGroup | None]:
-        """The oldest groups that this batch would leave, up to the last that would be too stale
-        when it is trained, if the batches to come take the oldest first; None if it waits here."""
+        """Groups left for later batches, oldest first, up to the last that would then be too stale.
+        None stands for a group already in the buffer."""
         assert self.running is not None
         num_left = None if self.steps is None else (self.steps - version - 1) * len(chosen)
         rest: list[tuple[int, RunningGroup | None]] = [

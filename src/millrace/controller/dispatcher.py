@@ -109,7 +109,7 @@ class Dispatcher:
         )
 
     async def _run_group(self, attempt: Attempt, admitted: Group | None) -> None:
-        """Take one group to the buffer; `admitted` if that happened once before."""
+        """Take one group to the buffer. `admitted`: the complete group, restored after a crash."""
         running = self._running[attempt.number]
         try:
             if admitted is None:
@@ -145,7 +145,7 @@ class Dispatcher:
             with self.scorers.open(number=attempt.number, task=task) as scoring:
                 if self.barrier is not None:
                     await self.barrier.wait()
-                group = await self.player.try_group(
+                group = await self.player.play_for_training(
                     task, attempt=attempt, group_size=self.group_size, scoring=scoring
                 )
                 attempt.life.generated_s = attempt.now()

@@ -218,7 +218,7 @@ class EvalSet:
             self.tasks,
             samples=samples,
             progress=progress,
-            play=lambda task, number: self._player.play(
+            play=lambda task, number: self._player.play_for_evaluation(
                 task, number=number, group_size=samples, name=name
             ),
             score=self.scorers.evaluate,

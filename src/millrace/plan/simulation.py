@@ -150,7 +150,7 @@ class _Simulation:
         for engine in self.engines:
             engine.expire(oldest)
 
-    async def try_group(
+    async def play_for_training(
         self, task: Task, *, attempt: Attempt, group_size: int, scoring: object
     ) -> Group:
         """The first `group_size` episodes that finish; an expired one ends its group."""

@@ -218,7 +218,7 @@ class Player:
         sampling = replace(self.sampling, temperature=temperature, **greedy)
         return replace(self, engine=engine, sampling=sampling)
 
-    async def try_group(
+    async def play_for_training(
         self, task: Task, *, attempt: Attempt, group_size: int, scoring: GroupScoring | None = None
     ) -> Group:
         """Play a group for training; each attempt has its own seed. `scoring` receives tokens and
@@ -243,7 +243,9 @@ class Player:
         self.lengths.learn(group)
         return group
 
-    async def play(self, task: Task, *, number: int, group_size: int, name: str) -> Group:
+    async def play_for_evaluation(
+        self, task: Task, *, number: int, group_size: int, name: str
+    ) -> Group:
         """Play a group of episodes of one task, without a staleness limit."""
         policy = self._policy(number, name=name)
         episodes = await self.environment.play(task, policy, group_size)
