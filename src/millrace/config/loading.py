@@ -22,40 +22,22 @@ _DIRECTORIES = {"run_dir", "weights.directory", "engine.options.directory"}
 # Settings that may be a path or a hub name, and a path or another word of a command line.
 _MODELS = {"model", "model.path", "critic.path", "scorers.model"}
 _COMMANDS = {"environment.command", "environment.mcp.command", "engine.options.python"}
-_OPTIONS = ("block_tokens", "prefill_tokens", "compile", "prefix_cache", "kv_bytes")
+_ENGINES, _TASKS = ("engine", "environment.models.*"), ("tasks", "tasks.source.*", "evaluate")
+_SAME_OPTIONS = ("block_tokens", "prefill_tokens", "compile", "prefix_cache", "kv_bytes")
+_OPTIONS = {"num_blocks": "kv_bytes", "round_steps": "decode_steps"}
+_OF_TASKS = {"function": "generator", "prompt": "columns", "split": "path", "subset": "path"}
+_OF_CRITIC = {"discount": "gamma", "decay": "gae_lambda"}
 MOVED = {  # keys of earlier versions and what they are called now; * stands for any name
     **{f"trainer.{key}": f"optimizer.{key}" for key in OptimizerConfig.model_fields},
-    **{
-        f"{table}.{old}": f"{table}.options.{new}"
-        for table in ("engine", "environment.models.*")
-        for old, new in {
-            **{key: key for key in _OPTIONS},
-            "num_blocks": "kv_bytes",
-            "round_steps": "decode_steps",
-        }.items()
-    },
-    **{
-        f"{table}.threads": "cluster.threads"
-        for table in ("engine", "environment.models.*", "trainer")
-    },
-    **{
-        f"critic.{key}": f"scoring.advantages.{key}" for key in ("gamma", "gae_lambda", "normalize")
-    },
-    **{
-        f"{table}.{old}": f"{table}.{new}"
-        for table in ("tasks", "tasks.source.*", "evaluate")
-        for old, new in {
-            "function": "generator",
-            "prompt": "columns",
-            "split": "path",
-            "subset": "path",
-        }.items()
-    },
+    **{f"{table}.{key}": f"{table}.options.{key}" for table in _ENGINES for key in _SAME_OPTIONS},
+    **{f"{t}.{old}": f"{t}.options.{new}" for t in _ENGINES for old, new in _OPTIONS.items()},
+    **{f"{table}.threads": "cluster.threads" for table in (*_ENGINES, "trainer")},
+    **{f"{t}.{old}": f"{t}.{new}" for t in _TASKS for old, new in _OF_TASKS.items()},
+    **{f"critic.{old}": f"scoring.advantages.{new}" for old, new in _OF_CRITIC.items()},
+    **{f"critic.{k}": f"scoring.advantages.{k}" for k in (*_OF_CRITIC.values(), "normalize")},
     "buffer.max_stale_share": "buffer.staleness",
     "cluster.mps": "cluster.share_gpu",
     "cluster.take_turns": "cluster.share_gpu",
-    "critic.decay": "scoring.advantages.gae_lambda",
-    "critic.discount": "scoring.advantages.gamma",
     "engine.device": "placement.engines",
     "environment.models.*.device": "placement.models",
     "journal.enabled": "journal.max_bytes",

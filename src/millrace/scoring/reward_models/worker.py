@@ -257,10 +257,9 @@ class RewardModelWorker(ModelWorker):
         """Fail the calls of a batch that does not fit; the process serves the others."""
         longest = max(one.content.num_new for one in batch)
         error = ScoreError(
-            f"A forward pass over {len(batch)} sequences of up to {longest} tokens does not fit"
-            " into the memory of the reward model; lower its batch_tokens (now"
-            f" {self._settings.batch_tokens}) or, if it is a single sequence,"
-            " sampling.max_new_tokens."
+            f"{len(batch)} sequences of up to {longest} tokens do not fit into the memory of the"
+            f" reward model; lower its batch_tokens (now {self._settings.batch_tokens}) or, if it"
+            " is one sequence, sampling.max_new_tokens."
         )
         failed = {one.step_call for one in batch}
         self._pending = [one for one in self._pending if one.step_call not in failed]
