@@ -12,16 +12,21 @@ class FakeWorkers:
     def __init__(self, room: int = 9) -> None:
         self.engine_names = ["engine-0"]
         self.room = room
+        self.numbers = itertools.count(1)
 
     async def add_engine(self) -> str:
-        if len(self.engine_names) == self.room:
+        number = next(self.numbers)
+        if number >= self.room:
             raise ConfigError("Ray has 0 of 2 CPUs free.")
-        self.engine_names.append(f"engine-{len(self.engine_names)}")
+        await asyncio.sleep(0.01)  # it loads its model
+        self.engine_names.append(f"engine-{number}")
         return self.engine_names[-1]
 
     async def remove_engine(self, name: str) -> None:
         if name not in self.engine_names:
             raise ConfigError(f"The run has no engine {name!r}.")
+        if len(self.engine_names) == 1:
+            raise ConfigError(f"{name!r} is the last engine of the run; add another first.")
         self.engine_names.remove(name)
 
 
@@ -47,6 +52,17 @@ async def test_reply_lists_engines_after_adding_and_removing(run_dir):
 async def test_refused_request_is_one_sentence(run_dir, change, sentence):
     with pytest.raises(ConfigError, match=sentence):
         await asyncio.to_thread(ask, run_dir, **change)
+
+
+async def test_reply_to_a_request_that_partly_fails_comes_last_and_lists_the_engines(tmp_path):
+    workers, pointer = FakeWorkers(room=3), tmp_path / CONTROL
+    async with scaling_server(workers, pointer=pointer, private=tmp_path):  # pyright: ignore
+        with pytest.raises(ConfigError) as info:
+            await asyncio.to_thread(ask, tmp_path, add=3)
+        now = "The engines of the run are now engine-0, engine-1, engine-2."
+        assert str(info.value) == f"Ray has 0 of 2 CPUs free. {now}"
+        with pytest.raises(ConfigError, match=r"no engine 'x'. The engines .* now engine-2\.$"):
+            await asyncio.to_thread(ask, tmp_path, remove=("engine-1", "engine-0", "x"))
 
 
 @pytest.mark.parametrize(
@@ -85,23 +101,28 @@ def test_engines_are_added_if_the_trainer_waits_and_removed_if_batches_do(waits,
     assert change([*window, *["balanced"] * (10 - len(window))]) == expected  # pyright: ignore
 
 
-async def scaled(workers: FakeWorkers, loads, *, most: int = 3) -> tuple[list[int], list[str]]:
-    """The number of engines after each of these windows, and what was reported."""
+async def scaled(
+    workers: FakeWorkers, loads, *, most: int = 3, removed: str = ""
+) -> tuple[list[int], list[str]]:
+    """The number of engines after each of these windows, and what was reported. The user has
+    `removed` an engine after the first."""
     counts, reports, windows = [], [], itertools.count()
-    done = asyncio.Event()
 
     def load():
         if (number := next(windows)) > 0:
             counts.append(len(workers.engine_names))
+        if number == 1 and removed:
+            workers.engine_names.remove(removed)
         if number == len(loads):
-            done.set()
+            task.cancel()
         return loads[min(number, len(loads) - 1)]
 
+    limits = {"min_engines": 1, "max_engines": most}
     task = asyncio.create_task(
-        follow_load(workers, load, max_engines=most, report=reports.append, window_s=0.001)  # pyright: ignore
+        follow_load(workers, load, **limits, report=reports.append, window_s=0.001)  # pyright: ignore
     )
-    await asyncio.wait_for(done.wait(), 10)
-    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 10)
     return counts, reports
 
 
@@ -120,3 +141,9 @@ async def test_autoscaling_without_room_reports_it_once():
     assert counts == [2, 2, 2, 2]
     assert "No engine could be added, so 2 remain: Ray has 0 of 2 CPUs free." in reports
     assert len(reports) == 3
+
+
+async def test_autoscaling_keeps_as_many_engines_as_the_run_started_with():
+    loads = ["trainer waits", *["batches wait"] * 3]
+    counts, _ = await scaled(FakeWorkers(), loads, removed="engine-0")
+    assert counts == [2, 1, 1, 1]

@@ -6,9 +6,10 @@ request and its reply are one line of JSON each. Promise: whatever is written to
 most one reply.
 
 With engine.max_count, the run adds engines while the trainer waits for batches, and removes them
-while batches wait for it. Promise: their number stays between engine.count and engine.max_count;
-engines that join are not touched. Every change is reported with its reason. An engine that cannot
-be added ends the growth, not the run. Both run on the controller's event loop.
+while batches wait for it. Promise: it removes only engines that it added, none below the number
+that the run started with, and adds none above engine.max_count. Every change is reported with its
+reason. An engine that cannot be added ends the growth, not the run. Both run on the controller's
+event loop.
 """
 
 import asyncio
@@ -102,15 +103,21 @@ async def scaling_server(
 
 
 async def _handle(workers: RunWorkers, line: bytes) -> ScaleReply:
+    before = [*workers.engine_names]
     try:
         request = msgspec.json.decode(line, type=ScaleRequest)
         if not 0 <= request.add <= _MAX_ADD:
             raise ConfigError(f"--add {request.add} is not a number from 1 to {_MAX_ADD}.")
-        await asyncio.gather(*(workers.add_engine() for _ in range(request.add)))
+        adding = [asyncio.create_task(workers.add_engine()) for _ in range(request.add)]
+        await asyncio.gather(*adding, return_exceptions=True)  # the reply says how all have ended
+        for task in adding:
+            task.result()
         for name in request.remove:
             await workers.remove_engine(name)
     except (MillraceError, OSError, msgspec.MsgspecError) as error:
-        return ScaleReply(error=str(error))
+        names = workers.engine_names
+        now = "" if names == before else f" The engines of the run are now {', '.join(names)}."
+        return ScaleReply(error=f"{str(error).rstrip('.')}.{now}")
     return ScaleReply(engines=workers.engine_names)
 
 
@@ -133,14 +140,16 @@ async def autoscale(
         has_batch = controller.dispatcher.buffer.depth >= config.trainer.groups_per_step
         return "batches wait" if has_batch else "balanced"
 
-    if config.engine.max_count is not None:
-        await follow_load(workers, load, max_engines=config.engine.max_count, report=report)
+    least, most = config.engine.num_local + config.engine.remote, config.engine.max_count
+    if most is not None:
+        await follow_load(workers, load, min_engines=least, max_engines=most, report=report)
 
 
 async def follow_load(
     workers: RunWorkers,
     load: Callable[[], Load],
     *,
+    min_engines: int,
     max_engines: int,
     report: Callable[[str], None],
     window_s: float = WINDOW_S,
@@ -161,6 +170,6 @@ async def follow_load(
             except (MillraceError, OSError) as error:
                 max_engines = len(workers.engine_names)
                 report(f"No engine could be added, so {max_engines} remain: {error}")
-        elif wanted < 0 and added:
+        elif wanted < 0 and added and len(names) > min_engines:
             report(f"Whole batches waited for the trainer: removing {added[-1]}.")
             await workers.remove_engine(added.pop())
