@@ -10,6 +10,7 @@ import zmq
 from echo_worker import ask
 
 from millrace.cluster.hub import Hub
+from millrace.cluster.join.registry import JoinRegistry, host_identity
 from millrace.cluster.messages import (
     Done,
     GenerateDone,
@@ -20,7 +21,7 @@ from millrace.cluster.messages import (
     WorkerProgress,
 )
 from millrace.cluster.wire import WireError, encode
-from millrace.core.errors import ConfigError, ScoreError, WorkerError
+from millrace.core.errors import ConfigError, RunFailed, ScoreError, WorkerError
 
 Events = list[tuple[str, Message]]
 
@@ -195,6 +196,25 @@ async def test_an_error_in_the_event_handler_fails_the_worker_it_came_from(tmp_p
         ) as info:
             await worker.call(ask("emit 1"))
     assert "no such metric" in info.value.traceback
+
+
+async def test_an_error_of_the_hub_itself_fails_all_workers_and_ends_the_run(hub: Hub):
+    class FailingRegistry(JoinRegistry):
+        async def on_message(self, host: bytes, call_id: bytes, message: Message) -> bool:
+            raise ZeroDivisionError("no such host")
+
+    hub.registry = FailingRegistry(hub._send, heartbeat_timeout_s=30.0)
+    worker = await hub.launch("echo-0", "echo_worker")
+    call = asyncio.create_task(worker.call(ask("echo after 60")))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as host:
+        host.setsockopt(zmq.ROUTING_ID, host_identity(hub.registry.token))
+        host.connect(hub.address)
+        host.send_multipart([bytes(8), *encode(Done())])
+        with pytest.raises(WorkerError, match="because the hub failed: ZeroDivisionError"):
+            await asyncio.wait_for(call, 10)
+    assert await worker.is_gone_within(10)
+    with pytest.raises(RunFailed, match="The hub failed: .*no such host"):
+        await hub.launch("echo-1", "echo_worker")
 
 
 def test_invalid_address_is_refused(tmp_path: Path):

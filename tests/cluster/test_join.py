@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -18,10 +19,19 @@ from millrace.cluster.address import connect
 from millrace.cluster.fork_server import is_supported
 from millrace.cluster.hub import Hub
 from millrace.cluster.join.host import own_gpus
-from millrace.cluster.join.registry import JoinedProcess, host_identity
+from millrace.cluster.join.registry import JoinedProcess, JoinRegistry, host_identity
+from millrace.cluster.join.ticket import ticket_file
 from millrace.cluster.launchers.launcher import HostDevice, Resources
 from millrace.cluster.link import EVENT_ID
-from millrace.cluster.messages import Done, GenerateDone, Join, Message, ProcessExit, WorkerExited
+from millrace.cluster.messages import (
+    Done,
+    Error,
+    GenerateDone,
+    Join,
+    Message,
+    ProcessExit,
+    WorkerExited,
+)
 from millrace.cluster.wire import encode
 from millrace.cluster.worker import Worker
 from millrace.core.errors import ConfigError, WorkerError
@@ -184,6 +194,23 @@ async def test_more_workers_than_free_slots_are_refused(
         assert len(stderr.splitlines()) == 1
     assert isinstance(await worker.call(ask("echo")), GenerateDone)
     waiting.cancel()
+
+
+async def test_host_with_other_package_versions_ends_with_one_sentence_and_no_process(
+    hub: Hub, tmp_path: Path, hosts: list[Host]
+):
+    expected = expect(hub, "echo-0")
+    ticket = hub.ticket()
+    own, others = ticket.versions["torch"], {**ticket.versions, "torch": "1.0"}
+    path = tmp_path / "ticket.json"
+    with ticket_file(msgspec.structs.replace(ticket, versions=others), path):
+        hosts.append(await Host.start(path, "1", folder=tmp_path / "elsewhere"))
+        code, stdout, stderr = await hosts[0].finish()
+    assert (code, stdout, len(stderr.splitlines())) == (2, "", 1)
+    assert f"torch {own} instead of 1.0, which the run at {ticket.address} has" in stderr
+    assert str(hosts[0].folder) not in {p.info["cwd"] for p in psutil.process_iter(["cwd"])}
+    assert not expected.done()  # the run waits for another host
+    expected.cancel()
 
 
 async def test_each_joined_worker_gets_gpus_of_its_own_host(
@@ -499,6 +526,22 @@ async def test_host_can_report_about_its_own_workers_only(
     assert not await hub.registry.on_message(intruder, bytes(8), ended)
     assert not await hub.registry.on_message(intruder, bytes(8), Done())
     assert isinstance(await worker.call(ask("echo")), GenerateDone)
+
+
+async def test_host_is_refused_if_the_wait_for_it_was_cancelled_in_the_same_moment():
+    replies = list[Message]()
+
+    async def send(_identity: bytes, _call_id: bytes, message: Message) -> None:
+        replies.append(message)
+
+    registry = JoinRegistry(send, heartbeat_timeout_s=TIMEOUT_S)
+    waiting = asyncio.create_task(registry.wait_for_host("echo-0", "token", role="engine"))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    assert await registry.on_message(b"host", bytes(8), Join(host="there", num_workers=1))
+    (reply,) = replies
+    assert isinstance(reply, Error)
+    assert "The run has 0 free slots for engines" in reply.reason
 
 
 async def test_token_of_another_run_is_rejected(hub: Hub, tmp_path: Path):

@@ -1,9 +1,10 @@
 """The controller's side of the connection: one socket, and the worker processes behind it.
 
 Promise: when a worker dies, every call that waits for it fails with the reason: at once, or within
-`heartbeat_timeout_s` if it died on another host. No process, socket or file outlives the hub; if
-the hub is killed, the next one removes its folder. Over TCP, only holders of the run's keys can
-send a message. Anything that is not a message of a known worker is counted and dropped.
+`heartbeat_timeout_s` if it died on another host. If the hub itself can no longer receive, all
+workers fail, and launch() raises RunFailed. No process, socket or file outlives the hub; if the hub
+is killed, the next one removes its folder. Over TCP, only holders of the run's keys can send a
+message. Anything that is not a message of a known worker is counted and dropped.
 
 Runs on the controller's event loop. Bounds: the socket holds RECEIVE_MESSAGES per worker, then that
 worker's sends block. A peer that announces a frame above `max_frame_bytes` is disconnected before
@@ -34,7 +35,7 @@ from millrace.cluster.messages import Heartbeat, Message
 from millrace.cluster.process import LocalLauncher
 from millrace.cluster.wire import MAX_FRAME_BYTES, WireError, encode, message_decoder
 from millrace.cluster.worker import Worker
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, RunFailed
 from millrace.core.files import MAX_SOCKET_PATH, check_file_name, private_folder
 
 RECEIVE_MESSAGES = 1000
@@ -70,6 +71,8 @@ class Hub:
         self.registry = JoinRegistry(self._send, heartbeat_timeout_s=self.heartbeat_timeout_s)
         # By routing id. Dead workers stay until the next one is added.
         self._workers: dict[bytes, Worker] = {}
+        self._decoder = message_decoder()
+        self._failure: Exception | None = None  # why nothing is received any more
         self._exit = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -127,6 +130,8 @@ class Hub:
         """Start `python -m module`, named as no living worker is, and wait for its Hello; by
         default on this host. The user's keys are in its environment only if it `has_secrets`."""
         check_file_name(name, of="A worker")
+        if self._failure is not None:
+            raise RunFailed(f"The hub failed: {self._failure!r}.") from self._failure
         token = secrets.token_hex(16)
         identity = identity_of(name, token=token)
         send = partial(self._send, identity)
@@ -175,26 +180,33 @@ class Hub:
         await self._socket.send_multipart([identity, call_id, *encode(message)], copy=False)
 
     async def _read(self) -> None:
-        decoder = message_decoder()
-        while True:
-            frames = read_frames(await self._socket.recv_multipart(copy=False))
-            identity = bytes(frames[0])
-            worker = self._workers.get(identity)
-            if len(frames) < 3 or (worker is None and not self.registry.is_host(identity)):
-                self.num_invalid += 1
-                continue
-            try:
-                message = decoder.decode(frames[2:])
-            except WireError:
-                self.num_invalid += 1
-                continue
-            if worker is None:
-                is_handled = await self.registry.on_message(identity, bytes(frames[1]), message)
-                self.num_invalid += not is_handled
-            elif frames[1] == EVENT_ID:
-                self._dispatch_event(worker, message)
-            elif not worker.on_reply(bytes(frames[1]), message):
-                self.num_unclaimed += 1
+        try:
+            while True:
+                await self._dispatch(await self._socket.recv_multipart(copy=False))
+        except Exception as error:  # noqa: BLE001 - reported by every worker and by launch()
+            self._failure = error
+            for worker in self._workers.values():
+                worker.fail(f"is unreachable, because the hub failed: {error!r}", error=error)
+
+    async def _dispatch(self, received: list[zmq.Frame]) -> None:
+        frames = read_frames(received)
+        identity = bytes(frames[0])
+        worker = self._workers.get(identity)
+        if len(frames) < 3 or (worker is None and not self.registry.is_host(identity)):
+            self.num_invalid += 1
+            return
+        try:
+            message = self._decoder.decode(frames[2:])
+        except WireError:
+            self.num_invalid += 1
+            return
+        if worker is None:
+            is_handled = await self.registry.on_message(identity, bytes(frames[1]), message)
+            self.num_invalid += not is_handled
+        elif frames[1] == EVENT_ID:
+            self._dispatch_event(worker, message)
+        elif not worker.on_reply(bytes(frames[1]), message):
+            self.num_unclaimed += 1
 
     def _dispatch_event(self, worker: Worker, message: Message) -> None:
         if worker.dead.done():

@@ -177,7 +177,8 @@ class JoinRegistry:
 
     def _admit(self, host: bytes, request: messages.Join) -> messages.JoinAdmitted | messages.Error:
         role, wanted = request.role, request.num_workers
-        offers = [offer for offer in self._free if offer.role == role]
+        # One whose wait was just cancelled is still listed until the waiting task runs.
+        offers = [o for o in self._free if o.role == role and not o.joined.done()]
         if not 1 <= wanted <= len(offers):
             slots = "1 free slot" if len(offers) == 1 else f"{len(offers)} free slots"
             reason = f"The run has {slots} for {role}s and {self._taken[role]} taken, but --count ="
