@@ -673,7 +673,10 @@ def test_settings_that_keep_remote_engines_out_are_refused(change, message):
     ("change", "message"),
     [
         ({"trainer": {"ranks": 2, "remote": 2}}, "leaves none of trainer.ranks = 2 on this host"),
-        ({"trainer": {"ranks": "auto", "remote": 1}}, "trainer.ranks = 'auto' are not defined"),
+        (
+            {"trainer": {"ranks": "auto", "remote": 2}, "engine": {"remote": 1}},
+            "trainer.remote = 2 needs a fixed number of ranks, but trainer.ranks is 'auto'; set a",
+        ),
         ({"cluster": {"launcher": "ray"}}, "wait for 1 of them; set both to 0"),
         (
             {"cluster": {"launcher": "ray"}, "engine": {}, "placement": {"engines": "cuda:1"}},

@@ -38,7 +38,10 @@ def _joining(config: RunConfig) -> None:
     if not engine + trainer.remote:
         remote = f"environment.remote = {config.environment.remote}"
     if trainer.ranks == "auto" and trainer.remote:
-        raise ConfigError(f"{remote} of trainer.ranks = 'auto' are not defined; give a number.")
+        raise ConfigError(
+            f"trainer.remote = {trainer.remote} needs a fixed number of ranks, but trainer.ranks is"
+            " 'auto'; set a number."
+        )
     if trainer.remote >= trainer.num_ranks:
         raise ConfigError(
             f"trainer.remote = {trainer.remote} leaves none of trainer.ranks ="
