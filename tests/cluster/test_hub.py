@@ -213,7 +213,7 @@ async def test_an_error_of_the_hub_itself_fails_all_workers_and_ends_the_run(hub
         with pytest.raises(WorkerError, match="because the hub failed: ZeroDivisionError"):
             await asyncio.wait_for(call, 10)
     assert await worker.is_gone_within(10)
-    with pytest.raises(RunFailed, match="The hub failed: .*no such host"):
+    with pytest.raises(RunFailed, match=r"The hub failed: .*no such host"):
         await hub.launch("echo-1", "echo_worker")
 
 
