@@ -5,19 +5,24 @@ import pytest
 from tiny_model import make_tiny_model
 
 from millrace.cli.main import main
+from millrace.cluster.launchers.hosts import HostLauncher
 from millrace.cluster.launchers.launcher import HostDevice
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.models.directory import num_weights
 from millrace.run.placement import (
     ELSEWHERE,
+    GIB,
     OtherModel,
+    PlacedProcess,
     check_devices,
     check_memory,
+    cluster_lines,
     placed,
     placed_processes,
     placement_lines,
 )
+from millrace.run.train import describe_placement
 
 CPU = HostDevice(name="cpu", kind="2 cores", total_bytes=2**35)
 
@@ -142,6 +147,44 @@ def test_dry_run_prints_the_placement_and_starts_nothing(tmp_path, capsys):
     ]
     assert "Nothing was started." in printed
     assert not run_dir.exists()
+
+
+class Elsewhere(HostLauncher):
+    """A launcher that starts nothing."""
+
+
+def test_dry_run_with_another_launcher_prints_what_each_role_requests(tmp_path):
+    make_tiny_model(tmp_path / "model")
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1 2", "answer": "2"}\n')
+    settings = {
+        "model": str(tmp_path / "model"),
+        "scorers": ["exact", {"type": "reference", "model": str(tmp_path / "model")}],
+        "tasks": {"path": str(tmp_path / "tasks.jsonl")},
+        "cluster": {"launcher": f"{__name__}:Elsewhere"},
+        "placement": {"trainer": "cuda", "engines": "cpu"},
+        "engine": {"count": 2, "dtype": "float32"},
+        "loss": {"type": "grpo", "kl": 0.1},
+        "trainer": {"ranks": 2},
+        "environment": {"function": "asyncio:sleep", "workers": 1, "remote": 4},
+    }
+    shown = describe_placement(load_config(settings)).splitlines()
+    assert shown[2:5] == [
+        "  trainer                 2     1     1     0.0 GiB and activations",
+        "  engine                  2     1     0     0.0 GiB and the KV cache",
+        "  environment             4     1     0",
+    ]
+    assert shown[7].split()[0] == "reference-0"
+    assert shown[8].startswith("Beside them on the CPU: the controller, 2 scorer processes, 1 env")
+
+
+def test_engine_on_several_gpus_is_listed_once_with_all_of_them():
+    config = load_config({"model": "m", "cluster": {"launcher": "ray", "threads": 3}})
+    engines = [
+        PlacedProcess(name=f"engine-{i // 2}", device="cuda", min_bytes=GIB, more="and KV")
+        for i in range(6)
+    ]
+    (_, _, line) = cluster_lines(config, engines)
+    assert line.split() == ["engine", "3", "3", "2", "1.0", "GiB", "and", "KV"]
 
 
 def test_with_another_launcher_only_models_of_scorers_must_find_their_gpu_on_this_host():

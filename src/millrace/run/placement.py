@@ -9,6 +9,8 @@ processes is refused in one sentence before any of them starts. torch is importe
 """
 
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -186,7 +188,8 @@ def placed_processes(
     found: list[PlacedProcess] = []
 
     def add(name: str, device: str, min_bytes: int, more: str = "") -> None:
-        device = devices[0].name if device in ("auto", "cuda") else device
+        if device == "auto" or (device == "cuda" and devices[0].is_gpu):
+            device = devices[0].name
         found.append(PlacedProcess(name=name, device=device, min_bytes=min_bytes, more=more))
 
     state_bytes = _rank_bytes(config)
@@ -282,6 +285,22 @@ def check_memory(processes: Sequence[PlacedProcess], devices: Sequence[HostDevic
                 " weights and optimizer state alone; use more devices or set optimizer.offload ="
                 " true on a GPU, or train a smaller model or a LoRA adapter."
             )
+
+
+def cluster_lines(config: RunConfig, processes: Sequence[PlacedProcess]) -> Iterator[str]:
+    """What another launcher than that of this host is asked to start, for people."""
+    num_devices = Counter(process.name for process in processes)
+    rows = Counter[tuple[str, int | None, int, str]]()
+    for process in {process.name: process for process in processes}.values():
+        role, gpus = re.sub(r"-\d+$", "", process.name), num_devices[process.name]
+        memory = f"{process.min_bytes / GIB:6.1f} GiB {process.more}"
+        rows[role, config.cluster.threads, 0 if process.device == "cpu" else gpus, memory] += 1
+    if config.environment.remote:
+        rows["environment", 1, 0, ""] = config.environment.remote
+    yield f"cluster.launcher = {config.cluster.launcher['type']!r} chooses hosts and devices of:"
+    yield f"  {'role':<18} number  CPUs  GPUs  memory of each device"
+    for (role, cpus, gpus, memory), count in rows.items():
+        yield f"  {role:<18} {count:>6} {cpus:>5} {gpus:>5}  {memory}".rstrip()
 
 
 def placement_lines(

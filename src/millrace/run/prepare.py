@@ -342,13 +342,14 @@ def _resolve_auto(config: RunConfig) -> RunConfig:
     num_engines = engine.num_local + config.evaluate.engines
     num_engines += sum(model.engine.num_local for model in config.environment.models.values())
     num_ranks = trainer.num_ranks * (1 if config.lora else max(1, len(config.policies)))
-    threads = max(1, available_cores() // (num_engines + num_ranks))
+    # The cores of this host say nothing of others, where a process has those that it reserves.
+    shared = available_cores() // (num_engines + num_ranks) if config.cluster.is_local else 1
     engine_device = placement.engine(0) if engine.num_local > 0 else placement.trainer[0]
     return config.updated(
         optimizer={"learning_rate": config.learning_rate},
         engine={"dtype": dtype(engine.dtype, engine_device)},
         trainer={"dtype": dtype(trainer.dtype, placement.trainer[0])},
-        cluster={"threads": config.cluster.threads or threads},
+        cluster={"threads": config.cluster.threads or max(1, shared)},
     )
 
 

@@ -16,7 +16,7 @@ from millrace.controller.preemption import Preemption
 from millrace.core.errors import ConfigError
 from millrace.monitoring.callbacks import Callback, check_callback
 from millrace.run.execution.execute import RunResult, execute
-from millrace.run.placement import placement_lines
+from millrace.run.placement import cluster_lines, placement_lines
 from millrace.run.prepare import prepare
 from millrace.run.scaling import ask
 
@@ -67,21 +67,19 @@ def finish(run: "Run", *, resume: bool) -> RunResult:
 def describe_placement(config: RunConfig, *, resume: bool = False) -> str:
     """What a run would start where, and what it needs there; nothing is started."""
     prepared = prepare(config, resume=resume)
-    if not config.cluster.is_local:
-        names = ", ".join(process.name for process in prepared.processes)
-        return (
-            f"cluster.launcher = {config.cluster.launcher['type']!r} places: {names}. Beside them"
-            " on this host: the controller and the scorers. Nothing was started."
-        )
+    if config.cluster.is_local:
+        lines = [*placement_lines(prepared.processes, prepared.devices)]
+    else:
+        local = {spec.name for spec in prepared.scorers}
+        here = [p for p in prepared.processes if p.name.rpartition("-")[0] in local]
+        elsewhere = [process for process in prepared.processes if process not in here]
+        lines = [*cluster_lines(prepared.config, elsewhere), "On this host:"]
+        lines += placement_lines(here, prepared.devices) if here else ()
     scorers = f"{config.scoring.workers} scorer processes" if prepared.scorers else "no scorer"
     if config.environment.workers:
         scorers += f", {config.environment.workers} environment workers"
-    return "\n".join(
-        [
-            *placement_lines(prepared.processes, prepared.devices),
-            f"Beside them on the CPU: the controller, {scorers}. Nothing was started.",
-        ]
-    )
+    end = f"Beside them on the CPU: the controller, {scorers}. Nothing was started."
+    return "\n".join([*lines, end])
 
 
 class Run:
