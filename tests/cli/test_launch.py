@@ -55,7 +55,11 @@ def launch(*arguments: str) -> str:
         ),
         (
             ["--environment.remote", "1"],
-            "environment.remote = 1 needs `millrace join --role environment` on other nodes",
+            "environment.remote = 1 needs nodes beside the controller's, and --nodes is 1; give",
+        ),
+        (
+            ["--nodes=3", "--engine.remote=2", "--environment.remote=5"],
+            "by the 2 nodes that --nodes 3 leaves for environments; set environment.remote to 4",
         ),
         (["--nodes", "2"], "engine.remote = 0 cannot be shared equally by the 1 node"),
         (["--nodes", "4", "--engine.remote", "5"], "set engine.remote to 6, or change --nodes"),
@@ -136,6 +140,30 @@ def test_ranks_on_other_nodes_have_a_step_and_pods_of_their_own(folder):
     (rank,) = pods[0]["template"]["spec"]["containers"]
     assert "--role trainer --count 8 " in rank["command"][-1]
     assert rank["resources"]["limits"] == {"nvidia.com/gpu": 8}
+
+
+def test_all_nodes_but_the_first_have_environment_workers_beside_engines_and_ranks(folder):
+    given = ("--nodes", "3", "--trainer.ranks", "2", "--trainer.remote", "1", "--gpus", "8")
+    given = (*given, "--engine.remote", "4", "--environment.remote", "6")
+    script = launch("slurm", "run.toml", *given)
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    step = [line for line in script.splitlines() if "exec srun" in line][2]
+    assert "--nodes=2 --ntasks=2 --relative=1 --cpu-bind=none --overlap " in step
+    assert 'join "$ticket" --role environment --count 3 ' in step
+    text = launch("kubernetes", "run.toml", *PODS, *given)
+    *_, pods, service = yaml.safe_load_all(text)
+    assert service["metadata"]["name"] == pods["spec"]["serviceName"] == "my-run-environments"
+    assert pods["spec"]["replicas"] == 2
+    (worker,) = pods["spec"]["template"]["spec"]["containers"]
+    assert "--role environment --count 3 " in worker["command"][-1]
+    assert "resources" not in worker
+
+
+def test_nodes_may_have_environment_workers_alone(folder):
+    script = launch("slurm", "run.toml", "--nodes", "3", "--environment.remote", "8")
+    (step,) = [line for line in script.splitlines() if "exec srun" in line]
+    assert "--nodes=2 --ntasks=2 --relative=1 " in step
+    assert 'join "$ticket" --role environment --count 4 ' in step
 
 
 FAKES = {

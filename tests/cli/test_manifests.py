@@ -38,6 +38,7 @@ def pods_in(value: Any) -> list[dict[str, Any]]:
 def launched(folder: Path, *, nodes: int, kind: str) -> list[dict[str, Any]]:
     engine = {"remote": nodes - 1} if kind == "job" else {"count": nodes}  # Ray places them
     settings = {"model": "m", "run_dir": "run", "engine": engine}
+    settings["environment"] = {"remote": 2 * (nodes - 1)}
     (folder / "run.toml").write_text(tomli_w.dumps(settings))
     arguments = ["launch", "kubernetes", str(folder / "run.toml"), "--nodes", str(nodes)]
     arguments += ["--kind", kind, "--gpus", "8", "--image", "millrace:1", "--claim", "work"]
@@ -51,7 +52,7 @@ def launched(folder: Path, *, nodes: int, kind: str) -> list[dict[str, Any]]:
 def test_manifests_match_the_schemas_of_kubernetes(tmp_path: Path, nodes: int, kind: str):
     documents = launched(tmp_path, nodes=nodes, kind=kind)
     pods = pods_in(documents)
-    assert len(pods) == min(nodes, 2)
+    assert len(pods) == (1 if nodes == 1 else 3 if kind == "job" else 2)
     for document in [*documents, *pods]:
         if document["kind"] != "RayJob":  # a kind of KubeRay; below, and tests/cli/test_launch.py
             validate(document)

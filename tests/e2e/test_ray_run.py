@@ -25,9 +25,22 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(300)
 
 PORT = 6399
-# Ray needs short paths for its sockets. By default it gives its workers a niceness of 15, and on a
-# busy machine they would hardly start.
-RAY = {"TMPDIR": "/tmp", "RAY_TMPDIR": "/tmp", "RAY_worker_niceness": "0"}
+# Ray needs short paths for its sockets. By default it gives its workers a niceness of 15 and kills
+# them when the memory is nearly full, and on a busy machine they would hardly start.
+RAY = {
+    "TMPDIR": "/tmp",
+    "RAY_TMPDIR": "/tmp",
+    "RAY_worker_niceness": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+}
+ENVIRONMENT = """
+import os
+
+
+async def play(task, agent):
+    assert (os.environ["JUDGE_KEY"], os.environ["RAY_AUTH_TOKEN"]) == ("x", "")
+    return float("1" in (await agent.complete(task.prompt)).text)
+"""
 
 
 @pytest.fixture
@@ -54,7 +67,7 @@ def cluster() -> Iterator[dict[str, str]]:
     options = ["--head", "--block", "--num-cpus=4", "--include-dashboard=false"]
     head = subprocess.Popen(  # in a session of its own: `ray stop` would stop other clusters, too
         [sys.executable, "-m", "ray.scripts.scripts", "start", *options, f"--port={PORT}"],
-        env={**os.environ, **own},
+        env={**os.environ, **own, "JUDGE_KEY": "x"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -89,20 +102,20 @@ def workers() -> dict[str, psutil.Process]:
     return found
 
 
+def ray_processes() -> set[int]:
+    processes = psutil.process_iter(["pid", "cmdline"])
+    return {p.info["pid"] for p in processes if "ray" in " ".join(p.info["cmdline"] or [])}
+
+
 def test_run_on_a_cluster_of_its_own_trains_and_leaves_no_process(project):
-    before = {process.pid for process in psutil.process_iter()}
+    before = ray_processes()
     settings = ["--cluster.launcher", "ray", "--engine.count", "1"]
     run = Command("train", "run.toml", *settings, folder=project, env=RAY)
     code, stdout, stderr = run.finish()
     assert code == 0, stdout + stderr
     assert steps_in(project / "run" / "metrics.jsonl") == list(range(1, 7))
     assert (project / "run" / "logs" / "engine-0.log").is_file()
-    left = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if process.pid not in before and "ray" in " ".join(process.info["cmdline"] or [])
-    ]
-    assert left == []
+    assert ray_processes() <= before
 
 
 def test_killed_engine_and_rank_on_an_existing_cluster_are_replaced(project, cluster):
@@ -119,6 +132,23 @@ def test_killed_engine_and_rank_on_an_existing_cluster_are_replaced(project, clu
     assert "Worker 'engine-1' was killed by SIGKILL; its log is " in stdout + stderr
     restarts = json.loads((project / "run" / "summary.json").read_text())["restarts"]
     assert restarts == {"engine-1": 1, "trainer": 1}
+    assert workers() == {}
+
+
+def test_environment_workers_are_placed_on_the_cluster_and_replaced(project, cluster):
+    (project / "play.py").write_text(ENVIRONMENT)
+    settings = ["--cluster.launcher", "ray", "--environment.function", "play.py:play"]
+    settings += ["--environment.remote", "2"]
+    run = Command("train", "run.toml", *settings, folder=project, env=cluster)
+    metrics = project / "run" / "metrics.jsonl"
+    run.wait_for(metrics, lines=2)
+    workers()["environment-1"].kill()
+    code, stdout, stderr = run.finish()
+    assert code == 0, stdout + stderr
+    assert steps_in(metrics) == list(range(1, 7))
+    restarts = json.loads((project / "run" / "summary.json").read_text())["restarts"]
+    assert restarts == {"environment-1": 1}
+    assert "It is being restarted." in stdout + stderr
     assert workers() == {}
 
 
@@ -146,16 +176,26 @@ def test_commands_of_a_rayjob_train_and_resume_after_the_head_is_stopped(project
     assert steps_in(metrics) == list(range(1, 31))
 
 
-def test_too_few_resources_are_one_sentence(project):
+def test_too_few_resources_are_one_sentence_and_leave_no_process(project):
+    before = ray_processes()
     settings = ["--cluster.launcher", "ray", "--cluster.threads", "500"]
     run = Command("train", "run.toml", *settings, folder=project, env=RAY)
     code, _, stderr = run.finish()
     assert code == 2
     assert "CPUs free, and trainer need 500 CPUs; lower" in stderr
     assert len(stderr.strip().splitlines()) == 1
+    assert ray_processes() <= before
 
 
-def test_autoscaling_adds_an_engine_on_the_cluster(project, cluster):
+def wait_for_engines(run: Command, run_dir: Path, names: list[str]) -> None:
+    deadline = time.monotonic() + 120
+    while ask(run_dir) != names:
+        assert run.process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def test_autoscaling_adds_an_engine_on_the_cluster_and_removes_it(project, cluster):
     """The policy decides every 30 s."""
     settings = ["--trainer.steps", "100000", "--sampling.max_new_tokens", "200"]
     settings += ["--engine.max_count", "2"]
@@ -163,13 +203,14 @@ def test_autoscaling_adds_an_engine_on_the_cluster(project, cluster):
         "train", "run.toml", "--cluster.launcher", "ray", *settings, folder=project, env=cluster
     )
     try:
-        deadline = time.monotonic() + 200
         run.wait_for(project / "run" / "metrics.jsonl", lines=1)
-        while ask(project / "run") != ["engine-0", "engine-1"]:
-            assert run.process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
-        assert ask(project / "run", remove=("engine-0",)) == ["engine-1"]
+        wait_for_engines(run, project / "run", ["engine-0", "engine-1"])
+        trainer = workers()["trainer"]
+        trainer.suspend()  # whole batches wait for it
+        wait_for_engines(run, project / "run", ["engine-0"])
+        trainer.resume()
+        assert ask(project / "run", add=1) == ["engine-0", "engine-2"]
+        assert ask(project / "run", remove=("engine-0",)) == ["engine-2"]
         done = len(steps_in(project / "run" / "metrics.jsonl"))
         run.wait_for(project / "run" / "metrics.jsonl", lines=done + 4)  # the added engine alone
     finally:
@@ -178,4 +219,5 @@ def test_autoscaling_adds_an_engine_on_the_cluster(project, cluster):
         print(stdout, stderr)  # shown if it fails
     assert code == 130
     assert "The trainer waited for " in stdout
+    assert "Whole batches waited for the trainer: removing engine-1." in stdout
     assert workers() == {}

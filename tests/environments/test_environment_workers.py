@@ -16,6 +16,7 @@ from tool_user import caller
 
 from millrace.cluster.fork_server import PRELOAD
 from millrace.cluster.hub import Hub
+from millrace.cluster.launchers.launcher import Launcher
 from millrace.cluster.supervision.pool import RestartPolicy, WorkerPool
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, TaskError
@@ -57,7 +58,8 @@ async def open_workers(
         await stack.enter_async_context(hub)
         policy = RestartPolicy(max_restarts=3, backoff_s=0.0)
         pool = await stack.enter_async_context(WorkerPool(hub.launch, policy=policy))
-        workers = build_workers(config, None, worker_pool=pool, hub=hub, private=tmp_path)
+        parts = {"worker_pool": pool, "hub": hub, "launcher": hub.local, "private": tmp_path}
+        workers = build_workers(config, None, **parts)
         await workers.start()
         stack.push_async_callback(workers.close)
         yield workers
@@ -208,5 +210,6 @@ async def test_remote_workers_need_an_importable_environment(tokenizer, tmp_path
     config = load_config({"model": str(tokenizer), "environment": {"remote": 1}})
     pool = WorkerPool(lambda *_: asyncio.sleep(0))
     hub = Hub(log_dir=tmp_path, on_event=lambda *_: None)
+    parts = {"launcher": Launcher(), "private": tmp_path / "private"}
     with pytest.raises(ConfigError, match=r"environment.remote = 1, but other hosts cannot import"):
-        build_workers(config, play, worker_pool=pool, hub=hub, private=tmp_path / "private")
+        build_workers(config, play, worker_pool=pool, hub=hub, **parts)

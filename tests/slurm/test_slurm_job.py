@@ -10,6 +10,10 @@ from slurm_rig import Slurm, wait_until
 from millrace.cli.main import main
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+ENVIRONMENT = """
+async def play(task, agent):
+    return float("1" in (await agent.complete(task.prompt)).text)
+"""
 
 
 @pytest.fixture
@@ -37,8 +41,12 @@ def wait_for_step(folder: Path, step: int) -> None:
 
 def test_job_on_two_nodes_is_signalled_requeued_and_finishes(slurm, tmp_path, monkeypatch):
     project = make_project(
-        tmp_path / "project", trainer={"steps": 40}, engine={"count": 0, "remote": 1}
+        tmp_path / "project",
+        trainer={"steps": 40},
+        engine={"count": 0, "remote": 1},
+        environment={"function": "play.py:play", "remote": 1},  # beside the engine
     )
+    (project / "play.py").write_text(ENVIRONMENT)
     job = submit(slurm, project, monkeypatch, "--nodes", "2")
     wait_for_step(project, 3)
     (ticket,) = project.glob("run.ticket-*")
@@ -52,7 +60,8 @@ def test_job_on_two_nodes_is_signalled_requeued_and_finishes(slurm, tmp_path, mo
     assert not list(project.glob("run.ticket-*"))
     log = (project / f"run.slurm-{job}.log").read_text()
     assert f"--resume continues from {saved.name}" in log
-    assert log.count("Joined the run at") == 2
+    for worker in ("engine-0", "environment-0"):
+        assert sum("Joined the run at" in line and worker in line for line in log.splitlines()) == 2
 
 
 def test_job_that_a_more_urgent_one_preempts_resumes_after_it(slurm, tmp_path, monkeypatch):

@@ -161,7 +161,7 @@ class EnvironmentConfig(Section):
     are 0, a thread of the controller runs it; see docs/how-to/environments.md."""
     remote: NonNegativeInt = 0
     """Number of processes that run the environment on other hosts, which bring them with
-    `millrace join --role environment`."""
+    `millrace join --role environment`, or where cluster.launcher places them."""
     max_turns: PositiveInt = 32
     """Maximum number of model replies in an episode."""
     episode_timeout_s: PositiveFloat | None = None

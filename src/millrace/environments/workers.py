@@ -35,7 +35,7 @@ MAX_LOST = 3  # workers that may die under one episode; it may be what kills the
 
 @dataclass(eq=False, kw_only=True)
 class EnvironmentReplica(ModuleReplica):
-    is_remote: bool = False  # it joins from another host
+    joins: bool = False  # from another host
     num_live: int = 0  # episodes that it plays now
 
 
@@ -54,7 +54,7 @@ class EnvironmentWorkers:
         policy = replace(self._worker_pool.policy, limit_deaths=False)
         joining = replace(policy, remedy=OPEN_TO_HOSTS)
         await run_all(
-            self._worker_pool.add(each, policy=joining if each.is_remote else policy)
+            self._worker_pool.add(each, policy=joining if each.joins else policy)
             for each in self._replicas
         )
 

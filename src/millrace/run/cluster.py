@@ -27,7 +27,7 @@ def check_cluster(config: RunConfig) -> None:
     """Raise ConfigError for settings with which other hosts cannot take part."""
     if not config.cluster.is_local:
         _launcher(config)
-    if config.engine.remote + config.trainer.remote + config.environment.remote > 0:
+    elif config.engine.remote + config.trainer.remote + config.environment.remote > 0:
         _joining(config)
 
 
@@ -67,7 +67,8 @@ def _joining(config: RunConfig) -> None:
 
 
 def _launcher(config: RunConfig) -> None:
-    """A launcher other than that of this host starts ranks and engines where it likes."""
+    """A launcher other than that of this host starts ranks, engines and remote environment workers
+    where it likes."""
     launcher = f"cluster.launcher = {config.cluster.launcher['type']!r}"
     if remote := config.engine.remote + config.trainer.remote:
         raise ConfigError(
@@ -178,7 +179,7 @@ def offered_ticket(config: RunConfig, hub: Hub) -> Iterator[None]:
         (config.trainer.remote, "rank", " --role trainer"),
         (config.environment.remote, "environment worker", " --role environment"),
     ]
-    if not any(count for count, *_ in offers):
+    if not config.cluster.is_local or not any(count for count, *_ in offers):
         yield
         return
     path = config.cluster.ticket

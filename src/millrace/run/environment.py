@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.cluster.hub import Hub
 from millrace.cluster.launchers.hosts import JoinLauncher
+from millrace.cluster.launchers.launcher import Launcher
 from millrace.cluster.messages import StartEnvironment
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.cluster.worker import Worker
@@ -132,6 +133,7 @@ async def open_environment(
     *,
     worker_pool: WorkerPool,
     hub: Hub,
+    launcher: Launcher,
     private: Path,
     newest: Callable[[], int],
 ) -> AsyncIterator[tuple[Environment, EnvironmentWorkers]]:
@@ -145,7 +147,12 @@ async def open_environment(
         yield environment, EnvironmentWorkers(worker_pool, [])
         return
     workers = build_workers(
-        config, prepared.given_environment, worker_pool=worker_pool, hub=hub, private=private
+        config,
+        prepared.given_environment,
+        worker_pool=worker_pool,
+        hub=hub,
+        launcher=launcher,
+        private=private,
     )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(workers.close)
@@ -183,10 +190,12 @@ def build_workers(
     *,
     worker_pool: WorkerPool,
     hub: Hub,
+    launcher: Launcher,
     private: Path,
 ) -> EnvironmentWorkers:
     """The workers of the environment, not yet started. `given`: as for build_environment().
-    `private`: directory for a pickled function."""
+    `launcher`: of the remote ones, unless they join. `private`: directory for a pickled
+    function."""
     settings = config.environment
     location = None
     if given is not None and settings.num_workers > 0:
@@ -199,7 +208,9 @@ def build_workers(
             )
     start = StartEnvironment(config=portable(config).model_dump(mode="json"), function=location)
 
-    async def join(name: str, _module: str) -> Worker:
+    async def launch_remote(name: str, module: str) -> Worker:
+        if not config.cluster.is_local:  # its tools may call services
+            return await hub.launch(name, module, has_secrets=True, launcher=launcher)
         timeout_s = None if name in has_joined else config.cluster.join_timeout_s
         has_joined.add(name)
         waiting = JoinLauncher(hub.registry, role="environment", timeout_s=timeout_s)
@@ -209,10 +220,10 @@ def build_workers(
     replicas = [
         EnvironmentReplica(
             f"environment-{i}",
-            is_remote=i >= settings.workers,
+            joins=i >= settings.workers and config.cluster.is_local,
             module=WORKER_MODULE,
             message=start,
-            launcher=worker_pool.launch if i < settings.workers else join,
+            launcher=worker_pool.launch if i < settings.workers else launch_remote,
             start_timeout_s=config.cluster.start_timeout_s,
             hang_timeout_s=config.supervision.hang_timeout_s,
         )

@@ -165,6 +165,8 @@ class RunWorkers:
                 places[f"model-{model}-{i}"] = placement.model(model, i), settings.engine.tp
         for name, (device, gpus) in places.items():
             await self.launcher.reserve({name: self.resources(device, gpus=gpus)})
+        for i in range(config.environment.workers, config.environment.num_workers):
+            await self.launcher.reserve({f"environment-{i}": Resources()})
 
     def resources(self, device: str, *, gpus: int = 1) -> Resources:
         if device == "auto":

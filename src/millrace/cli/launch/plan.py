@@ -1,8 +1,9 @@
 """What a job of `millrace launch` consists of: its nodes, the GPUs of its roles, its commands.
 
 The controller and the first ranks of the trainer run on one node. The next nodes bring as many
-ranks each, until there are all, and each of the others brings the same number of engines. Promise:
-a plan that cannot run is refused in one sentence before anything is written.
+ranks each, until there are all, and each of the others brings the same number of engines. All nodes
+but the controller's bring environment workers, too. Promise: a plan that cannot run is refused in
+one sentence before anything is written.
 """
 
 import math
@@ -16,7 +17,7 @@ from millrace.config import RunConfig, load_config, parse_overrides
 from millrace.core.errors import ConfigError, suggestion
 from millrace.run.checks import check_settings
 
-ROLES = ("controller", "trainer", "engines")
+ROLES = ("controller", "trainer", "engines")  # with GPUs
 # Between checkpoint.grace_s and the kill by the scheduler: workers stop, and signals may be late.
 KILL_MARGIN_S = 30
 
@@ -25,7 +26,7 @@ KILL_MARGIN_S = 30
 class JoiningNodes:
     """Nodes whose workers come with `millrace join`."""
 
-    role: str  # "trainer" or "engines"
+    role: str  # "trainer", "engines" or "environments"
     first: int  # number of the first of these nodes
     num_nodes: int
     num_workers: int  # on each
@@ -33,8 +34,8 @@ class JoiningNodes:
     @property
     def options(self) -> str:
         """Of `millrace join`."""
-        role = "--role trainer " if self.role == "trainer" else ""
-        return f"{role}--count {self.num_workers}"
+        role = {"trainer": "--role trainer ", "environments": "--role environment "}
+        return f"{role.get(self.role, '')}--count {self.num_workers}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +67,7 @@ def plan_launch(
     settings: Mapping[str, str],
     joins: bool = True,
 ) -> LaunchPlan:
-    """`joins`: the engines of the other nodes come with `millrace join`."""
+    """`joins`: the workers of the other nodes come with `millrace join`."""
     config = load_config(file, overrides=parse_overrides(settings))
     cluster = {"ticket": f"{config.run_dir}.ticket"}
     if config.cluster.address == "auto":
@@ -75,11 +76,6 @@ def plan_launch(
     check_settings(config)
     if num_nodes < 1:
         raise ConfigError(f"--nodes {num_nodes} leaves no node for the controller; give 1 or more.")
-    if (count := config.environment.remote) > 0:
-        raise ConfigError(
-            f"environment.remote = {count} needs `millrace join --role environment` on other nodes,"
-            " which `millrace launch` does not start; set it to 0, or use cluster.launcher = 'ray'."
-        )
     if not joins:
         for role, count in (("engine", config.engine.remote), ("trainer", config.trainer.remote)):
             if count > 0:
@@ -115,8 +111,10 @@ def read_gpus(given: Sequence[str]) -> dict[str, int]:
 
 
 def _joining(config: RunConfig, *, num_nodes: int) -> list[JoiningNodes]:
-    """The nodes beside the controller's: first those of the trainer, then those of engines."""
+    """The nodes beside the controller's: first those of the trainer, then those of engines. All of
+    them have environment workers."""
     ranks, engines = config.trainer.remote, config.engine.remote
+    environments = config.environment.remote
     ranks_here = config.trainer.num_ranks - ranks
     if ranks % ranks_here:
         raise ConfigError(
@@ -125,29 +123,48 @@ def _joining(config: RunConfig, *, num_nodes: int) -> list[JoiningNodes]:
             " that all nodes have equally many."
         )
     others = num_nodes - 1 - ranks // ranks_here
-    if others < 0 or (engines > 0 and others == 0):
-        needed = num_nodes - others + (engines > 0)
-        setting = f"trainer.remote = {ranks}" if others < 0 else f"engine.remote = {engines}"
+    if others < 0 or (engines > 0 and others == 0) or (environments > 0 and num_nodes == 1):
+        needed = max(2, num_nodes - others + (engines > 0))
+        setting = (
+            f"engine.remote = {engines}" if engines else f"environment.remote = {environments}"
+        )
+        setting = f"trainer.remote = {ranks}" if others < 0 else setting
         beside = "the trainer's" if others >= 0 and ranks else "the controller's"
         raise ConfigError(
             f"{setting} needs nodes beside {beside}, and --nodes is {num_nodes}; give --nodes"
             f" {needed} or more."
         )
-    if others > 0 and (engines < others or engines % others):
-        nodes = "1 node" if others == 1 else f"{others} nodes"
-        raise ConfigError(
-            f"engine.remote = {engines} cannot be shared equally by the {nodes} that --nodes"
-            f" {num_nodes} leaves for engines; set engine.remote to"
-            f" {others * max(1, round(engines / others))}, or change --nodes."
-        )
     joining = list[JoiningNodes]()
-    for role, count, workers in (
-        ("trainer", ranks // ranks_here, ranks_here),
-        ("engines", others, engines // max(1, others)),
-    ):
-        if count > 0:
-            first = 1 + sum(step.num_nodes for step in joining)
-            joining.append(
-                JoiningNodes(role=role, first=first, num_nodes=count, num_workers=workers)
+    if ranks > 0:
+        joining.append(
+            JoiningNodes(
+                role="trainer", first=1, num_nodes=ranks // ranks_here, num_workers=ranks_here
             )
+        )
+    if others > 0 and (engines > 0 or not environments):
+        joining.append(
+            _shared("engine.remote", engines, role="engines", nodes=others, of=num_nodes)
+        )
+    if environments > 0:
+        joining.append(
+            _shared(
+                "environment.remote",
+                environments,
+                role="environments",
+                nodes=num_nodes - 1,
+                of=num_nodes,
+            )
+        )
     return joining
+
+
+def _shared(setting: str, count: int, *, role: str, nodes: int, of: int) -> JoiningNodes:
+    """Workers of the last nodes, equally many on each."""
+    if count < nodes or count % nodes:
+        them = "1 node" if nodes == 1 else f"{nodes} nodes"
+        raise ConfigError(
+            f"{setting} = {count} cannot be shared equally by the {them} that --nodes {of} leaves"
+            f" for {role}; set {setting} to {nodes * max(1, round(count / nodes))}, or change"
+            " --nodes."
+        )
+    return JoiningNodes(role=role, first=of - nodes, num_nodes=nodes, num_workers=count // nodes)

@@ -84,8 +84,8 @@ class HostLauncher(Launcher):
         self.log_dir = log_dir
 
     async def start_host(self, spec: WorkerSpec) -> HostProgram:
-        """Start a program that calls join() with the ticket, the role spec.name and the module, or
-        `millrace join TICKET --role NAME`, where resources are reserved for this worker."""
+        """Start a program that calls join() with the ticket, the role spec.name, and the module,
+        env and has_secrets of the spec, where resources are reserved for this worker."""
         raise NotImplementedError
 
     async def start(self, spec: WorkerSpec) -> JoinedProcess:

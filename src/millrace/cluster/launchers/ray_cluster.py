@@ -29,6 +29,7 @@ from millrace.cluster.launchers.launcher import Resources, WorkerSpec
 from millrace.core.errors import ConfigError, MillraceError
 
 _CLIENT = "ray://"
+_TOKEN = "RAY_AUTH_TOKEN"  # of the cluster; no worker needs it
 
 
 class RayHost:
@@ -48,7 +49,8 @@ class RayHost:
                 count=1,
                 log_dir=Path(spec["log_dir"]),
                 role=spec["name"],
-                env=spec["env"],
+                env={**spec["env"], **({_TOKEN: ""} if spec["has_secrets"] else {})},
+                has_secrets=spec["has_secrets"],
                 folder=folder if folder.is_dir() else None,
             )
         except MillraceError as error:
@@ -91,7 +93,7 @@ class RayLauncher(HostLauncher):
         if importlib.util.find_spec("ray") is None:
             raise ConfigError(
                 "cluster.launcher = 'ray' needs Ray, which is not installed here; run: pip install"
-                " 'millrace[ray]'."
+                " 'ray>=2.40'."
             )
         if (self.address or os.environ.get("RAY_ADDRESS", "")).startswith(_CLIENT):
             raise ConfigError(
@@ -188,6 +190,7 @@ class RayLauncher(HostLauncher):
             "name": spec.name,
             "module": spec.module,
             "env": dict(spec.env),
+            "has_secrets": spec.has_secrets,
             "folder": str(Path.cwd()),
             "log_dir": str(self.log_dir),
         }

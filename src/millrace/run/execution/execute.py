@@ -212,6 +212,7 @@ class RunProcesses:
                 prepared,
                 worker_pool=worker_pool,
                 hub=hub,
+                launcher=launcher,
                 private=private / "environment",
                 newest=lambda: self._broadcaster.newest,
             )
