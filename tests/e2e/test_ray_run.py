@@ -195,6 +195,7 @@ def wait_for_engines(run: Command, run_dir: Path, names: list[str]) -> None:
         time.sleep(0.5)
 
 
+@pytest.mark.timeout(500)
 def test_autoscaling_adds_an_engine_on_the_cluster_and_removes_it(project, cluster):
     """The policy decides every 30 s."""
     settings = ["--trainer.steps", "100000", "--sampling.max_new_tokens", "200"]

@@ -16,7 +16,7 @@ from tool_user import caller
 
 from millrace.cluster.fork_server import PRELOAD
 from millrace.cluster.hub import Hub
-from millrace.cluster.launchers.launcher import Launcher
+from millrace.cluster.launchers.launcher import Launcher, WorkerProcess, WorkerSpec
 from millrace.cluster.supervision.pool import RestartPolicy, WorkerPool
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, TaskError
@@ -201,6 +201,39 @@ async def test_cancelled_turns_and_episodes_end_on_both_sides(tokenizer, tmp_pat
         playing.cancel()
         await asyncio.wait({playing})
         await until(lambda: file.read_text() == "ended" and num_cancelled == 2)
+
+
+class RecordingLauncher(Launcher):
+    """Starts workers on this host and keeps what it was asked for."""
+
+    def __init__(self, local: Launcher) -> None:
+        self.local = local
+        self.started: list[tuple[str, bool]] = []
+
+    async def start(self, spec: WorkerSpec) -> WorkerProcess:
+        self.started.append((spec.name, spec.has_secrets))
+        return await self.local.start(spec)
+
+
+async def test_remote_workers_are_started_by_the_launcher_of_the_run(tokenizer, tmp_path):
+    function = f"{ENVIRONMENTS}:misbehaving"
+    config = load_config(
+        {
+            "model": str(tokenizer),
+            "environment": {"function": function, "workers": 1, "remote": 1},
+            "cluster": {"launcher": "my_package:MyCluster"},
+        }
+    )
+    hub = Hub(log_dir=tmp_path / "logs", on_event=lambda *_: None, preload=PRELOAD)
+    async with hub, WorkerPool(hub.launch) as pool:
+        launcher = RecordingLauncher(hub.local)
+        parts = {"worker_pool": pool, "hub": hub, "launcher": launcher, "private": tmp_path}
+        workers = build_workers(config, None, **parts)
+        await workers.start()
+        group = await play(workers, ChatEngine(lambda _: "ab"), Task(prompt="a"))
+        await workers.close()
+    assert [episode.reward for episode in group.episodes] == [2.0, 2.0]
+    assert launcher.started == [("environment-1", True)]
 
 
 async def test_remote_workers_need_an_importable_environment(tokenizer, tmp_path):
