@@ -33,10 +33,11 @@ def check_cluster(config: RunConfig) -> None:
 
 def _joining(config: RunConfig) -> None:
     """Engines, ranks and environment workers of other hosts must be able to join."""
-    engine, trainer, cluster = config.engine.remote, config.trainer, config.cluster
-    remote = f"engine.remote = {engine}" if engine else f"trainer.remote = {trainer.remote}"
-    if not engine + trainer.remote:
-        remote = f"environment.remote = {config.environment.remote}"
+    engine, trainer, cluster = config.engine, config.trainer, config.cluster
+    sections = {"engine": engine, "trainer": trainer, "environment": config.environment}
+    remote = next(
+        f"{name}.remote = {each.remote}" for name, each in sections.items() if each.remote
+    )
     if trainer.ranks == "auto" and trainer.remote:
         raise ConfigError(
             f"trainer.remote = {trainer.remote} needs a fixed number of ranks, but trainer.ranks is"
@@ -62,7 +63,7 @@ def _joining(config: RunConfig) -> None:
             f"cluster.ticket = {cluster.ticket!r} is a secret in run_dir ="
             f" {config.run_dir!r}, which is for keeping and sharing; choose another path."
         )
-    if engine + trainer.remote:
+    if engine.remote + trainer.remote:
         _check_transport(config, remote)
 
 

@@ -136,32 +136,20 @@ def _joining(config: RunConfig, *, num_nodes: int) -> list[JoiningNodes]:
         )
     joining = list[JoiningNodes]()
     if ranks > 0:
-        joining.append(
-            JoiningNodes(
-                role="trainer", first=1, num_nodes=ranks // ranks_here, num_workers=ranks_here
-            )
-        )
+        own = {"num_nodes": ranks // ranks_here, "num_workers": ranks_here}
+        joining.append(JoiningNodes(role="trainer", first=1, **own))
     if others > 0 and (engines > 0 or not environments):
-        joining.append(
-            _shared("engine.remote", engines, role="engines", nodes=others, of=num_nodes)
-        )
+        joining.append(_shared(engines, role="engines", nodes=others, of=num_nodes))
     if environments > 0:
-        joining.append(
-            _shared(
-                "environment.remote",
-                environments,
-                role="environments",
-                nodes=num_nodes - 1,
-                of=num_nodes,
-            )
-        )
+        beside = num_nodes - 1
+        joining.append(_shared(environments, role="environments", nodes=beside, of=num_nodes))
     return joining
 
 
-def _shared(setting: str, count: int, *, role: str, nodes: int, of: int) -> JoiningNodes:
+def _shared(count: int, *, role: str, nodes: int, of: int) -> JoiningNodes:
     """Workers of the last nodes, equally many on each."""
     if count < nodes or count % nodes:
-        them = "1 node" if nodes == 1 else f"{nodes} nodes"
+        them, setting = "1 node" if nodes == 1 else f"{nodes} nodes", f"{role[:-1]}.remote"
         raise ConfigError(
             f"{setting} = {count} cannot be shared equally by the {them} that --nodes {of} leaves"
             f" for {role}; set {setting} to {nodes * max(1, round(count / nodes))}, or change"

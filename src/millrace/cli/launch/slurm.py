@@ -14,11 +14,6 @@ from millrace.cli.launch.plan import JoiningNodes, LaunchPlan
 
 TEMPLATE = Path(__file__).with_name("sbatch.sh")
 REJOIN_S = 5  # between two attempts of a node to join
-WORKERS = {
-    "trainer": "Ranks of the trainer",
-    "engines": "Engines",
-    "environments": "Environment workers",
-}
 
 
 def slurm_script(plan: LaunchPlan, *, options: Sequence[str]) -> str:
@@ -61,8 +56,7 @@ def _step(plan: LaunchPlan, nodes: JoiningNodes, *, python: str, logs: Path) -> 
     if nodes.role == "environments":
         step += " --overlap"  # with the step of the engines or ranks on the same nodes
     return f"""
-# {WORKERS[nodes.role]}, on other nodes.
-# A node joins again until the run ends and removes its ticket.
+# Role {nodes.role}, on other nodes. A node joins again until the run ends and removes its ticket.
 (
     while [ ! -e "$ticket" ] && kill -0 "$controller" 2>/dev/null; do sleep 1; done
     exec {step} bash -c {shlex.quote(loop)}
