@@ -239,11 +239,10 @@ class RunProcesses:
                     return await self._work(StartedRun(workers, player, scorers, journal, private))
 
     def _shared_gpu(self) -> contextlib.AbstractAsyncContextManager[dict[str, str]]:
+        num_by_gpu = Counter(d for d in local_devices(self._config) if d != "cpu")
         return shared_gpu(
             self._config.cluster.share_gpu,
-            num_cuda_workers=max(
-                Counter(d for d in local_devices(self._config) if d != "cpu").values(), default=0
-            ),
+            num_cuda_workers=max(num_by_gpu.values(), default=0),
             log=self.run_dir.logs / "mps.log",
             warn=self._monitor.warn,
         )
