@@ -128,6 +128,79 @@ def test_table_and_page_hold_means_ranges_and_failures(measured):
     assert "<script" not in text
 
 
+@pytest.fixture
+def made(toml):
+    """A comparison of one run, which has finished."""
+    (design,) = plan_designs([toml], **(PLAN | {"presets": ["tunix"]}))
+    file = toml.parent / "compare" / "tunix" / "seed_0.json"
+    run_dir = make_run(file.with_suffix(""))
+    rows = run_dir.metrics.read_text().replace("{", '{"completion_length/mean": 9.0, ')
+    run_dir.metrics.write_text(rows)
+    row = {"settings": dict(design.resolved), "status": "finished", "peak_mib": 100.0}
+    file.write_text(json.dumps(row))
+    return ["compare", str(toml), "--presets", "tunix"], file, row
+
+
+def result_of(file):
+    folder = file.parents[1]
+    result = json.loads((folder / "results.json").read_text())
+    return result["rows"], (folder / "table.md").read_text()
+
+
+def test_repeated_command_measures_finished_runs_without_making_them_again(made, capsys):
+    command, file, _ = made
+    assert main(command) == 0
+    ((row,), table) = result_of(file)
+    assert (row["design"], row["samples_per_s"], row["peak_mib"]) == ("tunix", 128, 100.0)
+    assert "| tunix | 128.00 |" in table
+    assert "seed 0 ..." not in capsys.readouterr().out
+
+
+def test_run_made_before_its_preset_changed_is_refused(made, capsys):
+    command, file, row = made
+    row["settings"] |= {"weights.interrupt": "swap", "loss.correction_high": 2.0}
+    file.write_text(json.dumps(row))
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "of a run with other settings (weights.interrupt, loss.correction_high);" in error
+
+
+@pytest.mark.parametrize("text", ['{"settings": {"mo', "[]", '{"settings": "model = 1"}'])
+def test_row_that_cannot_be_read_is_refused_before_any_run(made, text, capsys):
+    command, file, _ = made
+    file.write_text(text)
+    assert main(command) == 2
+    assert f"{file} is not of this version of millrace; remove it" in capsys.readouterr().err
+
+
+def test_run_without_metrics_is_a_row_with_its_reason(made):
+    command, file, _ = made
+    (file.with_suffix("") / "metrics.jsonl").unlink()
+    assert main(command) == 1
+    ((row,), table) = result_of(file)
+    assert row["status"] == "failed"
+    assert "- tunix failed with seed 0: " in table
+    assert f"{file.with_suffix('')} has no metrics; remove it to repeat its run." in table
+
+
+def test_damaged_run_is_a_row_with_its_reason(made):
+    command, file, _ = made
+    (file.with_suffix("") / "summary.json").write_text("{}")
+    assert main(command) == 1
+    assert "- tunix failed with seed 0: KeyError('accuracy_after')" in result_of(file)[1]
+
+
+@pytest.mark.slow
+def test_run_whose_directory_was_removed_is_made_again(made, capsys):
+    command, file, row = made
+    shutil.rmtree(file.with_suffix(""))
+    assert main(command) == 1  # it has no tasks
+    assert "tunix, seed 0 ..." in capsys.readouterr().out
+    assert "There are no tasks" in result_of(file)[0][0]["error"]
+    kept = json.loads(file.read_text())
+    assert (kept["status"], kept["settings"]) == ("failed", row["settings"])
+
+
 def test_comparison_without_runs_is_refused(toml, capsys):
     assert main(["compare", str(toml), "--seeds", "0"]) == 2
     assert "--seeds and --parallel are 1 or more" in capsys.readouterr().err
@@ -186,6 +259,8 @@ def test_killed_comparison_ends_its_run_and_the_same_command_resumes_it(tmp_path
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
     assert len(steps_in(run_dir / "metrics.jsonl")) < 60
+    begun = json.loads(run_dir.with_suffix(".json").read_text())
+    assert begun["settings"]["trainer.steps"] == 60, "a changed command cannot resume it"
 
     code, printed, _ = Command(*command, folder=project).finish()
     assert code == 0, printed

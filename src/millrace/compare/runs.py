@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 from millrace.cluster.parent_death import with_parent_death_signal
 from millrace.compare.report import markdown, page
 from millrace.config import load_config, parse_overrides
-from millrace.core.errors import ConfigError, printable
+from millrace.core.errors import ConfigError, MillraceError, printable
 from millrace.monitoring.activity import mean_by_role, total_shares
-from millrace.monitoring.files.metrics import read_metrics, run_rates, table
+from millrace.monitoring.files.metrics import flatten, read_metrics, run_rates, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.report.summary import accuracy_by_step
-from millrace.monitoring.run_dir import RunDir
+from millrace.monitoring.run_dir import RunDir, write_atomically
 from millrace.run.checks import check_settings
 
 _SAMPLE_S = 1.0  # between two readings of the memory, at least
@@ -40,7 +40,8 @@ class Design:
     name: str
     source: Path
     preset: str | None
-    settings: Mapping[str, str]  # by dotted key
+    settings: Mapping[str, str]  # of the command line, by dotted key
+    resolved: Mapping[str, Any]  # all settings of its runs but seed and run_dir, by dotted key
     notes: tuple[str, ...]  # axes of the preset that the settings override
 
     @property
@@ -73,9 +74,11 @@ def plan_designs(
         parts += [f"{key}={value}" for key, value in swept]
         notes: list[str] = []
         overrides = parse_overrides(own)
-        check_settings(load_config(source, overrides=overrides, preset=preset, report=notes.append))
-        name = ", ".join(parts)
-        designs.append(Design(name, source, preset, settings=own, notes=tuple(notes)))
+        config = load_config(source, overrides=overrides, preset=preset, report=notes.append)
+        check_settings(config)
+        dumped = config.model_dump(mode="json", exclude={"seed", "run_dir"})
+        resolved = flatten(dumped, separator=".")
+        designs.append(Design(", ".join(parts), source, preset, own, resolved, tuple(notes)))
     folders = [design.folder for design in designs]
     if twice := {design.name for design in designs if folders.count(design.folder) > 1}:
         raise ConfigError(
@@ -107,43 +110,78 @@ def compare(args: argparse.Namespace) -> bool:
     notes = list(dict.fromkeys(note for design in designs for note in design.notes))
     for note in notes:
         print(printable(note))
+    pairs = itertools.product(designs, range(args.seeds))
+    runs = [_Run(design, seed, folder=folder) for design, seed in pairs]
     folder.mkdir(parents=True, exist_ok=True)
     pool = ThreadPoolExecutor(max_workers=args.parallel)
     try:
-        pairs = itertools.product(designs, range(args.seeds))
-        jobs = [pool.submit(_row, *pair, folder=folder, target=args.target) for pair in pairs]
-        rows = [job.result() for job in jobs]
+        rows = list(pool.map(lambda run: run.row(target=args.target), runs))
     finally:
         pool.shutdown(cancel_futures=True)
     command = shlex.join(["millrace", *sys.argv[1:]])
     shown = markdown(rows, notes=notes)
-    (folder / "table.md").write_text(f"`{command}`\n\n{shown}")
+    write_atomically(folder / "table.md", f"`{command}`\n\n{shown}")
     result = {"command": command, "target": args.target, "notes": notes, "rows": rows}
-    (folder / "results.json").write_text(json.dumps(result, indent=2) + "\n")
-    (folder / "page.html").write_text(page(rows, command=command, notes=notes))
+    write_atomically(folder / "results.json", json.dumps(result, indent=2) + "\n")
+    write_atomically(folder / "page.html", page(rows, command=command, notes=notes))
     print(f"{printable(shown)}\nwrote table.md, results.json and page.html to {folder}")
     return all(row["status"] == "finished" for row in rows)
 
 
-def _row(design: Design, seed: int, *, folder: Path, target: float | None) -> dict[str, Any]:
-    """Of a run that is made now, or was made before."""
-    run_dir = folder / design.folder / f"seed_{seed}"
-    file = run_dir.with_suffix(".json")
-    arguments = design.arguments(seed=seed, run_dir=run_dir)
-    settings = f"{design.source.read_text()}\n{arguments}"
-    row = json.loads(file.read_text()) if file.is_file() else {"settings": settings}
-    if row["settings"] != settings:
-        raise ConfigError(f"{file} is of a run with other settings; choose another --out.")
-    if row.get("status") != "finished":
-        print(f"{printable(design.name)}, seed {seed} ...", flush=True)
-        is_whole = not run_dir.exists()
-        ended = train_process(arguments, log=run_dir.with_suffix(".log"))
-        row |= {"status": "failed" if ended.error else "finished", **ended._asdict()}
-        row |= {} if is_whole else {"peak_mib": None, "peak_gpu_mib": None}  # of a part
-    row |= {"design": design.name, "seed": seed}
-    file.write_text(json.dumps(row, indent=2) + "\n")
-    is_measured = row["status"] == "finished"
-    return row | (measure_run(RunDir(run_dir), target=target) if is_measured else {})
+class _Run:
+    """A run of this command, which an earlier command may have made or begun."""
+
+    def __init__(self, design: Design, seed: int, *, folder: Path) -> None:
+        self._design, self._seed = design, seed
+        self._dir = RunDir(folder / design.folder / f"seed_{seed}")
+        self._file = self._dir.path.with_suffix(".json")
+        self._ended = self._read() if self._file.is_file() else {}
+
+    def _read(self) -> dict[str, Any]:
+        """How the run ended; raises ConfigError if it had other settings."""
+        try:
+            ended = json.loads(self._file.read_text())
+            earlier, ours = {**ended["settings"]}, self._design.resolved
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(
+                f"{self._file} is not of this version of millrace; remove it to repeat its run, or"
+                " choose another --out."
+            ) from None
+        changed = [k for k in {**earlier, **ours} if earlier.get(k, ...) != ours.get(k, ...)]
+        if changed:
+            raise ConfigError(
+                f"{self._file} is of a run with other settings ({', '.join(changed)}); choose"
+                " another --out."
+            )
+        return ended
+
+    def row(self, *, target: float | None) -> dict[str, Any]:
+        """Make the run, unless it has finished, and measure it."""
+        row = {"design": self._design.name, "seed": self._seed}
+        try:
+            if self._ended.get("status") != "finished" or not self._dir.is_finished:
+                self._make()
+            is_finished = self._ended["status"] == "finished"
+            measured = measure_run(self._dir, target=target) if is_finished else {}
+        except Exception as error:  # noqa: BLE001 - a row like that of any failed run
+            reason = str(error) if isinstance(error, MillraceError) else repr(error)
+            return self._ended | row | {"status": "failed", "error": reason}
+        return self._ended | row | measured
+
+    def _make(self) -> None:
+        print(f"{printable(self._design.name)}, seed {self._seed} ...", flush=True)
+        path = self._dir.path
+        is_whole = not path.exists()
+        self._write({})  # so that no command with other settings resumes the run
+        arguments = self._design.arguments(seed=self._seed, run_dir=path)
+        ended = train_process(arguments, log=path.with_suffix(".log"))._asdict()
+        ended |= {} if is_whole else {"peak_mib": None, "peak_gpu_mib": None}  # of a part
+        self._write({"status": "failed" if ended["error"] else "finished", **ended})
+
+    def _write(self, ended: Mapping[str, Any]) -> None:
+        self._ended = {"settings": self._design.resolved, **ended}
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._file, json.dumps(self._ended, indent=2) + "\n")
 
 
 class EndedRun(NamedTuple):
@@ -211,21 +249,23 @@ _SYNC = ("swap", "waiting for weights", "drained")
 
 def measure_run(run_dir: RunDir, *, target: float | None) -> dict[str, Any]:
     """None stands for what this run did not measure."""
-    rows = read_metrics(run_dir.metrics)
+    if not (rows := read_metrics(run_dir.metrics)):
+        raise ConfigError(f"{run_dir.path} has no metrics; remove it to repeat its run.")
     last = rows[-1]
     summary = run_dir.read_summary()
     wasted = table(last, "tokens/wasted")
     roles = mean_by_role(total_shares(read_trace(run_dir.trace)))
     engine, trainer = roles.get("engine"), roles.get("trainer")
     sync = {**engine.doing, **engine.waiting} if engine else {}
-    seconds = last["throughput/time_s"]
+    seconds, staleness = last["throughput/time_s"], _staleness(rows)
     return {
         "samples_per_s": run_rates(last).get("samples_per_s"),
         "seconds": seconds,
         "time_to_target_s": None if target is None else _time_to(target, rows, summary),
         "accuracy": summary["accuracy_after"],
         "reward": last["reward/mean"],
-        "staleness": _staleness(rows),
+        "staleness": staleness,
+        "mean_staleness": sum(int(age) * share for age, share in staleness.items()),
         "wasted": wasted,
         "wasted_share": sum(wasted.values()) / max(last["throughput/tokens"], 1),
         "engine_idle": engine and 1 - engine.busy,
