@@ -93,6 +93,7 @@ def test_measures_come_from_the_files_of_a_run(measured):
     found, _ = measured
     assert found["samples_per_s"] == 128
     assert found["staleness"] == pytest.approx({"0": 0.3, "1": 0.6, "2": 0.1})
+    assert found["mean_staleness"] == pytest.approx(0.8)
     assert found["wasted"] == {"dropped": 120, "cancelled": 400}
     assert found["wasted_share"] == pytest.approx(0.013)
     assert found["engine_idle"] == pytest.approx(0.25)
@@ -112,9 +113,15 @@ def test_table_and_page_hold_means_ranges_and_failures(measured):
     rows = [
         {**found, "design": "a<b", "seed": 0, "status": "finished", "peak_mib": 100.0},
         {**found, "design": "a<b", "seed": 1, "status": "finished", "samples_per_s": 132.0},
+        {**found, "design": "fast", "seed": 0, "status": "finished", "samples_per_s": 195.0},
         {"design": "broken", "seed": 0, "status": "failed", "error": "No model <here>."},
     ]
     table = markdown(rows, notes=["a note"])
+    headers, _, *lines = (line.strip("| ").split(" | ") for line in table.splitlines()[:5])
+    assert all(len(line) == len(headers) for line in lines)
+    assert dict(zip(headers, lines[1], strict=True))["times a<b"] == "1.50"
+    assert dict(zip(headers, lines[1], strict=True))["mean staleness"] == "0.8"
+    assert "peak MiB on GPUs" not in headers, "no run measured it"
     line = next(line for line in table.splitlines() if line.startswith("| a<b"))
     assert "| 130.00 (128.00 to 132.00) |" in line
     assert "| 100, 1 of 2 runs |" in line

@@ -15,9 +15,10 @@ td { padding: .3em .7em; text-align: left; border-bottom: 1px solid #ddd }
 """
 
 
-# Title, key of a row, and how a number is written.
+# Title ({} is the first design), key of a row, and how a number is written.
 _COLUMNS: Sequence[tuple[str, str, Callable[[float], str]]] = (
     ("samples/s", "samples_per_s", "{:.2f}".format),
+    ("times {}", "times", "{:.2f}".format),
     ("training s", "seconds", "{:.0f}".format),
     ("s to target", "time_to_target_s", "{:.0f}".format),
     ("accuracy", "accuracy", "{:.3f}".format),
@@ -28,22 +29,20 @@ _COLUMNS: Sequence[tuple[str, str, Callable[[float], str]]] = (
     ("engine time for weights", "sync_share", "{:.1%}".format),
     ("peak MiB", "peak_mib", "{:.0f}".format),
     ("peak MiB on GPUs", "peak_gpu_mib", "{:.0f}".format),
+    ("mean staleness", "mean_staleness", "{:.1f}".format),
 )
-_LAST = ("trained tokens by staleness", "wasted tokens by reason")
-_HEADERS = ("design", *(title for title, _, _ in _COLUMNS), *_LAST)
 
 
 def markdown(rows: Rows, *, notes: Sequence[str]) -> str:
-    lines = [_HEADERS, ["---"] * len(_HEADERS), *_lines(rows)]
+    headers, *lines = _lines(rows)
+    lines = [headers, ["---"] * len(headers), *lines]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return "\n".join([table, "", *(f"- {sentence}" for sentence in [*_errors(rows), *notes]), ""])
 
 
 def page(rows: Rows, *, command: str, notes: Sequence[str]) -> str:
     """One HTML file without scripts or anything from elsewhere."""
-    cells = (
-        [f"<td>{html.escape(cell)}</td>" for cell in line] for line in [_HEADERS, *_lines(rows)]
-    )
+    cells = ([f"<td>{html.escape(cell)}</td>" for cell in line] for line in _lines(rows))
     lines = "".join(f"<tr>{''.join(line)}</tr>" for line in cells)
     bars = "".join(
         f"<tr><td>{html.escape(name)}</td><td>{_bar(_mean_table(of_design, 'staleness'))}</td></tr>"
@@ -65,10 +64,18 @@ def _by_design(rows: Rows) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def _lines(rows: Rows) -> list[list[str]]:
-    """The cells of each design: means over its seeds, and the range if there are several."""
-    lines: list[list[str]] = []
+    """Titles, then the cells of each design: means over its seeds, and the range if there are
+    several. Columns that no run has measured are left out."""
+    first = rows[0]["design"]
+    speeds = [(row["design"], row.get("samples_per_s")) for row in rows]
+    if base := [speed for design, speed in speeds if design == first and speed]:
+        times = [speed and speed / fmean(base) for _, speed in speeds]
+        rows = [{**row, "times": share} for row, share in zip(rows, times, strict=True)]
+    columns = [column for column in _COLUMNS if any(row.get(column[1]) is not None for row in rows)]
+    tables = ("trained tokens by staleness", "wasted tokens by reason")
+    lines = [["design", *(title.format(first) for title, _, _ in columns), *tables]]
     for name, of_design in _by_design(rows).items():
-        cells = [_cell(of_design, key, write) for _, key, write in _COLUMNS]
+        cells = [_cell(of_design, key, write) for _, key, write in columns]
         stale, wasted = (_mean_table(of_design, key) for key in ("staleness", "wasted"))
         shares = ", ".join(f"{age}: {share:.0%}" for age, share in stale.items() if share >= 0.005)
         reasons = ", ".join(f"{reason} {count:.0f}" for reason, count in wasted.items())
