@@ -67,7 +67,7 @@ def test_settings_of_the_user_win_and_each_overridden_axis_is_reported():
     )
     assert (config.weights.interrupt, config.weights.transport) == ("drain", "collective")
     assert (config.weights.payload, config.engine.kv) == ("delta", "recompute")
-    assert config.loss == {"type": "tis", "cap": 3.0}
+    assert config.loss == {"type": "tis", "cap": 3.0, "aggregation": "constant"}
     assert config.buffer.max_staleness == 8
     assert reports == [
         "preset 'pipeline_rl': your settings override its axis 'Buffer': buffer.capacity = 8"
