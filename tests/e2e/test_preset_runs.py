@@ -3,30 +3,39 @@
 import contextlib
 import json
 import threading
-import tomllib
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from digits import TASKS, share_of_digits
+from digits import TASKS
+from held_group import digits_late, version_file
+from preset_signatures import SIGNATURES, Signature
+from recording_backend import Recording, RecordingBackend, read_recording
 from tiny_model import make_tiny_model
 
 import millrace as mr
 from millrace.core.records import Group
 from millrace.monitoring.files.metrics import read_metrics, table
-from millrace.presets import preset_names, preset_text
+from millrace.monitoring.files.trace import read_trace
 
 pytestmark = pytest.mark.slow
 
 MAX_NEW_TOKENS = 64
-STEPS = 8
+BACKEND = f"{Path(__file__).parents[1] / 'recording_backend.py'}:{RecordingBackend.__name__}"
+FEWEST_STEPS, MOST_STEPS = 6, 40
+UNLIMITED = 1000  # versions
+LONG = 4  # versions; a staleness that a run without a limit must reach
 
 
 class Watch(mr.Callback):
     """What a run trains on, and what it has written for its engines."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.weights = run_dir / "weights"
+    def __init__(self, folder: Path, *, until: Callable[[Mapping[str, Any]], bool]) -> None:
+        """`until`: whether the metrics of a step show the design, so that the run may end."""
+        self.folder, self.weights = folder, folder / "run" / "weights"
+        self.until, self.is_shown = until, False
         self.batches: list[list[int]] = [[]]
         self.mixed = self.whole = 0  # rollouts of several versions, and of one
         self.files: dict[str, set[str]] = {}  # tensors, by file name
@@ -40,6 +49,10 @@ class Watch(mr.Callback):
 
     def on_step(self, metrics) -> None:
         self.batches.append([])
+        version_file(self.folder, metrics["version"]).touch()
+        self.is_shown |= self.until(metrics)
+        if self.is_shown and metrics["step"] >= FEWEST_STEPS:
+            raise mr.StopTraining
 
     def look(self, has_ended: threading.Event) -> None:
         """Versions are removed as soon as all engines have read them."""
@@ -55,11 +68,11 @@ class Watch(mr.Callback):
             self.files.setdefault(file.name, set()).update(json.loads(header))
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", SIGNATURES)
 def test_run_shows_the_design(name: str, tmp_path: Path):
-    design = tomllib.loads(preset_text(name))
-    run_dir = tmp_path / "run"
-    watch = Watch(run_dir)
+    design = SIGNATURES[name]
+    held_until = version_to_hold_until(design)
+    watch = Watch(tmp_path, until=lambda metrics: has_outcome(design, metrics))
     has_ended = threading.Event()
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
         stack.callback(has_ended.set)
@@ -67,68 +80,93 @@ def test_run_shows_the_design(name: str, tmp_path: Path):
         mr.train(
             preset=name,
             model=str(make_tiny_model(tmp_path / "model")),
-            run_dir=str(run_dir),
-            weights={"directory": str(run_dir / "weights")},
-            tasks=TASKS,
-            scorers=[share_of_digits],
+            run_dir=str(tmp_path / "run"),
+            weights={"directory": str(watch.weights)},
+            tasks=[{**task, "folder": str(tmp_path), "held_until": held_until} for task in TASKS],
+            scorers=[digits_late],
             sampling={"max_new_tokens": MAX_NEW_TOKENS},
             rollout={"group_size": 4},
-            trainer={"steps": STEPS, "groups_per_step": 4},
+            trainer={"steps": MOST_STEPS, "groups_per_step": 4},
             optimizer={"learning_rate": 1e-10},  # few weights change, so changes are small
-            engine={"max_sequences": 12},
+            engine={
+                "type": BACKEND,
+                "max_sequences": 12,
+                "options": {"recording": str(tmp_path / "recording")},
+            },
             scoring={"workers": 1},
             cluster={"threads": 1},
             monitoring={"progress": "off"},
             callbacks=[watch],
         )
     looking.result()
-    rows = read_metrics(run_dir / "metrics.jsonl")
-    check_interrupt(design, watch)
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    spans = read_trace(tmp_path / "run" / "trace.json")
+    names = {span.name for span in spans if span.worker.startswith("engine")}
+    check_interrupt(design, watch, read_recording(tmp_path / "recording"), names=names)
     check_staleness(design, rows)
-    check_dropped(design, rows)
     check_order(design, watch)
     check_files(design, watch)
 
 
-def check_interrupt(design, watch: Watch) -> None:
-    """Which versions a rollout mixes says where engines stop for new weights."""
-    if design["weights"]["interrupt"] in ("drain", "barrier"):
-        assert watch.mixed == 0
-    else:
-        assert watch.mixed > 0
+def version_to_hold_until(design: Signature) -> int:
+    """So that the limit decides what happens to the first group; 0 = hold none."""
+    if design.order == "in_order":  # all batches would wait for it
+        return 0
+    if design.limit == UNLIMITED:
+        return LONG
+    # The batch of version `limit` is the last that may contain it.
+    return design.limit + {"wait": 0, "take": 1, "cancel": 2}[design.enforce]
+
+
+def check_interrupt(design: Signature, watch: Watch, seen: Recording, *, names: set[str]) -> None:
+    """What happens to running sequences when new weights arrive."""
+    assert seen.updates >= 5
+    assert (watch.mixed > 0) == (design.interrupt in ("swap", "abort", "save"))
     assert watch.whole > 0
+    assert (seen.in_flight > 0) == (design.interrupt == "swap")
+    assert (seen.paused > 0, "waiting for weights" in names) == (design.interrupt == "save",) * 2
+    assert (seen.interrupted > 0, seen.resumed > 0) == (design.interrupt == "abort",) * 2
+    assert (seen.held > 0) == (design.interrupt == "drain")
+    assert ("drain" in names) == (design.interrupt == "drain")
+    assert (seen.prefill_tokens > seen.prompt_tokens) == (design.kv == "recompute")
 
 
-def check_staleness(design, rows) -> None:
-    limit = design["buffer"]["max_staleness"]
-    largest = max(row["staleness/max"] for row in rows)
-    assert largest <= limit
-    assert (largest > 0) == (limit > 0)
+def has_outcome(design: Signature, metrics: Mapping[str, Any]) -> bool:
+    """Whether the first group was trained, dropped or cancelled, as the design wants it."""
+    if design.enforce == "cancel":
+        return metrics.get("cancelled/scoring", 0) > 0
+    if design.enforce == "take" and design.limit != UNLIMITED:
+        return metrics.get("cancelled/waiting", 0) > 0
+    return metrics["staleness/max"] >= (LONG if design.limit == UNLIMITED else design.limit)
 
 
-def check_dropped(design, rows) -> None:
-    """Generation that no limit holds back is rejected later; on-policy runs lose nothing."""
-    wasted = table(rows[-1], "tokens/wasted")
-    if design["buffer"]["capacity"] == "unbounded":
+def check_staleness(design: Signature, rows) -> None:
+    """What becomes of a group that is too slow, and how stale trained tokens are."""
+    assert any(has_outcome(design, row) for row in rows)
+    assert max(row["staleness/max"] for row in rows) <= design.limit
+    wasted, cancelled = table(rows[-1], "tokens/wasted"), table(rows[-1], "cancelled")
+    if design.limit in (0, UNLIMITED):
+        assert (wasted, cancelled) == ({}, {})
+    elif design.enforce == "wait":
+        assert "dropped" not in wasted
+    elif design.enforce == "take":
         assert wasted["dropped"] > 0
-    if design["buffer"]["max_staleness"] == 0:
-        assert wasted == {}
+        assert set(cancelled) == {"waiting"}, "only the buffer checks the limit"
+    else:
+        assert wasted["cancelled"] > 0
 
 
-def check_order(design, watch: Watch) -> None:
-    if design["buffer"]["order"] == "in_order":
-        numbers = [number for batch in watch.batches for number in sorted(batch)]
-        assert numbers == sorted(numbers)
+def check_order(design: Signature, watch: Watch) -> None:
+    numbers = [number for batch in watch.batches for number in sorted(batch)]
+    assert (numbers == sorted(numbers)) == (design.order == "in_order")
 
 
-def check_files(design, watch: Watch) -> None:
+def check_files(design: Signature, watch: Watch) -> None:
     """Weights travel as files, whole, as changes or as adapters; or not as files."""
-    if design["weights"]["transport"] != "disk":
+    if design.transport != "disk":
         assert watch.files == {}
         return
-    assert ("delta.safetensors" in watch.files) == (design["weights"].get("payload") == "delta")
+    assert ("delta.safetensors" in watch.files) == (design.payload == "delta")
     tensors = set.union(*watch.files.values()) - {"__metadata__"}
-    is_adapter = any("lora" in tensor for tensor in tensors)
-    assert is_adapter == ("lora" in design)
-    if is_adapter:
-        assert all("lora" in tensor for tensor in tensors)
+    is_adapter = {tensor for tensor in tensors if "lora" in tensor}
+    assert is_adapter == (tensors if design.has_adapter else set())

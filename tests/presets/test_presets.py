@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from preset_signatures import SIGNATURES, signature_of
 
 from millrace.cli.main import main
 from millrace.config import load_config
@@ -40,6 +41,13 @@ def test_preset_has_valid_settings_for_any_batch(name):
         check_settings(config)
         build_loss(config.loss, max_new_tokens=16)
         assert config != load_config(work)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_preset_has_the_signature_of_its_library(name):
+    config = load_config({"model": "m"}, preset=name, report=pytest.fail)
+    assert signature_of(config) == SIGNATURES[name]
+    assert (config.lora is None) or (config.lora.rank, config.lora.apply) == (8, "unmerged")
 
 
 @pytest.mark.parametrize("name", NAMES)
