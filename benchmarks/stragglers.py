@@ -21,7 +21,8 @@ Policies, on the same model, tasks, batches and seeds:
 Columns: trained episodes per second after the first steps; the share of sampled tokens that was not
 trained (tokens/wasted: whole turns only); mean reward and mean tokens of the trained episodes,
 which equal those of "plain" if there is no bias; episodes that were cut; shares of the trained
-groups, by quarters of the tasks from the shortest to the longest: without a bias, each has 25 %.
+groups, by quarters of the tasks from the shortest to the longest: without a bias, each has 25 %;
+and the tokens that were not trained, by reason (docs/explanation/buffer.md), the most first.
 """
 
 import argparse
@@ -87,7 +88,7 @@ def main() -> None:
         rows = []
         print(
             f"{'policy':14} {'episodes/s':>10} {'wasted':>7} {'reward':>7} {'tokens':>7} {'cut':>4}"
-            f" {'by length':>15}"
+            f" {'by length':>19}  wasted tokens"
         )
         for name in args.policies:
             run_dir = Path(folder) / name.replace(" ", "_")
@@ -160,10 +161,12 @@ def summary(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any]) -> str:
+    reasons = sorted(row["tokens_wasted"].items(), key=lambda item: -item[1])
     return (
         f"{row['policy']:14} {row['episodes_per_s']:10.1f} {row['wasted_share']:7.1%}"
         f" {row['reward']:7.3f} {row['tokens']:7.1f} {row['cut']:4d}"
         f" {' '.join(f'{share:4.0%}' for share in row['share_by_length'])}"
+        f"  {', '.join(f'{reason} {count}' for reason, count in reasons) or 'none'}"
     )
 
 
