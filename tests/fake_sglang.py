@@ -69,6 +69,8 @@ class FakeSglang(FakeVllm):
             answer = {"success": False, "message": str(error), "num_paused_requests": 0}
             return _json(answer, status=400)
         self.cleared.append(body["flush_cache"])
+        if body["flush_cache"]:
+            self._prefixes.clear()
         return _json({"success": True, "message": "Succeeded.", "num_paused_requests": 0})
 
     async def _set_version(self, request: web.Request) -> web.Response:
@@ -108,7 +110,8 @@ class FakeSglang(FakeVllm):
         given = {"max_tokens": asked["max_new_tokens"], "temperature": asked["temperature"]}
         given |= {"stop_token_ids": asked.get("stop_token_ids", ())}
         given |= {"logprobs": body.get("top_logprobs_num", 0)}
-        job = _Job(body={"token_ids": body["input_ids"], "sampling_params": given})
+        salted = {"token_ids": body["input_ids"], "cache_salt": body["extra_key"]}
+        job = _Job(body={**salted, "sampling_params": given})
         rid = body.get("rid", f"single-{len(self.calls)}")
         assert rid not in self._jobs
         self._jobs[rid] = job

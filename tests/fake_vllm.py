@@ -47,8 +47,17 @@ class _Job:
 class FakeVllm:
     guarded: ClassVar = ("/v1", "/inference")  # paths that want the key
 
-    def __init__(self, path: str, *, faults: Sequence[str] = (), api_key: str | None = None):
+    def __init__(
+        self,
+        path: str,
+        *,
+        faults: Sequence[str] = (),
+        api_key: str | None = None,
+        max_running: int | None = None,
+    ):
+        """`max_running`: requests that are sampled at the same time; the others wait."""
         self.faults = set(faults)
+        self.num_sampled = 0  # tokens
         self.calls: list[str] = []  # paths, in order
         self.cleared: list[bool] = []  # for each pause, whether it forgot all KV
         self._api_key = api_key
@@ -60,6 +69,9 @@ class FakeVllm:
         self._can_score = False  # prompts, with an adapter
         self._version = "default"
         self._jobs: dict[str, _Job] = {}
+        self._max_running = max_running
+        # The weights that each prompt in the cache was computed with, by salt and tokens.
+        self._prefixes: dict[tuple[str, tuple[int, ...]], str] = {}
         self._may_run = asyncio.Event()
         self._may_run.set()
         self._arrived = asyncio.Event()
@@ -100,6 +112,8 @@ class FakeVllm:
     async def _pause(self, request: web.Request) -> web.Response:
         assert request.query["mode"] == "keep"
         self.cleared.append(request.query["clear_cache"] == "true")
+        if self.cleared[-1]:
+            self._prefixes.clear()
         self._may_run.clear()
         await asyncio.sleep(0.001)  # the step in progress ends
         return _json({"status": "paused"})
@@ -233,7 +247,8 @@ class FakeVllm:
     async def _decode(self) -> None:
         while True:
             await self._may_run.wait()
-            for job in [job for job in self._jobs.values() if job.finish is None]:
+            unfinished = [job for job in self._jobs.values() if job.finish is None]
+            for job in unfinished[: self._max_running]:
                 self._sample(job)
             self._jobs = {id: job for id, job in self._jobs.items() if job.finish is None}
             if not self._jobs:
@@ -256,7 +271,10 @@ class FakeVllm:
 
     def _sample(self, job: _Job) -> None:
         sampling = job.body["sampling_params"]
-        known = (self._weights, (*job.body["token_ids"], *job.tokens))
+        prompt, weights = (*job.body["token_ids"],), self._weights
+        if not job.tokens:  # as a cached prompt makes it; the KV of later tokens is always new
+            weights = self._prefixes.setdefault((job.body["cache_salt"], prompt), weights)
+        known = (weights, (*prompt, *job.tokens))
         if known not in _logits:
             _logits[known] = self._rows(known[1])[-1]
         logits = _logits[known]
@@ -264,6 +282,7 @@ class FakeVllm:
         processed = (logits / (heat or 1.0)).log_softmax(-1)
         token = int(logits.argmax() if heat == 0 else torch.multinomial(processed.exp(), 1))
         job.tokens.append(token)
+        self.num_sampled += 1
         if not job.spans or job.spans[-1]["version"] != self._version:
             start = len(job.tokens) - 1
             job.spans.append({"version": self._version, "start": start, "end": start})

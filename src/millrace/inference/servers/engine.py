@@ -7,7 +7,8 @@ A server that dies, breaks a stream or refuses a call raises EngineLost, which e
 supervisor starts another.
 
 Each completion is a request of its own at the server, so that a stop string ends one of several.
-A server's prefix cache may not know of new weights, so the version is part of its key.
+A server's prefix cache may not know of new weights, so the version is part of its key. A request
+has its key for life, so one that is not prefilled yet is sent again after a pause.
 
 The worker's main thread calls everything except prepare().
 """
@@ -38,7 +39,7 @@ from millrace.inference.servers.process import ServerProcess
 from millrace.inference.servers.staging import StagedVersion, WeightStaging
 
 _POLL_S = 0.01  # how long a step waits for tokens
-_ABORT_AGAIN_S = 0.25  # an abort that overtakes its request has no effect
+_ABORT_AGAIN_S = 0.05  # an abort that overtakes its request has no effect
 _ABORT_TIMEOUT_S = 60.0
 
 
@@ -78,8 +79,9 @@ class ServerEngine:
         self._outputs = OutputProcessor(self.rules, sampled_by=ServedSequence.sampled, **limits)
         self._running: dict[str, ServedSequence] = {}  # by id at the server
         self._held: list[ServedSequence] = []  # wait for release_new()
-        self._suspended: list[ServedSequence] = []  # wait for _resume(): the server keeps none
+        self._suspended: list[ServedSequence] = []  # wait for _resume(): not at the server
         self._holds_new = self._is_paused = False
+        self._has_kv = True  # False if the pause has forgotten that of the running requests
         self._num_generated = self._num_prefilled = 0
 
     @property
@@ -124,9 +126,9 @@ class ServerEngine:
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
         """Logprobs at temperature 1 alone, which is what all servers report for given tokens."""
-        was_paused = self._is_paused and self.client.keeps_requests
+        was_paused = self._is_paused
         if was_paused:
-            self._resume()
+            self.client.resume()
         scored = []
         for request in requests:
             if request.temperature != 1.0 or request.top_k or request.wants_entropies:
@@ -142,7 +144,7 @@ class ServerEngine:
                 )
             )
         if was_paused:
-            self.pause()
+            self._stop()
         return scored
 
     def abort(
@@ -170,7 +172,8 @@ class ServerEngine:
         return self.abort(dict.fromkeys(s.request.id for s in running), finish="interrupt")
 
     def preempt_all(self) -> list[FinishedCompletions]:
-        self.pause()
+        if not self._is_paused:
+            self._stop(forget_kv=self.kv == "recompute")
         return []
 
     def hold_new(self) -> None:
@@ -185,9 +188,10 @@ class ServerEngine:
         return self.staging.write(tensors, version=version)
 
     def commit(self, prepared: StagedVersion) -> None:
-        was_paused = self._is_paused
+        was_paused, forget_kv = self._is_paused, self.kv == "recompute"
         self.version = None
-        self._stop(forget_kv=self.kv == "recompute")
+        if not was_paused or (forget_kv and self._has_kv):
+            self._stop(forget_kv=forget_kv)
         if prepared.is_adapter:
             self.client.load_adapter(prepared.folder.name)
         else:
@@ -215,15 +219,15 @@ class ServerEngine:
         raise NotImplementedError("needs Capability.SLEEP")
 
     def _stop(self, *, forget_kv: bool = False) -> None:
-        """Pause the server, or end its requests until _resume()."""
-        if self.client.keeps_requests:
-            self.client.pause(forget_kv=forget_kv)
-        else:
-            running = list(self._running.values())
-            for sequence in running:
-                sequence.will_return = True
-            self._abort(running)
-        self._is_paused = True
+        """Pause the server. Requests that it does not keep end there until _resume(), and so do
+        those without a token: they would continue from prompts cached under older weights."""
+        keeps = self.client.keeps_requests
+        ending = [s for s in self._running.values() if not (keeps and s.num_received)]
+        for sequence in ending:
+            sequence.will_return = True
+        self._abort(ending)
+        self.client.pause(forget_kv=forget_kv)
+        self._is_paused, self._has_kv = True, not forget_kv
 
     def _resume(self) -> None:
         if not self._is_paused:
@@ -256,7 +260,7 @@ class ServerEngine:
                 self._receive(wait_s=_POLL_S)
 
     def _send(self, new: Sequence[ServedSequence]) -> None:
-        if self._is_paused and not self.client.keeps_requests:
+        if self._is_paused:
             self._suspended += new
             return
         for sequence in new:
