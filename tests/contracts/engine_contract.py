@@ -36,7 +36,8 @@ from millrace.weights.transport import make_sender
 
 MAX_CONTEXT = 128
 OpenEngine = Callable[..., AbstractAsyncContextManager[Engine]]
-"""Called with a model directory, and with `lora` or `adapters` where a part needs them."""
+"""Called with a model directory, and with `lora`, `adapters` or `reproducible` where a part needs
+them."""
 
 WHOLE_DISTRIBUTION = [{}, {"temperature": 0.7}, {"temperature": 0.0}]
 TRUNCATED = [

@@ -114,6 +114,26 @@ class SeedsPart(EngineContract):
         np.testing.assert_array_equal(stopped.tokens, free.tokens[:5])
 
 
+class ReproduciblePart(EngineContract):
+    capability = Capability.REPRODUCIBLE
+
+    async def test_bits_of_a_version_do_not_depend_on_what_was_served_before(
+        self, open_engine: OpenEngine, model_path: Path, sender: PackingSender
+    ):
+        update, found = sender.publish(1, weights(seed=0)), list[list[list[Completion]]]()
+        batch = [make_request(str(i), prompt=prompt_of(6, seed=i), temperature=0.0) for i in (0, 1)]
+        for earlier in ([], batch):  # which an engine could take drafts of the same text from
+            async with open_engine(model_path, reproducible=True) as engine:
+                for request in earlier:
+                    await engine.generate(request)
+                await engine.swap(update)
+                found.append(await asyncio.gather(*map(engine.generate, batch)))
+        for alone, after in zip(*found, strict=True):
+            for ours, theirs in zip(alone, after, strict=True):
+                np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+                np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
+
+
 class PartialsPart(EngineContract):
     capability = Capability.PARTIALS
 

@@ -13,6 +13,7 @@ from engine_contract_parts import (
     LogitsPart,
     LoraPart,
     PartialsPart,
+    ReproduciblePart,
     RoutesPart,
     ScoringPart,
     SeedsPart,
@@ -26,7 +27,11 @@ from millrace.inference.backend import EmbeddedBackend, EngineSpec
 
 
 def open_embedded(
-    model_path: Path, *, lora: LoraConfig | None = None, **settings: Any
+    model_path: Path,
+    *,
+    lora: LoraConfig | None = None,
+    reproducible: bool = False,
+    **settings: Any,
 ) -> AbstractAsyncContextManager[Any]:
     config = EngineConfig(max_sequences=8, max_context=MAX_CONTEXT, **settings)
     spec = EngineSpec(
@@ -36,6 +41,7 @@ def open_embedded(
         version=0,
         lora=lora,
         records_routes=True,
+        reproducible=reproducible,
     )
     return open_in_process(EmbeddedBackend(block_tokens=4, prefill_tokens=16), spec)
 
@@ -44,6 +50,7 @@ class TestEmbeddedEngine(
     KeptIdsPart,
     RoutesPart,
     SeedsPart,
+    ReproduciblePart,
     PartialsPart,
     TokenVersionsPart,
     ScoringPart,

@@ -20,6 +20,7 @@ from millrace.inference.embedded.build import engine_of
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
 
 ALL = frozenset(Capability)
+BARRIER = {"interrupt": "barrier"}
 CORE_ONLY = {"weights": {"interrupt": "drain"}, "journal": {"partial_every_s": 0}}
 
 
@@ -60,11 +61,9 @@ def test_unknown_backend_is_refused(settings, message):
 
 def test_basic_settings_need_no_capability():
     check_capabilities(config(), frozenset(), has_experts=False)
-    check_capabilities(
-        config(weights={"interrupt": "barrier"}, buffer={"max_staleness": 0}, journal={}),
-        frozenset(),
-        has_experts=False,
-    )
+    synchronous = config(weights=BARRIER, buffer={"max_staleness": 0}, journal={})
+    reproducible = frozenset({Capability.REPRODUCIBLE})
+    check_capabilities(synchronous, reproducible, has_experts=False)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +72,7 @@ def test_basic_settings_need_no_capability():
         ({"sampling": {"top_k": 5}}, "sampling.top_k = 5", Capability.KEPT_IDS),
         ({"sampling": {"top_p": 0.9}}, "sampling.top_p = 0.9", Capability.KEPT_IDS),
         ({"sampling": {"min_p": 0.1}}, "sampling.min_p = 0.1", Capability.KEPT_IDS),
+        ({"weights": BARRIER}, "weights.interrupt = 'barrier'", Capability.REPRODUCIBLE),
         ({"weights": {}}, "weights.interrupt = 'swap'", Capability.TOKEN_VERSIONS),
         (
             {"weights": {"interrupt": "save"}},

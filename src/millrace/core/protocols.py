@@ -32,6 +32,7 @@ class Capability(StrEnum):
     KEPT_IDS = "kept ids of truncated sampling"
     ROUTES = "expert routes of each token"
     SEEDS = "seeded sampling"
+    REPRODUCIBLE = "bitwise reproducible sampling"
     SCORING = "logprobs and entropies of given tokens"
     PARTIALS = "resuming partial completions"
     TOKEN_VERSIONS = "weight swaps within a completion"

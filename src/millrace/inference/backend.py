@@ -210,9 +210,9 @@ class EmbeddedBackend:
 @plugin
 class VllmBackend:
     """A vLLM server for each engine, which Millrace starts and replaces, or to which it connects.
-    Not offered: kept ids and routes, which the API lacks on many devices; seeds, because a resumed
-    sequence draws other tokens; entropies; adapters besides that of the policy; grammars, because
-    vLLM loads no tokenizer; penalties, logit biases and top logprobs."""
+    Not offered: kept ids and routes, which the API lacks on many devices; seeds and reproducible
+    bits, because a resumed sequence draws other tokens; entropies; adapters besides that of the
+    policy; grammars, because vLLM loads no tokenizer; penalties, logit biases and top logprobs."""
 
     # Python interpreter of the environment that has vLLM. By default Millrace's own.
     python: str | None = None
@@ -334,9 +334,11 @@ def _needs(config: RunConfig, *, has_experts: bool) -> Iterator[tuple[str, Capab
     if config.trainer.replay_routes and has_experts:
         setting = "trainer.replay_routes = true with a mixture of experts"
         yield setting, Capability.ROUTES, "set it to false"
+    if interrupt == "barrier":  # which promises runs that can be repeated
+        yield "weights.interrupt = 'barrier'", Capability.REPRODUCIBLE, "set it to 'drain'"
     if interrupt in INTERRUPTS_WITHIN_COMPLETIONS:
         setting = f"weights.interrupt = {interrupt!r}"
-        remedy = "set it to 'drain' or 'barrier'"
+        remedy = "set it to 'drain'"
         yield setting, Capability.TOKEN_VERSIONS, remedy
         if interrupt == "abort":
             yield setting, Capability.PARTIALS, remedy
