@@ -246,6 +246,20 @@ def test_engines_with_tensor_parallelism_have_whole_sets_of_gpus():
         gpus_of(1)
 
 
+def test_engines_of_attached_servers_need_no_gpu(tmp_path):
+    servers = {"type": "vllm", "tp": 2, "options": {"attach": ["http://a", "http://b"]}}
+    on_cpu = {"engine-0": "cpu", "engine-1": "cpu"}
+    assert where({"engine": servers}, 1) == {"trainer": "cuda:0", **on_cpu}
+    all_ranks = {f"trainer-{i}": f"cuda:{i}" for i in range(4)}
+    assert where({"engine": servers, "trainer": {"ranks": "auto"}}, 4) == {**all_ranks, **on_cpu}
+    path = str(make_tiny_model(tmp_path))
+    devices = host(1, total_bytes=16 * num_weights(path))  # for the trainer alone
+    config = placed(load_config({"model": path, "engine": servers}), devices=devices)
+    processes = placed_processes(config, devices=devices)
+    check_memory(processes, devices)
+    assert list(placement_lines(processes, devices))[-1].endswith("passes requests to its server")
+
+
 def test_models_with_tensor_parallelism_have_whole_sets_of_gpus():
     judge = OtherModel(name="judge", path="m", dtype="auto", tp=2)
     devices = host(6)

@@ -130,6 +130,11 @@ class EngineConfig(Section):
         return self.type in ("vllm", "sglang")
 
     @property
+    def attached(self) -> tuple[str, ...]:
+        """URLs of the servers that run already; the engines' processes need no GPU then."""
+        return tuple(self.options.get("attach", ()))
+
+    @property
     def num_local(self) -> int:
         """`count`, which is 1 before "auto" is resolved."""
         return 1 if self.count == "auto" else self.count

@@ -274,7 +274,7 @@ def load_backend(config: EngineConfig) -> EngineBackend:
 
 def check_servers(config: RunConfig) -> None:
     """Refuse settings that do not fit the servers: their number, key, adapters and KV."""
-    servers = config.engine.options.get("attach", ())
+    servers = config.engine.attached
     num_engines = config.engine.num_local + config.evaluate.engines
     if servers and (config.engine.remote or len(servers) != num_engines):
         raise ConfigError(
@@ -298,7 +298,7 @@ def check_servers(config: RunConfig) -> None:
 
 def of_engine(config: EngineConfig, index: int) -> EngineConfig:
     """The settings of one of several engines, which has its own server to attach to."""
-    if not (servers := config.options.get("attach")):
+    if not (servers := config.attached):
         return config
     own = {**config.options, "attach": [servers[index % len(servers)]]}
     return config.model_copy(update={"options": own})

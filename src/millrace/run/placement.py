@@ -2,7 +2,8 @@
 
 The trainer's ranks come first, then models besides the policy, with a GPU for each process as long
 as one is left for engines. Engines get the rest. GPUs that the user names are given to nobody else.
-One GPU is shared by all processes; without a GPU, all of them compute on the CPU.
+One GPU is shared by all processes; without a GPU, all of them compute on the CPU. Engines whose
+servers run already only pass requests on, so they are on the CPU.
 
 Promise: placed() leaves no number of processes open. A device that cannot hold the weights of its
 processes is refused in one sentence before any of them starts. torch is imported by functions only.
@@ -78,6 +79,7 @@ def other_models(config: RunConfig, specs: Sequence[ScorerSpec]) -> list[OtherMo
             tp=role.engine.tp,
         )
         for name, role in config.environment.models.items()
+        if not role.engine.attached
     ]
     scorers = [
         OtherModel(name=spec.name, path=path, dtype=spec.type.dtype)
@@ -106,6 +108,9 @@ def placed(
     """The settings with every number of processes, and a GPU for each process if there are
     several."""
     gpus = [device for device in devices if device.name != "cpu"]
+    if config.engine.attached:
+        own = ("cpu",) if _is_open(config.placement.engines) else config.placement.engines
+        config = config.updated(engine={"tp": 1}, placement={"engines": own})
     placement, count, ranks = config.placement, config.engine.count, config.trainer.ranks
     named = {*placement.trainer, *placement.engines}.union(*placement.models.values())
     free = [gpu.name for gpu in gpus if gpu.name not in named]
@@ -142,8 +147,7 @@ def placed(
         )
     if count == "auto":
         is_shared = _is_open(engines) or engines == trainer
-        num_servers = len(config.engine.options.get("attach", ()))
-        num_places = num_servers or (0 if is_shared else len(engines) // tp)
+        num_places = len(config.engine.attached) or (0 if is_shared else len(engines) // tp)
         count = max(1, num_places - config.evaluate.engines)
     return config.updated(
         engine={"count": count},
@@ -170,7 +174,7 @@ def _num_ranks(config: RunConfig, *, gpus: Sequence[HostDevice], most: int) -> i
         return unit
     state_bytes = _rank_bytes(config.updated(trainer={"ranks": 1, "mesh": MeshConfig()}))
     needed = -(-state_bytes * mesh.dp_replicate // int(_ROOM * gpus[0].total_bytes))
-    has_engines = config.engine.num_local + config.engine.remote > 0
+    has_engines = not config.engine.attached and config.engine.num_local + config.engine.remote > 0
     share = len(gpus) // 2 if has_engines else most
     wanted = max(min(share, most), min(needed, most), 1)
     return max(unit, wanted - wanted % unit)
@@ -205,7 +209,10 @@ def placed_processes(
     for i in range(num_local + config.evaluate.engines):
         name = f"engine-{i}" if i < num_local else f"evaluator-{i - num_local}"
         for device in placement.engine_devices(i, tp=tp):
-            add(name, device, policy_bytes // tp, "and the KV cache")
+            if config.engine.attached:
+                add(name, device, 0, "passes requests to its server")
+            else:
+                add(name, device, policy_bytes // tp, "and the KV cache")
     for i in range(config.engine.remote):
         add(f"engine-{num_local + i}", ELSEWHERE, policy_bytes // tp, "and the KV cache")
     for model in models:

@@ -344,7 +344,8 @@ def _resolve_auto(config: RunConfig) -> RunConfig:
     num_ranks = trainer.num_ranks * (1 if config.lora else max(1, len(config.policies)))
     # The cores of this host say nothing of others, where a process has those that it reserves.
     shared = available_cores() // (num_engines + num_ranks) if config.cluster.is_local else 1
-    engine_device = placement.engine(0) if engine.num_local > 0 else placement.trainer[0]
+    has_device = engine.num_local > 0 and not engine.attached
+    engine_device = placement.engine(0) if has_device else placement.trainer[0]
     return config.updated(
         optimizer={"learning_rate": config.learning_rate},
         engine={"dtype": dtype(engine.dtype, engine_device)},
