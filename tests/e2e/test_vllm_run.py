@@ -74,6 +74,19 @@ def test_killed_server_is_replaced(model, tmp_path, sections, kind, python):
     assert servers() == []
 
 
+def test_swaps_of_an_adapter_are_probed_with_several_ranks(model, tmp_path):
+    settings = {
+        "lora": {"rank": 4},
+        "trainer": {"ranks": 2, "steps": 2, "groups_per_step": 4},
+        "optimizer": {"learning_rate": 3e-2},
+        "supervision": {"max_restarts": 0},  # of an engine that fails the probe
+    }
+    train(model, tmp_path / "run", python=write_python(tmp_path), steps=2, **settings)
+    python = write_python(tmp_path, faults=["stale_adapter"])
+    with pytest.raises(RunFailed, match="the engine's weights are wrong"):
+        train(model, tmp_path / "stale", python=python, steps=2, **settings)
+
+
 def test_run_on_torn_weights_ends_with_both_numbers(model, tmp_path):
     python = write_python(tmp_path, faults=["torn"])
     once = {"max_restarts": 0}

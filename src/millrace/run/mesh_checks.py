@@ -38,12 +38,6 @@ def check_mesh(config: RunConfig) -> None:
             f"trainer.mesh.ep = {sizes.ep} does not divide dp_shard * cp ="
             f" {sizes.dp_shard * sizes.cp}; choose a divisor."
         )
-    if config.probes_weights and config.lora is not None and (config.lora.dora or ranks > 1):
-        reason = "lora.dora = true" if config.lora.dora else f"[lora] on trainer.ranks = {ranks}"
-        raise ConfigError(
-            "The swap probe, which is on with engine.type = 'vllm' or 'sglang' or weights.probe ="
-            f" true, cannot score {reason}; train without it, or set weights.probe to false."
-        )
     if sizes.tp > 1 and config.lora is not None and config.lora.dora:
         raise ConfigError(
             f"lora.dora = true is not supported with trainer.mesh.tp = {sizes.tp}; set lora.dora to"

@@ -112,6 +112,17 @@ def _trainer_of(
     )
 
 
+def load_base(config: RunConfig) -> PreTrainedModel:
+    """The weights beneath an adapter, whole and in memory of the host."""
+    return load_model(
+        config.model.path,
+        dtype=frozen_dtype(config),
+        device=torch.device("cpu"),
+        attention=PACKED,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
 def build_policy(
     config: RunConfig, *, path: str, ranks: Ranks, on_forward: Callable[[], None]
 ) -> PolicyModel:

@@ -32,7 +32,7 @@ from millrace.models.devices import (
 )
 from millrace.models.directory import load_tokenizer, text_config, weights_checksum
 from millrace.training.adapters.past_versions import PastVersions
-from millrace.training.build import build_sender, build_trainers, seed_everything
+from millrace.training.build import build_sender, build_trainers, load_base, seed_everything
 from millrace.training.checkpoints.directory import read_run_state, step_of
 from millrace.training.checkpoints.snapshot import CheckpointWriter
 from millrace.training.parallel.ranks import Ranks, is_lost_connection, use_interface_to
@@ -141,6 +141,8 @@ class TrainerWorker:
         # An adapter is scored with the trainer's own base weights, which have another data type.
         dtype = str(resolve_dtype(config.engine.dtype, device)) if config.lora else ""
         module = self._trainers[DEFAULT_POLICY].policy.module
+        if config.lora and not self._ranks.is_alone:  # no rank has all base weights
+            module = load_base(config)
         name = dtype.removeprefix("torch.")
         return ProbeReference(module, lora=config.lora, dtype=name)
 

@@ -12,6 +12,7 @@ It does not find differences below the tolerance, such as a version that is one 
 
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,8 +37,8 @@ class ProbeReference:
     def __init__(
         self, model: PreTrainedModel, *, lora: LoraConfig | None = None, dtype: str = ""
     ) -> None:
-        """`model`: of the trainer. Its weights may be sharded; they are not read, except with
-        `lora`. `dtype`: of the engines; "" = that of the weights that are sent."""
+        """`model`: of the trainer. Its weights are read with `lora` only; else they may be sharded.
+        `dtype`: of the engines; "" = that of the weights that are sent."""
         config = copy.deepcopy(model.config)  # or the trainer would compute with this attention
         with torch.device("meta"):  # weights are given with each call
             self._model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -65,7 +66,10 @@ class ProbeReference:
         }
         for layer in adapter.layers:
 
-            def add(_module: object, given: tuple[Tensor], output: Tensor, *, at: str = layer):
+            def add(module: Any, given: tuple[Tensor], output: Tensor, *, at: str = layer):
+                if adapter.is_dora:  # which needs the norms of one layer's merged weight
+                    merged = adapter.merged(at, module.weight, self._factors)
+                    return linear(given[0], merged, module.bias)
                 a, b = factors_of(self._factors, at, dora=False)
                 return output + adapter.scale * linear(linear(given[0], a), b)
 
@@ -73,9 +77,10 @@ class ProbeReference:
 
     @torch.no_grad()
     def __call__(self, weights: Mapping[str, Tensor]) -> SwapProbe:
-        device = next(iter(weights.values())).device
+        device = next(iter((self._frozen or weights).values())).device
         if self._frozen:
-            self._factors, weights = weights, self._frozen
+            self._factors = {name: factor.to(device) for name, factor in weights.items()}
+            weights = self._frozen
         buffers = {name: buffer.to(device) for name, buffer in self._buffers.items()}
         tokens = torch.tensor([self._tokens], device=device)
         given = {"input_ids": tokens, "use_cache": False}

@@ -35,14 +35,16 @@ def attached(url: str, model_path: Path, **settings: Any) -> ServerEngine:
     return engine
 
 
-def trained(model_path: Path) -> tuple[TrainedAdapter, dict[str, torch.Tensor], ProbeReference]:
+def trained(
+    model_path: Path, lora: LoraConfig = LORA
+) -> tuple[TrainedAdapter, dict[str, torch.Tensor], ProbeReference]:
     """An adapter of a trainer, its weights after some step, and the reference of its probes."""
     model = tiny_model("qwen3")
-    adapter = TrainedAdapter(model, LORA, model_path=str(model_path))
+    adapter = TrainedAdapter(model, lora, model_path=str(model_path))
     generator = torch.Generator().manual_seed(0)
     for weight in adapter.named_weights().values():
         weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
-    return adapter, adapter.named_weights(), ProbeReference(model, lora=LORA, dtype="float32")
+    return adapter, adapter.named_weights(), ProbeReference(model, lora=lora, dtype="float32")
 
 
 def probe_of(update: WeightUpdate) -> SwapProbe:
@@ -50,8 +52,9 @@ def probe_of(update: WeightUpdate) -> SwapProbe:
     return update.probe
 
 
-def test_reference_of_an_adapter_is_that_of_the_merged_model(model_path: Path):
-    adapter, factors, reference = trained(model_path)
+@pytest.mark.parametrize("lora", [LORA, LoraConfig(rank=4, alpha=8.0, dora=True)])
+def test_reference_of_an_adapter_is_that_of_the_merged_model(model_path: Path, lora: LoraConfig):
+    adapter, factors, reference = trained(model_path, lora)
     merged = tiny_model("qwen3")
     merged.load_state_dict(adapter.merged_weights())
     expected = ProbeReference(merged)(dict(merged.named_parameters()))
