@@ -18,7 +18,7 @@ import pytest
 import torch
 from answers import answers_of, assert_has_form
 from digits import TASKS, share_of_digits
-from engine_rig import finish_all
+from engine_rig import Collected, finish_all
 from project import REPOSITORY
 from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -28,6 +28,7 @@ from millrace.config import EngineConfig, LoraConfig
 from millrace.core.errors import ConfigError, EngineLost
 from millrace.core.records import Completion, Request, Sampling, TensorSpec, WeightUpdate
 from millrace.inference.backend import EngineSpec, VllmBackend
+from millrace.inference.interrupt import WeightInterrupt
 from millrace.inference.servers.engine import ServerEngine
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.monitoring.files.metrics import read_metrics
@@ -215,6 +216,54 @@ def test_swap_in_flight_divides_tokens_where_the_weights_change(engine, models):
         own = by_model[completion.versions % 2, np.arange(len(completion.tokens))]
         print("worst difference:", np.abs(completion.logprobs - own).max())
         np.testing.assert_allclose(completion.logprobs, own, rtol=0, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def engine_that_keeps_kv(paths: list[Path]) -> Iterator[ServerEngine]:
+    with serving(paths[0], kv="keep") as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("mode", ["swap", "save", "drain", "abort"])
+def test_swap_with_kept_kv_and_waiting_requests(engine_that_keeps_kv, models, mode):
+    """All have one prompt of two blocks, which the server has cached, and twice as many as can run
+    are sent before the swap. The waiting ones have the right logprobs."""
+    engine, collected = engine_that_keeps_kv, Collected()
+    old, new = engine.version, engine.version + 1
+    model = models[new % 2]
+    prompt = np.random.default_rng(0).integers(2, 26, 300).astype(np.int32)
+    asked = {
+        id: dataclasses.replace(request(id, max_new_tokens=100), prompt=prompt)
+        for id in (*map(str, range(16)), "late")
+    }
+    prepared, interrupt = engine.prepare(weights(model), version=new), WeightInterrupt(mode, engine)
+    before = engine.stats().generated_tokens
+    for id in map(str, range(16)):
+        engine.add_request(asked[id])
+    while engine.stats().generated_tokens < before + 16:
+        collected.add(engine.step())
+    collected.add(interrupt.announce())
+    engine.add_request(asked["late"])
+    while not interrupt.may_land:
+        collected.add(engine.step())
+    for done in interrupt.land():
+        partial = done.completions[0] if len(done.completions[0].tokens) else None
+        engine.add_request(dataclasses.replace(asked[done.id], partial=partial))
+    started_s = time.perf_counter()
+    engine.commit(prepared)
+    print(f"{mode}, ms:", round(1000 * (time.perf_counter() - started_s)))
+    assert probe_difference(engine, probe_of(model, version=new)) < 1e-4
+    interrupt.settle()
+    versions = list[list[int]]()
+    for id, (completion,) in finish_all(engine, collected=collected, max_steps=100_000).items():
+        versions.append([*dict.fromkeys(completion.versions.tolist())])
+        if len(versions[-1]) == 1:  # and so has its KV
+            expected = logprobs(models[versions[-1][0] % 2], asked[id], completion)
+            print("worst difference:", np.abs(completion.logprobs - expected).max())
+            np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
+    print("versions:", sorted(versions))
+    assert ([old, new] in versions) == (mode != "drain")
+    assert (versions.count([new]) > 1) == (mode != "drain")
 
 
 def test_probe_finds_torn_and_stale_weights(paths, models, tmp_path):
