@@ -1,6 +1,9 @@
 """The simulated run: the arithmetic of the survey, and promises of the real controller."""
 
+import sys
+import time
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -50,6 +53,7 @@ def run_of(
     engines: int = 2,
     order: str = "oldest",
     p90: int = 160,
+    longest: int = 400,
     steps: int | None = None,
     **values: Any,
 ) -> Prediction:
@@ -59,7 +63,7 @@ def run_of(
         trainer={"groups_per_step": 4},
         buffer={"max_staleness": limit, "order": order, "capacity": 16},
     )
-    lengths = Lengths(median=40, p90=p90, max=400, prompt_tokens=10)
+    lengths = Lengths(median=40, p90=p90, max=longest, prompt_tokens=10)
     return simulate(config, costs(**{"train_step_s": 0.3, **values}), lengths, steps=steps)
 
 
@@ -144,6 +148,29 @@ def test_no_token_is_trained_staler_than_the_limit(limit, order):
     found = run_of(limit=limit, order=order)
     assert found.staleness_max <= limit
     assert 0 <= found.staleness_mean <= limit
+
+
+def test_a_batch_gives_up_waiting_for_stragglers():
+    """A group that was waited for as long as it had run is left behind, and then too stale."""
+    found = run_of(p90=800, longest=4000)
+    assert found.tokens_wasted_share > 0
+    assert found.staleness_max == 2
+
+
+def test_no_part_of_the_controller_reads_the_clock_of_the_machine():
+    clocks = (time.monotonic, time.perf_counter, time.process_time, time.time)
+    readers, before = set[str](), sys.getprofile()
+
+    def profile(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and function in clocks:
+            readers.add(frame.f_globals["__name__"])
+
+    sys.setprofile(profile)
+    try:
+        run_of(p90=800, steps=6)
+    finally:
+        sys.setprofile(before)
+    assert not {name for name in readers if name.startswith("millrace.")}
 
 
 @pytest.mark.parametrize("limit", [0, 1, 4])

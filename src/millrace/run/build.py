@@ -187,6 +187,7 @@ def build_dispatcher(run: RunParts) -> Dispatcher:
         max_running=config.max_running_groups,
         version=cursor.version,
         begun=len(begun),
+        now=run.monitor.now,
     )
     admission.take_next(next_take)
     tracker = GroupTracker(
@@ -212,6 +213,7 @@ def build_dispatcher(run: RunParts) -> Dispatcher:
         on_drop=tracker.expired_in_buffer,
         versions=tracker.versions,
         steps=config.trainer.steps,
+        now=run.monitor.now,
     )
     dispatcher = Dispatcher(
         player=run.player,
