@@ -222,6 +222,27 @@ def test_every_interrupt_model_reaches_its_last_step(interrupt):
     assert len(simulate(config, costs(train_step_s=0.1), lengths, steps=6).ends_s) == 6
 
 
+@dataclass(frozen=True, kw_only=True)
+class SlowTransfer(FixedCosts):
+    publish_s = 1.5
+
+
+@pytest.mark.parametrize("interrupt", ["swap", "save"])
+def test_save_stops_the_engines_while_weights_travel(interrupt):
+    config = settings(
+        rollout={"group_size": 2},
+        trainer={"groups_per_step": 2},
+        weights={"interrupt": interrupt},
+    )
+    times = SlowTransfer(shape=SHAPE, gpu=GPUS["h100"], score_s=0.0, train_step_s=2.0)
+    found = simulate(config, times, Lengths(median=500, p90=600, max=900), steps=8)
+    waits = [span for span in found.spans if span.name == "waiting for weights"]
+    transfers = [end_s for end_s in found.ends_s if end_s + 1.5 < found.ends_s[-1]]
+    waited_s = [pytest.approx(1.5)] * len(transfers) if interrupt == "save" else []
+    assert [w.end_s - w.start_s for w in waits if w.end_s < found.ends_s[-1]] == waited_s
+    assert [w.start_s for w in waits][: len(waited_s)] == transfers[: len(waited_s)]
+
+
 def test_filtered_groups_are_replaced():
     config = settings(rollout={"group_size": 2}, trainer={"groups_per_step": 2})
     found = simulate(config, costs(), Lengths(filtered_share=0.5), steps=6)

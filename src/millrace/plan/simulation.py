@@ -79,6 +79,8 @@ class _Simulation:
         self._version = 0
         self.steps: list[tuple[float, float, int]] = []  # end, mean staleness, most
         self.dispatcher = build_dispatcher(self._run_parts())
+        # Engines that pause are told before they receive a version, others see it afterwards.
+        self._announce_s = 0.0 if config.weights.interrupt == "save" else costs.publish_s
         self.broadcaster = VersionBroadcaster(version=0)
         self.broadcaster.subscribe(self._swap, on_version=self.dispatcher.admission.advance)
 
@@ -137,7 +139,7 @@ class _Simulation:
             self.dispatcher.tracker.trained(group.number for group in groups)
             empty: dict[str, Any] = {"tensors": (), "num_bytes": 0, "checksum": 0, "location": ""}
             update = WeightUpdate(version=self._version, transport="shm", **empty)
-            loop.call_later(self.costs.publish_s, self.broadcaster.publish, update)
+            loop.call_later(self._announce_s, self.broadcaster.publish, update)
 
     async def _swap(self, update: WeightUpdate) -> int:
         await asyncio.gather(*(engine.swap(update.version) for engine in self.engines))

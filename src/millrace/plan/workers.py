@@ -6,9 +6,9 @@ event of an engine costs the same for any number of running sequences.
 
 import asyncio
 import bisect
-import contextlib
 import heapq
 import itertools
+import math
 import selectors
 from collections import deque
 from collections.abc import Callable
@@ -58,8 +58,10 @@ class SimulatedHost:
         self.changed: list[asyncio.Event] = []  # set when the speed changes
 
     def speed(self, worker: str) -> float:
+        if self._speed_of is None:
+            return 1.0
         num_busy = sum(busy for _, busy, _ in self._doing.values())
-        return 1.0 if self._speed_of is None or num_busy < 2 else self._speed_of(worker, num_busy)
+        return 1.0 if num_busy < 2 else self._speed_of(worker, num_busy)
 
     def enter(self, worker: str, name: str, *, busy: bool) -> None:
         before, now_s = self._doing.get(worker), asyncio.get_running_loop().time()
@@ -93,12 +95,15 @@ class SimulatedHost:
         self.changed.remove(changed)
 
 
-async def event_or(event: asyncio.Event, seconds: float) -> None:
-    """Wait for the event, at most this long."""
+async def event_or(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for the event, at most this long; True if it came. A timer that sets the event costs
+    half as much as asyncio.timeout()."""
     event.clear()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
+    loop = asyncio.get_running_loop()
+    timer = loop.call_later(seconds, event.set)
+    await event.wait()
+    timer.cancel()
+    return loop.time() < timer.when() - 1e-9
 
 
 @dataclass(eq=False, slots=True)
@@ -131,9 +136,13 @@ class SimulatedEngine:
         self._is_idle = True
         default = 1 if costs.device == "cpu" or config.engine.type != "embedded" else _LAUNCH_STEPS
         self._launch_steps = config.engine.options.get("decode_steps") or default
-        self._launch_end = 0.0  # in decode steps
+        self._launch_end = 0.0  # in decode steps; of several launches, if nothing ends in the first
+        self._launch_size = 1
+        # Since when it works on the present batch, how fast, and the seconds of a decode step.
+        self._since_s, self._speed, self._step_s = 0.0, 0.0, 1.0
         self._wake = asyncio.Event()
         self._drained: asyncio.Event | None = None  # while it starts no sequence
+        self._is_paused = False
 
     @property
     def load(self) -> int:
@@ -161,6 +170,7 @@ class SimulatedEngine:
 
     def remove(self, sequence: SimulatedSequence) -> None:
         if sequence in self._running:
+            self._catch_up()
             self._leave(sequence)
             self._wake.set()
         elif sequence in self._queue:
@@ -174,10 +184,16 @@ class SimulatedEngine:
 
     async def swap(self, version: int) -> None:
         interrupt, recomputes = self._config.weights.interrupt, self._config.engine.kv != "keep"
+        if interrupt == "save":  # the version is announced, and all sequences wait for its weights
+            self._is_paused = True
+            self._wake.set()
+            await asyncio.sleep(self._costs.publish_s)
+            self._is_paused = False
         if interrupt in ("drain", "barrier") and self._running:
             self._drained = asyncio.Event()
             await self._drained.wait()
             self._drained = None
+        self._catch_up()
         self._debt_s += self._costs.swap_s
         if (recomputes or interrupt == "abort") and self._running:
             self._debt_s += self._costs.prefill_s(self._context)
@@ -190,26 +206,36 @@ class SimulatedEngine:
         host.changed.append(self._wake)
         while True:
             is_over = self.steps > self._launch_end - 1e-6
-            if is_over or self._launch_steps == 1 or not self._running:
+            if not self._is_paused and (is_over or self._launch_steps == 1 or not self._running):
                 self._launch()
-            if not self._running:
-                self._is_idle = True
-                host.enter(self.name, "no work", busy=False)
+            if self._is_paused or not self._running:
+                self._is_idle, self._speed = not self._running, 0.0
+                reason = "waiting for weights" if self._is_paused else "no work"
+                host.enter(self.name, reason, busy=False)
                 self._wake.clear()
                 await self._wake.wait()
                 continue
             host.enter(self.name, "generate", busy=True)
-            while self._ends[0][2] not in self._running:
-                heapq.heappop(self._ends)
-            step_s = self._costs.decode_s(len(self._running), self._context)
-            end = self._ends[0][0] if self._launch_steps == 1 else self._launch_end
-            steps = min(_CHUNK_TOKENS, end - self.steps)
-            speed, began_s = host.speed(self.name), loop.time()
-            await event_or(self._wake, (self._debt_s + steps * step_s) / speed)
-            seconds = (loop.time() - began_s) * speed
-            paid_s = min(seconds, self._debt_s)
-            self._debt_s -= paid_s
-            self._advance((seconds - paid_s) / step_s)
+            steps = min(_CHUNK_TOKENS, self._launch_end - self.steps)
+            context = self._context + len(self._running) * steps / 2  # half-way
+            self._step_s = self._costs.decode_s(len(self._running), context)
+            self._speed, self._since_s = host.speed(self.name), loop.time()
+            seconds = (self._debt_s + steps * self._step_s) / self._speed
+            has_changed = await event_or(self._wake, seconds)
+            self._catch_up()
+            if has_changed:  # the present launch is the last one before what has changed
+                left = max(0.0, self._launch_end - self.steps)
+                self._launch_end -= left // self._launch_size * self._launch_size
+
+    def _catch_up(self) -> None:
+        """Count what was done until now; whoever changes the batch or the version calls this."""
+        now_s = asyncio.get_running_loop().time()
+        seconds, self._since_s = (now_s - self._since_s) * self._speed, now_s
+        paid_s = min(seconds, self._debt_s)
+        self._debt_s -= paid_s
+        steps = (seconds - paid_s) / self._step_s
+        self.steps += steps
+        self.tokens += steps * len(self._running)
 
     @property
     def _context(self) -> float:
@@ -221,7 +247,7 @@ class SimulatedEngine:
 
     def _launch(self) -> None:
         """As EmbeddedEngine does it: what has ended leaves, new sequences start, and a launch has
-        fewer steps while others arrive or wait."""
+        fewer steps while others arrive or wait. Launches in which nothing ends are one event."""
         while self._ends and self._ends[0][0] <= self.steps + 1e-6:
             sequence = heapq.heappop(self._ends)[2]
             if sequence in self._running:
@@ -230,8 +256,13 @@ class SimulatedEngine:
                 if not sequence.done.done():
                     sequence.done.set_result(None)
         has_new = self._admit()
+        while self._ends and self._ends[0][2] not in self._running:
+            heapq.heappop(self._ends)
+        to_end = self._ends[0][0] - self.steps if self._ends else 0.0
         share = 4 if self._queue else 2 if has_new else 1
-        self._launch_end = self.steps + max(1, self._launch_steps // share)
+        size = self._launch_size = max(1, self._launch_steps // share)
+        num_launches = 1 if has_new else max(1, math.ceil((to_end - 1e-6) / size))
+        self._launch_end = self.steps + (to_end if self._launch_steps == 1 else num_launches * size)
 
     def _admit(self) -> bool:
         """Whether sequences start."""
@@ -252,10 +283,6 @@ class SimulatedEngine:
             self._debt_s += self._costs.first_s if self._is_idle else self._costs.admit_s
             self._is_idle = False
         return has_new
-
-    def _advance(self, steps: float) -> None:
-        self.steps += steps
-        self.tokens += steps * len(self._running)
 
     def _leave(self, sequence: SimulatedSequence) -> None:
         del self._running[sequence]
