@@ -121,13 +121,15 @@ class Buffer:
 
     def _choose_in_time(self, n: int, *, version: int) -> tuple[list[int], float]:
         chosen = self._choose(n, version=version)
-        if self.running is None or not self._late(chosen, version):
+        if self.running is None or not (late := self._late(chosen, version)):
             return chosen, 0.0
-        chosen = list(Oldest().choose(self._waiting, n, version=version))
+        if not isinstance(self.sampler, Oldest):
+            chosen = list(Oldest().choose(self._waiting, n, version=version))
+            late = self._late(chosen, version)
         now_s = self.now()
         until = [
             self._awaited.setdefault(group.number, now_s + group.age_s)
-            for group in self._late(chosen, version)
+            for group in late
             if group is not None
         ]
         return chosen, max(until, default=now_s) - now_s

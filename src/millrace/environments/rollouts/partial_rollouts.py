@@ -65,8 +65,9 @@ class Attempt:
     @property
     def known(self) -> TokenVersions:
         """All tokens that are certainly part of the group; resumed ones may count twice."""
-        resumed = [] if self.partial is None else [self.partial.resumed]
-        return TokenVersions.joined([self.token_versions, *resumed])
+        if self.partial is None:
+            return self.token_versions
+        return TokenVersions.joined([self.token_versions, self.partial.resumed])
 
     def add_turn(self, episode: int, start_s: float, versions: np.ndarray) -> None:
         """`versions` of its tokens."""
