@@ -3,7 +3,9 @@
 import json
 import math
 import tomllib
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import tomli_w
 
@@ -95,6 +97,16 @@ def test_a_plan_uses_all_gpus_and_fits():
     assert split.engines + split.ranks == 8
     assert max(split.engine_bytes, split.trainer_bytes) <= run.memory_bytes
     assert prediction.staleness_max <= split.max_staleness <= 2
+
+
+def test_a_smaller_copy_of_a_large_run_is_as_fast():
+    run = planned(QWEN_2B, 1024, "h100", trainer={"groups_per_step": 32})
+    run = replace(run, lengths=Lengths(groups=(np.array([60]),)))
+    *_, split = (Split(**s, groups_per_step=32, max_staleness=1) for s in _fitting(run))
+    whole, copied = (run.predict(split, num_groups=n) for n in (32, 8))
+    assert copied.issued_groups == whole.issued_groups / 4
+    for key in ("samples_per_s", "tokens_per_s", "staleness_mean"):
+        assert getattr(copied, key) == pytest.approx(getattr(whole, key), rel=0.01)
 
 
 @pytest.mark.parametrize("num_gpus", [8, 9, 12, 20, 32, 48, 128])

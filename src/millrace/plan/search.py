@@ -13,14 +13,23 @@ from typing import Any
 from millrace.config import RunConfig, load_config
 from millrace.core.errors import ConfigError
 from millrace.plan.lengths import Lengths
-from millrace.plan.model_costs import GIB, GPUS, HOST_GPUS, DeviceCosts, Gpu, ModelShape
+from millrace.plan.model_costs import (
+    GIB,
+    GPUS,
+    HOST_GPUS,
+    SCORE_S,
+    DeviceCosts,
+    Gpu,
+    ModelShape,
+)
 from millrace.plan.simulation import Prediction, simulate
 
 RUNTIME_BYTES = 2 * GIB  # CUDA context, graphs and fragmentation, of each process
 _ROOM = 0.95  # share of a GPU that may be used
 _MAX_SEQUENCES = 256  # of one engine
 _STALENESS = (1, 2, 4, 8)
-_SMALL_GROUPS = 8  # per step: larger batches are first simulated in a smaller copy of the run
+# Groups per step of the copies of a large run that are simulated, in the search and for its result.
+_SMALL_GROUPS, _ENOUGH_GROUPS = 16, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,17 +115,23 @@ class PlannedRun:
         step_s = costs.train_s(samples * (mean + prompt / size), pairs)
         return split.engines * batch / episode_s, samples / step_s
 
-    def predict(self, split: Split, *, is_small: bool = False) -> Prediction:
-        """`is_small`: of a smaller copy of the run, which is faster to simulate."""
+    def predict(self, split: Split, *, num_groups: int = _ENOUGH_GROUPS) -> Prediction:
+        """`num_groups` per step are simulated, or a few more: a smaller copy of a large run."""
         config = load_config(self.config, overrides=self.settings(split))
-        scale = min(split.groups_per_step // _SMALL_GROUPS, split.engines) if is_small else 1
-        if scale <= 1:
+        parts = (split.engines, split.groups_per_step)
+        scale = max(1, min(split.engines, split.groups_per_step // num_groups))
+        while any(abs(round(part / scale) * scale / part - 1) > 0.02 for part in parts):
+            scale -= 1  # until it divides both almost evenly
+        if scale == 1:
             return simulate(config, self.costs(split), self.lengths)
-        engine = {"count": max(1, round(split.engines / scale)), "remote": 0}
+        engine = {"count": round(split.engines / scale), "remote": 0}
         trainer = {"groups_per_step": round(split.groups_per_step / scale)}
         small = load_config(config, overrides={"engine": engine, "trainer": trainer})
-        found = simulate(small, replace(self.costs(split), train_scale=scale), self.lengths)
-        return replace(found, samples_per_s=found.samples_per_s * scale)
+        # The trainer and the scorers stay, so each unit of the copy is more work for them.
+        costs = replace(self.costs(split), train_scale=scale, score_s=SCORE_S * scale)
+        found = simulate(small, costs, self.lengths)
+        rates = {key: getattr(found, key) * scale for key in ("samples_per_s", "tokens_per_s")}
+        return replace(found, **rates)
 
 
 def search(
@@ -141,13 +156,13 @@ def search(
 def _best(run: PlannedRun, splits: Sequence[Split]) -> Iterator[tuple[Prediction, Split]]:
     rates = {split: run.rates(split) for split in splits}
     first = max(splits, key=lambda split: min(rates[split]))
-    found = run.predict(first, is_small=True)
+    found = run.predict(first, num_groups=_SMALL_GROUPS)
     yield found, first
     if found.trainer_busy < found.engine_busy:  # stragglers make engines slower than estimated
         share = found.samples_per_s / rates[first][0]
         second = max(splits, key=lambda split: min(share * rates[split][0], rates[split][1]))
         if second is not first:
-            yield run.predict(second, is_small=True), second
+            yield run.predict(second, num_groups=_SMALL_GROUPS), second
 
 
 def _fitting(run: PlannedRun) -> Iterator[dict[str, Any]]:
