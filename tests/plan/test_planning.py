@@ -13,10 +13,11 @@ from millrace.cli.launch.plan import plan_launch
 from millrace.cli.main import main
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
-from millrace.plan.command import compared
+from millrace.plan.command import _merged, compared
 from millrace.plan.lengths import Lengths, read_lengths
 from millrace.plan.model_costs import GPUS, DeviceCosts, ModelShape, gpu_named
 from millrace.plan.search import PlannedRun, Split, _fitting, search
+from millrace.run.checks import check_settings
 
 QWEN_8B = {
     "hidden_size": 4096,
@@ -130,6 +131,41 @@ def test_every_split_can_be_launched(tmp_path, num_gpus, engine_type):
 
 
 @pytest.mark.parametrize(
+    ("num_gpus", "settings"),
+    [
+        (2, {"trainer": {"mesh": {"tp": 2}}}),
+        (8, {"placement": {"trainer": ["cuda:0"], "engines": ["cuda:1", "cuda:2"]}}),
+        (8, {"fidelity": {"mode": "exact"}}),
+        (8, {"weights": {"interrupt": "barrier"}, "buffer": {"max_staleness": 0}}),
+        (8, {"engine": {"max_count": 3, "options": {"decode_steps": 8}}}),
+        (16, {}),
+    ],
+)
+def test_the_settings_of_a_plan_pass_the_checks_of_a_run(num_gpus, settings):
+    given = {"trainer": {}, "rollout": {"group_size": 2}, **settings}
+    given["trainer"] = {"groups_per_step": 2, **given["trainer"]}
+    run = planned(QWEN_2B, num_gpus, "h100", **given)
+    split, _ = search(run, max_staleness=1)
+    written = tomli_w.dumps({"model": "m", **_merged(given, run.settings(split))})
+    config = load_config(tomllib.loads(written))
+    check_settings(config)
+    assert config.engine.options.get("decode_steps") in (None, 8)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "settings", "says"),
+    [
+        (16, {"weights": {"transport": "ipc"}}, "weights.transport = 'ipc' reaches engines on"),
+        (8, {"trainer": {"groups_per_step": 2, "minibatches": 4}}, "minibatches = 4 is more than"),
+        (8, {"tasks": {"epochs": 1}}, "tasks.epochs is for `millrace sft`"),
+    ],
+)
+def test_a_plan_that_no_run_accepts_says_why(num_gpus, settings, says):
+    with pytest.raises(ConfigError, match=f"No split of {num_gpus} x h100 can be run: .*{says}"):
+        search(planned(QWEN_2B, num_gpus, "h100", **settings))
+
+
+@pytest.mark.parametrize(
     ("num_gpus", "gpu", "says"),
     [
         (2, "rtx4090", r"each of 1 ranks needs \d+ GiB, and one rtx4090 has 22 GiB; .*would fit"),
@@ -188,13 +224,14 @@ def test_the_command_writes_a_toml_that_loads_and_a_picture(tmp_path, capsys):
     source.write_text(text)
     lengths = "median=20,p90=50,max=100"
     options = ["--gpus", "2", "--lengths", lengths, "--max-staleness", "1", "--price", "2"]
-    options += ["--loss.high", "0.3", "--trainer.steps", "7"]
+    options += ["--loss.high", "0.3", "--trainer.steps", "7", "--trainer.mesh.tp", "2"]
     assert main(["plan", str(source), *options, "--json", str(tmp_path / "out.json")]) == 0
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["split"]["engines"] == result["split"]["ranks"] == 1
     cost = 2 * result["gpu_hours_per_1000_samples"]
     assert result["cost_per_1000_samples"] == pytest.approx(cost)
     config = load_config(tmp_path / "run.plan.toml")
+    check_settings(config)
     assert (config.engine.count, config.buffer.max_staleness) == (1, 1)
     assert config.trainer.steps == 7
     assert config.loss == {"type": "gspo", "high": 0.3}
@@ -210,6 +247,8 @@ def test_the_command_writes_a_toml_that_loads_and_a_picture(tmp_path, capsys):
         (["--gpus", "8", "--price", "-1"], "--price -1 is below 0"),
         (["--gpus", "8", "--gpu", "h10"], "did you mean 'h100'?"),
         ([], "This machine was not measured; add --calibrate"),
+        (["--tasks.epochs", "1"], "tasks.epochs is for `millrace sft`"),
+        (["--gpus", "8", "--loss.type", "gpro"], "did you mean 'grpo'?"),
     ],
 )
 def test_wrong_options_are_one_sentence(tmp_path, monkeypatch, capsys, options, says):

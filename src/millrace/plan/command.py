@@ -25,6 +25,8 @@ from millrace.plan.lengths import read_lengths
 from millrace.plan.model_costs import GIB, ModelShape, gpu_named
 from millrace.plan.search import PlannedRun, search
 from millrace.plan.simulation import Prediction
+from millrace.run.checks import check_settings
+from millrace.training.losses.recipes import build_loss
 
 
 def plan(args: argparse.Namespace) -> None:
@@ -34,10 +36,12 @@ def plan(args: argparse.Namespace) -> None:
     if args.price is not None and args.price < 0:
         raise ConfigError(f"--price {args.price:g} is below 0.")
     config = load_config(args.config, overrides=overrides)
+    build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens)  # raises ConfigError
     shape = ModelShape.read(config.model.path)
     lengths = read_lengths(args.lengths, max_new_tokens=config.sampling.max_new_tokens)
     settings: Mapping[str, Any] = {}
     if args.gpus is None:
+        check_settings(config)
         file = calibration.calibration_file(args.calibration)
         if args.calibrate:
             calibration.calibrate(args.config, settings=args.settings, file=file)

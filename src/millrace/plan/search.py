@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any
 
 from millrace.config import RunConfig, load_config
+from millrace.config.training import MeshConfig
 from millrace.core.errors import ConfigError
 from millrace.plan.lengths import Lengths
 from millrace.plan.model_costs import (
@@ -23,13 +24,15 @@ from millrace.plan.model_costs import (
     ModelShape,
 )
 from millrace.plan.simulation import Prediction, simulate
+from millrace.run.checks import check_settings
+from millrace.run.mesh_checks import check_model_mesh
 
 RUNTIME_BYTES = 2 * GIB  # CUDA context, graphs and fragmentation, of each process
 _ROOM = 0.95  # share of a GPU that may be used
 _MAX_SEQUENCES = 256  # of one engine
 _STALENESS = (1, 2, 4, 8)
 # Groups per step of the copies of a large run that are simulated, in the search and for its result.
-_SMALL_GROUPS, _ENOUGH_GROUPS = 16, 64
+_SMALL_GROUPS, _ENOUGH_GROUPS = 8, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,30 +80,52 @@ class PlannedRun:
         )
 
     def settings(self, split: Split) -> dict[str, dict[str, Any]]:
-        """That differ from those of the run, by section; `millrace launch` accepts them."""
-        num_here = min(self.num_gpus, HOST_GPUS)
+        """That replace those of the run, by section; `millrace launch` accepts them."""
+        config, cluster = self.config, self.config.cluster
+        # A launcher places all workers; otherwise those of other hosts join.
+        num_here = min(self.num_gpus, HOST_GPUS) if cluster.is_local else self.num_gpus
         ranks_here = min(split.ranks, num_here)
         engines_here = min(split.engines, (num_here - ranks_here) // split.tp)
-        is_embedded = self.config.engine.type == "embedded"
-        options = {"options": {"kv_bytes": split.kv_bytes}} if is_embedded else {}
+        own: dict[str, dict[str, Any]] = {}
+        is_embedded = config.engine.type == "embedded"
+        options = {"options": {**config.engine.options, "kv_bytes": split.kv_bytes}}
+        if split.engines + split.ranks > engines_here + ranks_here:
+            address = "tcp://*:0" if cluster.address == "auto" else cluster.address
+            ticket = cluster.ticket or f"{config.run_dir}.ticket"
+            own["cluster"] = {"address": address, "ticket": ticket}
+        if {*config.placement.trainer, *config.placement.engines} != {"auto"}:
+            own["placement"] = {"trainer": "auto", "engines": "auto"}
         return {
+            **own,
             "engine": {
                 "count": engines_here,
                 "remote": split.engines - engines_here,
                 "tp": split.tp,
                 "max_sequences": split.max_sequences,
-                **options,
+                **(options if is_embedded else {}),
             },
             "trainer": {
                 "ranks": split.ranks,
                 "remote": split.ranks - ranks_here,
                 "groups_per_step": split.groups_per_step,
                 "gradient_checkpointing": split.gradient_checkpointing,
-                "mesh": {"cp": split.cp},
+                "mesh": {**MeshConfig().model_dump(), "cp": split.cp},
             },
             "buffer": {"max_staleness": split.max_staleness, "capacity": "2 batches"},
             "rollout": {"max_running_groups": f"{split.max_staleness + 1} batches"},
         }
+
+    def with_split(self, split: Split) -> RunConfig:
+        """The settings to run; raises ConfigError for those that a run refuses."""
+        config = load_config(self.config, overrides=self.settings(split))
+        check_settings(config)
+        if split.cp > 1:
+            from millrace.models.directory import text_config  # imports transformers
+
+            path, trust = config.model.path, config.model.trust_remote_code
+            model = text_config(path, trust_remote_code=trust)
+            check_model_mesh(config.trainer.mesh_sizes, model, path=path)
+        return config
 
     def rates(self, split: Split) -> tuple[float, float]:
         """Samples per second that the engines and the trainer could make, without stragglers."""
@@ -117,7 +142,7 @@ class PlannedRun:
 
     def predict(self, split: Split, *, num_groups: int = _ENOUGH_GROUPS) -> Prediction:
         """`num_groups` per step are simulated, or a few more: a smaller copy of a large run."""
-        config = load_config(self.config, overrides=self.settings(split))
+        config = self.with_split(split)
         parts = (split.engines, split.groups_per_step)
         scale = max(1, min(split.engines, split.groups_per_step // num_groups))
         while any(abs(round(part / scale) * scale / part - 1) > 0.02 for part in parts):
@@ -139,14 +164,24 @@ def search(
 ) -> tuple[Split, Prediction]:
     """The split with the most samples per second, and the freshest of those within 2 %."""
     limits = [limit for limit in _STALENESS if limit <= max_staleness] or [max_staleness]
+    if run.config.weights.interrupt == "barrier":
+        limits = [0]
+    if not (fitting := list(_fitting(run))):
+        raise ConfigError(_missing(run))
     found: list[tuple[Prediction, Split]] = []
-    for groups_per_step in batches or (run.config.trainer.groups_per_step,):
-        for limit in limits:
-            sizes: dict[str, Any] = {"groups_per_step": groups_per_step, "max_staleness": limit}
-            splits = [Split(**split, **sizes) for split in _fitting(run)]
-            if not splits:
-                raise ConfigError(_missing(run))
-            found += _best(run, splits)
+    refusals: list[ConfigError] = []
+    for groups_per_step, limit in product(batches or (run.config.trainer.groups_per_step,), limits):
+        splits: list[Split] = []
+        for sizes in fitting:
+            split = Split(**sizes, groups_per_step=groups_per_step, max_staleness=limit)
+            try:
+                run.with_split(split)
+                splits.append(split)
+            except ConfigError as error:
+                refusals.append(error)
+        found += _best(run, splits) if splits else ()
+    if not found:
+        raise ConfigError(f"No split of {run.num_gpus} x {run.gpu_name} can be run: {refusals[0]}")
     most = max(prediction.samples_per_s for prediction, _ in found)
     good = [pair for pair in found if pair[0].samples_per_s >= 0.98 * most]
     _, split = min(good, key=lambda pair: pair[0].staleness_mean)
@@ -218,7 +253,7 @@ def _rank_bytes(run: PlannedRun, *, ranks: int, cp: int = 1, recomputes: bool = 
     """State, whole embeddings, and the activations of one microbatch."""
     from millrace.models.devices import rank_bytes  # imports torch
 
-    config, shape = run.config.updated(trainer={"ranks": ranks}), run.shape
+    config, shape = run.config.updated(trainer={"ranks": ranks, "mesh": MeshConfig()}), run.shape
     tokens = max(config.trainer.microbatch_tokens, -(-run.lengths.longest // cp))
     gathered = 2 * shape.vocab * shape.hidden * (1 if shape.is_tied else 2) if ranks > 1 else 0
     state = rank_bytes(config, num_weights=shape.num_weights)
