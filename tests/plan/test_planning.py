@@ -195,6 +195,8 @@ def test_a_model_that_no_engine_holds_needs_several_gpus_per_engine():
         ('{"medain": 3}', "did you mean 'median'"),
         ('{"median": "x"}', "median = 'x' is not a number"),
         ('{"median": true}', "median = True is not a number"),
+        ('{"median": 9, "p90": 1e300}', r"p90 = 1e\+300 is not a number from 0 to 1,000,000,000"),
+        ('{"turns": 1.5}', "turns = 1.5 is not a whole number"),
         ('{"median": 9, "p90": 3}', "1 <= median <= p90"),
         ('{"median": 9, "p90": 9, "task_share": 2}', "below 1"),
         ("3", "are empty"),
@@ -245,10 +247,12 @@ def test_the_command_writes_a_toml_that_loads_and_a_picture(tmp_path, capsys):
     [
         (["--gpus", "8", "--calibrate"], "--calibrate measures this machine"),
         (["--gpus", "8", "--price", "-1"], "--price -1 is below 0"),
+        (["--gpus", "8", "--price", "nan"], "--price nan is below 0 or not a number"),
+        (["--gpus", "8", "--price", "inf"], "--price inf is below 0 or not a number"),
         (["--gpus", "8", "--gpu", "h10"], "did you mean 'h100'?"),
         ([], "This machine was not measured; add --calibrate"),
         (["--tasks.epochs", "1"], "tasks.epochs is for `millrace sft`"),
-        (["--gpus", "8", "--loss.type", "gpro"], "did you mean 'grpo'?"),
+        (["--gpus", "8", "--loss", "gpro"], "did you mean 'grpo'?"),
     ],
 )
 def test_wrong_options_are_one_sentence(tmp_path, monkeypatch, capsys, options, says):

@@ -7,7 +7,7 @@ worker follows it. Nothing heavy is imported before a command needs it.
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             dashes = arguments.index("--")
             arguments, more = arguments[:dashes], arguments[dashes + 1 :]
         if arguments[:1] in (["serve"], ["launch"], ["compare"], ["plan"], ["eval"]):
-            arguments, settings = split_settings(arguments, only_dotted=True)
+            undotted = _settings_without_dot() if arguments[0] == "plan" else ()
+            arguments, settings = split_settings(arguments, only_dotted=True, undotted=undotted)
         args = _parser().parse_args(arguments)
         args.settings, args.options = settings, more
         with contextlib.nullcontext() if args.command == "init" else private_files():
@@ -190,17 +191,26 @@ def report(error: errors.MillraceError) -> int:
     return WRONG_INPUT if isinstance(error, errors.ConfigError) else FAILED
 
 
+def _settings_without_dot() -> Collection[str]:
+    from millrace.config import RunConfig  # only for commands that read settings
+
+    return RunConfig.model_fields
+
+
 def split_settings(
-    arguments: Sequence[str], *, only_dotted: bool = False
+    arguments: Sequence[str], *, only_dotted: bool = False, undotted: Collection[str] = ()
 ) -> tuple[list[str], dict[str, str]]:
     """Split the arguments of train or serve into its own, and settings: `--section.key value` or
-    `--section.key=value`. With `only_dotted`, options without a dot are no settings."""
+    `--section.key=value`. With `only_dotted`, options without a dot are no settings, except these
+    `undotted` ones."""
     rest: list[str] = []
     settings: dict[str, str] = {}
     remaining = iter(arguments)
     for argument in remaining:
         key, equals, value = argument[2:].partition("=")
-        is_plain = "." not in key if only_dotted else key in PLAIN_OPTIONS
+        name = key.replace("-", "_")
+        is_option = "." not in key and name not in undotted
+        is_plain = is_option if only_dotted else key in PLAIN_OPTIONS
         if not argument.startswith("--") or is_plain:
             rest.append(argument)
             continue
@@ -216,7 +226,7 @@ def split_settings(
             raise errors.ConfigError(
                 f"--{key} cannot be set here; edit the [[{table}]] table instead."
             )
-        settings[key.replace("-", "_")] = value
+        settings[name] = value
     return rest, settings
 
 

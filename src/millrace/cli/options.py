@@ -84,10 +84,11 @@ examples:
 PLAN = """\
 Predict a run before it starts: speed, staleness, memory per device, busy shares and cost, by a
 simulation that uses the run's own admission, buffer and staleness code. With --gpus, search the
-best split into engines and trainer ranks; without, predict RUN.toml on the CPU cores of this
-machine. Writes RUN.plan.toml, the file to run, RUN.plan.json and RUN.plan.png.
+best split into engines and trainer ranks; without, predict RUN.toml on this machine: on its CPU
+cores, or on one GPU that engine and trainer share. Writes RUN.plan.toml, the file to run,
+RUN.plan.json and RUN.plan.png. Any setting can be overridden: --section.key value.
 
-With --calibrate, first measure this machine with the model of RUN.toml for about a minute. Later
+With --calibrate, first measure this machine with the model of RUN.toml for a minute or two. Later
 plans for this machine use the measurement.
 """
 PLAN_MORE = """\
@@ -159,7 +160,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     text = "highest staleness limit to try (default: 8)"
     add("--max-staleness", type=int, default=8, metavar="N", help=text)
     add("--price", type=float, metavar="P", help="of one GPU for an hour, for the cost")
-    add("--calibrate", action="store_true", help="measure this machine first, about a minute")
+    add("--calibrate", action="store_true", help="measure this machine first, a minute or two")
     text = "of --calibrate (default: ~/.cache/millrace/calibration.json)"
     add("--calibration", type=Path, metavar="FILE", help=text)
     add("--json", type=Path, metavar="FILE", help="also write the plan there")

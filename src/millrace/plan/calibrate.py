@@ -1,4 +1,4 @@
-"""`millrace plan --calibrate`: measures this machine with the model of a run, in about a minute.
+"""`millrace plan --calibrate`: measures this machine with the model of a run, in a minute or two.
 
 Three short runs with the user's own settings measure all that a run costs, not only its kernels. In
 two of them generation and training alternate, with small batches and with large ones. The large one

@@ -6,6 +6,7 @@ train run.plan.toml` compares with its measurements at the end.
 
 import argparse
 import json
+import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -33,8 +34,8 @@ def plan(args: argparse.Namespace) -> None:
     overrides = parse_overrides(args.settings)
     if args.gpus is not None and args.calibrate:
         raise ConfigError("--calibrate measures this machine; a plan for --gpus does not use it.")
-    if args.price is not None and args.price < 0:
-        raise ConfigError(f"--price {args.price:g} is below 0.")
+    if args.price is not None and not 0 <= args.price < math.inf:
+        raise ConfigError(f"--price {args.price:g} is below 0 or not a number.")
     config = load_config(args.config, overrides=overrides)
     build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens)  # raises ConfigError
     shape = ModelShape.read(config.model.path)

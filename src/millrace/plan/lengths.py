@@ -20,6 +20,7 @@ import numpy as np
 from millrace.core.errors import ConfigError, suggestion
 
 _P90 = 1.2816  # standard deviations between the median and the 90th percentile
+_MOST = 10**9  # tokens of a completion, turns of an episode, or seconds between them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +93,11 @@ def read_lengths(source: str | None, *, max_new_tokens: int) -> Lengths:
         if key not in _NUMBERS:
             hint = suggestion(key, ("completion_tokens", *_NUMBERS))
             raise ConfigError(f"{what} have no key {key!r}; {hint}")
-        if type(value) not in (int, float) or not 0 <= value < math.inf:  # true is no number
-            raise ConfigError(f"{what}: {key} = {value!r} is not a number of at least 0.")
-    found = Lengths(**{**limits, **table, "turns": int(table.get("turns", 1))}, groups=groups)
+        if type(value) not in (int, float) or not 0 <= value <= _MOST:  # true is no number
+            raise ConfigError(f"{what}: {key} = {value!r} is not a number from 0 to {_MOST:,}.")
+    if (turns := table.get("turns", 1)) != int(turns):
+        raise ConfigError(f"{what}: turns = {turns} is not a whole number.")
+    found = Lengths(**{**limits, **table, "turns": int(turns)}, groups=groups)
     if not 1 <= found.median <= found.p90 or min(found.max, found.turns) < 1:
         raise ConfigError(f"{what}: 1 <= median <= p90, and max and turns are at least 1.")
     if max(found.task_share, found.filtered_share) >= 1:
