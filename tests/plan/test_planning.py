@@ -13,10 +13,11 @@ from millrace.cli.launch.plan import plan_launch
 from millrace.cli.main import main
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
+from millrace.core.microbatch import MeshSizes
 from millrace.plan.command import _merged, compared
 from millrace.plan.lengths import Lengths, read_lengths
 from millrace.plan.model_costs import GPUS, DeviceCosts, ModelShape, gpu_named
-from millrace.plan.search import PlannedRun, Split, _fitting, search
+from millrace.plan.search import PlannedRun, Split, _fitting, _trainer_fit, search
 from millrace.run.checks import check_settings
 
 QWEN_8B = {
@@ -176,6 +177,50 @@ def test_a_plan_that_no_run_accepts_says_why(num_gpus, settings, says):
 def test_a_plan_that_cannot_fit_says_what_would(num_gpus, gpu, says):
     with pytest.raises(ConfigError, match=says):
         search(planned(QWEN_8B, num_gpus, gpu))
+
+
+DENSE_70B = {
+    **QWEN_8B,
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "intermediate_size": 28672,
+}
+LARGE_MIXTURE = {
+    **QWEN_30B,
+    "hidden_size": 7168,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_experts": 256,
+    "moe_intermediate_size": 2048,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "gpu", "tokens", "tp", "ep"),
+    [
+        (QWEN_8B, 16, "h100", 8192, 1, 1),
+        (DENSE_70B, 240, "a100-40gb", 16384, 4, 1),
+        (LARGE_MIXTURE, 480, "h100", 8192, 1, 4),
+    ],
+)
+def test_ranks_share_products_or_experts_if_nothing_else_fits(model, ranks, gpu, tokens, tp, ep):
+    run = planned(model, 2 * ranks, gpu, trainer={"microbatch_tokens": tokens})
+    fit = _trainer_fit(run, ranks)
+    assert (fit["trainer_cp"], fit["trainer_tp"], fit["trainer_ep"]) == (1, tp, ep)
+    assert fit["trainer_bytes"] < run.memory_bytes
+
+
+def test_sums_over_tensor_parallel_ranks_take_time():
+    shape, gpu = ModelShape.of_config(DENSE_70B), GPUS["h100"]
+    step_s = [
+        DeviceCosts(shape=shape, gpu=gpu, ranks=8, mesh=MeshSizes(tp=tp)).train_s(2**17, 2**28)
+        for tp in (1, 2, 8)
+    ]
+    rows = 2**17 * np.array([2, 8]) / 8
+    summed_s = 4 * 80 * rows * 8192 * 2 * 2 * np.array([1 / 2, 7 / 8]) / (gpu.link * 1e9)
+    assert np.array(step_s[1:]) == pytest.approx(step_s[0] + summed_s)
 
 
 def test_a_model_that_no_engine_holds_needs_several_gpus_per_engine():

@@ -7,12 +7,13 @@ of the maker's documents; a CPU is measured (calibrate.py).
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from millrace.config import RunConfig
 from millrace.core.errors import ConfigError, suggestion
+from millrace.core.microbatch import MeshSizes
 
 GIB = 2**30
 HOST_GPUS = 8  # per host; ranks and engines beyond it use the network
@@ -146,11 +147,11 @@ class ModelShape:
         attention = 4 * pairs * self.heads * self.head_dim * self.layers
         return 2 * tokens * self.read_weights(1) + attention
 
-    def activation_bytes(self, *, checkpointing: bool) -> int:
+    def activation_bytes(self, *, checkpointing: bool, tp: int = 1) -> int:
         """That one token keeps for the backward pass, in 16 bits. The terms of a layer reproduce
-        the peaks of docs/performance.md (1.7B and 8B)."""
+        the peaks of docs/performance.md (1.7B and 8B). `tp` divides what is inside of an MLP."""
         mlp = self.mlp * max(self.experts_used, 1) + self.shared_mlp
-        layer = 2 * (7 * self.hidden + 4 * mlp)
+        layer = 2 * (7 * self.hidden + 4 * mlp // tp)
         return layer + 2 * self.layers * self.hidden if checkpointing else self.layers * layer
 
 
@@ -162,6 +163,7 @@ class DeviceCosts:
     gpu: Gpu
     tp: int = 1  # GPUs that hold an engine
     ranks: int = 1
+    mesh: MeshSizes = field(default_factory=MeshSizes)  # its cp, tp and ep
     microbatch_tokens: int = 8192
     recomputes: bool = False  # gradient checkpointing
     update_bytes: int | None = None  # of one version; None = all weights in 16 bits
@@ -187,17 +189,26 @@ class DeviceCosts:
         return flops / (self.gpu.tflops * 1e12 * self.tp * PREFILL_MFU)
 
     def train_s(self, tokens: float, pairs: float) -> float:
-        """One optimizer step; FSDP moves weights while it computes."""
-        shape, tokens = self.shape, tokens * self.train_scale
+        """One optimizer step; FSDP moves weights while it computes. Each sum over tp and each
+        exchange over cp or ep moves hidden states of all layers before the ranks compute on."""
+        shape, mesh, tokens = self.shape, self.mesh, tokens * self.train_scale
         # Recomputation is not part of MFU, so it lengthens the step by a third.
         flops = shape.forward_flops(tokens, pairs * self.train_scale)
         flops *= 4 if self.recomputes else 3
         compute_s = flops / (self.ranks * self.gpu.tflops * 1e12 * TRAIN_MFU)
-        passes = max(1.0, tokens / self.ranks / self.microbatch_tokens)
-        moved = 6 * shape.num_weights * (1 - 1 / self.ranks) * passes
+        rows = tokens * mesh.tp / self.ranks  # of one rank; those of a tp group are the same
+        passes = max(1.0, rows / self.microbatch_tokens)
+        own, every = (shape.layer_weights(shape.experts / parts) for parts in (mesh.ep, 1))
+        gathered = (shape.num_weights - shape.layers * (every - own)) / mesh.tp
+        moved = 6 * gathered * (1 - 1 / self.ranks) * passes
+        hidden = 2 * (1 - 1 / mesh.tp) + (1 - 1 / mesh.cp)  # a sum moves everything twice
+        hidden += shape.experts_used * (1 - 1 / mesh.ep) / mesh.tp
+        # Two in the forward pass, two in the backward pass, and two to recompute.
+        hidden *= rows * 2 * shape.hidden * shape.layers * (6 if self.recomputes else 4)
+        hidden_s = hidden / self._link(HOST_GPUS)  # these groups are within a host
         optimizer = 32 * shape.num_weights / self.ranks  # bytes read and written
         optimizer_s = optimizer / (self.gpu.gb_per_s * 1e9)
-        return STEP_S + max(compute_s, moved / self._link(self.ranks)) + optimizer_s
+        return STEP_S + max(compute_s, moved / self._link(self.ranks)) + hidden_s + optimizer_s
 
     @property
     def publish_s(self) -> float:

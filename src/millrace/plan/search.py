@@ -13,6 +13,7 @@ from typing import Any
 from millrace.config import RunConfig, load_config
 from millrace.config.training import MeshConfig
 from millrace.core.errors import ConfigError
+from millrace.core.microbatch import MeshSizes
 from millrace.plan.lengths import Lengths
 from millrace.plan.model_costs import (
     GIB,
@@ -32,7 +33,7 @@ _ROOM = 0.95  # share of a GPU that may be used
 _MAX_SEQUENCES = 256  # of one engine
 _STALENESS = (1, 2, 4, 8)
 # Groups per step of the copies of a large run that are simulated, in the search and for its result.
-_SMALL_GROUPS, _ENOUGH_GROUPS = 8, 64
+_SMALL_GROUPS, _ENOUGH_GROUPS = 16, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,9 @@ class Split:
     engines: int
     tp: int  # GPUs of one engine
     ranks: int
-    cp: int
+    trainer_cp: int  # ranks that share long sequences
+    trainer_tp: int  # ranks that share each matrix product
+    trainer_ep: int  # ranks that share the experts
     groups_per_step: int
     max_staleness: int
     max_sequences: int  # of one engine
@@ -48,6 +51,10 @@ class Split:
     kv_bytes: int  # of one GPU of an engine
     engine_bytes: int  # of one GPU
     trainer_bytes: int
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return {"cp": self.trainer_cp, "tp": self.trainer_tp, "ep": self.trainer_ep}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +80,7 @@ class PlannedRun:
             gpu=self.gpu,
             tp=split.tp,
             ranks=split.ranks,
+            mesh=MeshSizes(**split.mesh),
             microbatch_tokens=self.config.trainer.microbatch_tokens,
             recomputes=split.gradient_checkpointing,
             update_bytes=None if lora is None else self.shape.adapter_bytes(lora.rank),
@@ -109,7 +117,7 @@ class PlannedRun:
                 "remote": split.ranks - ranks_here,
                 "groups_per_step": split.groups_per_step,
                 "gradient_checkpointing": split.gradient_checkpointing,
-                "mesh": {**MeshConfig().model_dump(), "cp": split.cp},
+                "mesh": {**MeshConfig().model_dump(), **split.mesh},
             },
             "buffer": {"max_staleness": split.max_staleness, "capacity": "2 batches"},
             "rollout": {"max_running_groups": f"{split.max_staleness + 1} batches"},
@@ -119,7 +127,7 @@ class PlannedRun:
         """The settings to run; raises ConfigError for those that a run refuses."""
         config = load_config(self.config, overrides=self.settings(split))
         check_settings(config)
-        if split.cp > 1:
+        if max(split.mesh.values()) > 1:
             from millrace.models.directory import text_config  # imports transformers
 
             path, trust = config.model.path, config.model.trust_remote_code
@@ -241,24 +249,41 @@ def _engine_fit(run: PlannedRun, tp: int) -> dict[str, int] | None:
 def _trainer_fit(run: PlannedRun, ranks: int) -> dict[str, Any] | None:
     """None if the state and the activations of a microbatch do not fit."""
     ways = (False, True) if not run.config.trainer.gradient_checkpointing else (True,)
-    cps = [cp for cp in (1, 2, 4, 8) if ranks % cp + run.shape.kv_heads % cp == 0]
-    for cp, recomputes in product(cps, ways):
-        needed = _rank_bytes(run, ranks=ranks, cp=cp, recomputes=recomputes)
+    for mesh, recomputes in product(_meshes(run.shape, ranks), ways):
+        needed = _rank_bytes(run, ranks=ranks, mesh=mesh, recomputes=recomputes)
         if needed <= _ROOM * run.memory_bytes:
-            return {"cp": cp, "gradient_checkpointing": recomputes, "trainer_bytes": needed}
+            sizes = {f"trainer_{name}": getattr(mesh, name) for name in ("cp", "tp", "ep")}
+            return {**sizes, "gradient_checkpointing": recomputes, "trainer_bytes": needed}
     return None
 
 
-def _rank_bytes(run: PlannedRun, *, ranks: int, cp: int = 1, recomputes: bool = True) -> int:
-    """State, whole embeddings, and the activations of one microbatch."""
+def _meshes(shape: ModelShape, ranks: int) -> Iterator[MeshSizes]:
+    """Those that divide the ranks and the model, within a host; tp, or ep of a mixture, come after
+    cp alone. tp does not divide experts."""
+    for more, cp in product((1, 2, 4, 8), (1, 2, 4, 8)):
+        tp, ep = (1, more) if shape.experts else (more, 1)
+        shared = [(n, tp * cp) for n in (HOST_GPUS, ranks, shape.heads, shape.kv_heads)]
+        alone = [(shape.mlp, tp), (shape.vocab, tp), (shape.experts, ep), (ranks // tp, ep)]
+        if not any(number % parts for number, parts in [*shared, *alone]):
+            yield MeshSizes(dp_shard=ranks // (tp * cp), cp=cp, tp=tp, ep=ep)
+
+
+def _rank_bytes(
+    run: PlannedRun, *, ranks: int, mesh: MeshSizes | None = None, recomputes: bool = True
+) -> int:
+    """State, what FSDP gathers of it, and the activations of one microbatch."""
     from millrace.models.devices import rank_bytes  # imports torch
 
+    mesh = mesh or MeshSizes(dp_shard=ranks)
     config, shape = run.config.updated(trainer={"ranks": ranks, "mesh": MeshConfig()}), run.shape
-    tokens = max(config.trainer.microbatch_tokens, -(-run.lengths.longest // cp))
-    gathered = 2 * shape.vocab * shape.hidden * (1 if shape.is_tied else 2) if ranks > 1 else 0
+    tokens = max(config.trainer.microbatch_tokens, -(-run.lengths.longest // mesh.cp))
+    tables = shape.vocab * shape.hidden * (1 if shape.is_tied else 2)
+    # Two layers in 16 bits, tables in float32, and without [lora] a gradient in float32 of each.
+    per_weight = 8 if config.lora is None else 4
+    gathered = per_weight * (tables + shape.layer_weights(shape.experts / mesh.ep)) / mesh.tp
     state = rank_bytes(config, num_weights=shape.num_weights)
-    activations = tokens * shape.activation_bytes(checkpointing=recomputes)
-    return state + activations + gathered + RUNTIME_BYTES
+    activations = tokens * shape.activation_bytes(checkpointing=recomputes, tp=mesh.tp)
+    return state + activations + int(gathered) * (ranks > 1) + RUNTIME_BYTES
 
 
 def _missing(run: PlannedRun) -> str:
