@@ -3,6 +3,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from millrace.config import load_config
 from millrace.core.errors import ConfigError, RunFailed, WorkerError
 from millrace.core.plugins import load_reference
 from millrace.monitoring.run_dir import RunDir
+from millrace.plan.command import FORMATS
 from millrace.run.resume import has_finished, has_started
 from millrace.training.checkpoints.store import CheckpointStore
 
@@ -256,8 +258,16 @@ def make_no_model(directory: Path) -> None:
 def test_starter_trains_unchanged(tmp_path):
     write_starter(tmp_path / "first", make_model=make_untrained_model)
     short = ("--trainer.steps", "2", "--evaluate.max_tasks=8", "--trainer.groups-per-step", "4")
-    done = millrace("train", "first/run.toml", *short, cwd=tmp_path)
+    plan = tmp_path / "first" / "run.plan.toml"  # under this name, the run is compared with a plan
+    plan.with_name("run.toml").rename(plan)
+    predicted = {**dict.fromkeys(FORMATS, 1.0), "memory_bytes_per_device": {"cpu": 2**30}}
+    predicted["settings"] = tomllib.loads(plan.read_text())
+    plan.with_suffix(".json").write_text(json.dumps(predicted))
+    done = millrace("train", "first/run.plan.toml", *short, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "predicted by run.plan.json:" in done.stdout
+    for name in ("samples per s", "engine busy", "trainer busy", "memory gib"):
+        assert re.search(rf"^  {name} .*, measured .*[1-9].* \([+-]\d+%\)$", done.stdout, re.M)
     assert re.search(r"^steps +2 in ", done.stdout, re.M)
     assert re.search(r"^held-out accuracy +", done.stdout, re.M)
     assert re.search(r"^settings +.*trainer\.steps = 2$", done.stdout, re.M | re.S)

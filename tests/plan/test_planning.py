@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
+import time
 import tomllib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +14,14 @@ import tomli_w
 
 from millrace.cli.launch.plan import plan_launch
 from millrace.cli.main import main
+from millrace.compare.runs import PeakMemory
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.core.microbatch import MeshSizes
+from millrace.core.spans import Span
+from millrace.monitoring.files.trace import TraceWriter
 from millrace.plan.command import _merged, compared
+from millrace.plan.controller_load import controller_busy
 from millrace.plan.lengths import Lengths, read_lengths
 from millrace.plan.model_costs import GPUS, DeviceCosts, ModelShape, gpu_named
 from millrace.plan.search import PlannedRun, Split, _fitting, _trainer_fit, search
@@ -284,7 +291,38 @@ def test_the_command_writes_a_toml_that_loads_and_a_picture(tmp_path, capsys):
     assert config.loss == {"type": "gspo", "high": 0.3}
     assert config.model.path == str(tmp_path / "m")
     assert (tmp_path / "run.plan.png").read_bytes().startswith(b"\x89PNG")
-    assert "samples per s" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "samples per s" in shown
+    assert "the controller would need" not in shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "turns", "tokens", "samples_per_s", "cores"),
+    [
+        ({}, 1, 8192, 8 * 125, 1.0),  # the limits that docs/how-to/plan.md derives
+        ({}, 1, 512, 8 * 357, 1.0),
+        ({"journal": {"max_bytes": 0}}, 1, 512, 8 * 357, 8 * 357 * 33e-6),
+        ({"environment": {"workers": 2}}, 3, 512, 100, 3 * 100 * 1.2e-3 + 0.038),
+    ],
+)
+def test_the_load_of_the_controller_is_that_of_the_docs(
+    settings, turns, tokens, samples_per_s, cores
+):
+    rates = {"samples_per_s": samples_per_s, "tokens_per_s": samples_per_s * tokens}
+    config, lengths = load_config({"model": "m", **settings}), Lengths(turns=turns)
+    found = controller_busy(config, lengths, SimpleNamespace(**rates))
+    assert found == pytest.approx(cores, rel=0.02)
+
+
+def test_a_plan_that_one_controller_cannot_carry_says_so(tmp_path, capsys):
+    tiny = {**QWEN_2B, "hidden_size": 64, "num_hidden_layers": 1, "head_dim": 4, "vocab_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(tiny))
+    (tmp_path / "run.toml").write_text('model = "."\n[scoring]\nworkers = 64\n')
+    options = ["--gpus", "2", "--lengths", "median=5,p90=6", "--max-staleness", "1"]
+    assert main(["plan", str(tmp_path / "run.toml"), *options, "--groups-per-step", "16"]) == 0
+    busy = json.loads((tmp_path / "run.plan.json").read_text())["controller_busy"]
+    assert busy > 1
+    assert f"note: the controller would need {busy:.1f} cores" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -313,8 +351,15 @@ def test_a_run_of_a_plan_is_compared_with_it(tmp_path):
     toml = tmp_path / "run.plan.toml"
     toml.write_text('model = "m"\n')
     keys = ("samples_per_s", "tokens_per_s", "step_s", "staleness_mean", "staleness_max")
+    keys += ("engine_busy", "trainer_busy")
     plan = {**dict.fromkeys(keys, 3.0), "settings": tomllib.loads(toml.read_text())}
+    plan |= {"engine_busy": 0.9, "memory_bytes_per_device": {"cpu": 3 * 2**30}}
     toml.with_suffix(".json").write_text(json.dumps(plan))
+    trace = TraceWriter(tmp_path / "trace.json", start_s=0.0)
+    for name, busy, begin_s in (("generate", True, 0.0), ("no work", False, 3.0)):
+        times = {"start_s": begin_s, "end_s": 4.0 if begin_s else 3.0}
+        trace.write([Span(worker="engine-0", name=name, busy=busy, **times)])
+    trace.close()
     rows = [
         {
             "step": step,
@@ -328,7 +373,14 @@ def test_a_run_of_a_plan_is_compared_with_it(tmp_path):
     ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "metrics.jsonl").write_text(text)
-    shown = "\n".join(compared(toml, str(tmp_path)))
+    with PeakMemory(os.getpid()) as memory:
+        filled = b"x" * 2**27
+        while memory.peak_mib < len(filled) / 2**20:
+            time.sleep(0.01)
+    shown = "\n".join(compared(toml, str(tmp_path), memory=memory))
+    assert "engine busy            90%, measured 75% (+20%)" in shown
+    assert "memory gib             3.0, measured " in shown
+    assert "trainer busy" not in shown  # it has no spans
     assert "samples per s          3.0, measured 4.0 (-25%)" in shown
     assert "settings have changed" not in shown
     toml.write_text('model = "other"\n')

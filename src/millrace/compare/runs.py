@@ -12,13 +12,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from millrace.cluster.parent_death import with_parent_death_signal
 from millrace.compare.report import markdown, page
@@ -194,24 +195,50 @@ def train_process(arguments: list[str], *, log: Path) -> EndedRun:
     """The run ends with this process, so that a repeated command finds none that still works."""
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "millrace", *arguments, "--monitoring.progress=lines"]
-    peak_mib, gpu_mib = 0.0, [used_gpu_mib()]
     with log.open("w") as output:
         process = subprocess.Popen(
             with_parent_death_signal(command), stdout=output, stderr=subprocess.STDOUT
         )
         try:
-            while process.poll() is None:
-                began_s = time.monotonic()
-                peak_mib = max(peak_mib, sum(map(_pss_kib, _family(process.pid))) / 1024)
-                gpu_mib.append(used_gpu_mib())
-                time.sleep(max(_SAMPLE_S, (time.monotonic() - began_s) / _SAMPLE_SHARE))
+            with PeakMemory(process.pid) as memory:
+                process.wait()
         finally:
             process.terminate()  # after an interrupt; an ended process is not affected
     lines = log.read_text(errors="replace").splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     error = (errors or [f"exit code {process.returncode}; see {log}"])[-1]
-    used_mib = max(gpu_mib) - gpu_mib[0] or None
-    return EndedRun(error if process.returncode else None, peak_mib, used_mib)
+    error = error if process.returncode else None
+    return EndedRun(error, memory.peak_mib, memory.peak_gpu_mib)
+
+
+class PeakMemory(threading.Thread):
+    """Samples the memory of a process and of all that descend from it, while its context lasts."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(name="peak-memory", daemon=True)
+        self.peak_mib = 0.0
+        self._pid, self._ended, self._gpu_mib = pid, threading.Event(), [used_gpu_mib()]
+
+    @property
+    def peak_gpu_mib(self) -> float | None:
+        """Of all GPUs, beyond what was used before; None without a GPU."""
+        return max(self._gpu_mib) - self._gpu_mib[0] or None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join()
+
+    def run(self) -> None:
+        pause_s = 0.0
+        while not self._ended.wait(pause_s):
+            began_s = time.monotonic()
+            self.peak_mib = max(self.peak_mib, sum(map(_pss_kib, _family(self._pid))) / 1024)
+            self._gpu_mib.append(used_gpu_mib())
+            pause_s = max(_SAMPLE_S, (time.monotonic() - began_s) / _SAMPLE_SHARE)
 
 
 def used_gpu_mib() -> float:

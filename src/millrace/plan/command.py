@@ -16,12 +16,16 @@ from typing import Any
 
 import tomli_w
 
+from millrace.compare.runs import PeakMemory
 from millrace.config import anchored, load_config, parse_overrides, settings_table
 from millrace.core.errors import ConfigError, printable
+from millrace.monitoring.activity import ROLES, mean_by_role, total_shares
 from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.report.plots import draw_plot, draw_timeline
 from millrace.monitoring.run_dir import RunDir
 from millrace.plan import calibrate as calibration
+from millrace.plan.controller_load import controller_busy
 from millrace.plan.lengths import read_lengths
 from millrace.plan.model_costs import GIB, ModelShape, gpu_named
 from millrace.plan.search import PlannedRun, search
@@ -51,7 +55,7 @@ def plan(args: argparse.Namespace) -> None:
         tokens = calibration.microbatch_tokens(config, lengths)
         memory = {found.device: int(found.run_mib(config, shape, tokens=tokens) * 2**20)}
         split = {"engines": config.engine.num_local, "ranks": config.trainer.num_ranks}
-        notes = []
+        notes = list[str]()
     else:
         gpu = {"gpu": gpu_named(args.gpu), "gpu_name": args.gpu.lower(), "num_gpus": args.gpus}
         run = PlannedRun(config=config, shape=shape, lengths=lengths, **gpu)
@@ -61,8 +65,15 @@ def plan(args: argparse.Namespace) -> None:
         settings, split = run.settings(chosen), asdict(chosen)
         notes = ["efficiencies are those that Millrace reached on an H200"]
     hours = (args.gpus or 1) / prediction.samples_per_s / 3.6  # of one GPU
+    if (cores := controller_busy(config, lengths, prediction)) > 1:
+        notes.append(
+            f"the controller would need {cores:.1f} cores for messages and journal, and has one, so"
+            f" the run would be slower than this; with these lengths, one controller is enough for"
+            f" {prediction.tokens_per_s / cores:,.0f} tokens/s"
+        )
     result = {
         **{key: getattr(prediction, key) for key in FORMATS},
+        "controller_busy": cores,
         "gpu_hours_per_1000_samples": hours,
         "cost_per_1000_samples": None if args.price is None else hours * args.price,
         "memory_bytes_per_device": memory,
@@ -97,6 +108,7 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
     for key, value in flat.items():
         if isinstance(value, int | float):
             form = FORMATS.get(key, "{:,.3g}" if isinstance(value, float) else "{}")
+            form = "{:.0%}" if key.endswith("_busy") else form
             text = f"{value / GIB:.1f} GiB" if key.endswith("bytes") else form.format(value)
             yield f"{key.removesuffix('_bytes').replace('_', ' '):<28}{text}"
     yield from (f"note: {note}" for note in result["notes"])
@@ -121,7 +133,7 @@ def _merged(table: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def compared(source: Path, run_dir: str) -> Iterator[str]:
+def compared(source: Path, run_dir: str, *, memory: PeakMemory | None = None) -> Iterator[str]:
     """Predicted against measured, after a run of a planned TOML."""
     file = source.with_suffix(".json")
     if not file.is_file():
@@ -129,19 +141,36 @@ def compared(source: Path, run_dir: str) -> Iterator[str]:
     plan = json.loads(file.read_text())
     is_changed = plan["settings"] != tomllib.loads(source.read_text())
     yield f"predicted by {file.name}{' (its settings have changed since)' * is_changed}:"
-    for key, value in measured(RunDir(run_dir)).items():
-        form = FORMATS[key]
-        error = f" ({plan[key] / value - 1:+.0%})" if value else ""
+    pairs = {key: (plan[key], value) for key, value in measured(RunDir(run_dir)).items()}
+    if memory is not None:
+        is_on_cpu = "cpu" in plan["memory_bytes_per_device"]
+        peak_mib = memory.peak_mib if is_on_cpu else memory.peak_gpu_mib
+        pairs["memory_gib"] = (_planned_bytes(plan) / GIB, (peak_mib or 0.0) / 1024)
+    for key, (expected, value) in pairs.items():
+        form = FORMATS.get(key, "{:.1f}")
+        error = f" ({expected / value - 1:+.0%})" if value else ""
         label = key.replace("_", " ")
-        yield f"  {label:<16}{form.format(plan[key]):>10}, measured {form.format(value)}{error}"
+        yield f"  {label:<16}{form.format(expected):>10}, measured {form.format(value)}{error}"
+
+
+def _planned_bytes(plan: Mapping[str, Any]) -> float:
+    """Of all processes of this host, or of all its GPUs."""
+    by_device, settings = plan["memory_bytes_per_device"], plan["settings"]
+    if "engine" not in by_device:
+        return sum(by_device.values())
+    engine, trainer = settings["engine"], settings["trainer"]
+    num_ranks = trainer["ranks"] - trainer["remote"]
+    return engine["count"] * engine["tp"] * by_device["engine"] + num_ranks * by_device["trainer"]
 
 
 def measured(run_dir: RunDir, *, warm_up: int = 2) -> dict[str, float]:
-    """What a run has measured of a prediction, after its first steps."""
+    """What a run has measured of a prediction; rates and mean staleness after its first steps."""
     rows = read_metrics(run_dir.metrics)
     warm_up = warm_up if len(rows) > warm_up else 0
     counted, before = rows[warm_up:], rows[warm_up - 1] if warm_up else {}
     keys = ("throughput/time_s", "throughput/samples", "throughput/tokens")
+    workers = mean_by_role(total_shares(read_trace(run_dir.trace)))
+    busy = {f"{role}_busy": workers[role].busy for role in ROLES if role in workers}
     seconds, samples, tokens = (counted[-1][key] - before.get(key, 0) for key in keys)
     return {
         "samples_per_s": samples / seconds,
@@ -149,4 +178,5 @@ def measured(run_dir: RunDir, *, warm_up: int = 2) -> dict[str, float]:
         "step_s": seconds / len(counted),
         "staleness_mean": fmean(row["staleness/mean"] for row in counted),
         "staleness_max": max(row["staleness/max"] for row in rows),
+        **busy,
     }
