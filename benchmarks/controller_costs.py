@@ -5,7 +5,7 @@
 CPU time of the controller's own code: encoding and decoding of a request and its completion, and
 groups that the journal has made durable. Weights: a copy within the memory of the host, which each
 engine on it makes once per version. docs/how-to/plan.md derives from them where one controller
-ends.
+ends, and plan/controller_load.py the load of a plan.
 """
 
 import asyncio

@@ -160,6 +160,15 @@ def test_the_settings_of_a_plan_pass_the_checks_of_a_run(num_gpus, settings):
     assert config.engine.options.get("decode_steps") in (None, 8)
 
 
+def test_a_launcher_places_all_workers_of_a_plan():
+    run = planned(QWEN_2B, 32, "h100", cluster={"launcher": "ray"})
+    *_, sizes = _fitting(run)
+    written = run.settings(Split(**sizes, groups_per_step=8, max_staleness=1))
+    assert written["engine"]["remote"] == written["trainer"]["remote"] == 0
+    assert written["engine"]["count"] == sizes["engines"]
+    assert "cluster" not in written
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "settings", "says"),
     [

@@ -63,7 +63,7 @@ def train(args: argparse.Namespace) -> int:
     from millrace.cluster.fork_server import shared_fork_server
     from millrace.monitoring.terminal.progress import make_progress
 
-    is_planned = args.config.name.endswith(".plan.toml")
+    memory: Any = None  # of a planned run
     progress = make_progress(config.monitoring.progress)
     progress.starting("run", "importing PyTorch")
     url = _start_dashboard(config.run_dir) if args.dashboard and not args.dry_run else None
@@ -79,12 +79,12 @@ def train(args: argparse.Namespace) -> int:
             return DONE
         if url is not None:  # which was printed during the import
             print(url.readline().rstrip() or "warning: the dashboard did not start.")
-        if is_planned:
+        if args.config.name.endswith(".plan.toml"):
             from millrace.compare.runs import PeakMemory
 
             memory = stack.enter_context(PeakMemory(os.getpid()))
         code = _finish_run(lambda: run.train(config, resume=resume), run_dir=config.run_dir)
-    if code == DONE and is_planned:
+    if code == DONE and memory is not None:
         from millrace.plan.command import compared
 
         print("\n".join(compared(args.config, config.run_dir, memory=memory)))
