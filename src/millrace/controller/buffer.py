@@ -123,7 +123,7 @@ class Buffer:
         chosen = self._choose(n, version=version)
         if self.running is None or not (late := self._late(chosen, version)):
             return chosen, 0.0
-        if not isinstance(self.sampler, Oldest):
+        if not isinstance(self.order, Oldest):
             chosen = list(Oldest().choose(self._waiting, n, version=version))
             late = self._late(chosen, version)
         now_s = self.now()
