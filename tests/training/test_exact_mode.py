@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -9,10 +10,14 @@ import torch
 from architectures import NUM_EXPERTS, tiny_model
 from astray import lead_astray
 from batches import batch_of, random_rollout, trainer_of
-from engine_rig import make_engine
+from engine_rig import finish_all, make_engine, make_request, prompt_of, weights
 
 from millrace.bench.fidelity import generate, main
+from millrace.core.completions import cut
 from millrace.core.errors import RunFailed
+from millrace.core.records import Completion, Request, Rollout
+from millrace.environments.token_record import TokenRecord, rollout_of
+from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.routing import RouteReplay, find_routing
 from millrace.training.metrics import mixed_context
@@ -111,6 +116,77 @@ def test_a_differing_bit_stops_the_run():
     changed = dataclasses.replace(part, engine_logprobs=other)
     with pytest.raises(RunFailed, match="In step 1, 1 of 6 on-policy logprobs"):
         trainer.step(dataclasses.replace(batch, microbatches=(changed,)))
+
+
+def sampled(engine: EmbeddedEngine, request: Request) -> Completion:
+    request = dataclasses.replace(request, session="s", routes_from=0)
+    return finish_all(engine, [request])["r"][0]
+
+
+def compared(
+    rollouts: Sequence[Rollout], *, kv: str = "keep", architecture: str = "qwen3"
+) -> tuple[float, ...]:
+    """Numbers of compared and of mixed tokens in a step of a trainer at version 1, which raises an
+    error if a compared logprob is not the engine's. Recorded routes are replayed."""
+    model = tiny_model(architecture, seed=1)
+    routing = find_routing(model) if any(r.routes is not None for r in rollouts) else None
+    replay = None if routing is None else RouteReplay(routing)
+    trainer = trainer_of(model, exact=True, exact_kv=kv, replay=replay)
+    trainer.steps_done = 1
+    metrics = trainer.step(batch_of([r for r in rollouts if r.num_sampled]))
+    names = ("compared_logprobs", "mixed_context_tokens")
+    return tuple(metrics[f"mismatch/{name}"] for name in names)
+
+
+def test_turns_of_a_session_after_a_swap_are_those_of_the_trainer():
+    """Turns whose rollouts do not show that their session had older weights."""
+    engine, record = make_engine(exact=True, eos_ids=()), TokenRecord()
+    first = make_request(prompt=20)
+    done = sampled(engine, first)
+    root = record.add(first.prompt, done, sampling=first.sampling)
+    engine.swap(weights(seed=1), version=1)
+    said = np.concatenate([first.prompt, done.tokens])
+    for known, parent, temperature in (
+        (said[:18], None, 1.0),  # the history was rewritten
+        (said, root, 1.0),
+        (said, root, 1.0),  # a second branch
+        (said, root, 0.7),  # its tokens are a rollout of their own
+    ):
+        given = prompt_of(5, seed=len(record.exchanges))
+        prompt = np.concatenate([known, given])
+        request = make_request(prompt=prompt, temperature=temperature)
+        given = prompt if parent is None else given
+        done = sampled(engine, request)
+        record.add(given, done, sampling=request.sampling, parent=parent)
+    assert compared(record.rollouts()) == (3 * 16, 16)
+
+
+def test_fork_that_a_swap_interrupts_in_its_prefill_is_computed_by_one_version():
+    engine = make_engine(exact=True, eos_ids=(), prefill_tokens=8)
+    request = make_request(prompt=20)
+    partial = cut(sampled(engine, request), 0, 10)
+    fork = dataclasses.replace(request, seed=1, partial=partial)
+    other = make_engine(exact=True, eos_ids=(), prefill_tokens=8)
+    other.add_request(fork)
+    other.step()
+    other.swap(weights(seed=1), version=1)
+    done = dataclasses.replace(finish_all(other)["r"][0], num_shared=10)
+    record = TokenRecord()
+    record.add(request.prompt, done, sampling=request.sampling)
+    assert compared(record.rollouts()) == (6, 0)
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_tokens_beside_replayed_routes_of_another_version_are_not_compared(kv: str):
+    engine = make_engine("qwen3_moe", exact=True, eos_ids=(), kv=kv, records_routes=True)
+    requests = [make_request(str(i), prompt=9, seed=i, routes_from=0) for i in range(2)]
+    engine.add_request(requests[0])
+    for _ in range(5):
+        engine.step()
+    engine.swap(weights("qwen3_moe", seed=1), version=1)
+    done = finish_all(engine, requests[1:])
+    rollouts = [rollout_of(r.prompt, done[r.id][0], r.sampling) for r in requests]
+    assert compared(rollouts, kv=kv, architecture="qwen3_moe") == (0, 27)
 
 
 def test_tokens_with_a_context_of_several_versions_are_not_compared():

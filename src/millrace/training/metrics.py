@@ -218,10 +218,19 @@ def _balance(load: np.ndarray) -> dict[str, float]:
 
 
 def mixed_context(part: Microbatch) -> np.ndarray:  # [N] bool
-    """Tokens of which an earlier one of the same rollout was sampled by another version: with
-    kv = "keep", several versions computed their context, which no trainer can reproduce."""
-    first = np.searchsorted(part.rollouts, part.rollouts)
-    return part.versions != part.versions[first]
+    """Tokens whose context may be of several versions, which no trainer can reproduce: an earlier
+    token of the same rollout was sampled by another one, and engines keep KV (kv = "keep"). If
+    expert routes are replayed, any token of its tree: routes that several versions recorded."""
+    if part.routes is None:
+        first = np.searchsorted(part.rollouts, part.rollouts)
+        return part.versions != part.versions[first]
+    roots = np.arange(len(part.parents))
+    for segment in np.flatnonzero(part.parents >= 0):
+        roots[segment] = roots[part.parents[segment]]
+    trees = np.repeat(roots, part.lengths)[part.predictors]
+    any_version = np.zeros(len(roots), part.versions.dtype)
+    any_version[trees] = part.versions
+    return np.isin(trees, trees[part.versions != any_version[trees]])
 
 
 def replayed_rows(batches: Sequence[Batch]) -> tuple[int, int]:

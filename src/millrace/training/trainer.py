@@ -260,8 +260,8 @@ class Trainer:
         metrics.add(tokens, loss=loss.detach(), named=named, expert_load=load)
         metrics.report(tokens, part.reported)
         if self.exact_kv is not None and not self._has_updated:
-            is_mixed = mixed_context(part) if self.exact_kv == "keep" else None
-            metrics.compare_bits(tokens, is_mixed)
+            keeps = self.exact_kv == "keep" or part.routes is not None
+            metrics.compare_bits(tokens, mixed_context(part) if keeps else None)
         return loss, metrics
 
 

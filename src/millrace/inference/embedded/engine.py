@@ -70,7 +70,7 @@ class EmbeddedEngine(EngineCore):
             self._pool,
             block_tokens=sizes.block_tokens,
             version=version,
-            keeps=sizes.kv == "keep",
+            keeps=sizes.kv == "keep" and not sizes.exact,
             is_on=sizes.prefix_cache and (parts.states is None or parts.snapshots is not None),
             policies=[] if parts.bank is None else parts.bank.policies,
             snapshots=parts.snapshots,
@@ -249,7 +249,7 @@ class EmbeddedEngine(EngineCore):
     def commit(self, prepared: PreparedWeights) -> None:
         self._weights.commit(prepared)
         if prepared.pairs and (self._kv == "recompute" or self._is_exact):
-            self._scheduler.forget_kv(only_prompts=self._kv == "keep")
+            self._scheduler.forget_kv(only_inputs=self._kv == "keep")
         self._scheduler.begin(prepared.version, policy=prepared.policy)
 
     @torch.inference_mode()

@@ -7,7 +7,9 @@ computed them.
 Promise: a request finds only KV that the served weights computed, from the first token to the last.
 With kv = "keep" there are two exceptions, because sequences then continue with the KV of older
 weights: a preempted sequence finds its own KV, and a request with a session finds the KV that
-earlier requests of the session left. A request finds KV of requests with its own cache_salt only.
+earlier requests of the session left. Exact mode has neither, because the versions of the tokens of
+a rollout need not show that older weights computed their context. A request finds KV of requests
+with its own cache_salt only.
 With recurrent states, it finds KV only up to a block whose end has a snapshot of the state.
 
 The index holds at most one entry per block. Tokens are hashed when a sequence leaves, while the
@@ -58,9 +60,9 @@ class PrefixCache:
         policies: Iterable[str | None] = (None,),
         snapshots: StateSnapshots | None = None,
     ) -> None:
-        """`keeps`: sequences continue with their KV when weights change (kv = "keep").
-        `policies`: adapters with versions of their own; None = the first policy. `snapshots`: of
-        recurrent states, if the model has some."""
+        """`keeps`: sequences and sessions find their KV of older weights (kv = "keep"). `policies`:
+        adapters with versions of their own; None = the first policy. `snapshots`: of recurrent
+        states, if the model has some."""
         self._pool = pool
         self._snapshots = snapshots
         self._block_tokens = block_tokens

@@ -190,15 +190,14 @@ class Scheduler:
                 self.leave(sequence, ends=False)
             self.waiting.add(sequence)
 
-    def forget_kv(self, *, only_prompts: bool = False) -> None:
-        """Drop all KV, so that other weights recompute it; or that of sequences without a sampled
-        token, whose record would not tell that several weights computed their context."""
+    def forget_kv(self, *, only_inputs: bool = False) -> None:
+        """Drop all KV, so that other weights recompute it; or that of sequences that have sampled
+        no token here: their record would not tell that several weights computed their context."""
         for sequence in self.slots.running():
-            slot = sequence.slot
-            if not only_prompts or self.slots.num_tokens[slot] == self.slots.num_prompt[slot]:
+            if not only_inputs or self.slots.num_tokens[sequence.slot] == sequence.num_input:
                 self.tables.pool.release(self.tables.take(self._free_slot(sequence)))
                 self.waiting.add(sequence)
-        self.waiting.forget_kv(only_prompts=only_prompts)
+        self.waiting.forget_kv(only_inputs=only_inputs)
 
     def begin(self, version: int, *, policy: str | None = None) -> None:
         """Other weights compute from now on, and use the KV that was not dropped."""
@@ -346,9 +345,9 @@ class Scheduler:
         """Free its slot, after a request to read the routes of the tokens that it fed there."""
         slot, slots, routes = sequence.slot, self.slots, sequence.routes
         assert slot is not None
-        # Without a sampled token, the whole prompt is prefilled again, and its routes with it.
-        has_begun = slots.num_tokens[slot] > slots.num_prompt[slot]
-        if self.routes is not None and routes is not None and has_begun:
+        # Without a token that it sampled itself, it is prefilled again, and its routes with it.
+        has_sampled = slots.num_tokens[slot] > sequence.num_input
+        if self.routes is not None and routes is not None and has_sampled:
             positions = np.arange(routes.end, slots.num_cached[slot])
             if len(positions):
                 routes.append(self.routes.read(self.tables.kv_slots(slot, positions)))

@@ -138,6 +138,12 @@ class Sequence:
     def num_prompt(self) -> int:
         return len(self.request.prompt)
 
+    @property
+    def num_input(self) -> int:
+        """Tokens of its prompt, and of the completion that it resumes."""
+        partial = self.request.partial
+        return self.num_prompt + (0 if partial is None else len(partial.tokens))
+
     def sampled(self) -> Sampled:
         """Without the tokens that only its slot has."""
         return self.tokens[self.num_prompt :], self.logprobs, self.versions

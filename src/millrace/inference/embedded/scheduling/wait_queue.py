@@ -74,11 +74,11 @@ class WaitQueue:
         for sequence in held:
             self.add(sequence)
 
-    def forget_kv(self, *, only_prompts: bool = False) -> None:
+    def forget_kv(self, *, only_inputs: bool = False) -> None:
         """Drop all held KV, and the right to find it in the prefix cache: the weights changed.
-        `only_prompts`: of sequences without a sampled token."""
+        `only_inputs`: of sequences that have sampled no token here."""
         for sequence in self._queue:
-            if only_prompts and sequence.has_begun:
+            if only_inputs and len(sequence.tokens) > sequence.num_input:
                 continue
             sequence.kv_history = ()
             if sequence.held_blocks is not None:
