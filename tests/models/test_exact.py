@@ -28,6 +28,11 @@ FUNCTIONS = {
     "silu": F.silu,
     "tanh gelu": lambda x: F.gelu(x, approximate="tanh"),
     "sigmoid": lambda x: x.sigmoid(),
+    "selu": F.selu,
+    "power": lambda x: x.abs() ** 1.7,
+    "power of a number": lambda x: 1.7**x,
+    "logaddexp": lambda x: torch.logaddexp(x, weight(700)),
+    "cumsum": lambda x: x.cumsum(-1),
     "norm": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
     "logsumexp": lambda x: x.repeat(1, 60).logsumexp(-1),
 }

@@ -2,11 +2,12 @@
 
 A row's result of a matrix product, a reduction or an activation may depend on the rows beside it:
 libraries choose other kernels for other shapes. Within this mode, each such function of PyTorch is
-replaced by one whose result for a row depends on that row alone. All other functions compute each
-element by itself. Attention is exact/attention.py.
+replaced by one whose result for a row depends on that row alone, or refused by a ConfigError with
+its name. tests/models/test_exact_functions.py looks for such functions. Attention is
+exact/attention.py.
 
 Promise: a row of a forward pass gets the same bits in every batch, on both sides, for weights that
-are equal in `dtype`. A function that would break this raises ConfigError with its name.
+are equal in `dtype`, unless the model itself combines rows, which the self-test of a model finds.
 
 The trainer's float32 weights are rounded to `dtype` wherever they are used, so they are those that
 engines received; residual streams are float32 on both sides. Backward passes need not be exact.
@@ -20,7 +21,8 @@ T = rows, I and O = input and output size, E = experts.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -37,6 +39,19 @@ _TILE = 16  # rows
 _INNER = 256
 _VECTOR = 64  # a CPU computes elements behind a multiple of this by other code
 _SERIAL = 16384  # elements that a CPU computes in one thread
+_PLAIN_POWERS = (2, 3, 0.5, -0.5, -1, -2)  # which a CPU computes by products and roots
+
+_ELEMENTWISE = (
+    *("silu", "gelu", "sigmoid", "expit", "softplus", "logsigmoid", "elu", "celu", "selu", "mish"),
+    *("exp2", "sinh", "cosh", "atanh", "arctanh", "pow", "float_power", "ldexp"),
+    *("atan2", "arctan2", "logaddexp", "logaddexp2", "igamma", "igammac", "gammainc", "gammaincc"),
+)
+_REFUSED = (
+    *("bmm", "baddbmm", "addbmm", "addmm", "addmv", "mv", "dot", "vdot", "inner", "vecdot"),
+    *("einsum", "tensordot", "multi_dot", "chain_matmul", "bilinear", "cdist", "cumprod"),
+    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    *("lstm", "gru", "rnn_tanh", "rnn_relu"),
+)
 _PROBE_ROWS = 3  # of a module that may be a norm
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")  # attribute names in models
 
@@ -173,17 +188,30 @@ def check_exact(device: torch.device, dtype: torch.dtype) -> None:
 
 def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """For functions that a CPU computes by other code behind the last whole vector, and at the
-    borders of threads."""
+    borders of threads. Arguments that are tensors are broadcast."""
 
     @functools.wraps(function)
-    def exact(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if x.is_cuda:
-            return function(x, *args, **kwargs)
-        flat = F.pad(x.reshape(-1), (0, -x.numel() % _VECTOR))
-        parts = [function(part, *args, **kwargs) for part in flat.split(_SERIAL)]
-        return torch.cat(parts)[: x.numel()].view(x.shape)
+    def exact(*args: Any, **kwargs: Any) -> Tensor:
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if tensors[0].is_cuda or _is_plain_power(function, *args[1:], **kwargs):
+            return function(*args, **kwargs)
+        shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+        size = shape.numel()
+
+        def parts(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return itertools.repeat(x)
+            return F.pad(x.expand(shape).reshape(-1), (0, -size % _VECTOR)).split(_SERIAL)
+
+        found = [function(*part, **kwargs) for part in zip(*map(parts, args), strict=False)]
+        return torch.cat(found)[:size].view(shape)
 
     return exact
+
+
+def _is_plain_power(function: Callable[..., Tensor], exponent: Any = None, **_: Any) -> bool:
+    is_power = function.__name__ in ("pow", "float_power") and isinstance(exponent, int | float)
+    return is_power and exponent in _PLAIN_POWERS
 
 
 def _over_rows(name: str) -> Callable[..., Tensor]:
@@ -210,6 +238,17 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b) if a.shape[-1] == 1 else refuse("matmul")
 
 
+def _along_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For cumulative functions, which may go along the last dimension, but not from row to row."""
+
+    def exact(x: Tensor, dim: int, **kwargs: Any) -> Any:
+        if x.is_floating_point() and dim not in (-1, x.ndim - 1):
+            refuse(function.__name__)
+        return function(x, dim, **kwargs)
+
+    return exact
+
+
 def _table() -> dict[Any, Callable[..., Any]]:
     internal: Any = getattr(torch._C, "_nn")  # noqa: B009 - no type stub has it
     table: dict[Any, Callable[..., Any]] = {F.linear: linear}
@@ -219,18 +258,21 @@ def _table() -> dict[Any, Callable[..., Any]]:
         for name in ("grouped_mm", "_grouped_mm"):
             if hasattr(home, name):
                 table[getattr(home, name)] = grouped_product
-    for name in ("silu", "gelu", "sigmoid", "softplus", "logsigmoid", "elu", "mish"):
-        for home in (F, torch, Tensor, internal):
+    homes = (F, torch, Tensor, torch.linalg, torch.special, internal)
+
+    def put(names: Iterable[str], replaced: Callable[[Any], Callable[..., Any]]) -> None:
+        for name, home in itertools.product(names, homes):
             if (function := getattr(home, name, None)) is not None:
-                table[function] = _elementwise(function)
+                table[function] = replaced(function)
+
+    put((*_ELEMENTWISE, "__pow__", "__rpow__"), _elementwise)
+    put(("cumsum", "logcumsumexp", "cummax", "cummin"), _along_rows)
     for name in ("logsumexp", "mean"):
-        table |= dict.fromkeys((getattr(torch, name), getattr(Tensor, name)), _over_rows(name))
-    products = (torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)
-    table |= dict.fromkeys(products, _matmul)
-    for name in ("bmm", "baddbmm", "addmm", "einsum", "conv1d", "cumprod"):
-        for home in (torch, Tensor):
-            if hasattr(home, name):
-                table[getattr(home, name)] = functools.partial(refuse, name)
+        put((name,), lambda _, name=name: _over_rows(name))
+    in_place = [f"{name}_" for name in (*_ELEMENTWISE, *_REFUSED)]
+    for name in (*_REFUSED, *in_place):
+        put((name,), lambda _, name=name: functools.partial(refuse, name))
+    put(("matmul", "__matmul__", "__rmatmul__"), lambda _: _matmul)
     return table
 
 
