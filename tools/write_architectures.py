@@ -76,9 +76,10 @@ the configuration in both.
 - `fidelity.mode = "exact"` refuses these models.
 
 `tests/training/test_named_architectures.py` compares small copies of Qwen3-Next, Qwen3.5,
-Falcon-H1, Nemotron-H, Granite 4, LFM2, GPT-OSS, Llama 4 and Phi-3.5-MoE with plain transformers:
-logprobs, greedy tokens, swaps, preemption, cached prefixes, the packed gradient of every parameter
-and LoRA, on a CPU in float32.
+Falcon-H1, Nemotron-H, Granite 4, LFM2, GPT-OSS, Llama 4, Phi-3.5-MoE and DeepSeek-V2 (with groups
+of experts) with plain transformers: logprobs, greedy tokens, swaps, preemption, cached prefixes,
+the packed gradient of every parameter and LoRA, on a CPU in float32. Engines cache the keys and
+values of DeepSeek-V2 and -V3 expanded, for every head, not in the compressed form of transformers.
 
 ## Not supported
 

@@ -3,8 +3,10 @@
 Each has the logprobs, tokens and gradients of plain transformers, in engine and trainer.
 """
 
+import contextlib
 import copy
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -22,7 +24,8 @@ from engine_rig import (
     prompt_of,
     weights,
 )
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
 
 from millrace.config import LoraConfig
 from millrace.core.errors import ConfigError
@@ -30,7 +33,7 @@ from millrace.models.attention.recurrent import fix_time_limits, mixers_of
 from millrace.models.lora.trained import TrainedAdapter
 
 RECURRENT = ("lfm2", "falcon_h1", "qwen3_5", "qwen3_next", "nemotron_h", "granite4")
-SLOW = (*RECURRENT[2:], "llama4", "phimoe")
+SLOW = (*RECURRENT[2:], "llama4", "phimoe", "deepseek_v2")
 NAMED = [
     "lfm2",
     "gpt_oss",
@@ -50,6 +53,30 @@ def plain(architecture: str, *, seed: int = 0) -> PreTrainedModel:
     fix_time_limits(model)
     model.set_attn_implementation("eager")
     return model
+
+
+@contextlib.contextmanager
+def expanded_cache(architecture: str) -> Iterator[None]:
+    """The keys and values of DeepSeek-V2 as the old weights expanded them. transformers caches them
+    compressed, and the new weights would expand them."""
+    if architecture != "deepseek_v2":
+        yield
+        return
+    layer = DeepseekV2Attention
+    expand, update = layer.expand_kv, DynamicCache.update
+    caches: list[DynamicCache] = []
+
+    def keep(cache, *states):
+        caches.append(cache)
+        return states[:2]
+
+    def expand_and_keep(self, *states):
+        return update(caches.pop(), *expand(self, *states), self.layer_idx)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DynamicCache, "update", keep)
+        patch.setattr(layer, "expand_kv", expand_and_keep)
+        yield
 
 
 def requests_of(*, n: int = 1, **sampling):
@@ -124,7 +151,7 @@ def test_tokens_after_a_swap_are_of_the_new_version(architecture, kv):
             tokens = torch.from_numpy(np.concatenate([request.prompt, completion.tokens])).long()
             # The last old token was fed to the new version.
             split = len(request.prompt) + num_old - 1
-            with torch.no_grad():
+            with torch.no_grad(), expanded_cache(architecture):
                 cache = old(input_ids=tokens[None, :split], use_cache=True).past_key_values
                 rows = [
                     new(input_ids=tokens[None, at : at + 1], past_key_values=cache).logits[0, -1]
@@ -211,7 +238,7 @@ def test_a_merged_adapter_gives_the_logprobs_of_the_trainer(architecture):
 
 def test_exact_mode_refuses_it_with_the_reason_or_computes_the_same(architecture):
     request, settings = make_request(n=2), {"eos_ids": (), "exact": True}
-    if architecture == "phimoe":
+    if architecture in ("phimoe", "deepseek_v2"):
         done = finish_all(make_engine(architecture, **settings), [request])["r"]
         for completion in done:
             logits = plain_logits(plain(architecture), request.prompt, completion)

@@ -25,7 +25,7 @@ from millrace.training.trainer import Trainer
 def astray_engine(architecture: str = MIXTURE, **settings):
     """What it samples can only be understood by who knows where its tokens went."""
     engine = make_engine(architecture, records_routes=True, **{"eos_ids": (), **settings})
-    lead_astray(engine, num_experts=NUM_EXPERTS)
+    lead_astray(engine, num_experts=NUM_EXPERTS, in_pairs=architecture == "deepseek_v2")
     return engine
 
 
@@ -81,7 +81,7 @@ def assert_replayed(rollouts: list[Rollout], *, architecture: str = MIXTURE, **p
     return batch
 
 
-@pytest.mark.parametrize("architecture", [*MIXTURES, "phimoe"])
+@pytest.mark.parametrize("architecture", [*MIXTURES, "phimoe", "deepseek_v2"])
 def test_packed_groups_with_shared_prompts_agree_with_the_engine(architecture: str):
     requests = mixed_requests(num=1)
     engine = astray_engine(architecture, prefill_tokens=5)
