@@ -322,20 +322,30 @@ def test_a_users_loss_gets_every_token_with_its_sequence_and_staleness():
     assert (tokens.num_trained_tokens, tokens.num_sequences) == (5, 2)
 
 
-def test_effective_sample_size_of_the_ratios_scales_the_step():
-    batch = batch_of(mixed_rollouts(rng(), 8))
+@pytest.mark.parametrize("of", ["token", "sequence"])
+def test_effective_sample_size_of_the_ratios_scales_the_step(of: str):
+    batch = batch_of(mixed_rollouts(rng(), 8), microbatch_tokens=60)
+    table = {"type": "tis", "ratio": of}
     plain, scaled = (
         trainer_of(
             tiny_model("llama"),
-            loss=build_loss({"type": "tis", "ess_scaling": ess}, max_new_tokens=8),
+            loss=build_loss({**table, "ess_scaling": ess}, max_new_tokens=8),
         )
-        for ess in (False, True)
+        for ess in (False, True if of == "token" else of)
     )
     before = {name: own.clone() for name, own in plain.policy.weights().items()}
-    (part,) = batch.microbatches
-    with torch.no_grad():
-        log_ratio = plain.policy.logprobs(part).logprobs - torch.from_numpy(part.engine_logprobs)
-    ratios = log_ratio.double().exp()
+    found = []
+    assert len(batch.microbatches) > 1
+    for part in batch.microbatches:
+        with torch.no_grad():
+            logprobs = plain.policy.logprobs(part).logprobs.double()
+        log_ratio = logprobs - torch.from_numpy(part.engine_logprobs)
+        if of == "sequence":
+            log_ratio = torch.stack([log_ratio[part.rollouts == n].sum() for n in range(8)])
+            log_ratio = log_ratio[: part.rollouts.max() + 1]
+        found.append(log_ratio)
+    ratios = torch.cat(found).exp()
+    assert of == "token" or len(ratios) == 8
     plain.step(batch)
     metrics = scaled.step(batch)
     scale = float(ratios.sum() / (len(ratios) * ratios.square().sum()).sqrt())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from millrace.core.completions import unknown_id
 from millrace.core.microbatch import Batch, Microbatch
-from millrace.training.losses.loss import RATIO, SQUARED_RATIO, TokenBatch
+from millrace.training.losses.loss import RATIO, SAMPLE_SIZE, TokenBatch
 
 # Histogram of log ratios for quantiles: they are right to 1 %. A ratio of 1 is the middle of a bin,
 # so the quantiles of on-policy tokens are exactly 1.
@@ -111,12 +111,11 @@ class StepMetrics:
     def loss(self) -> Tensor:
         return self._sums["_loss"]
 
-    def ratio_sums(self) -> tuple[float, float, float]:
-        """Number of tokens, and the sums of the loss's ratios and of their squares."""
+    def ratio_sums(self) -> list[float]:
+        """Number of the loss's ratios, their sum and that of their squares."""
         if RATIO not in self._sums:  # no microbatch with trained tokens
-            return 0.0, 0.0, 0.0
-        ratios, squares = torch.stack([self._sums[RATIO], self._sums[SQUARED_RATIO]]).tolist()
-        return float(self._num_tokens), ratios, squares
+            return [0.0, 0.0, 0.0]
+        return torch.stack([self._sums[name] for name in SAMPLE_SIZE]).tolist()
 
     def on_host(self) -> "HostSums":
         """Waits for the device once."""

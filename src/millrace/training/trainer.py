@@ -238,10 +238,9 @@ class Trainer:
         return replace(gradient, is_finite=is_finite, step_scale=scale)
 
     def _step_scale(self, gradient: Gradient) -> float:
-        """The square root of the effective sample size, as a share of the tokens of all ranks."""
-        sums = _merged(gradient.outputs).ratio_sums()
-        num_tokens, ratios, squares = self.policy.ranks.sum(sums)
-        return math.sqrt(ratios**2 / (num_tokens * squares))
+        """The square root of the effective sample size, as a share of the ratios of all ranks."""
+        count, ratios, squares = self.policy.ranks.sum(_merged(gradient.outputs).ratio_sums())
+        return math.sqrt(ratios**2 / (count * squares))
 
     def _microbatch_loss(
         self, part: Microbatch, batch: Batch, output: PolicyOutput | None = None

@@ -27,7 +27,7 @@ UnitInterval = Annotated[float, Field(ge=0, le=1)]
 
 
 # Per-token metrics of a loss with `scales_step`; the trainer sums them and reports none.
-RATIO, SQUARED_RATIO = "_ratio", "_squared_ratio"
+COUNT, RATIO, SQUARED_RATIO = SAMPLE_SIZE = "_count", "_ratio", "_squared_ratio"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -30,14 +30,7 @@ from pydantic import Field
 
 from millrace.core.errors import RunFailed
 from millrace.core.plugins import plugin
-from millrace.training.losses.loss import (
-    RATIO,
-    SQUARED_RATIO,
-    NonNegative,
-    Positive,
-    TokenBatch,
-    TopK,
-)
+from millrace.training.losses.loss import NonNegative, Positive, TokenBatch, TopK
 from millrace.training.losses.surrogates import Clip, Surrogate
 from millrace.training.losses.weights import (
     LOG_BOUND,
@@ -217,8 +210,7 @@ class PolicyLoss:
             metrics["mask_ratio"] = (weights == 0).float()
             metrics["loss_weight/mean"] = weights
         if self.variance.ess_scaling:
-            ratio = policy.log_ratio.detach().exp()
-            metrics |= {RATIO: ratio, SQUARED_RATIO: ratio.square()}
+            metrics |= self.variance.sample_sizes(policy.log_ratio, tokens)
         loss = -self.average(objective, tokens)
         if self.distil.is_on:
             metrics["teacher/kl"] = self.distil.sampled_kl(tokens)
@@ -242,7 +234,7 @@ class PolicyLoss:
 
     @property
     def scales_step(self) -> bool:
-        return self.variance.ess_scaling
+        return bool(self.variance.ess_scaling)
 
     @property
     def subtracts_baseline(self) -> bool:

@@ -13,6 +13,9 @@ from pydantic import Field
 
 from millrace.core.plugins import plugin
 from millrace.training.losses.loss import (
+    COUNT,
+    RATIO,
+    SQUARED_RATIO,
     Aggregation,
     AtLeastOne,
     NonNegative,
@@ -199,15 +202,24 @@ def _sum_from(begins: "Tensor", values: "Tensor") -> "Tensor":  # [N]
 
 @plugin
 class VarianceControl:
-    ess_scaling: bool = False
+    ess_scaling: bool | Literal["token", "sequence"] = False
     """Scale the learning rate of an update by the square root of the effective sample size of its
-    importance ratios, as a share of the tokens (VCPO, arXiv 2602.17616): few tokens with large
-    ratios make a noisy gradient, and a short step."""
+    importance ratios, as a share of all (VCPO, arXiv 2602.17616): few tokens with large ratios make
+    a noisy gradient, and a short step. "token" or true counts tokens; "sequence" counts sequences,
+    with the mean ratio of each, as the authors' code does."""
     minimum_variance_baseline: bool = False
     """Subtract from the advantages of a group their mean, weighted by the squared ratio and the
     squared norm of the gradient of each sequence, which minimises the variance of the group's
     gradient (VCPO, arXiv 2602.17616). It costs one more pass per sequence. A group lies in one
     microbatch then."""
+
+    def sample_sizes(self, log_ratio: "Tensor", tokens: TokenBatch) -> "dict[str, Tensor]":
+        """Per-token metrics whose sums give the effective sample size; `log_ratio` [N]."""
+        ratio, sequences = log_ratio.detach().exp(), tokens.sequences
+        count = ratio.new_ones(len(ratio))
+        if self.ess_scaling == "sequence":
+            ratio, count = sequences.mean(ratio), count / sequences.lengths[sequences.ids]
+        return {COUNT: count, RATIO: count * ratio, SQUARED_RATIO: count * ratio.square()}
 
 
 @plugin
