@@ -1,8 +1,13 @@
 """Write docs/reference/configuration.md: `python tools/write_configuration.py`."""
 
+import ast
+import dataclasses
+import inspect
 import json
+import math
+import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from millrace.config import RunConfig, TaskPlace, TasksConfig
+from millrace.training.losses.policy_loss import PolicyLoss
+from millrace.training.losses.recipes import DEFAULT_SURROGATE, RECIPES, PreferenceLoss
+from millrace.training.losses.surrogates import SURROGATES
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "configuration.md"
 INTRODUCTION = """# Configuration
@@ -22,12 +30,64 @@ valid one.
 Where a table has a `type`, the name alone stands for the table: `loss = "grpo"`,
 `scorers = ["exact"]`, `[buffer] order = "freshest"`.
 
-`python tools/write_configuration.py` writes this page from `src/millrace/config/`.
+`python tools/write_configuration.py` writes this page from `src/millrace/config/` and
+`src/millrace/training/losses/`.
 """
+LOSS_KEYS = """## Keys of `[loss]`
+
+[Losses](losses.md) has the formulas. `sft` takes no keys. The other recipes take those without an
+entry under "only with" and those of their surrogate. Their defaults are in the last column where
+they differ.
+
+| key | only with | type | default | | other defaults |
+|---|---|---|---|---|---|"""
 
 
 def page() -> str:
-    return "\n".join([INTRODUCTION, _table("", RunConfig), *_tables(RunConfig)])
+    parts = [INTRODUCTION, _table("", RunConfig), *_tables(RunConfig)]
+    return "\n".join([*parts, "\n".join([LOSS_KEYS, *_loss_rows()]) + "\n"])
+
+
+def _loss_rows() -> Iterator[str]:
+    text = 'Surrogate objective: a name of the next column, or "module:Name".'
+    found = _other_defaults("surrogate", DEFAULT_SURROGATE, RECIPES)
+    yield f'| `surrogate` | | text | `"{DEFAULT_SURROGATE}"` | {text} | {found} |'
+    for name, surrogate in SURROGATES.items():
+        recipes = {r: t for r, t in RECIPES.items() if t.get("surrogate", "clip") == name}
+        yield from _keys(surrogate, recipes, only=f'`surrogate = "{name}"`')
+    for field in dataclasses.fields(PolicyLoss):
+        if field.name != "surrogate":
+            part: Any = field.default_factory
+            yield from _keys(part, RECIPES)
+    yield from _keys(PreferenceLoss, {}, only='`type = "online_dpo"`')
+
+
+def _keys(part: type, recipes: Mapping[str, Mapping[str, Any]], *, only: str = "") -> Iterator[str]:
+    types = typing.get_type_hints(part, include_extras=True)
+    texts = _docstrings(part)
+    for field in dataclasses.fields(part):
+        kind = _spelled(types[field.name]).replace("|", "\\|")
+        others = _other_defaults(field.name, field.default, recipes)
+        default, text = _value(field.default), texts[field.name].replace("|", "\\|")
+        yield f"| `{field.name}` | {only} | {kind} | {default} | {text} | {others} |"
+
+
+def _other_defaults(key: str, default: Any, recipes: Mapping[str, Mapping[str, Any]]) -> str:
+    """The recipes that set this key to something else."""
+    values = {name: table[key] for name, table in recipes.items() if key in table}
+    return ", ".join(f"`{n}`: {_value(v)}" for n, v in values.items() if v != default)
+
+
+def _docstrings(part: type) -> dict[str, str]:
+    """Of the fields of a dataclass."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(text.value.value).replace("\n", " ")
+        for field, text in zip(tree.body, tree.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
 
 
 def _tables(section: type[BaseModel], *, above: str = "") -> Iterator[str]:
@@ -92,9 +152,14 @@ def _spelled(annotation: Any) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    if field.default is None:
+    return _value(field.default)
+
+
+def _value(value: Any) -> str:
+    if value is None:
         return ""
-    value = field.default
+    if isinstance(value, float) and math.isinf(value):
+        return "`inf`"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, str):

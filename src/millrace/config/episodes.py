@@ -188,7 +188,7 @@ class EnvironmentConfig(Section):
     """Models besides the policy, by name, for `agent.role("judge", model="NAME")`. They are never
     trained; see docs/how-to/environments.md."""
     recipe: Plugin | None = None
-    """Branching recipe of a group: "pivot" (branches at the tokens that matter most), "tree", or
+    """Branching scheme of a group: "pivot" (branches at the tokens that matter most), "tree", or
     "module:Name". By default the episodes of a group are independent; see
     docs/how-to/environments.md."""
 
