@@ -232,6 +232,27 @@ def test_a_pass_that_fails_does_not_change_the_passes_beside_it(model_path: Path
     assert together.owned["c"].gradient is None
 
 
+def test_only_the_pass_that_raises_an_error_fails(model_path: Path):
+    apart, together = make_set(model_path), make_set(model_path)
+    together.create("b", AdapterShape(rank=4), seed=2)
+    (tensor, factor), *_ = together.owned["b"].parameters.items()
+    together.owned["b"].parameters[tensor] = torch.nn.Parameter(factor.detach()[None])
+    passes = [
+        AdapterPass(
+            model_id=name, data=make_data(), loss="cross_entropy", settings={}, backward=True
+        )
+        for name in "ba"
+    ]
+    failed, found = together.compute(passes)
+    assert isinstance(failed, ValueError)
+    assert not isinstance(found, Exception)
+    (expected,) = apart.compute(passes[1:])
+    assert not isinstance(expected, Exception)
+    assert found[1] == expected[1]
+    assert grads_of(together, "a").keys() == grads_of(apart, "a").keys()
+    assert together.owned["b"].gradient is None
+
+
 def test_data_of_many_adapters_are_divided_into_packs_of_bounded_tokens_and_adapters():
     datum = TrainingDatum(tokens=np.zeros(PASS_TOKENS // 4, np.int64), inputs={})
     passes = [
@@ -240,6 +261,15 @@ def test_data_of_many_adapters_are_divided_into_packs_of_bounded_tokens_and_adap
     ]
     found = [{i: len(data) for i, data in pack.items()} for pack in _packs(passes, max_adapters=2)]
     assert found == [{0: 1, 1: 3}, {1: 3, 2: 1}, {3: 1, 4: 1}]
+
+
+def test_a_datum_counts_as_its_targets_if_they_are_more_than_its_tokens():
+    wide = TrainingDatum(
+        tokens=np.zeros(2, np.int64), inputs={"target_tokens": np.zeros((2, PASS_TOKENS // 4))}
+    )
+    one = AdapterPass(model_id="a", data=[wide] * 3, loss="", settings={}, backward=True)
+    assert one.num_tokens == 3 * PASS_TOKENS // 2
+    assert [len(pack[0]) for pack in _packs([one], max_adapters=2)] == [2, 1]
 
 
 def test_targets_may_be_several_per_token(model_path: Path):
@@ -356,6 +386,7 @@ def test_a_refused_pass_leaves_the_gradient(model_path: Path):
     for change, message in (
         ({"target_tokens": datum.inputs["target_tokens"] + 100}, "not an integer from 0"),
         ({"weights": datum.inputs["weights"][1:]}, "a row for each token"),
+        (dict.fromkeys(("target_tokens", "weights"), np.zeros((7, 0), int)), "a row for each tok"),
         ({"weights": datum.inputs["weights"] * np.inf}, "not finite"),
     ):
         wrong = TrainingDatum(tokens=datum.tokens, inputs={**datum.inputs, **change})

@@ -93,31 +93,39 @@ class AdapterSet:
         scale = scale_of(ALPHA, rank=shape.rank, rslora=False)
         return Adapter(layers=chosen, rank=shape.rank, scale=scale)
 
-    def compute(self, passes: Sequence[AdapterPass]) -> list[PassResult | TaskError]:
+    def compute(self, passes: Sequence[AdapterPass]) -> list[PassResult | Exception]:
         """The result of each pass, or why there is none. The gradient of a backward pass is added
         to that of its adapter. No two passes have the same adapter."""
-        outcomes: list[PassResult | TaskError] = []
-        for one in passes:
+        outcomes: dict[int, PassResult | Exception] = {}
+        for i, one in enumerate(passes):
             try:
                 self._check(one)
-                outcomes.append(([], 0.0))
             except TaskError as error:
-                outcomes.append(error)
-        sound = [i for i, outcome in enumerate(outcomes) if not isinstance(outcome, TaskError)]
-        computed = self._compute([passes[i] for i in sound])
-        if len(sound) > 1 and any(map(_is_broken, computed)):
-            # No tenant gets an error because of another one's numbers.
-            computed = [self._compute([passes[i]])[0] for i in sound]
-        for i, one in zip(sound, computed, strict=True):
-            logprobs, total, gradient = one
-            if _is_broken(one):
-                outcomes[i] = TaskError(
-                    f"The loss {total:g} or its gradient is not finite; it was dropped."
-                )
-                continue
-            outcomes[i] = logprobs, total
-            self.owned[passes[i].model_id].gradient = gradient
-        return outcomes
+                outcomes[i] = error
+        sound = [i for i in range(len(passes)) if i not in outcomes]
+        for i, one in zip(sound, self._computed([passes[i] for i in sound]), strict=True):
+            if isinstance(one, Exception):
+                outcomes[i] = one
+            else:
+                *result, self.owned[passes[i].model_id].gradient = one
+                outcomes[i] = tuple(result)
+        return [outcomes[i] for i in range(len(passes))]
+
+    def _computed(self, passes: Sequence[AdapterPass]) -> list[_Computed | Exception]:
+        """All passes together, or one by one if one of them fails: no tenant gets an error because
+        of another one."""
+        found: list[_Computed | Exception] = []
+        try:
+            found = [_unless_broken(one) for one in self._compute(passes)]
+        except torch.OutOfMemoryError:
+            found = [TaskError("The pass does not fit into memory; send fewer tokens at a time.")]
+        except Exception as error:  # noqa: BLE001 - given to the caller
+            found = [error]
+        if len(passes) > 1 and any(isinstance(one, Exception) for one in found):
+            found.clear()  # an error keeps the tensors of the failed pass
+            for one in passes:
+                found += self._computed([one])
+        return found
 
     def _compute(self, passes: Sequence[AdapterPass]) -> list[_Computed]:
         """Logprobs, loss, and the gradient of the adapter with that of the pass added."""
@@ -287,7 +295,11 @@ class AdapterSet:
             if name not in datum.inputs:
                 raise TaskError(f"A datum lacks the input {name!r} of its loss.")
             size = datum.inputs[TARGETS].shape
-            if datum.inputs[name].shape != size or size[:1] != (len(datum.tokens),):
+            if (
+                datum.inputs[name].shape != size
+                or size[:1] != (len(datum.tokens),)
+                or not datum.inputs[name].size
+            ):
                 raise TaskError(
                     f"A datum of {len(datum.tokens)} tokens has {name!r} of the shape"
                     f" {datum.inputs[name].shape}; give a row for each token in every input."
@@ -323,10 +335,12 @@ def _copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in state.items()}
 
 
-def _is_broken(computed: _Computed) -> bool:
+def _unless_broken(computed: _Computed) -> _Computed | TaskError:
     _, total, gradient = computed
     norm = 0.0 if gradient is None else nn.utils.get_total_norm(gradient.values())
-    return not np.isfinite(total + float(norm))
+    if np.isfinite(total + float(norm)):
+        return computed
+    return TaskError(f"The loss {total:g} or its gradient is not finite; it was dropped.")
 
 
 def _packs(
@@ -338,10 +352,10 @@ def _packs(
     for number, one in enumerate(passes):
         for datum in one.data:
             is_full = number not in pack and len(pack) == max_adapters
-            if pack and (is_full or len(datum.tokens) > room):
+            if pack and (is_full or datum.num_tokens > room):
                 yield pack
                 pack, room = {}, PASS_TOKENS
             pack.setdefault(number, []).append(datum)
-            room -= len(datum.tokens)
+            room -= datum.num_tokens
     if pack:
         yield pack

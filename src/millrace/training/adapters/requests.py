@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 TARGETS = "target_tokens"
-PASS_TOKENS = 8192  # of one forward pass, unless a single datum is longer
+PASS_TOKENS = 8192  # tokens or targets of one forward pass, unless a single datum has more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +36,11 @@ class TrainingDatum:
     # Inputs of the loss by name, each [L] or [L, K]. Row i of the targets follows tokens[: i + 1].
     inputs: Mapping[str, np.ndarray]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens or targets, whichever are more: a token may have any number of targets."""
+        return max(self.tokens.size, self.inputs.get(TARGETS, self.tokens).size)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AdapterPass:
@@ -49,7 +54,7 @@ class AdapterPass:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(datum.tokens) for datum in self.data)
+        return sum(datum.num_tokens for datum in self.data)
 
 
 # The logprobs of the targets of each datum, float32 of their shape, and the summed loss.
