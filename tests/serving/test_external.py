@@ -161,6 +161,17 @@ async def test_invalid_rollouts_are_refused_with_one_sentence(program, changes, 
     assert len(await playing) == 1
 
 
+async def test_rollout_without_a_sampled_token_is_refused_beside_another(program):
+    playing = program.play()
+    await asyncio.sleep(0)
+    (task,) = await program.fetch()
+    both = {"rollouts": [rollout(), rollout(versions=[-1] * 4)], "reward": 1.0}
+    status, found = await program.post("/groups", **group(program, task, episodes=[both]))
+    assert (status, found["error"]["param"]) == (400, "episodes[0].rollouts[1]")
+    assert "no token of it was sampled by the policy" in found["error"]["message"]
+    playing.cancel()
+
+
 async def test_other_invalid_groups_are_refused(program):
     playing = program.play()
     await asyncio.sleep(0)

@@ -219,8 +219,6 @@ class ExternalEnvironment:
             self._rollout(row, task.policy, where=f"episodes[{index}].rollouts[{number}]")
             for number, row in enumerate(posted.rollouts)
         ]
-        if not any(rollout.num_sampled for rollout in rollouts):
-            raise _refused(f"episodes[{index}]", "no token of it was sampled by the policy")
         return Episode(
             turns=(self._turn(task.task, rollouts[-1]),),
             rollouts=tuple(rollouts),
@@ -241,6 +239,8 @@ class ExternalEnvironment:
         if tokens.max() >= self.num_tokens:
             ids = f"ids end at {self.num_tokens - 1}"
             raise _refused(where, f"token id {tokens.max()} is not in the vocabulary, whose {ids}")
+        if not mask.any():
+            raise _refused(where, "no token of it was sampled by the policy")
         if mask[0]:
             raise _refused(where, "its first token has a version, but follows no prompt")
         if versions.max() > (newest := self.newest()):
@@ -259,8 +259,6 @@ class ExternalEnvironment:
     def _turn(self, task: Task, rollout: Rollout) -> Turn:
         """The last sampled stretch of a rollout, for scorers and for people who read it."""
         sampled = np.flatnonzero(rollout.mask)
-        if not len(sampled):
-            return Turn(prompt=task.prompt, completion="", finish="stop")
         begin = 1 + int(np.max(np.flatnonzero(~rollout.mask[: sampled[-1]])))
         tokens = rollout.tokens[begin : sampled[-1] + 1]
         has_end = int(tokens[-1]) in self.renderer.special_ids
