@@ -171,6 +171,18 @@ async def test_error_of_the_server_fails_the_group(monkeypatch, asked, said):
         assert not isinstance(raised.value, TransientScoreError)
 
 
+async def test_client_does_not_see_how_the_process_was_lost(monkeypatch):
+    class LostReader(LocalReader):
+        async def score(self, requests, *, timeout_s: float) -> list[TokenLogprobs]:
+            raise ScoreError("Teacher 'a' lost its process twice: see /home/me/logs/a.log.")
+
+    async with serving(LostReader()) as url, asking(url, monkeypatch) as teacher:
+        await teacher.start()
+        with pytest.raises(TransientScoreError, match=r"The engine failed\.") as raised:
+            await teacher.score(requests(), timeout_s=9)
+        assert "/home" not in str(raised.value)
+
+
 MODEL_INFO = {"vocabulary": VOCABULARY, "num_tokens": VOCAB, "max_context": 64}
 ZERO, NAN = "AAAAAA==", "AADAfw=="  # one float32 each
 SCORED = {"logprobs": ZERO, "top_ids": "", "top_logprobs": "", "version": None}

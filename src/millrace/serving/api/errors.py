@@ -5,7 +5,14 @@ from typing import Any
 
 from aiohttp import web
 
-from millrace.core.errors import EngineLost, EnginesDown, MillraceError, TaskError, WorkerError
+from millrace.core.errors import (
+    EngineLost,
+    EnginesDown,
+    MillraceError,
+    ScoreError,
+    TaskError,
+    WorkerError,
+)
 
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RETRY_AFTER_S = 5  # while an engine starts
@@ -52,7 +59,8 @@ def as_api_error(error: MillraceError) -> ApiError:
     if isinstance(error, EnginesDown):
         return ApiError(str(error), status=503, code="no_engine", retry_after_s=RETRY_AFTER_S)
     # Clients do not see the worker's traceback and log; the operator of the server does.
-    message = "The engine failed." if isinstance(error, WorkerError | EngineLost) else str(error)
+    is_lost = isinstance(error, WorkerError | EngineLost | ScoreError)
+    message = "The engine failed." if is_lost else str(error)
     return ApiError(message, status=503, code="engine_failed")
 
 
