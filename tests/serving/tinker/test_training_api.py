@@ -40,11 +40,13 @@ from millrace.serving.tinker.computing import AdapterSlots, TrainingThread
 from millrace.serving.tinker.routes import add_routes
 from millrace.serving.tinker.service import TrainingService
 from millrace.serving.tinker.tenants import (
+    MAX_FUTURES,
     MAX_MODELS,
     MAX_SAMPLERS,
     MAX_SESSIONS,
     MAX_UNSAVED,
     SILENT_S,
+    RequestFuture,
     SessionOrder,
     Tenant,
 )
@@ -80,9 +82,9 @@ class Caller:
     ) -> None:
         self._http, self._headers, self.service = http, {"X-API-Key": key}, service
 
-    async def post(self, path: str, body: Any) -> tuple[int, Any]:
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
         how: dict[str, Any] = {"json": body}
-        headers = self._headers
+        headers = {**self._headers, **headers}
         if isinstance(body, bytes):
             headers, how = {**headers, "Content-Type": "application/x-protobuf"}, {"data": body}
         async with self._http.post(f"/api/v1/{path}", headers=headers, **how) as reply:
@@ -257,6 +259,33 @@ async def test_a_request_that_is_sent_again_is_executed_once(model_path: Path, t
         assert losses[0] == losses[1]
 
 
+async def test_a_session_that_is_created_again_is_the_same_one(model_path: Path, tmp_path: Path):
+    again = {"X-Idempotency-Key": "stainless-python-retry-1"}  # as the client sends it
+    found: list[str] = []
+    for _ in range(2):  # also by a restarted server
+        async with callers(model_path, tmp_path) as (one, two):
+            for caller, more in ((one, again), (one, again), (two, again), (one, {})):
+                _, session = await caller.post("create_session", {}, **more)
+                found.append(session["session_id"])
+                assert (await caller.post("session_heartbeat", session))[0] == 200
+    assert found[:3] == found[4:7]
+    assert found[0] == found[1]
+    assert len({*found}) == 4
+
+
+async def test_a_tenant_that_could_not_be_restored_is_restored_by_its_next_request(
+    model_path: Path, tmp_path: Path
+):
+    async with callers(model_path, tmp_path) as (one, _):
+        model = await one.new_model()
+    async with callers(model_path, tmp_path) as (one, _):
+        journal = tmp_path / "requests/journal.db"
+        hidden = journal.rename(journal.with_suffix(".hidden"))
+        assert (await one.post("get_info", {"model_id": model}))[0] == 500
+        hidden.rename(journal)
+        assert (await one.post("get_info", {"model_id": model}))[0] == 200
+
+
 async def test_requests_of_a_model_run_in_the_order_of_their_numbers(
     model_path: Path, tmp_path: Path
 ):
@@ -351,6 +380,22 @@ async def test_a_key_over_its_quota_is_refused_and_others_are_not(model_path: Pa
         await one.delete(f"training_runs/{model}/checkpoints/weights/state-3")
         body = {"model_id": model, "seq_id": seq_id + 1, "path": "fits"}
         assert "path" in await one.future("save_weights", body)
+
+
+async def test_a_request_that_is_refused_for_lack_of_room_takes_no_tokens_of_the_quota(
+    model_path: Path, tmp_path: Path
+):
+    async with callers(model_path, tmp_path, max_tokens=10) as (one, _):
+        model = await one.new_model()
+        assert one.service is not None
+        (tenant,) = [task.result() for task in one.service._tenants.values()]
+        waiting: Any = asyncio.get_running_loop().create_future()
+        for number in range(MAX_FUTURES):
+            tenant.futures.add(f"{number}", RequestFuture(("x", number), waiting, waiting))
+        tenant.futures.make_room()  # drops the result of create_model
+        for _ in range(3):  # two would use up the quota
+            status, refused = await one.post("forward_backward", a_pass(model, 1))
+            assert (status, "requests wait" in refused["error"]["message"]) == (429, True)
 
 
 async def test_the_audit_log_has_a_line_for_each_request(model_path: Path, tmp_path: Path):

@@ -64,10 +64,10 @@ class RequestExecutor:
             return await futures.accepted(futures.ids[key])
         request = tenant.restored.pop(key, None)
         if request is None:
-            if tokens:
-                tenant.quota.take(tokens)
             if (dropped := futures.make_room()) is not None:
                 self._requests.forget(dropped)
+            if tokens:
+                tenant.quota.take(tokens)
             id = uuid.uuid4().hex
             request = AcceptedRequest(
                 id=id, operation=operation, owner=owner, seq_id=seq_id, body=body

@@ -88,7 +88,7 @@ class RequestLog:
                 shutil.rmtree(left)
 
     async def add_session(self, tenant: str, id: str) -> None:
-        await self._commit("INSERT INTO sessions VALUES (?, ?)", (id, tenant))
+        await self._commit("INSERT OR IGNORE INTO sessions VALUES (?, ?)", (id, tenant))
 
     async def end_session(self, id: str, models: Sequence[str]) -> None:
         """Remove the session, its models, its samplers, and their requests."""

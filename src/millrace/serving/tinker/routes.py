@@ -21,6 +21,7 @@ from millrace.serving.tinker.tenants import Tenant
 NUM_SLOTS = 4  # adapters that engines hold at a time; each makes every pass slower
 MAX_LISTED = 1000  # entries of one reply
 POLL_S = 20.0  # that a request for a result waits, at most
+_IDEMPOTENCY_HEADER = "X-Idempotency-Key"  # of a request that the client repeats
 _PROTOBUF = "application/x-protobuf"
 B = TypeVar("B", bound=Body)
 
@@ -106,6 +107,11 @@ class TrainingRoutes:
 
         self._app.router.add_get(f"/api/v1/{path}", handle)
 
+    async def create_session(self, request: web.Request) -> web.Response:
+        await read_bytes(request, timeout_s=self._timeout_s)
+        tenant, key = await self._tenant(request), request.headers.get(_IDEMPOTENCY_HEADER)
+        return json_response(await self._service.create_session(tenant, key))
+
     async def compute(self, request: web.Request) -> web.Response:
         data = await read_bytes(request, timeout_s=self._timeout_s, content_type=_PROTOBUF)
         body = await asyncio.to_thread(wire.read_pass, data)
@@ -132,7 +138,7 @@ def add_routes(
     plain("POST", "telemetry", {"status": "accepted"})
     plain("GET", "healthz", {"status": "ok"})
     plain("GET", "get_server_capabilities", service.capabilities)
-    plain("POST", "create_session", service.create_session)
+    app.router.add_post("/api/v1/create_session", routes.create_session)
     plain("POST", "sessions/{session}/finish", service.finish_session)
     post("session_heartbeat", wire.SessionBody, service.heartbeat)
     post("create_model", wire.CreateModelBody, service.create_model)

@@ -34,7 +34,7 @@ from millrace.serving.tinker.states import (
     SavedState,
     delete_expired,
     delete_state,
-    iso_time,
+    run_reply,
     saved_states,
 )
 from millrace.serving.tinker.tenants import SessionOrder, Tenant, Work
@@ -83,7 +83,12 @@ class TrainingService:
 
     async def _restored(self, client: Client) -> Tenant:
         tenant = Tenant(client, self._settings.folder, TokenQuota(self._settings.max_tokens))
-        await self._executor.restore(tenant, self._submit_again)
+        try:
+            await self._executor.restore(tenant, self._submit_again)
+        except BaseException:
+            del self._tenants[client.tenant]  # the next request tries again
+            tenant.futures.cancel()
+            raise
         for id in tenant.sessions:
             self._sessions.hear(tenant, id)
         return tenant
@@ -110,17 +115,21 @@ class TrainingService:
 
     # Sessions and models
 
-    async def create_session(self, tenant: Tenant) -> Reply:
+    async def create_session(self, tenant: Tenant, key: str | None) -> Reply:
+        """`key`: the same if the client sends the request again; None opens another session."""
         for owner, silent in self._sessions.take_silent():
             await self.finish_session(owner, silent)
-        id = tenant.open_session()
+        known = {*tenant.sessions}
+        id = tenant.open_session(key)
+        self._sessions.hear(tenant, id)
         try:
             await self._log.add_session(tenant.name, id)
-        except BaseException:
+        except ApiError:
             tenant.close_session(id)
+            self._sessions.remove(id)
             raise
-        self._sessions.hear(tenant, id)
-        self._audit.write(tenant.name, "create_session", about=id)
+        if id not in known:
+            self._audit.write(tenant.name, "create_session", about=id)
         return {"session_id": id}
 
     async def heartbeat(self, tenant: Tenant, body: wire.SessionBody) -> Reply:
@@ -264,25 +273,15 @@ class TrainingService:
         states: dict[str, list[SavedState]] = {id: [] for id in tenant.models}
         for state in await asyncio.to_thread(saved_states, tenant.folder):
             states.setdefault(state.model, []).append(state)
-        runs = [self._run(tenant, id, own) for id, own in states.items()]
-        return sorted(runs, key=lambda run: run["last_request_time"], reverse=True)
-
-    def _run(self, tenant: Tenant, id: str, states: list[SavedState]) -> Reply:
-        """A TrainingRun of the client. `states`: the newest first; empty only while it trains."""
-        last = {state.kind: state.reply() for state in reversed(states)}
-        model, base = tenant.models.get(id), self._served.name
-        if model is None:
-            newest = states[0]
-            used_s, rank = newest.saved_s, newest.about["shape"]["rank"]
-            base = newest.about["base_model"]
-        else:
-            used_s, rank = model.used_s, model.shape.rank
-        kind = {"base_model": base, "is_lora": True, "lora_rank": rank, "model_owner": tenant.name}
-        saved = {
-            "last_checkpoint": last.get("training"),
-            "last_sampler_checkpoint": last.get("sampler"),
+        known = {
+            id: (model.used_s, self._served.name, model.shape.rank)
+            for id, model in tenant.models.items()
         }
-        return {"training_run_id": id, "last_request_time": iso_time(used_s), **kind, **saved}
+        runs = [
+            run_reply(id, own, owner=tenant.name, trained=known.get(id))
+            for id, own in states.items()
+        ]
+        return sorted(runs, key=lambda run: run["last_request_time"], reverse=True)
 
     async def get_run(self, tenant: Tenant, id: str) -> Reply:
         for run in await self.list_runs(tenant):

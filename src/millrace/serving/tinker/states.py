@@ -52,6 +52,27 @@ class SavedState:
         }
 
 
+def run_reply(
+    id: str, states: list[SavedState], *, owner: str, trained: tuple[float, str, int] | None
+) -> dict[str, Any]:
+    """A TrainingRun of the client. `states`: the newest first; empty only while it trains.
+    `trained`: when it was used, in s since 1970, its base model and its rank, while it trains."""
+    if trained is None:
+        newest = states[0]
+        trained = newest.saved_s, newest.about["base_model"], newest.about["shape"]["rank"]
+    (used_s, base, rank), last = trained, {state.kind: state.reply() for state in reversed(states)}
+    return {
+        "training_run_id": id,
+        "last_request_time": iso_time(used_s),
+        "base_model": base,
+        "is_lora": True,
+        "lora_rank": rank,
+        "model_owner": owner,
+        "last_checkpoint": last.get("training"),
+        "last_sampler_checkpoint": last.get("sampler"),
+    }
+
+
 def saved_states(tenant_folder: Path) -> list[SavedState]:
     """The states that have not expired, the newest first."""
     found = [state for state in _all_states(tenant_folder) if not state.is_expired]

@@ -6,6 +6,7 @@ its numbers. Runs on the server's event loop.
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import re
 import time
@@ -151,16 +152,19 @@ class Tenant:
             )
         return self.models[id]
 
-    def open_session(self) -> str:
-        if len(self.sessions) >= MAX_SESSIONS:
+    def open_session(self, key: str | None = None) -> str:
+        """Returns its id. A key always has the same session, also in a restarted server."""
+        id = uuid.uuid4().hex
+        if key is not None:
+            id = hashlib.sha256(f"{self.name} {key}".encode(errors="replace")).hexdigest()[:32]
+        if id not in self.sessions and len(self.sessions) >= MAX_SESSIONS:
             raise ApiError(
                 f"You have {MAX_SESSIONS} open sessions; close other clients, or wait: a session"
                 f" ends {SILENT_S:g} s after its last heartbeat.",
                 status=429,
                 code="too_many_sessions",
             )
-        id = uuid.uuid4().hex
-        self.sessions[id] = TenantSession()
+        self.sessions.setdefault(id, TenantSession())
         return id
 
     def close_session(self, id: str) -> list[str]:
