@@ -5,7 +5,7 @@
     python benchmarks/serving_load.py clients    # 200 streams, most of which are cut off
 
 `clients` ends with an error if the server still holds something when all clients have left:
-requests, sequences in the engine, or 64 MiB more memory than before.
+requests, sequences or KV blocks in the engine, or 64 MiB more memory than before.
 """
 
 import argparse
@@ -246,6 +246,7 @@ async def clients(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 
         await all_clients()  # buffers and caches reach their size
         before, fds = server.memory(), server.process.num_fds()
+        free_blocks = (await server.gauges(client))["engine_free_blocks"]
         first_ms.clear(), gaps_ms.clear(), counts.update({"whole": 0, "cut off": 0})
         start_s = time.perf_counter()
         await all_clients()
@@ -253,6 +254,7 @@ async def clients(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         after, gauges = server.memory(), await server.gauges(client)
         grown = {name: after[name] - before[name] for name in after}
     held = {name: gauges[name] for name in ("requests_running", "engine_running", "engine_waiting")}
+    held["kv_blocks"] = free_blocks - gauges["engine_free_blocks"]
     if any(held.values()) or max(grown.values()) > MAX_GROWTH or gauges["engine_preemptions_total"]:
         raise SystemExit(f"The server leaks: {held}, memory {grown}, {gauges}.")
     return {

@@ -23,6 +23,7 @@ from millrace.cluster.messages import (
     Done,
     Generate,
     GenerateDone,
+    LoadAdapter,
     Pause,
     Resume,
     ScoreTokens,
@@ -157,6 +158,7 @@ def test_worker_answers_requests_and_reports_spans_and_counters(link: FakeLink, 
     assert counters["generated_tokens"] == sum(len(c.tokens) for c in completions)
     assert counters["prefill_tokens"] + counters["cached_tokens"] == 3 * 6
     assert counters["running"] == counters["waiting"] == counters["swaps"] == 0
+    assert counters["free_blocks"] > 0
 
 
 def test_published_weights_become_visible(link: FakeLink, model_path: Path, sender: PackingSender):
@@ -284,6 +286,8 @@ def test_failed_model_load_leaves_worker_waiting_for_next_start(link: FakeLink, 
     with pytest.raises(MillraceError, match="it expects StartEngine first"):
         link.call(Generate(request=make_request())).result()
     start(link, model_path)
+    with pytest.raises(MillraceError, match="without replaceable adapters"):
+        link.call(LoadAdapter(name="a", folder="a")).result()
     with pytest.raises(MillraceError, match="cannot handle StartScorer now"):
         link.call(StartScorer(functions={})).result()
 

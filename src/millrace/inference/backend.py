@@ -59,7 +59,7 @@ class FinishedCompletions:
 class EngineStats:
     running: int  # sequences in the batch
     waiting: int  # sequences in the wait queue
-    free_blocks: int = 0
+    free_blocks: int | None = None  # of KV; None = unknown
     generated_tokens: int  # since the start, as all below
     prefill_tokens: int
     cached_tokens: int = 0  # found in the prefix cache, so not prefilled

@@ -230,10 +230,9 @@ class EngineWorker(ModelWorker):
                 try:
                     check_request(request, self._capabilities)
                     self._engine.add_request(request, stream=stream)
+                    self._calls[request.id] = call
                 except TaskError as error:
                     call.fail(error)
-                else:
-                    self._calls[request.id] = call
             case messages.SwapWeights() if self._is_asleep:
                 self._early_swaps.append(call)
             case messages.SwapWeights(update=update):
@@ -243,9 +242,11 @@ class EngineWorker(ModelWorker):
             case messages.AbortRequests(ids=ids):
                 self._answer(self._engine.abort(ids))
                 call.reply()
-            case messages.LoadAdapter() as wanted if bank is not None:
+            case messages.LoadAdapter(name=name, folder=folder):
                 try:
-                    bank.load(wanted.name, Path(wanted.folder))
+                    if bank is None:
+                        raise MillraceError("This engine was started without replaceable adapters.")
+                    bank.load(name, Path(folder))
                     call.reply()
                 except MillraceError as error:
                     call.fail(error)
@@ -311,8 +312,7 @@ class EngineWorker(ModelWorker):
                 reply = messages.GenerateDone(completions=ended.completions)
                 self._calls.pop(ended.id).reply(reply)
             else:
-                part = messages.Completed(completions=ended.completions)
-                self._calls[ended.id].send_part(part)
+                self._calls[ended.id].send_part(messages.Completed(completions=ended.completions))
 
     def _send_chunks(self, chunks: Mapping[str, list[CompletionChunk]]) -> None:
         for id, pieces in chunks.items():
@@ -388,8 +388,8 @@ class EngineWorker(ModelWorker):
 
     def _progress(self) -> messages.WorkerProgress:
         stats = self._engine.stats()
-        counters = {**asdict(stats), "swaps": self._num_swaps}
-        del counters["free_blocks"]
+        counters = {name: value for name, value in asdict(stats).items() if value is not None}
+        counters["swaps"] = self._num_swaps
         work = stats.generated_tokens + stats.prefill_tokens + self._num_scored + self._num_swaps
         return messages.WorkerProgress(
             spans=self._timeline.drain(), counters=counters, work=work, waits=self._is_held

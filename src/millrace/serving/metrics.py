@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 _BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-_GAUGES = ("running", "waiting")  # reported by engines; all other values are counters
+_GAUGES = ("running", "waiting", "free_blocks")  # of engines; all other values are counters
 
 
 class Histogram:
