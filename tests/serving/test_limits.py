@@ -6,6 +6,7 @@ import itertools
 import socket
 
 import aiohttp
+import openai
 import pytest
 from writing_engine import WritingEngine, served, until
 
@@ -130,6 +131,32 @@ async def test_more_connections_than_the_limit_are_closed_at_once():
             writer.close()
             await closed(reader)
         await client.models.list()
+
+
+async def test_key_with_many_requests_leaves_its_part_of_them_to_another_key():
+    engine, limits = WritingEngine("x"), ServerLimits(requests=8)
+    engine.gate.clear()
+    async with served(engine, key="one", other_key="two", limits=limits) as client:
+
+        def ask(key: str, *, times: int) -> list[asyncio.Task[openai.types.Completion]]:
+            completions = client.with_options(api_key=key).completions
+            asked = [completions.create(model="tiny", prompt="a") for _ in range(times)]
+            return [asyncio.create_task(each) for each in asked]
+
+        async def refused(asked: list[asyncio.Task[openai.types.Completion]]) -> int:
+            await until(lambda: len(engine.requests) + sum(t.done() for t in every) == len(every))
+            errors = [task.exception() for task in asked if task.done()]
+            assert all(isinstance(error, openai.RateLimitError) for error in errors)
+            return len(errors)
+
+        every = large = ask("one", times=12)
+        assert await refused(large) == 12 - 6  # half of all places, and half of the other half
+        every = [*large, *(small := ask("two", times=3))]
+        assert await refused(small) == 3 - 2
+        engine.gate.set()
+        done = await asyncio.gather(*every, return_exceptions=True)
+        assert sum(isinstance(each, openai.types.Completion) for each in done) == 8
+        await asyncio.gather(*ask("one", times=6))  # all places are free again
 
 
 async def test_malformed_requests_write_nothing_to_the_log(caplog):

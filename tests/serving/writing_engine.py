@@ -84,6 +84,7 @@ async def served(
     engine: SupportsGenerate,
     *,
     key: str | None = None,
+    other_key: str | None = None,
     hosts: Sequence[str] = (),
     limits: ServerLimits | None = None,
     form: str = "hermes",
@@ -102,7 +103,8 @@ async def served(
         metrics=ServerMetrics(),
     )
     limits = limits or ServerLimits()
-    app = make_app(model, keys=[key] if key else [], hosts=hosts, limits=limits, health=health)
+    keys = [each for each in (key, other_key) if each]
+    app = make_app(model, keys=keys, hosts=hosts, limits=limits, health=health)
     extend(app)
     async with http_listener(app, host="127.0.0.1", port=0, limits=limits) as port:
         url = f"http://127.0.0.1:{port}/v1"

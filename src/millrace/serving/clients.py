@@ -1,5 +1,5 @@
-"""Who sends a request: API keys, Host headers, and the rate of each client, which is a key or,
-without keys, the address that a request comes from.
+"""Who sends a request: API keys, Host headers, and the rate and the concurrent requests of each
+client, which is a key or, without keys, the address that a request comes from.
 
 Promise: a wrong key gets 401, and a client that sends requests too fast gets 429, without effect on
 other clients. Without keys, a request gets 421 unless its Host header is a loopback name or address
@@ -7,6 +7,8 @@ or an allowed host: a web page whose domain resolves to this machine (DNS rebind
 server. Runs on the server's event loop.
 """
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -14,13 +16,14 @@ import math
 import re
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
 
 from millrace.serving.api.errors import ApiError
+from millrace.serving.metrics import ServerMetrics
 
 KEY_HEADER = "X-API-Key"  # without "Bearer"; as clients of the training API send it
 MAX_CLIENTS = 4096  # whose requests are counted; the least recent are dropped
@@ -56,6 +59,40 @@ class RateLimit:
         if len(self._left) > MAX_CLIENTS:
             self._left.popitem(last=False)
         return 0.0 if passes else (1.0 - left) / self._per_s
+
+
+class RequestPlaces:
+    """Bounds the concurrent requests of all clients.
+
+    Promise: a key always finds its equal part of half of the places. The other half, and without
+    keys all of them, are for everyone.
+    """
+
+    def __init__(self, limit: int, *, num_keys: int, metrics: ServerMetrics) -> None:
+        self._part = limit // 2 // num_keys if num_keys else 0  # of each key
+        self._num_shared = limit - num_keys * self._part
+        self._running: Counter[str] = Counter()  # requests, by client
+        self._metrics = metrics
+
+    @contextlib.contextmanager
+    def held(self, client: Client) -> Iterator[None]:
+        running, metrics = self._running, self._metrics
+        num_shared = sum(max(0, count - self._part) for count in running.values())
+        if running[client.name] >= self._part and num_shared >= self._num_shared:
+            message = f"The server is busy with {metrics.running} requests; try again later."
+            raise ApiError(message, status=429, retry_after_s=1)
+        running[client.name] += 1
+        metrics.running += 1
+        try:
+            yield
+        except (asyncio.CancelledError, ConnectionResetError):
+            metrics.disconnects += 1
+            raise
+        finally:
+            metrics.running -= 1
+            running[client.name] -= 1
+            if not running[client.name]:
+                del running[client.name]
 
 
 class ClientGuard:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -28,7 +28,7 @@ from millrace.serving.api.reading import Body, read_body
 from millrace.serving.api.responses import ResponsesBody, ResponseWriter
 from millrace.serving.api.score import ScoreBody, ScorePool
 from millrace.serving.api.streaming import send_events
-from millrace.serving.clients import Client, ClientGuard
+from millrace.serving.clients import Client, ClientGuard, RequestPlaces
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
 from millrace.serving.served_model import ServedModel
@@ -63,6 +63,7 @@ def make_app(
 ) -> web.Application:
     """`keys`: API keys of clients; none admits everyone. `hosts`: allowed in the Host header if
     there is no key, besides loopback ones. `score_pool`: None disables /score."""
+    places = RequestPlaces(limits.requests, num_keys=len(keys), metrics=served.metrics)
     openapi = describe(needs_key=bool(keys), scores=score_pool is not None)
 
     async def get_health(_request: web.Request) -> web.Response:
@@ -87,7 +88,7 @@ def make_app(
     async def score(request: web.Request) -> web.Response:
         assert score_pool is not None
         body = await read_request(request, ScoreBody, timeout_s=limits.timeout_s)
-        with _request_slot(served.metrics, limit=limits.requests):
+        with places.held(request[CLIENT]):
             return json_response(await score_pool.answer(body))
 
     app = web.Application(
@@ -104,9 +105,9 @@ def make_app(
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/openapi.json", description)
     post = app.router.add_post
-    post("/v1/chat/completions", _endpoint(served, limits, ChatBody, ChatAnswer))
-    post("/v1/completions", _endpoint(served, limits, CompletionBody, TextAnswer))
-    post("/v1/responses", _responses(served, limits))
+    post("/v1/chat/completions", _endpoint(served, limits, places, ChatBody, ChatAnswer))
+    post("/v1/completions", _endpoint(served, limits, places, CompletionBody, TextAnswer))
+    post("/v1/responses", _responses(served, limits, places))
     if score_pool is not None:
         post("/score", score)
     return app
@@ -156,26 +157,11 @@ class _RefusedConnection(asyncio.Protocol):
         transport.abort()
 
 
-@contextlib.contextmanager
-def _request_slot(metrics: ServerMetrics, *, limit: int) -> Iterator[None]:
-    if metrics.running >= limit:
-        message = f"The server is busy with {limit} requests; try again later."
-        raise ApiError(message, status=429, retry_after_s=1)
-    metrics.running += 1
-    try:
-        yield
-    except (asyncio.CancelledError, ConnectionResetError):
-        metrics.disconnects += 1
-        raise
-    finally:
-        metrics.running -= 1
-
-
-def _responses(served: ServedModel, limits: ServerLimits) -> Handler:
+def _responses(served: ServedModel, limits: ServerLimits, places: RequestPlaces) -> Handler:
     async def answer(request: web.Request) -> web.StreamResponse:
         body = await read_request(request, ResponsesBody, timeout_s=limits.timeout_s)
         writer = ResponseWriter(body)
-        with _request_slot(served.metrics, limit=limits.requests):
+        with places.held(request[CLIENT]):
             chat = ChatAnswer(served, body.chat, request[CLIENT])
             if body.stream:
                 events = writer.events(chat.stream())
@@ -188,6 +174,7 @@ def _responses(served: ServedModel, limits: ServerLimits) -> Handler:
 def _endpoint(
     served: ServedModel,
     limits: ServerLimits,
+    places: RequestPlaces,
     kind: type[B],
     answer_kind: Callable[[ServedModel, B, Client], ApiAnswer[B]],
 ) -> Handler:
@@ -199,7 +186,7 @@ def _endpoint(
                 f" most {limits.completions}; send several requests.",
                 param="n",
             )
-        with _request_slot(served.metrics, limit=limits.requests):
+        with places.held(request[CLIENT]):
             answer = answer_kind(served, body, request[CLIENT])
             if body.stream:
                 return await send_events(request, answer.stream(), timeout_s=limits.timeout_s)
