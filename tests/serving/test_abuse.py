@@ -1,9 +1,12 @@
 """Requests of one client that must not stop the server for others, over real sockets."""
 
+import asyncio
 import gzip
 import json
+import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import aiohttp
@@ -12,17 +15,20 @@ import pytest
 from aiohttp import web
 from chat_model import IM_END, IM_START, chat_tokenizer
 from transformers import PreTrainedTokenizerFast
-from writing_engine import WritingEngine, served
+from writing_engine import WritingEngine, served, until
 
 from millrace.core.errors import MillraceError
 from millrace.environments.tools.calls import FORMATS
 from millrace.serving.api.bodies import ChatBody, CompletionBody
 from millrace.serving.api.errors import ApiError
 from millrace.serving.api.reading import read_body
+from millrace.serving.clients import Client
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.served_model import ServedModel
 
 MANY = 100_000
+LARGE = 20_000  # characters of a text that is large enough to delay others
+LATE_S = 10.0  # only a failing test takes this long
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
 JSON = {"Content-Type": "application/json"}
 
@@ -58,6 +64,16 @@ ATTACKS = {
 }
 
 
+def path_of(body: dict[str, Any]) -> str:
+    paths = {"prompt": "completions", "input": "responses", "messages": "chat/completions"}
+    (path,) = (path for field, path in paths.items() if field in body)
+    return path
+
+
+def health_url(client: openai.AsyncOpenAI) -> str:
+    return str(client.base_url.join("/health"))
+
+
 async def seconds(
     http: aiohttp.ClientSession, url: str, data: bytes, *, status: int, **headers: str
 ) -> float:
@@ -78,11 +94,46 @@ async def test_no_request_takes_longer_than_a_plain_one_of_its_size():
         plain = json.dumps({"model": "tiny", "prompt": [7] * MANY}).encode()
         plain_s = await seconds(http, f"{client.base_url}completions", plain, status=400)
         for name, (status, body) in ATTACKS.items():
-            paths = {"prompt": "completions", "input": "responses", "messages": "chat/completions"}
-            (path,) = (path for field, path in paths.items() if field in body)
-            data = json.dumps(body).encode()
-            found_s = await seconds(http, f"{client.base_url}{path}", data, status=status)
+            url, data = f"{client.base_url}{path_of(body)}", json.dumps(body).encode()
+            found_s = await seconds(http, url, data, status=status)
             assert found_s < 20 * plain_s, name
+
+
+class GatedThreads(ThreadPoolExecutor):
+    """Threads that wait until their gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_tasks = 0
+        self.gate = threading.Event()
+
+    def submit(self, fn, /, *args, **named):
+        self.num_tasks += 1
+
+        def run():
+            self.gate.wait(LATE_S)
+            return fn(*args, **named)
+
+        return super().submit(run)
+
+
+async def test_health_is_answered_while_hostile_bodies_are_parsed():
+    threads = GatedThreads()
+    asyncio.get_running_loop().set_default_executor(threads)  # in which bodies are parsed
+    async with served(WritingEngine("x")) as client, aiohttp.ClientSession() as http:
+
+        async def post(body: dict[str, Any]) -> int:
+            url, data = f"{client.base_url}{path_of(body)}", json.dumps(body).encode()
+            async with http.post(url, data=data, headers=JSON) as response:
+                return response.status
+
+        posting = [asyncio.create_task(post(body)) for _, body in ATTACKS.values()]
+        await until(lambda: threads.num_tasks == len(posting) or any(p.done() for p in posting))
+        async with http.get(health_url(client)) as response:
+            assert response.status == 200
+        assert not any(task.done() for task in posting)
+        threads.gate.set()
+        assert await asyncio.gather(*posting) == [status for status, _ in ATTACKS.values()]
 
 
 def test_quotes_in_a_text_are_not_strings():
@@ -134,13 +185,17 @@ class CountingTokenizer(PreTrainedTokenizerFast):
         return super().encode(text, *args, **settings)
 
 
-async def test_text_far_beyond_the_context_is_not_tokenised():
+def chat_tokenizer_of(kind: type[PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
     plain = chat_tokenizer()
-    counting = CountingTokenizer(tokenizer_object=plain.backend_tokenizer, eos_token="<|im_end|>")
-    counting.chat_template = plain.chat_template
+    tokenizer = kind(tokenizer_object=plain.backend_tokenizer, eos_token="<|im_end|>")
+    tokenizer.chat_template = plain.chat_template
+    return tokenizer
+
+
+async def test_text_far_beyond_the_context_is_not_tokenised():
     model = ServedModel(
         None,
-        tokenizer=counting,
+        tokenizer=chat_tokenizer_of(CountingTokenizer),
         name="tiny",
         max_context=512,
         tool_format=FORMATS["hermes"],
@@ -153,9 +208,50 @@ async def test_text_far_beyond_the_context_is_not_tokenised():
     ):
         COUNTS.clear()
         with pytest.raises(MillraceError, match=r"far more than the 512 tokens of the context"):
-            await model.prepare(make)
+            await model.prepare(make, client=Client(name="a"), num_bytes=len(long))
         assert COUNTS["characters"] < len(long) / 100
     model.close()
+
+
+STARTED: list[str] = []  # the first characters of large texts
+GATE = threading.Event()
+
+
+class GatedTokenizer(PreTrainedTokenizerFast):
+    def encode(self, text, *args, **settings):
+        if len(text) >= LARGE:
+            STARTED.append(text[0])
+            GATE.wait(LATE_S)
+        return super().encode(text, *args, **settings)
+
+
+async def test_prompts_wait_neither_for_larger_ones_nor_for_all_of_another_key():
+    engine, tokenizer = WritingEngine("x"), chat_tokenizer_of(GatedTokenizer)
+    async with (
+        served(
+            engine, key="one", other_key="two", tokenizer=tokenizer, max_context=2 * LARGE
+        ) as client,
+        aiohttp.ClientSession() as http,
+    ):
+        asked: list[asyncio.Task[openai.types.Completion]] = []
+
+        async def ask(prompt: str, *, key: str) -> openai.types.Completion:
+            completions = client.with_options(api_key=key).completions
+            return await completions.create(model="tiny", prompt=prompt)
+
+        for key, letters in (("one", "abc"), ("two", "d")):
+            for letter in letters:
+                asked.append(asyncio.create_task(ask(letter * LARGE, key=key)))
+                await until(lambda: STARTED)
+            await ask("small", key=key)  # then the others have arrived, too
+        async with http.get(health_url(client)) as response:
+            assert response.status == 200
+        assert STARTED == ["a"]
+        assert not any(task.done() for task in asked)
+        GATE.set()
+        await asyncio.gather(*asked)
+    assert sorted(STARTED) == ["a", "b", "c", "d"]
+    assert STARTED.index("d") < 3
 
 
 @pytest.mark.parametrize(

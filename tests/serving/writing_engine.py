@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from aiohttp import web
@@ -88,6 +89,7 @@ async def served(
     hosts: Sequence[str] = (),
     limits: ServerLimits | None = None,
     form: str = "hermes",
+    tokenizer: Any = None,
     max_context: int = 512,
     health: Callable[[], Health] = lambda: WELL,
     extend: Callable[[web.Application], None] = lambda _: None,
@@ -95,7 +97,7 @@ async def served(
     """A client of a server with this engine."""
     model = ServedModel(
         engine,
-        tokenizer=chat_tokenizer(),
+        tokenizer=tokenizer or chat_tokenizer(),
         name="tiny",
         adapters=("side",),
         max_context=max_context,

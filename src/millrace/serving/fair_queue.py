@@ -17,7 +17,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
 
-from millrace.core.records import Request
+import numpy as np
+
+from millrace.core.records import Request, Sampling
 
 _REQUEST_SHARE = 3  # sequences of a request for each place that it leaves free
 _CLIENT_SHARE = 7  # the same for all requests of a client, if there are several clients
@@ -97,6 +99,14 @@ class FairQueue:
             if not client.flows:
                 del self._clients[flow.client]
             self._start_next()
+
+    def turn(
+        self, client: str, num_used: int, *, num_places: int = 1
+    ) -> contextlib.AbstractAsyncContextManager[QueuedPart]:
+        """As places(), for work of a client that is no request and uses so many tokens."""
+        prompt = np.broadcast_to(np.int32(0), num_used)  # takes no memory
+        work = Request(id="", prompt=prompt, sampling=Sampling(), n=num_places)
+        return self.places(Flow(client), work)
 
     def _start_next(self) -> None:
         while found := self._next():

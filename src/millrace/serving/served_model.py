@@ -2,12 +2,15 @@
 
 Promise: closing a stream frees its slots in the engines. A text that is far too long for the
 context is refused before all of it is tokenised. Runs on the server's event loop. Requests are
-prepared (templates, grammars, tokens) in one thread, because a long prompt would delay all streams.
+prepared (templates, grammars, tokens) in two threads, because a long prompt would delay all
+streams: one thread prepares small requests, the other one large ones. In each, clients take turns
+by the bytes of their requests.
 """
 
 import asyncio
 import copy
 import hashlib
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +42,7 @@ from millrace.serving.metrics import ServerMetrics
 # A longer text is first encoded in pieces, until they exceed the context twice.
 _CHARACTERS_PER_TOKEN = 8
 _PIECE_CHARACTERS = 16384
+_SMALL_BYTES = 16384  # of a request that does not wait until larger ones are prepared
 T = TypeVar("T")
 
 
@@ -57,20 +61,40 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
-        # Tokenizers are not thread-safe: one for the event loop, one for the preparing thread.
-        self._renderer = Renderer(copy.deepcopy(self.tokenizer))
+        # Tokenizers are not thread-safe: one for the event loop, one for each preparing thread.
+        self._own = threading.local()
+        self._small, self._large = (self._preparing_thread() for _ in range(2))
         self._texts: dict[int, str] = {}  # of single tokens; at most the vocabulary
         self._queue = FairQueue(self.max_sequences, separates_clients=self.separates_clients)
-        self._preparing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prepare")
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names that clients can request: the model and its adapters."""
         return (self.name, *self.adapters)
 
-    async def prepare(self, make: Callable[[], T]) -> T:
-        """Run `make` in the thread that prepares requests."""
-        return await asyncio.get_running_loop().run_in_executor(self._preparing, make)
+    def _preparing_thread(self) -> tuple[ThreadPoolExecutor, FairQueue]:
+        """A thread, and the queue in front of it."""
+        renderer, own = Renderer(copy.deepcopy(self.tokenizer)), self._own
+
+        def initialize() -> None:
+            own.renderer = renderer
+
+        thread = ThreadPoolExecutor(1, thread_name_prefix="prepare", initializer=initialize)
+        return thread, FairQueue(1, separates_clients=False)
+
+    async def prepare(
+        self, make: Callable[[], T], *, client: Client, num_bytes: int, num_parts: int = 1
+    ) -> T:
+        """Run `make` in a thread that prepares requests. It is one of several parts of work on a
+        request of so many bytes."""
+        thread, queue = self._small if num_bytes <= _SMALL_BYTES else self._large
+        async with queue.turn(client.name, num_bytes // num_parts):
+            return await asyncio.get_running_loop().run_in_executor(thread, make)
+
+    @property
+    def _renderer(self) -> Renderer:
+        """That of the thread that calls this."""
+        return self._own.renderer
 
     def chat_prompt(
         self,
@@ -234,13 +258,15 @@ class ServedModel:
 
         return await run_all(score(request) for request in requests)
 
-    async def read_token_texts(self, completions: Sequence[Completion]) -> None:
+    async def read_token_texts(self, completions: Sequence[Completion], *, client: Client) -> None:
         """Decode what token_text() will return, in the thread: there may be very many tokens."""
         ids = [completion.tokens for completion in completions]
         ids += [each.top.ids.ravel() for each in completions if each.top is not None]
         new = [id for id in np.unique(np.concatenate(ids)).tolist() if id not in self._texts]
         self._texts |= await self.prepare(
-            lambda: {id: self._renderer.decode(np.array([id])) for id in new}
+            lambda: {id: self._renderer.decode(np.array([id])) for id in new},
+            client=client,
+            num_bytes=4 * len(new),
         )
 
     def token_text(self, token: int) -> str:
@@ -255,7 +281,8 @@ class ServedModel:
         )
 
     def close(self) -> None:
-        self._preparing.shutdown(wait=False, cancel_futures=True)
+        for thread, _ in (self._small, self._large):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     def _count(self, requests: Sequence[Request], num_sampled: int) -> None:
         self.metrics.prompt_tokens += sum(len(request.prompt) for request in requests)

@@ -162,7 +162,7 @@ def _responses(served: ServedModel, limits: ServerLimits, places: RequestPlaces)
         body = await read_request(request, ResponsesBody, timeout_s=limits.timeout_s)
         writer = ResponseWriter(body)
         with places.held(request[CLIENT]):
-            chat = ChatAnswer(served, body.chat, request[CLIENT])
+            chat = ChatAnswer(served, body.chat, request[CLIENT], await _num_bytes(request))
             if body.stream:
                 events = writer.events(chat.stream())
                 return await send_events(request, events, timeout_s=limits.timeout_s)
@@ -176,7 +176,7 @@ def _endpoint(
     limits: ServerLimits,
     places: RequestPlaces,
     kind: type[B],
-    answer_kind: Callable[[ServedModel, B, Client], ApiAnswer[B]],
+    answer_kind: Callable[[ServedModel, B, Client, int], ApiAnswer[B]],
 ) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         body = await read_request(request, kind, timeout_s=limits.timeout_s)
@@ -187,12 +187,16 @@ def _endpoint(
                 param="n",
             )
         with places.held(request[CLIENT]):
-            answer = answer_kind(served, body, request[CLIENT])
+            answer = answer_kind(served, body, request[CLIENT], await _num_bytes(request))
             if body.stream:
                 return await send_events(request, answer.stream(), timeout_s=limits.timeout_s)
             return json_response(await answer.whole())
 
     return handle
+
+
+async def _num_bytes(request: web.Request) -> int:
+    return len(await request.read())  # once more, which returns at once
 
 
 async def read_request(

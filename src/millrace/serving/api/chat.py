@@ -26,8 +26,8 @@ ROLES = ("system", "user", "assistant", "tool")
 class ChatAnswer(ApiAnswer[ChatBody]):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", CHUNK_KIND
 
-    def __init__(self, served: ServedModel, body: ChatBody, client: Client) -> None:
-        super().__init__(served, body, client)
+    def __init__(self, served: ServedModel, body: ChatBody, client: Client, num_bytes: int) -> None:
+        super().__init__(served, body, client, num_bytes)
         self.openers = served.tool_format.openers if body.offered_tools else ()
         self._started: set[int] = set()
 

@@ -33,10 +33,12 @@ class ApiAnswer(Generic[B]):
     chunk_kind: ClassVar[str]
     openers: Sequence[str] = ()  # of tool calls
 
-    def __init__(self, served: ServedModel, body: B, client: Client) -> None:
+    def __init__(self, served: ServedModel, body: B, client: Client, num_bytes: int) -> None:
+        """`num_bytes`: of the request."""
         self.served = served
         self.body = body
         self.client = client
+        self.num_bytes = num_bytes
         self.head = reply_head(self.prefix, body)
 
     def requests(self) -> Iterator[Request]:
@@ -62,7 +64,7 @@ class ApiAnswer(Generic[B]):
         completions, num_sampled = await self.complete(requests)
         usage = usage_of(_num_prompt(requests), num_sampled)
         if self.body.wants_logprobs:
-            await self.served.read_token_texts(completions)
+            await self.served.read_token_texts(completions, client=self.client)
         choices: list[Json] = []
         for index, completion in enumerate(completions):
             choices.append(self.choice(index, completion))
@@ -90,18 +92,25 @@ class ApiAnswer(Generic[B]):
 
     async def _prepared(self) -> list[Request]:
         """Other requests are prepared between two prompts of this one."""
-        requests = self.requests()
-        prepared: list[Request] = []
-        while (found := await self.served.prepare(lambda: next(requests, None))) is not None:
-            prepared.append(found)
-        return prepared
+        requests, num_prompts = self.requests(), self.body.num_completions // self.body.num_choices
+        return [
+            await self.served.prepare(
+                lambda: next(requests),
+                client=self.client,
+                num_bytes=self.num_bytes,
+                num_parts=num_prompts,
+            )
+            for _ in range(num_prompts)
+        ]
 
 
 class TextAnswer(ApiAnswer[CompletionBody]):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, served: ServedModel, body: CompletionBody, client: Client) -> None:
-        super().__init__(served, body, client)
+    def __init__(
+        self, served: ServedModel, body: CompletionBody, client: Client, num_bytes: int
+    ) -> None:
+        super().__init__(served, body, client, num_bytes)
         self._offsets: Counter[int] = Counter()  # of the next token in the text, by index
 
     def requests(self) -> Iterator[Request]:

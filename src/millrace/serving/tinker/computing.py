@@ -9,19 +9,15 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
 
 from millrace.cluster.messages import LoadAdapter
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
 from millrace.core.errors import CheckpointError, ConfigError, WorkerError, run_all
-from millrace.core.records import Request, Sampling
-from millrace.serving.fair_queue import FairQueue, Flow, QueuedPart
+from millrace.serving.fair_queue import FairQueue
 from millrace.training.adapters.requests import PASS_TOKENS, AdapterPass, PassResult
 
 if TYPE_CHECKING:
@@ -62,7 +58,7 @@ class TrainingThread:
         return len(self._adapters.owned)
 
     async def run(self, tenant: str, num_tokens: int, work: Callable[["AdapterSet"], T]) -> T:
-        async with self._turn(tenant, num_tokens, places=PASS_TOKENS):
+        async with self._queue.turn(tenant, num_tokens, num_places=PASS_TOKENS):
             return await self.run_next(work)
 
     async def run_next(self, work: Callable[["AdapterSet"], T]) -> T:
@@ -72,20 +68,13 @@ class TrainingThread:
 
     async def compute(self, tenant: str, one: AdapterPass) -> PassResult:
         """At most one pass of a model waits here at a time."""
-        async with self._turn(tenant, one.num_tokens, places=one.num_tokens):
+        size = one.num_tokens  # the places of the queue are tokens of one forward pass
+        async with self._queue.turn(tenant, size, num_places=size):
             result: Future[PassResult] = Future()
             self._ready.append((one, result))
             # Not at once: other passes may have got their turn at the same time.
             asyncio.get_running_loop().call_soon(self._thread.submit, self._compute_ready)
             return await asyncio.wrap_future(result)
-
-    def _turn(
-        self, tenant: str, num_tokens: int, *, places: int
-    ) -> AbstractAsyncContextManager[QueuedPart]:
-        """The places of the queue are tokens of one forward pass."""
-        prompt = np.broadcast_to(np.int32(0), num_tokens)  # takes no memory
-        turn = Request(id="", prompt=prompt, sampling=Sampling(), n=places)
-        return self._queue.places(Flow(tenant), turn)
 
     def _compute_ready(self) -> None:
         """Runs in the thread. The first of several calls takes the passes of all of them."""
