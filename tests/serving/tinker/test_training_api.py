@@ -17,13 +17,15 @@ import pytest
 import torch
 from chat_model import chat_tokenizer, make_chat_model
 from fakes import ScriptedEngine
+from in_process_engine import InProcessEngine
 from mutations import FEW, MANY, costs_little, mutations
 
 from millrace.config import EngineConfig
 from millrace.core.errors import TaskError
+from millrace.core.protocols import Engine
 from millrace.core.records import Completion, Request, Sampling
 from millrace.environments.tools.calls import FORMATS
-from millrace.inference.backend import EngineSpec
+from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.models.attention.packed import PACKED
 from millrace.models.loading import load_model
@@ -146,9 +148,11 @@ def adapter_set(model_path: Path, kind: type[AdapterSet] = AdapterSet) -> Adapte
 
 
 @asynccontextmanager
-async def callers(model_path: Path, folder: Path, **quotas: int) -> AsyncIterator[list[Caller]]:
+async def callers(
+    model_path: Path, folder: Path, *, engine: Engine | None = None, **quotas: int
+) -> AsyncIterator[list[Caller]]:
     served = ServedModel(
-        ScriptedEngine("Yes."),
+        engine or ScriptedEngine("Yes."),
         tokenizer=chat_tokenizer(),
         name="tiny",
         max_context=64,
@@ -605,6 +609,32 @@ def engine_with_place(adapters: AdapterSet, model_path: Path, blank: Path, *, ra
     return build_engine(
         EngineSpec(config=config, device="cpu", model_path=str(model_path), version=0)
     )
+
+
+async def test_cached_prompts_are_not_shared_between_tenants(model_path: Path, tmp_path: Path):
+    spec = EngineSpec(
+        config=EngineConfig(max_sequences=4), device="cpu", model_path=str(model_path), version=0
+    )
+    engine = build_engine(spec, options=EmbeddedBackend(block_tokens=8))
+    remote = InProcessEngine(engine, receiver=None)  # type: ignore[arg-type]
+    running = asyncio.create_task(remote.run())
+
+    async def num_cached(caller: Caller) -> int:
+        before = engine.stats().cached_tokens
+        _, session = await caller.post("create_session", {})
+        body = {**session, "sampling_session_seq_id": 0}
+        _, sampler = await caller.post("create_sampling_session", body)
+        prompt = {"chunks": [{"tokens": [*range(40, 90)]}]}
+        sample = {**sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+        assert isinstance(await caller.future("asample", sample), bytes)
+        return engine.stats().cached_tokens - before
+
+    async with callers(model_path, tmp_path, engine=remote) as (one, two):
+        assert await num_cached(one) == 0
+        assert await num_cached(one) > 30
+        assert await num_cached(two) == 0
+        assert await num_cached(two) > 30
+    running.cancel()
 
 
 def test_an_engine_samples_with_an_adapter_that_is_loaded_while_it_runs(
