@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import openai
 import pytest
 from chat_model import chat_tokenizer, make_chat_model
 from server_process import KEY, ServerProcess, server_process
@@ -136,13 +137,29 @@ def test_inspect_evaluates_a_task(server: ServerProcess, tmp_path: Path):
     from inspect_ai.model import get_model
     from inspect_ai.scorer import includes
 
-    samples = [Sample(input=row["question"], target="") for row in ROWS]  # "" is in every answer
+    sampling = {"max_tokens": 16, "temperature": 0.0, "seed": 1}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY) as client:
+        answers = [
+            client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": row["question"]}], **sampling
+            )
+            .choices[0]
+            .message.content
+            for row in ROWS
+        ]
+    assert all(answers)
+    targets = [*answers[:-1], "what the model does not say"]
+    samples = [
+        Sample(input=row["question"], target=target)
+        for row, target in zip(ROWS, targets, strict=True)
+    ]
     task = inspect_ai.Task(dataset=samples, scorer=includes())
     policy = get_model("openai-api/millrace/tiny", base_url=f"{server.url}/v1", api_key=KEY)
-    config = {"max_tokens": 16, "log_dir": str(tmp_path), "display": "none"}
-    (log,) = inspect_ai.eval(task, model=policy, **config)
+    config = {"log_dir": str(tmp_path), "display": "none"}
+    (log,) = inspect_ai.eval(task, model=policy, **sampling, **config)
     assert log.status == "success", log.error
     assert log.samples is not None
     assert len(log.samples) == len(ROWS)
     assert log.results is not None
-    assert log.results.scores[0].metrics["accuracy"].value == 1.0
+    accuracy = log.results.scores[0].metrics["accuracy"].value
+    assert accuracy == pytest.approx(1 - 1 / len(ROWS))
