@@ -61,16 +61,12 @@ def run_reply(
         newest = states[0]
         trained = newest.saved_s, newest.about["base_model"], newest.about["shape"]["rank"]
     (used_s, base, rank), last = trained, {state.kind: state.reply() for state in reversed(states)}
-    return {
-        "training_run_id": id,
-        "last_request_time": iso_time(used_s),
-        "base_model": base,
-        "is_lora": True,
-        "lora_rank": rank,
-        "model_owner": owner,
+    kind = {"base_model": base, "is_lora": True, "lora_rank": rank, "model_owner": owner}
+    saved = {
         "last_checkpoint": last.get("training"),
         "last_sampler_checkpoint": last.get("sampler"),
     }
+    return {"training_run_id": id, "last_request_time": iso_time(used_s), **kind, **saved}
 
 
 def saved_states(tenant_folder: Path) -> list[SavedState]:

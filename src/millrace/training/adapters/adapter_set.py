@@ -107,8 +107,8 @@ class AdapterSet:
             if isinstance(one, Exception):
                 outcomes[i] = one
             else:
-                *result, self.owned[passes[i].model_id].gradient = one
-                outcomes[i] = tuple(result)
+                logprobs, total, self.owned[passes[i].model_id].gradient = one
+                outcomes[i] = logprobs, total
         return [outcomes[i] for i in range(len(passes))]
 
     def _computed(self, passes: Sequence[AdapterPass]) -> list[_Computed | Exception]:
