@@ -10,7 +10,7 @@ import pytest
 
 from millrace.cluster.messages import LoadAdapter
 from millrace.core.errors import CheckpointError, cancel_all
-from millrace.serving.tinker.computing import AdapterSlots
+from millrace.serving.tinker.adapter_slots import AdapterSlots
 
 A, B, C, D = map(Path, "ABCD")
 

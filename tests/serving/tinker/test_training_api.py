@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -38,7 +39,8 @@ from millrace.serving.served_model import ServedModel
 from millrace.serving.server import http_listener, make_app
 from millrace.serving.settings import TrainingSettings
 from millrace.serving.tinker import protobuf, wire
-from millrace.serving.tinker.computing import AdapterSlots, TrainingThread
+from millrace.serving.tinker.adapter_slots import AdapterSlots
+from millrace.serving.tinker.computing import TrainingThread
 from millrace.serving.tinker.routes import add_routes
 from millrace.serving.tinker.service import TrainingService
 from millrace.serving.tinker.tenants import (
@@ -540,6 +542,29 @@ async def test_tenants_take_turns_by_their_tokens(model_path: Path):
         for _ in range(3):
             group.create_task(work("small", 10))
     assert order[:5].count("small") == 3, order  # one runs, and one has as few tokens
+
+
+async def test_tenants_with_passes_of_unequal_sizes_train_equal_numbers_of_tokens(model_path: Path):
+    tokens: Counter[str] = Counter()  # while passes of all tenants wait
+    most = 40 * PASS_TOKENS
+
+    class CountedAdapters(AdapterSet):
+        def compute(self, passes: Any) -> Any:
+            for one in passes:
+                tokens[one.model_id] += one.num_tokens if tokens.total() < most else 0
+            return [([], 0.0) for _ in passes]
+
+    thread = TrainingThread(adapter_set(model_path, kind=CountedAdapters), ThreadPoolExecutor(1))
+
+    async def train(tenant: str, num_data: int) -> None:
+        one = wire.read_pass(a_pass(tenant, 1, size=64))
+        one = replace(one, data=[*one.data] * num_data)
+        while tokens.total() < most:
+            await thread.compute(tenant, one)
+
+    sizes = {"a": 8, "b": 8, "c": 8, "large": 32}
+    await asyncio.gather(*(train(name, size) for name, size in sizes.items() for _ in range(16)))
+    assert max(tokens.values()) < 1.2 * min(tokens.values()), tokens
 
 
 async def test_passes_that_wait_at_the_same_time_are_computed_together(model_path: Path):

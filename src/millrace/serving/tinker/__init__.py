@@ -6,7 +6,8 @@
 | `service.py` | what each request does: models, passes, steps, saved states, samples |
 | `execution.py`, `request_log.py` | requests on disk, their order, snapshots, and recovery |
 | `tenants.py` | sessions, models, samplers, futures and folders of one API key |
-| `computing.py` | the thread that trains, and the adapters that engines hold |
+| `computing.py` | the thread that trains |
+| `adapter_slots.py` | the adapters that engines hold |
 | `wire.py`, `protobuf.py` | request bodies and results |
 
 Promise: a tenant, which is one API key, sees no model, path, future or cached prompt of another.

@@ -14,7 +14,8 @@ from millrace.serving.served_model import ServedModel
 from millrace.serving.server import CLIENT, read_bytes, read_request
 from millrace.serving.settings import ServeSettings
 from millrace.serving.tinker import wire
-from millrace.serving.tinker.computing import AdapterSlots, TrainingThread
+from millrace.serving.tinker.adapter_slots import AdapterSlots
+from millrace.serving.tinker.computing import TrainingThread
 from millrace.serving.tinker.service import Reply, TrainingService
 from millrace.serving.tinker.tenants import Tenant
 

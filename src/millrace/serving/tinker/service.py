@@ -26,7 +26,8 @@ from millrace.serving.clients import Client
 from millrace.serving.served_model import ServedModel
 from millrace.serving.settings import TrainingSettings
 from millrace.serving.tinker import wire
-from millrace.serving.tinker.computing import AdapterSlots, TrainingThread
+from millrace.serving.tinker.adapter_slots import AdapterSlots
+from millrace.serving.tinker.computing import TrainingThread
 from millrace.serving.tinker.execution import RequestExecutor
 from millrace.serving.tinker.request_log import AcceptedRequest, RequestLog, Result
 from millrace.serving.tinker.states import (
