@@ -602,6 +602,28 @@ async def test_passes_that_wait_at_the_same_time_are_computed_together(model_pat
     assert together[0] == 1  # the bound of tokens is reached
 
 
+async def test_a_step_after_a_pass_comes_before_the_passes_that_wait(model_path: Path):
+    order: list[str] = []
+
+    class SlowAdapters(AdapterSet):
+        def compute(self, passes: Any) -> Any:
+            order.extend(f"pass of {one.model_id}" for one in passes)
+            time.sleep(0.5)  # a tenth of it is left for the step
+            return [([], 0.0) for _ in passes]
+
+    thread = TrainingThread(adapter_set(model_path, kind=SlowAdapters), ThreadPoolExecutor(1))
+
+    async def train(name: str) -> None:
+        one = wire.read_pass(a_pass(name, 1, size=64))
+        one = replace(one, data=[*one.data] * (PASS_TOKENS // 64))  # they fill a pass
+        await thread.compute(f"tenant {name}", one)
+        await asyncio.sleep(0.01)  # the result is written to the disk
+        await thread.run_next(lambda _: order.append(f"step of {name}"))
+
+    await asyncio.gather(train("a"), train("b"))
+    assert order == ["pass of a", "step of a", "pass of b", "step of b"]
+
+
 async def test_tenants_that_step_one_after_another_share_their_next_pass(model_path: Path):
     """Otherwise two cohorts would form, which compute in turns: two passes for each round."""
     together: list[int] = []

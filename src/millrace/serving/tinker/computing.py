@@ -33,6 +33,7 @@ class TrainingThread:
         self.busy_s = 0.0  # that all passes have taken
         self._adapters, self._thread = adapters, thread
         self._queue = FairQueue(PASS_TOKENS, separates_clients=False)
+        self._brief: deque[tuple[Callable[[AdapterSet], Any], Future[Any]]] = deque()
         self._ready: deque[tuple[AdapterPass, Future[PassResult]]] = deque()
         self._last_models: set[str] = set()  # of the last pass
         self._last_s = 0.0  # that it took
@@ -52,9 +53,11 @@ class TrainingThread:
             return await self.run_next(work)
 
     async def run_next(self, work: Callable[["AdapterSet"], T]) -> T:
-        """Without waiting for a turn: brief work that follows a pass."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, work, self._adapters)
+        """Without waiting for a turn: brief work that follows a pass, before the next one."""
+        result: Future[T] = Future()
+        self._brief.append((work, result))
+        self._thread.submit(self._run_brief)
+        return await asyncio.wrap_future(result)
 
     async def compute(self, tenant: str, one: AdapterPass) -> PassResult:
         """At most one pass of a model waits here at a time."""
@@ -66,13 +69,25 @@ class TrainingThread:
             asyncio.get_running_loop().call_soon(self._thread.submit, self._compute_ready)
             return await asyncio.wrap_future(result)
 
+    def _run_brief(self) -> None:
+        """Runs in the thread."""
+        while self._brief:
+            work, result = self._brief.popleft()
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(work(self._adapters))
+                except BaseException as error:  # noqa: BLE001 - given to the caller
+                    result.set_exception(error)
+
     def _compute_ready(self) -> None:
         """Runs in the thread. The first of several calls takes the passes of all of them."""
         if not self._ready:
             return
-        began_s = time.monotonic()
-        while self._is_early() and time.monotonic() < began_s + _WAIT_SHARE * self._last_s:
+        wait_until_s = time.monotonic() + _WAIT_SHARE * self._last_s
+        while self._is_early() and time.monotonic() < wait_until_s:
+            self._run_brief()
             time.sleep(_POLL_S)
+        began_s = time.monotonic()
         ready = [self._ready.popleft() for _ in range(len(self._ready))]
         self._last_models = {one.model_id for one, _ in ready}
         ready = [(one, result) for one, result in ready if result.set_running_or_notify_cancel()]
