@@ -1,6 +1,7 @@
 r"""Tenants of the training API of `millrace serve --train`: latencies, fairness and samples/s.
 
     python benchmarks/training_api_load.py                       # 32 tenants, CPU, a tiny model
+    python benchmarks/training_api_load.py --unequal             # unequal passes
     python benchmarks/training_api_load.py --adapters 1 4 8 --model qwen3-1.7b --device cuda \
         --batch 4 --tokens 128 --rank 32 --seconds 20
 
@@ -8,6 +9,11 @@ Each tenant has a key and a model of its own, and repeats forward_backward and o
 real server. Without --adapters it also samples from its current weights. The command ends with an
 error if a request fails. Jain's index of x is (sum x)^2 / (n sum x^2): 1 if all tenants get the
 same number of tokens, 1 / n if one of them gets all.
+
+With --unequal, tenants only train, each of them 16 models at once, and the passes of every fourth
+tenant are four times as large. If passes of all tenants always wait (--tenants 8 --batch 8), the
+fair share of each is the same, and x is what a tenant gets of it: served in the order of arrival,
+some tenants would get four times as much as the others.
 """
 
 import argparse
@@ -37,12 +43,16 @@ NUM_IDS = 16  # tokens of the data are below this
 
 
 class LoadTenant:
-    """One key with one model. `latencies`: seconds, by operation; `num_tokens`: since they were
+    """One model of a key. `latencies`: seconds, by operation; `num_tokens`: since they were
     cleared."""
 
-    def __init__(self, http: aiohttp.ClientSession, number: int, args: argparse.Namespace) -> None:
+    def __init__(
+        self, http: aiohttp.ClientSession, number: int, args: argparse.Namespace, *, scale: int = 1
+    ) -> None:
+        """`number`: of the key. `scale`: of the passes."""
         self._http, self._headers = http, {"X-API-Key": key_of(number)}
         self._rng, self._args = np.random.default_rng(number), args
+        self.number, self._batch = number, scale * args.batch
         self.latencies: dict[str, list[float]] = defaultdict(list)
         self.num_tokens = self.num_samples = 0
         self._model, self._session, self._seq = "", "", 0
@@ -88,8 +98,10 @@ class LoadTenant:
             step = self._turn(adam_params={"learning_rate": 1e-4})
             stepped = asyncio.create_task(self._future("optim_step", step))
             await asyncio.gather(passed, stepped)
-            self.num_samples += self._args.batch
-            self.num_tokens += self._args.batch * self._args.tokens
+            if time.perf_counter() > until_s:
+                return
+            self.num_samples += self._batch
+            self.num_tokens += self._batch * self._args.tokens
             if samples:
                 await self._sample()
 
@@ -111,7 +123,7 @@ class LoadTenant:
         """A ForwardBackwardRequest with random tokens."""
         turn = self._turn()
         data: list[tuple[int, Any]] = []
-        for _ in range(self._args.batch):
+        for _ in range(self._batch):
             tokens = self._rng.integers(2, NUM_IDS, self._args.tokens + 1)
             chunk = protobuf.write([(1, tokens[:-1].astype("<i4").tobytes())])
             targets = protobuf.write([(1, tokens[1:].astype("<i8").tobytes()), (3, 2)])
@@ -160,7 +172,11 @@ async def measure(
 ) -> dict[str, Any]:
     limits = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(600)}
     async with aiohttp.ClientSession(url, **limits) as http:
-        all_tenants = [LoadTenant(http, number, args) for number in range(tenants)]
+        all_tenants = [
+            LoadTenant(http, number, args, scale=4 if args.unequal and number % 4 == 0 else 1)
+            for number in range(tenants)
+            for _ in range(16 if args.unequal else 1)
+        ]
         await asyncio.gather(*(tenant.start() for tenant in all_tenants))
         warm_until_s = time.perf_counter() + args.seconds / 4
         await asyncio.gather(
@@ -172,16 +188,17 @@ async def measure(
         started = time.perf_counter()
         loops = (each.loop(started + args.seconds, samples=samples) for each in all_tenants)
         await asyncio.gather(*loops)
-        took_s = time.perf_counter() - started
     latencies: dict[str, list[float]] = defaultdict(list)
     for tenant in all_tenants:
         for operation, own in tenant.latencies.items():
             latencies[operation] += own
-    tokens = np.array([tenant.num_tokens for tenant in all_tenants], float)
+    numbers = [tenant.number for tenant in all_tenants]
+    tokens = np.bincount(numbers, [tenant.num_tokens for tenant in all_tenants])
     return {
         "tenants": tenants,
-        "samples_per_s": round(sum(each.num_samples for each in all_tenants) / took_s, 2),
-        "tokens_per_s": round(tokens.sum() / took_s, 1),
+        "samples_per_s": round(sum(each.num_samples for each in all_tenants) / args.seconds, 2),
+        "tokens_per_s": round(tokens.sum() / args.seconds, 1),
+        "least_and_most": [round(float(x), 3) for x in np.sort(tokens / tokens.mean())[[0, -1]]],
         "jain": round(float(tokens.sum() ** 2 / (tenants * (tokens**2).sum())), 4),
         "latency_ms": {
             operation: {
@@ -199,6 +216,7 @@ def main() -> int:
     add = parser.add_argument
     add("--tenants", type=int, default=32, help="(32)")
     add("--adapters", type=int, nargs="+", help="only train, with these numbers of tenants")
+    add("--unequal", action="store_true", help="only train, with passes of unequal sizes")
     add("--model", default="tiny", help="a shape of `millrace bench engine`, or a directory")
     add("--device", default="cpu", help="(cpu)")
     add("--seconds", type=float, default=60.0, help="of each measurement (60)")
@@ -214,7 +232,8 @@ def main() -> int:
         served(Path(folder), num_keys=max(counts), args=args) as url,
     ):
         for count in counts:
-            rows.append(asyncio.run(measure(url, count, args, samples=args.adapters is None)))
+            samples = args.adapters is None and not args.unequal
+            rows.append(asyncio.run(measure(url, count, args, samples=samples)))
             print(json.dumps(rows[-1]), flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows))
