@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
@@ -136,6 +136,23 @@ def _divide(model: PreTrainedModel, root: PreTrainedModel, meshes: ShardingMeshe
         divide_layers(root, meshes.tp)
         model.tie_weights()  # a tied weight was divided twice
     return divide_experts(root, ep=meshes.ep, tp=meshes.tp)
+
+
+def shard_experts(module: nn.Module, *, like: Tensor) -> None:
+    """Shard the parameters [E, ...] of a module, a part of one that is sharded, as the weight of
+    these experts is; they are gathered in its dtype. All ranks have the same values."""
+    if not isinstance(like, DTensor):
+        return
+    mesh, names = like.device_mesh, like.device_mesh.mesh_dim_names or ()
+    if "ep" in names:
+        for name, parameter in [*module.named_parameters()]:
+            own = distribute_tensor(parameter.data, mesh["ep"], [Shard(0)], src_data_rank=None)
+            setattr(module, name, nn.Parameter(own))
+        mesh = mesh[tuple(name for name in names if name != "ep")]
+    policy = MixedPrecisionPolicy(
+        param_dtype=like.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    _make_unit(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
 
 def _make_unit(module: nn.Module, *, mesh: DeviceMesh, **options: Any) -> FSDPModule:

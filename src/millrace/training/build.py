@@ -138,6 +138,8 @@ def build_policy(
         compute_dtype=torch.float32 if is_dora else settings.compute_dtype,
         dtype=frozen_dtype(config),
     )
+    # Before the first pass, in which FSDP collects the units of the model.
+    adapter = config.lora and TrainedAdapter(model, config.lora, model_path=path)
     replay = _replay_of(model, config)
     if config.trainer.router_aux_loss:
         check_aux_loss(replay)
@@ -146,7 +148,7 @@ def build_policy(
     return PolicyModel(
         model,
         settings=settings,
-        adapter=config.lora and TrainedAdapter(model, config.lora, model_path=path),
+        adapter=adapter,
         replay=replay,
         ranks=ranks,
         on_forward=on_forward,

@@ -24,12 +24,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from millrace.config import ALL_LINEAR, LoraConfig
 from millrace.core.errors import ConfigError
-from millrace.models.sharding import local_part
+from millrace.models.sharding import local_part, shard_experts
 
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # [E, O, I] or [E, I, O]; in the order of their use
 _ALIGNED = 8  # on a GPU, grouped products need rows of a multiple of 16 bytes
@@ -45,28 +44,22 @@ class TrainedUpdate(nn.Module):
         kind = {"dtype": torch.float32, "device": weight.device}
         a = torch.empty(num_experts, rank, num_in, **kind)
         nn.init.uniform_(a, -(num_in**-0.5), num_in**-0.5)  # as PEFT initializes it
-        self.lora_A = nn.Parameter(_of_own_experts(a, weight))
-        b = torch.zeros(num_experts, num_out, rank, **kind)
-        self.lora_B = nn.Parameter(_of_own_experts(b, weight))
+        self.lora_A = nn.Parameter(a)
+        self.lora_B = nn.Parameter(torch.zeros(num_experts, num_out, rank, **kind))
         self.is_enabled = True
         self._scale = scale
+        shard_experts(self, like=weight)
 
     def add(self, output: Tensor, x: Tensor, *, offsets: Tensor, tokens: Tensor) -> Tensor:
         """The output [S, O] for x [S, I] with the update added. `offsets` [E] int32: ends of the
         experts' rows. `tokens` [S]: the token of each row."""
-        if not self.is_enabled:
-            return output
+        return self(output, x, offsets) if self.is_enabled else output
+
+    def forward(self, output: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
         a, b = (local_part(factor).to(x.dtype) for factor in (self.lora_A, self.lora_B))
-        padding = -a.shape[1] % _ALIGNED
-        inner = grouped(x, F.pad(a, (0, 0, 0, padding)), offsets)
-        return output + self._scale * grouped(inner, F.pad(b, (0, padding)), offsets)
-
-
-def _of_own_experts(factor: Tensor, weight: Tensor) -> Tensor:
-    """The factors [E, ...] divided as the experts of a weight are divided over ep."""
-    if not isinstance(weight, DTensor) or "ep" not in (weight.device_mesh.mesh_dim_names or ()):
-        return factor
-    return distribute_tensor(factor, weight.device_mesh["ep"], [Shard(0)], src_data_rank=None)
+        if padding := -a.shape[1] % _ALIGNED:  # else a copy would be kept for the backward pass
+            a, b = F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))
+        return output + self._scale * grouped(grouped(x, a, offsets), b, offsets)
 
 
 def aligned(rank: int) -> int:

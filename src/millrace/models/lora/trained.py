@@ -144,8 +144,7 @@ class TrainedAdapter:
     def merged_weights(self) -> dict[str, Tensor]:
         """Weights of the model with the adapter merged, by the names of the base model. They are
         sharded as the model is; merged ones are on the host."""
-        adapter = self._adapter
-        tensors = {name: whole(weight) for name, weight in self.named_weights().items()}
+        adapter, own = self._adapter, self.named_weights()
         layers = {adapter.weight_name(layer): layer for layer in adapter.layers}
         weights: dict[str, Tensor] = {}
         for own_name, tensor in self._model.state_dict(keep_vars=True).items():
@@ -155,6 +154,8 @@ class TrainedAdapter:
             if name not in layers:
                 weights[name] = tensor
                 continue
+            names = factors.tensor_names(layers[name], dora=adapter.is_dora)
+            tensors = {n: whole(own[n]) for n in names}  # of one layer at a time
             with torch.no_grad():
                 value = adapter.merged(layers[name], whole(tensor), tensors).to(tensor.dtype)
             weights[name] = shard_like(value, tensor, device=torch.device("cpu"))

@@ -14,14 +14,15 @@ averaged. All groups of ranks are parts of one mesh with the dimensions NAMES:
 - So gradients are summed over dp_replicate, dp_shard and cp. FSDP, which shards over dp_shard and
   cp, does that for the weights it shards; gradient_mesh is for the others.
 - Experts are divided over ep. Ranks of one ep group, and those that differ in tp, send different
-  rows to them, so their gradients are summed over all ranks that have the same experts
-  (expert_gradient_mesh).
+  rows to them, so FSDP shards them, and sums their gradients, over all ranks that have the same
+  experts.
 
 Used by one thread, the trainer's main thread; see for_thread().
 """
 
 import fcntl
 import functools
+import itertools
 import logging
 import math
 import os
@@ -211,11 +212,6 @@ class Ranks:
         return self.mesh["dp_replicate", "dp_shard", "cp"]._flatten("gradients")
 
     @functools.cached_property
-    def expert_gradient_mesh(self) -> DeviceMesh:
-        """Ranks that have different gradients of the same experts."""
-        return self._expert_mesh["dp_replicate", "efsdp"]._flatten("expert_gradients")
-
-    @functools.cached_property
     def _expert_mesh(self) -> DeviceMesh:
         """The dimensions dp_replicate, efsdp and ep; neighbours share experts."""
         sizes = self.sizes
@@ -247,25 +243,23 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-def sum_unsharded(gradients: Iterable[Tensor], ranks: Ranks) -> None:
-    """Sum the gradients of weights that FSDP does not shard, such as an adapter's, over the ranks
-    that have different ones; FSDP has summed the others."""
-    plain, of_experts = [], []
-    for gradient in gradients:
-        names = gradient.device_mesh.mesh_dim_names if isinstance(gradient, DTensor) else ("tp",)
-        if names in (("tp",), ("ep",)):
-            (plain if names == ("tp",) else of_experts).append(local_part(gradient))
-    _sum(plain, lambda: ranks.gradient_mesh)
-    _sum(of_experts, lambda: ranks.expert_gradient_mesh)
+def sum_unsharded(gradients: Iterable[Tensor], ranks: Ranks, *, bucket_bytes: int = 2**26) -> None:
+    """Sum the gradients of weights that FSDP does not shard, such as the factors of linear layers,
+    over the ranks that have different ones; FSDP has summed the others. About `bucket_bytes` are
+    copied to be summed together."""
 
+    def is_sharded(gradient: Tensor) -> bool:
+        return isinstance(gradient, DTensor) and gradient.device_mesh.mesh_dim_names != ("tp",)
 
-def _sum(gradients: Sequence[Tensor], mesh: Callable[[], DeviceMesh]) -> None:
-    if not gradients:
-        return
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat, group=mesh().get_group())
-    for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(total.view_as(gradient))
+    own = [local_part(gradient) for gradient in gradients if not is_sharded(gradient)]
+    ends = itertools.accumulate(gradient.nbytes for gradient in own)
+    pairs = zip(own, ends, strict=True)
+    for _, bucket in itertools.groupby(pairs, key=lambda pair: pair[1] // bucket_bytes):
+        parts = [gradient for gradient, _ in bucket]
+        flat = torch.cat([part.flatten() for part in parts])
+        dist.all_reduce(flat, group=ranks.gradient_mesh.get_group())
+        for part, total in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+            part.copy_(total.view_as(part))
 
 
 @torch.no_grad()
