@@ -5,7 +5,8 @@ from transformers import AutoModelForCausalLM
 
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
-from millrace.models.devices import check_free_memory, rank_bytes
+from millrace.models import devices
+from millrace.models.devices import ModelSize, check_free_memory, rank_bytes
 from millrace.models.directory import num_weights
 
 
@@ -38,12 +39,23 @@ def test_weights_are_counted_without_loading_them(tmp_path):
     ],
 )
 def test_ranks_share_the_state_except_for_replicas(sections, per_weight):
-    assert rank_bytes(config_of(**sections), num_weights=1000) == 1000 * per_weight
+    size = ModelSize(num_weights=1000)
+    assert rank_bytes(config_of(**sections), size) == 1000 * per_weight
+
+
+def test_ranks_share_a_critic_and_adapters_of_experts_but_not_those_of_linear_layers():
+    size = ModelSize(num_weights=1000, num_outside=100, linear_factors=10, expert_factors=40)
+    lora = {"lora": {}, "trainer": {"dtype": "bfloat16", "ranks": 2}}
+    assert rank_bytes(config_of(**lora), size) == (900 * 2 + 100 * 4 + 40 * 16) // 2 + 10 * 16
+    lora["trainer"]["mesh"] = {"tp": 2}
+    assert rank_bytes(config_of(**lora), size) == (900 * 2 + 100 * 4 + 40 * 16) // 2 + 5 * 16
+    critic = ModelSize(num_weights=1000, critic=500)
+    assert rank_bytes(config_of(critic={}, trainer={"ranks": 2}), critic) == 1500 * 16 // 2
 
 
 def test_rank_that_exceeds_the_free_memory_is_refused_before_it_loads(tmp_path, monkeypatch):
     config, device = config_of(make_tiny_model(tmp_path)), torch.device("cuda:0")
-    needed = rank_bytes(config, num_weights=num_weights(str(tmp_path)) or 0)
+    needed = rank_bytes(config, ModelSize.read(config))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (needed, 2**30))
     check_free_memory(config, device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (needed - 1, 2**30))
@@ -54,3 +66,13 @@ def test_rank_that_exceeds_the_free_memory_is_refused_before_it_loads(tmp_path, 
     check_free_memory(config, device)  # the memory of a killed process is freed a little later
     sleeping = config_of(tmp_path, cluster={"share_gpu": "sleep"})
     check_free_memory(sleeping, device)
+
+
+def test_rank_on_a_cpu_is_compared_with_the_memory_that_is_available(tmp_path, monkeypatch):
+    config, cpu = config_of(make_tiny_model(tmp_path)), torch.device("cpu")
+    free, total = devices.memory_of(cpu)
+    assert 0 < free < total
+    check_free_memory(config, cpu)
+    monkeypatch.setattr(devices, "memory_of", lambda _: (100, total))
+    with pytest.raises(ConfigError, match=r"and cpu has 0\.0 of \d+\.\d GiB free; stop what else"):
+        check_free_memory(config, cpu, patience_s=0.0)

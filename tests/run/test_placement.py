@@ -79,6 +79,8 @@ def test_auto_ranks_take_half_of_the_gpus_and_more_if_the_model_needs_them(tmp_p
     assert (config.trainer.ranks, config.engine.count) == (6, 2)  # with a fifth for activations
     table = {"model": path, "trainer": {"ranks": "auto"}, "optimizer": {"type": "adamw8bit"}}
     assert placed(load_config(table), devices=small).trainer.ranks == 4  # 10 bytes per weight
+    table["critic"] = {}
+    assert placed(load_config(table), devices=small).trainer.ranks == 7
 
 
 def test_other_models_get_a_gpu_each_while_one_is_left_for_engines():

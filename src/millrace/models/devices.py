@@ -1,21 +1,27 @@
 """Devices, data types, threads and memory of a process. Imports torch, but not transformers, so
 that the controller can use it."""
 
+import math
 import os
 import platform
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from millrace.config import RunConfig
+from millrace.config import ALL_LINEAR, LoraConfig, RunConfig
 from millrace.config.training import ADAMW, ADAMW_8BIT, MUON
 from millrace.core.errors import ConfigError
-from millrace.models.directory import num_weights
+from millrace.models.directory import weight_shapes
 
 GIB = 2**30
 FREE_TIMEOUT_S = 30.0  # for the driver to free the memory of a process that was killed
+_IN_LAYER = re.compile(r"\.\d+\.")  # in the names of weights
+_ROUTERS = ("gate", "router")  # of experts; most models do not make them linear layers
 _STATE_BYTES = {ADAMW: 8, MUON: 4, ADAMW_8BIT: 2}  # of the optimizer per weight, at least
 
 
@@ -89,30 +95,83 @@ def frozen_dtype(config: RunConfig) -> torch.dtype:
     return torch.bfloat16 if is_half and config.lora and not config.lora.dora else torch.float32
 
 
-def rank_bytes(config: RunConfig, *, num_weights: int) -> int:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSize:
+    """Numbers of weights that a trainer holds; 0 = not known."""
+
+    num_weights: int  # of the model
+    num_outside: int = 0  # of these, in embeddings and head, which stay float32
+    linear_factors: int = 0  # weights of an adapter of linear layers; all ranks have them
+    expert_factors: int = 0  # weights of an adapter of experts, which ranks share
+    critic: int = 0
+
+    @classmethod
+    def read(cls, config: RunConfig) -> "ModelSize":
+        """From the headers of the files; of an adapter's weights, it may not know all."""
+        shapes, critic = weight_shapes(config.model.path), config.critic
+        of_critic = {} if critic is None else weight_shapes(critic.path or config.model.path)
+        linear, experts = (0, 0) if config.lora is None else _factors(shapes, config.lora)
+        return cls(
+            num_weights=sum(map(math.prod, shapes.values())),
+            num_outside=sum(math.prod(s) for n, s in shapes.items() if not _IN_LAYER.search(n)),
+            linear_factors=linear,
+            expert_factors=experts,
+            critic=sum(math.prod(s) for n, s in of_critic.items() if n != "lm_head.weight"),
+        )
+
+
+def _factors(shapes: Mapping[str, Sequence[int]], lora: LoraConfig) -> tuple[int, int]:
+    """The numbers of weights in the factors of linear layers and of experts. Models join the gate
+    and up matrices of experts, which files have apart, so these share a factor."""
+    linear, experts = 0, 0
+    inputs: set[tuple[str, int]] = set()
+    for name, shape in shapes.items():
+        owner, _, kind = name.removesuffix(".weight").rpartition(".")
+        is_matrix = len(shape) == 2 and name.endswith(".weight") and kind not in _ROUTERS
+        is_joined = len(shape) == 3 and kind in ("gate_up_proj", "down_proj")
+        if not _IN_LAYER.search(name) or not (is_matrix or is_joined):
+            continue
+        of_layer, is_expert, _ = owner.partition(".experts")
+        kind = "gate_up_proj" if is_expert and kind in ("gate_proj", "up_proj") else kind
+        layer = f".{of_layer}{is_expert}.{kind}"
+        if not any(t == ALL_LINEAR or layer.endswith(f".{t}") for t in lora.target_modules):
+            continue
+        *num_experts, num_out, num_in = shape
+        if not is_expert:
+            linear += lora.rank * (num_out + num_in)
+            continue
+        num_in = 0 if (owner, num_in) in inputs else num_in
+        inputs.add((owner, num_in))
+        experts += math.prod(num_experts) * lora.rank * (num_out + num_in)
+    return linear, experts
+
+
+def rank_bytes(config: RunConfig, size: ModelSize) -> int:
     """Bytes of one rank, at least: weights, gradients and the state of a built-in optimizer that is
-    not offloaded, without activations and the critic. What exceeds it cannot fit."""
-    sizes = config.trainer.mesh_sizes
-    num_shards = sizes.num_ranks // sizes.dp_replicate
-    optimizer = config.optimizer
+    not offloaded, without activations. What exceeds it cannot fit."""
+    sizes, optimizer = config.trainer.mesh_sizes, config.optimizer
+    trained = 8 + (0 if optimizer.offload else _STATE_BYTES.get(optimizer.type, 0))
+    shared, own = trained * (size.num_weights + size.critic), 0
     if config.lora is not None:
-        per_weight = frozen_dtype(config).itemsize
-    else:
-        per_weight = 8 + (0 if optimizer.offload else _STATE_BYTES.get(optimizer.type, 0))
-    return num_weights * per_weight // num_shards
+        num_adapters = 1 + len(config.adapter_policies)
+        frozen = frozen_dtype(config).itemsize * (size.num_weights - size.num_outside)
+        factors = trained * num_adapters * size.expert_factors
+        shared = frozen + 4 * size.num_outside + factors + trained * size.critic
+        own = trained * num_adapters * size.linear_factors // sizes.tp  # tp divides most of them
+    return shared * sizes.dp_replicate // sizes.num_ranks + own
 
 
 def check_free_memory(
     config: RunConfig, device: torch.device, *, patience_s: float = FREE_TIMEOUT_S
 ) -> None:
-    """Refuse a rank that does not fit into the free memory of its GPU, before it loads. The memory
-    of a killed rank takes a while to be freed. Engines that sleep during a step give theirs back,
-    so they do not count."""
-    if device.type != "cuda" or config.cluster.share_gpu == "sleep":
+    """Refuse a rank that does not fit into the free memory of its device, before it loads. The
+    memory of a killed rank takes a while to be freed. Engines that sleep during a step give theirs
+    back, so they do not count."""
+    if device.type == "cuda" and config.cluster.share_gpu == "sleep":
         return
-    needed = rank_bytes(config, num_weights=num_weights(config.model.path) or 0)
+    needed = rank_bytes(config, ModelSize.read(config))
     deadline_s = time.monotonic() + patience_s
-    while (memory := torch.cuda.mem_get_info(device))[0] < needed and time.monotonic() < deadline_s:
+    while (memory := memory_of(device))[0] < needed and time.monotonic() < deadline_s:
         time.sleep(0.1)
     free, total = memory
     if needed > free:
@@ -121,3 +180,15 @@ def check_free_memory(
             f" alone, and {device} has {free / GIB:.1f} of {total / GIB:.1f} GiB free; stop what"
             " else uses it, or use more ranks, optimizer.offload = true or a LoRA adapter."
         )
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Bytes that are free, and all bytes."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    page, total = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.is_file():  # not on Linux
+        return page * total, page * total
+    available = meminfo.read_text().partition("MemAvailable:")[2].split()[0]
+    return int(available) * 1024, page * total

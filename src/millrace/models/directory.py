@@ -115,16 +115,19 @@ def _weight_files(path: str) -> list[Path]:
     return files if all(file.is_file() for file in files) else []
 
 
+def weight_shapes(path: str) -> dict[str, list[int]]:
+    """Shapes in the safetensors files of a model, by name; empty if they are not on this host."""
+    shapes: dict[str, list[int]] = {}
+    for file in _weight_files(path):
+        with safe_open(file, framework="np") as tensors:
+            names = tensors.keys()
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in names}
+    return shapes
+
+
 def num_weights(path: str) -> int | None:
     """Number of weights in the safetensors files of a model; None if they are not on this host."""
-    total = 0
-    if not (files := _weight_files(path)):
-        return None
-    for file in files:
-        with safe_open(file, framework="np") as tensors:
-            shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118
-        total += sum(map(math.prod, shapes))
-    return total
+    return sum(map(math.prod, weight_shapes(path).values())) or None
 
 
 def weights_checksum(path: str) -> str:

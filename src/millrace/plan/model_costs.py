@@ -121,8 +121,8 @@ class ModelShape:
 
     @property
     def num_weights(self) -> int:
-        tables = self.vocab * self.hidden * (1 if self.is_tied else 2)
-        return int(self.layers * self.layer_weights(self.experts)) + tables + self.hidden
+        layers = int(self.layers * self.layer_weights(self.experts))
+        return layers + self.table_weights + self.hidden
 
     def read_weights(self, num_tokens: float) -> float:
         """That a forward pass of so many tokens multiplies with: experts that no token uses are
@@ -136,11 +136,19 @@ class ModelShape:
         """Of one token, in 16 bits."""
         return 4 * self.layers * self.kv_heads * self.head_dim
 
-    def adapter_bytes(self, rank: int) -> int:
-        """Of a LoRA adapter of all linear layers, in float32."""
+    @property
+    def table_weights(self) -> int:
+        """Of embeddings and head."""
+        return self.vocab * self.hidden * (1 if self.is_tied else 2)
+
+    def adapter_weights(self, rank: int) -> tuple[int, int]:
+        """Of a LoRA adapter of all linear layers: of their factors, and of those of experts, whose
+        gate and up matrices share one."""
         attention = 4 * self.hidden + 2 * self.head_dim * (self.heads + self.kv_heads)
-        mlp = 3 * (self.hidden + self.mlp) * max(1, self.experts)
-        return 4 * rank * self.layers * (attention + mlp)
+        dense = self.shared_mlp if self.experts else self.mlp
+        linear = attention + (3 * (self.hidden + dense) if dense else 0)
+        experts = self.experts * (2 * self.hidden + 3 * self.mlp)
+        return rank * self.layers * linear, rank * self.layers * experts
 
     def forward_flops(self, tokens: float, pairs: float) -> float:
         """`pairs`: of a token and one that it attends to, summed over all tokens."""

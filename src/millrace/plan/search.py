@@ -83,7 +83,7 @@ class PlannedRun:
             mesh=MeshSizes(**split.mesh),
             microbatch_tokens=self.config.trainer.microbatch_tokens,
             recomputes=split.gradient_checkpointing,
-            update_bytes=None if lora is None else self.shape.adapter_bytes(lora.rank),
+            update_bytes=None if lora is None else 4 * sum(self.shape.adapter_weights(lora.rank)),
             num_gpus=self.num_gpus,
         )
 
@@ -272,18 +272,24 @@ def _rank_bytes(
     run: PlannedRun, *, ranks: int, mesh: MeshSizes | None = None, recomputes: bool = True
 ) -> int:
     """State, what FSDP gathers of it, and the activations of one microbatch."""
-    from millrace.models.devices import rank_bytes  # imports torch
+    from millrace.models.devices import ModelSize, rank_bytes  # imports torch
 
     mesh = mesh or MeshSizes(dp_shard=ranks)
     config, shape = run.config.updated(trainer={"ranks": ranks, "mesh": MeshConfig()}), run.shape
     tokens = max(config.trainer.microbatch_tokens, -(-run.lengths.longest // mesh.cp))
-    tables = shape.vocab * shape.hidden * (1 if shape.is_tied else 2)
     # Two layers in 16 bits, tables in float32, and without [lora] a gradient in float32 of each.
     per_weight = 8 if config.lora is None else 4
-    gathered = per_weight * (tables + shape.layer_weights(shape.experts / mesh.ep)) / mesh.tp
-    state = rank_bytes(config, num_weights=shape.num_weights)
+    gathered = per_weight * (shape.table_weights + shape.layer_weights(shape.experts / mesh.ep)) / mesh.tp
+    linear, experts = shape.adapter_weights(config.lora.rank) if config.lora else (0, 0)
+    size = ModelSize(
+        num_weights=shape.num_weights,
+        num_outside=shape.table_weights,
+        linear_factors=linear // mesh.tp,
+        expert_factors=experts,
+        critic=shape.num_weights if config.critic else 0,
+    )
     activations = tokens * shape.activation_bytes(checkpointing=recomputes, tp=mesh.tp)
-    return state + activations + int(gathered) * (ranks > 1) + RUNTIME_BYTES
+    return rank_bytes(config, size) + activations + int(gathered) * (ranks > 1) + RUNTIME_BYTES
 
 
 def _missing(run: PlannedRun) -> str:

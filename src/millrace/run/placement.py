@@ -14,13 +14,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
 from millrace.cluster.launchers.launcher import HostDevice
 from millrace.cluster.process import available_cores
 from millrace.config import RunConfig
-from millrace.config.training import MeshConfig
 from millrace.core.errors import ConfigError
 from millrace.models.directory import num_weights
 from millrace.run.policies import policy_config
@@ -29,9 +29,13 @@ from millrace.scoring.reward_models.reward_model import RewardModelSettings
 from millrace.scoring.teachers.process import LogprobModelSettings
 from millrace.scoring.teachers.teacher import Reference, SelfTeacher, Teacher
 
+if TYPE_CHECKING:
+    from millrace.models.devices import ModelSize
+
 GIB = 2**30
 _ROOM = 0.8  # share of a GPU for weights, gradients and optimizer state; the rest is activations
 ELSEWHERE = "another host"  # instead of a device; that host chooses it
+_UNREADABLE = (SafetensorError, ValueError, KeyError, OSError)  # damaged files of a model
 _BYTES = {"float32": 4}  # per weight; 2 for all other data types
 
 
@@ -172,8 +176,11 @@ def _num_ranks(config: RunConfig, *, gpus: Sequence[HostDevice], most: int) -> i
         return len(devices)
     if len(gpus) < 2:
         return unit
-    state_bytes = _rank_bytes(config.updated(trainer={"ranks": 1, "mesh": MeshConfig()}))
-    needed = -(-state_bytes * mesh.dp_replicate // int(_ROOM * gpus[0].total_bytes))
+    from millrace.models.devices import rank_bytes
+
+    size, room = _model_size(config), int(_ROOM * gpus[0].total_bytes)
+    found = ((n, config.updated(trainer={"ranks": n})) for n in range(unit, most + 1, unit))
+    needed = next((n for n, tried in found if rank_bytes(tried, size) < room), most)
     has_engines = not config.engine.attached and config.engine.num_local + config.engine.remote > 0
     share = len(gpus) // 2 if has_engines else most
     wanted = max(min(share, most), min(needed, most), 1)
@@ -226,7 +233,16 @@ def placed_processes(
 def _rank_bytes(config: RunConfig) -> int:
     from millrace.models.devices import rank_bytes
 
-    return rank_bytes(config, num_weights=_num_weights(config.model.path))
+    return rank_bytes(config, _model_size(config))
+
+
+def _model_size(config: RunConfig) -> "ModelSize":
+    from millrace.models.devices import ModelSize
+
+    try:
+        return ModelSize.read(config)
+    except _UNREADABLE:
+        return ModelSize(num_weights=0)
 
 
 def _weight_bytes(path: str, dtype: str) -> int:
@@ -237,7 +253,7 @@ def _num_weights(path: str) -> int:
     """0 if it is not known: the files are elsewhere, or damaged, which loading reports."""
     try:
         return num_weights(path) or 0
-    except (SafetensorError, ValueError, KeyError, OSError):
+    except _UNREADABLE:
         return 0
 
 
