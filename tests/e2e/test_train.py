@@ -171,6 +171,7 @@ def test_checkpoint_loads_with_transformers_and_has_changed(finished, model):
 def test_trained_tokens_are_within_the_staleness_limit(finished):
     rows = read_metrics(finished.run_dir / "metrics.jsonl")
     assert unknown_metrics(rows[-1]) == []
+    assert {row["trainer/balance"] for row in rows} == {1.0}  # of a single rank
     assert max(row["staleness/max"] for row in rows) <= 2
     assert max(row["staleness/max"] for row in rows) > 0
 
