@@ -5,15 +5,17 @@ import threading
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3Config, Qwen3ForCausalLM
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from millrace.bench import ranks as bench
 from millrace.bench.rank_processes import run_ranks
+from millrace.bench.workloads import shape_of
 from millrace.core.microbatch import MeshSizes
 from millrace.training.parallel.ranks import Ranks
 
-NUM_RANKS = 4
-_M_MMAP_THRESHOLD = -3  # of mallopt() in malloc.h
+FEATURES = bench.FEATURES
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def anonymous_bytes() -> int:
@@ -22,11 +24,11 @@ def anonymous_bytes() -> int:
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
-def peak_of_loading(ranks: Ranks, folder: Path) -> list[int]:
+def peak_of_loading(ranks: Ranks, name: str, folder: Path) -> list[int]:
     """How much the memory of each rank grows at most while it loads the model."""
-    # The C library would keep freed buffers of gathered layers for later: up to twice the model.
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
-    warm_up, _ = bench.make_trainer(bench.FEATURES["grpo"], ranks, folder / "small", device="cpu")
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)  # else glibc keeps what torch has freed
+    feature = FEATURES[name]
+    warm_up, _ = bench.make_trainer(feature, ranks, folder / "small", device="cpu")
     del warm_up
     before, is_loaded, seen = anonymous_bytes(), threading.Event(), [0]
 
@@ -36,7 +38,7 @@ def peak_of_loading(ranks: Ranks, folder: Path) -> list[int]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    trainer, _ = bench.make_trainer(bench.FEATURES["grpo"], ranks, folder, device="cpu")
+    trainer, _ = bench.make_trainer(feature, ranks, folder, device="cpu")
     is_loaded.set()
     watcher.join()
     assert trainer.policy.weights()
@@ -44,25 +46,30 @@ def peak_of_loading(ranks: Ranks, folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_no_rank_holds_the_whole_model_while_it_loads(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("grpo", "fsdp 4"), ("mixture", "tp 2 ep 2"), ("bfloat16 lora", "fsdp 4")],
+)
+def test_no_rank_holds_the_whole_model_while_it_loads(tmp_path, name, mesh):
     (tmp_path / "small").mkdir()
-    bench._make_model(tmp_path / "small", is_mixture=False)
-    config = Qwen3Config(
-        vocab_size=4096,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=24,  # a rank gathers one of them at a time
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-    )
-    model = Qwen3ForCausalLM(config)
-    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    model.bfloat16()  # what stays as it is in the file is mapped, not loaded
-    model.save_pretrained(tmp_path / bench._model_name(is_mixture=False))
+    is_mixture = FEATURES[name].is_mixture
+    bench._make_model(tmp_path / "small", is_mixture=is_mixture)
+    is_half = name == "bfloat16 lora"
+    sizes = (4096, 512, 1536, 24, 8, 4, 64, 4096)  # a rank gathers one of the layers at a time
+    mlp = 384 if is_half else 192  # of an expert
+    experts = {"moe_intermediate_size": mlp, "num_experts": 8, "num_experts_per_tok": 2}
+    kind, more = (Qwen3MoeConfig, experts) if is_mixture else (Qwen3Config, {})
+    model = AutoModelForCausalLM.from_config(shape_of(kind, *sizes, **more))
+    # What stays as it is in the file is mapped, not loaded.
+    model.to(torch.float32 if is_half else torch.bfloat16)
+    num_bytes = sum(p.numel() for p in model.parameters()) * (2 if is_half else 4)
+    model.save_pretrained(tmp_path / bench._model_name(is_mixture=is_mixture))
     del model
-    peaks = run_ranks(peak_of_loading, tmp_path, sizes=MeshSizes(dp_shard=NUM_RANKS))
+    meshes = bench.MESHES[mesh]
+    peaks = run_ranks(peak_of_loading, name, tmp_path, sizes=meshes)
     # A search for routers makes a pass at the end, which gathers layers.
-    assert all(num_bytes / NUM_RANKS < peak < 0.8 * num_bytes for peak in peaks), peaks
-    (alone,) = run_ranks(peak_of_loading, tmp_path, sizes=MeshSizes())
-    assert alone > num_bytes  # the whole model is seen
+    share = num_bytes / meshes.num_ranks
+    assert all(share < peak < 0.8 * num_bytes for peak in peaks), (peaks, num_bytes)
+    if name == "grpo":
+        (alone,) = run_ranks(peak_of_loading, name, tmp_path, sizes=MeshSizes())
+        assert alone > num_bytes  # the whole model is seen
