@@ -25,6 +25,7 @@ from millrace.bench import bench_parser, write_result
 from millrace.bench.rank_processes import compare_in_float64, run_ranks
 from millrace.bench.workloads import completion_of, group_of, shape_of
 from millrace.config import RunConfig
+from millrace.core.completions import unknown_id
 from millrace.core.microbatch import Batch, MeshSizes
 from millrace.core.records import Group, Kept, Rollout, Sampling, TeacherLogprobs
 from millrace.environments.token_record import rollout_of
@@ -54,14 +55,19 @@ MESHES = {
     "fsdp 4": MeshSizes(dp_shard=4),
     "hsdp 2x2": MeshSizes(dp_replicate=2, dp_shard=2),
     "cp 2": MeshSizes(cp=2),
+    "cp 4": MeshSizes(cp=4),
     "cp 2 fsdp 2": MeshSizes(cp=2, dp_shard=2),
+    "cp 2 hsdp 2": MeshSizes(dp_replicate=2, cp=2),
     "cp 2 tp 2": MeshSizes(cp=2, tp=2),
     "cp 2 ep 2": MeshSizes(cp=2, ep=2),
+    "cp 2 ep 2 fsdp 2": MeshSizes(dp_shard=2, cp=2, ep=2),
     "tp 2": MeshSizes(tp=2),
+    "tp 4": MeshSizes(tp=4),
     "tp 2 fsdp 2": MeshSizes(dp_shard=2, tp=2),
     "tp 2 hsdp 2": MeshSizes(dp_replicate=2, tp=2),
     "ep 2": MeshSizes(dp_shard=2, ep=2),
     "ep 2 fsdp 4": MeshSizes(dp_shard=4, ep=2),
+    "ep 2 hsdp 2x2": MeshSizes(dp_replicate=2, dp_shard=2, ep=2),
     "tp 2 ep 2": MeshSizes(dp_shard=2, tp=2, ep=2),
 }
 
@@ -74,6 +80,8 @@ class Feature:
     num_groups: int = 4  # of 2 to 4 rollouts, so that shares are uneven
     num_kept: int = 0  # ids that truncated sampling kept
     has_routes: bool = False  # of the engine, which are replayed
+    has_gaps: bool = False  # routes are unknown at some tokens, and a second version resumed
+    has_both_signs: bool = False  # advantages; their gradients partly cancel
     has_reference: bool = True  # in the rollouts; without it, the base of an adapter is one
 
     @property
@@ -101,6 +109,7 @@ FEATURES = {
         settings={"lora": {"rank": 4}, "loss": {"type": "grpo", "kl": 0.1}}, has_reference=False
     ),
     "dora": Feature(settings={"lora": {"rank": 4, "dora": True}}),
+    "both signs": Feature(has_both_signs=True),
     "kept ids": Feature(num_kept=30),
     "checkpointing": Feature(settings={"trainer": {"gradient_checkpointing": True}}),
     # Layers are gathered in 16 bits; ranks round as one rank does, and sum in float32.
@@ -119,7 +128,10 @@ FEATURES = {
     "kept ids, one group": Feature(num_kept=30, num_groups=1),
     "one group": Feature(num_groups=1),  # some ranks have nothing to train
     "mixture": Feature(is_mixture=True),
-    "route replay": Feature(is_mixture=True, has_routes=True),
+    "route replay": Feature(is_mixture=True, has_routes=True, has_gaps=True),
+    "router loss": Feature(
+        settings={"trainer": {"router_aux_loss": 1.0}}, is_mixture=True, has_routes=True
+    ),
     "lora of experts": Feature(
         settings={"lora": {"rank": 4}, "trainer": {"router_aux_loss": 0.1}},
         is_mixture=True,
@@ -323,7 +335,7 @@ def _group(rng: np.random.Generator, feature: Feature, *, number: int) -> Group:
     rollouts = [_rollout(rng, feature, prompt) for _ in range(rng.integers(2, 5))]
     # Of one sign: sums that nearly cancel would show rounding, which depends on their order.
     advantages = rng.uniform(0.2, 1.0, len(rollouts))
-    if feature.settings.get("loss") == {"type": PREFERENCE}:
+    if feature.has_both_signs or feature.settings.get("loss") == {"type": PREFERENCE}:
         advantages[0] *= -1
     return group_of(number, rollouts, advantages)
 
@@ -342,9 +354,13 @@ def _rollout(rng: np.random.Generator, feature: Feature, prompt: np.ndarray) -> 
     if feature.has_routes:
         experts = [rng.permutation(NUM_EXPERTS)[:TOP_K] for _ in range(length * LAYERS)]
         routes = np.array(experts, np.uint8).reshape(length, LAYERS, TOP_K)
+        if feature.has_gaps:
+            routes[rng.random(length) < 0.2] = unknown_id(routes.dtype)
     top_ids = np.array([rng.choice(VOCAB, 4, replace=False) for _ in range(length)], np.int32)
     sampling = Sampling(temperature=float(rng.choice([0.7, 1.0, 1.3])))
     completion = completion_of(sampled, logprobs, kept=kept, routes=routes)
+    if feature.has_gaps:
+        completion.versions[len(sampled) // 2 :] = 1
     rollout = rollout_of(prompt, completion, sampling)
     references = rollout.engine_logprobs - np.float32(0.1)
     return replace(

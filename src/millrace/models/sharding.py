@@ -69,10 +69,6 @@ def shard(
         parameter.data = parameter.data.float()
     experts = _divide(model, root, meshes)
     vectors = {p for layer in layers for p in layer.parameters() if is_half and p.ndim < 2}
-    # Autocast decides the dtype of inputs: residual streams are float32.
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
     # Alone, a rank has nothing to gather again in the backward pass. It keeps 16-bit copies of the
     # layers until then, as autocast does; those of its experts may be large.
     keeps = False if meshes.fsdp.size() == 1 else None
@@ -80,7 +76,7 @@ def shard(
     options |= {m: {"mesh": meshes.fsdp, "reshard_after_forward": keeps} for m in layers}
     units: list[FSDPModule] = []
     for module, own in options.items():
-        units.append(_make_unit(module, mp_policy=policy, ignored_params=vectors, **own))
+        units.append(_make_unit(module, dtype=dtype, ignored_params=vectors, **own))
         if expert_lists(module):
             units[-1].set_reduce_scatter_unused_params(True)
     units.append(_make_unit(root, mesh=meshes.fsdp, ignored_params=vectors))
@@ -149,14 +145,17 @@ def shard_experts(module: nn.Module, *, like: Tensor) -> None:
             own = distribute_tensor(parameter.data, mesh["ep"], [Shard(0)], src_data_rank=None)
             setattr(module, name, nn.Parameter(own))
         mesh = mesh[tuple(name for name in names if name != "ep")]
+    _make_unit(module, mesh=mesh, dtype=like.dtype, reshard_after_forward=True)
+
+
+def _make_unit(
+    module: nn.Module, *, mesh: DeviceMesh, dtype: torch.dtype = torch.float32, **options: Any
+) -> FSDPModule:
+    # Autocast decides the dtype of inputs: residual streams are float32.
     policy = MixedPrecisionPolicy(
-        param_dtype=like.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    _make_unit(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-
-
-def _make_unit(module: nn.Module, *, mesh: DeviceMesh, **options: Any) -> FSDPModule:
-    unit = fully_shard(module, mesh=mesh, **options)
+    unit = fully_shard(module, mesh=mesh, mp_policy=policy, **options)
     if mesh.size() > 1:  # alone, a rank would divide all gradients by 1
         unit.set_gradient_divide_factor(1.0)
     # A factor would otherwise be fused with the sum, which gloo cannot do.
