@@ -82,11 +82,16 @@ class Feature:
     has_routes: bool = False  # of the engine, which are replayed
     has_gaps: bool = False  # routes are unknown at some tokens, and a second version resumed
     has_both_signs: bool = False  # advantages; their gradients partly cancel
+    rounds_updates: bool = False  # to 16 bits, however it computes gradients
     has_reference: bool = True  # in the rollouts; without it, the base of an adapter is one
 
     @property
+    def is_half(self) -> bool:
+        return "dtype" in self.settings.get("trainer", {})
+
+    @property
     def has_float64(self) -> bool:  # torch has no grouped products of experts in float64
-        return not self.is_mixture and "dtype" not in self.settings.get("trainer", {})
+        return not (self.is_mixture or self.is_half or self.rounds_updates)
 
     def fits(self, sizes: MeshSizes) -> bool:
         """Whether a mesh can train it: only mixtures share experts, and DoRA is refused with tp."""
@@ -109,6 +114,10 @@ FEATURES = {
         settings={"lora": {"rank": 4}, "loss": {"type": "grpo", "kl": 0.1}}, has_reference=False
     ),
     "dora": Feature(settings={"lora": {"rank": 4, "dora": True}}),
+    # Its Newton-Schulz iteration multiplies in bfloat16 and amplifies small singular values.
+    "muon": Feature(
+        settings={"optimizer": {"type": "muon", "learning_rate": 2e-3}}, rounds_updates=True
+    ),
     "both signs": Feature(has_both_signs=True),
     "kept ids": Feature(num_kept=30),
     "checkpointing": Feature(settings={"trainer": {"gradient_checkpointing": True}}),
@@ -177,8 +186,8 @@ def exceeded(table: Mapping[str, Mapping[str, float]]) -> dict[tuple[str, str], 
     """Differences that are too large, by feature and mesh."""
 
     def limit(feature: Feature, sizes: MeshSizes) -> float:
-        is_half = "dtype" in feature.settings.get("trainer", {})
-        return HALF_LIMIT if is_half and sizes.cp * sizes.tp * sizes.ep > 1 else LIMIT
+        rounds_sums = feature.is_half and sizes.cp * sizes.tp * sizes.ep > 1
+        return HALF_LIMIT if rounds_sums or feature.rounds_updates else LIMIT
 
     return {
         (feature, mesh): worst

@@ -14,7 +14,7 @@ from millrace.training.losses.recipes import RECIPES
 
 FAST = (
     *("grpo", "critic", "lora", "minibatches", "one group", "route replay", "lora of experts"),
-    *("baseline", "bfloat16", "bfloat16 lora"),
+    *("baseline", "bfloat16", "bfloat16 lora", "router loss"),
 )
 
 
@@ -61,6 +61,15 @@ def test_every_feature_on_combined_meshes_and_some_on_others():
     assert not too_large(FAST, ["fsdp 1", "fsdp 4", "cp 2", "tp 2 ep 2"])
     # Sums over tp are rounded in another order, and gradients of one group are small beside it.
     assert are_rounding(too_large(FAST, ["tp 2 fsdp 2"]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_feature_on_every_other_mesh():
+    dense = ["cp 4", "cp 2 hsdp 2", "cp 2 tp 2", "tp 4", "tp 2 hsdp 2"]
+    assert are_rounding(too_large(["critic"], dense))
+    of_experts = ["cp 2 ep 2", "cp 2 ep 2 fsdp 2", "ep 2 fsdp 4", "ep 2 hsdp 2x2"]
+    assert not too_large(["lora of experts"], of_experts)
 
 
 @pytest.mark.slow
