@@ -23,7 +23,7 @@ from millrace.training.trainer import Trainer
 MODELS = {
     "critic": bench.Feature(settings=bench.FEATURES["critic"].settings),
     "mixture": bench.Feature(is_mixture=True, settings={"optimizer": {"offload": True}}),
-    "lora": bench.Feature(settings={"lora": {"rank": 4}}),
+    "lora": bench.Feature(is_mixture=True, settings={"lora": {"rank": 4}}),  # of experts, too
 }
 Tensors = dict[str, torch.Tensor]
 
