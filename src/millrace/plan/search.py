@@ -279,7 +279,9 @@ def _rank_bytes(
     tokens = max(config.trainer.microbatch_tokens, -(-run.lengths.longest // mesh.cp))
     # Two layers in 16 bits, tables in float32, and without [lora] a gradient in float32 of each.
     per_weight = 8 if config.lora is None else 4
-    gathered = per_weight * (shape.table_weights + shape.layer_weights(shape.experts / mesh.ep)) / mesh.tp
+    gathered = (
+        per_weight * (shape.table_weights + shape.layer_weights(shape.experts / mesh.ep)) / mesh.tp
+    )
     linear, experts = shape.adapter_weights(config.lora.rank) if config.lora else (0, 0)
     size = ModelSize(
         num_weights=shape.num_weights,
