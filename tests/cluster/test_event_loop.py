@@ -3,12 +3,21 @@
 import asyncio
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from millrace.cluster.event_loop import run_on_own_loop
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@pytest.fixture
+def python_handler() -> Iterator[None]:
+    """Python's own handler of SIGINT, also if the tests run in the background and ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -30,7 +39,7 @@ def test_signal_cancels_the_command_and_handlers_are_restored(number):
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
-def test_ctrl_c_after_a_command_interrupts_its_caller():
+def test_ctrl_c_after_a_command_interrupts_its_caller(python_handler):
     async def command() -> str:
         return "done"
 

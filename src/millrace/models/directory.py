@@ -116,18 +116,22 @@ def _weight_files(path: str) -> list[Path]:
 
 
 def weight_shapes(path: str) -> dict[str, list[int]]:
-    """Shapes in the safetensors files of a model, by name; empty if they are not on this host."""
+    """Shapes in the safetensors files of a model, by name; empty if the files are not on this host,
+    or if there is no such model or a file is damaged, which loading reports."""
     shapes: dict[str, list[int]] = {}
-    for file in _weight_files(path):
-        with safe_open(file, framework="np") as tensors:
-            names = tensors.keys()
-            shapes |= {name: tensors.get_slice(name).get_shape() for name in names}
+    try:
+        for file in _weight_files(path):
+            with safe_open(file, framework="np") as tensors:
+                names = tensors.keys()
+                shapes |= {name: tensors.get_slice(name).get_shape() for name in names}
+    except (SafetensorError, ValueError, KeyError, OSError):
+        return {}
     return shapes
 
 
-def num_weights(path: str) -> int | None:
-    """Number of weights in the safetensors files of a model; None if they are not on this host."""
-    return sum(map(math.prod, weight_shapes(path).values())) or None
+def num_weights(path: str) -> int:
+    """Number of weights in the safetensors files of a model; 0 if weight_shapes() is empty."""
+    return sum(map(math.prod, weight_shapes(path).values()))
 
 
 def weights_checksum(path: str) -> str:

@@ -14,9 +14,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from safetensors import SafetensorError
 
 from millrace.cluster.launchers.launcher import HostDevice
 from millrace.cluster.process import available_cores
@@ -29,13 +26,9 @@ from millrace.scoring.reward_models.reward_model import RewardModelSettings
 from millrace.scoring.teachers.process import LogprobModelSettings
 from millrace.scoring.teachers.teacher import Reference, SelfTeacher, Teacher
 
-if TYPE_CHECKING:
-    from millrace.models.devices import ModelSize
-
 GIB = 2**30
 _ROOM = 0.8  # share of a GPU for weights, gradients and optimizer state; the rest is activations
 ELSEWHERE = "another host"  # instead of a device; that host chooses it
-_UNREADABLE = (SafetensorError, ValueError, KeyError, OSError)  # damaged files of a model
 _BYTES = {"float32": 4}  # per weight; 2 for all other data types
 
 
@@ -176,9 +169,9 @@ def _num_ranks(config: RunConfig, *, gpus: Sequence[HostDevice], most: int) -> i
         return len(devices)
     if len(gpus) < 2:
         return unit
-    from millrace.models.devices import rank_bytes
+    from millrace.models.devices import ModelSize, rank_bytes
 
-    size, room = _model_size(config), int(_ROOM * gpus[0].total_bytes)
+    size, room = ModelSize.read(config), int(_ROOM * gpus[0].total_bytes)
     found = ((n, config.updated(trainer={"ranks": n})) for n in range(unit, most + 1, unit))
     needed = next((n for n, tried in found if rank_bytes(tried, size) < room), most)
     has_engines = not config.engine.attached and config.engine.num_local + config.engine.remote > 0
@@ -231,30 +224,13 @@ def placed_processes(
 
 
 def _rank_bytes(config: RunConfig) -> int:
-    from millrace.models.devices import rank_bytes
+    from millrace.models.devices import ModelSize, rank_bytes
 
-    return rank_bytes(config, _model_size(config))
-
-
-def _model_size(config: RunConfig) -> "ModelSize":
-    from millrace.models.devices import ModelSize
-
-    try:
-        return ModelSize.read(config)
-    except _UNREADABLE:
-        return ModelSize(num_weights=0)
+    return rank_bytes(config, ModelSize.read(config))
 
 
 def _weight_bytes(path: str, dtype: str) -> int:
-    return _num_weights(path) * _BYTES.get(dtype, 2)
-
-
-def _num_weights(path: str) -> int:
-    """0 if it is not known: the files are elsewhere, or damaged, which loading reports."""
-    try:
-        return num_weights(path) or 0
-    except _UNREADABLE:
-        return 0
+    return num_weights(path) * _BYTES.get(dtype, 2)
 
 
 def local_devices(config: RunConfig) -> list[str]:
