@@ -191,7 +191,7 @@ async def test_on_policy_distillation(served: tuple[str, str], tmp_path: Path):
     url, model = served
     teacher = await fine_tune(served, tmp_path)
     config = train_on_policy.Config(
-        learning_rate=0.003 / SHRINK,
+        learning_rate=3e-4 if PRETRAINED else 0.02,
         dataset_configs=[
             DistillationDatasetConfig(
                 dataset_builder=PromptBuilder(model=model),
