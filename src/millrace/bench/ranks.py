@@ -292,7 +292,8 @@ def _parameters(trainer: Trainer) -> Numbers:
 
 
 def _gradients(trainer: Trainer) -> Numbers:
-    """Of the policy's last update. The critic frees its own, which SGD's momentum begins with."""
+    """The policy's gradients in its last update. The critic frees its own; SGD's momentum
+    begins with them."""
     named = trainer.policy.module.named_parameters()
     found = {f"gradient {n}": _whole(p.grad) for n, p in named if p.grad is not None}
     assert any(gradient.any() for gradient in found.values()), "there is something to compare"

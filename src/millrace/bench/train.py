@@ -194,7 +194,7 @@ def model_flops(model: PreTrainedModel, batch: Batch) -> int:
 
 
 def _flops(weight: torch.nn.Parameter) -> int:
-    """Of one row, forward and backward."""
+    """The FLOPs of one row, forward and backward."""
     return weight.numel() * (6 if weight.requires_grad else 4)
 
 

@@ -112,7 +112,7 @@ def eval(args: argparse.Namespace) -> None:
 
 
 def _own_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Without what main() adds to the options of every command; repeated options as tuples."""
+    """The options without those that main() adds to every command; repeated ones as tuples."""
     from_main = ("command", "run", "settings", "options")
     given = {name: value for name, value in vars(args).items() if name not in from_main}
     return {n: tuple(value) if isinstance(value, list) else value for n, value in given.items()}

@@ -106,7 +106,7 @@ def _files(checkpoint: Path) -> list[CommitOperationAdd]:
 
 
 def _reason(error: Exception) -> str:
-    """To follow "was not pushed: "."""
+    """The text after "was not pushed: "."""
     cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
     if isinstance(cause, HfHubHTTPError):
         status = cause.response.status_code

@@ -60,7 +60,7 @@ class Worker:
 
     @property
     def devices(self) -> tuple[HostDevice, ...]:
-        """On another host, as that host has chosen them."""
+        """Devices on another host, as that host has chosen them."""
         return self._process.devices
 
     @property

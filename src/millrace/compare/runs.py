@@ -50,7 +50,7 @@ class Design:
         return re.sub(r"[^\w.=-]+", "_", self.name)
 
     def arguments(self, *, seed: int, run_dir: Path) -> list[str]:
-        """Of `millrace`, for one run."""
+        """The command line of `millrace` for one run."""
         given = {**self.settings, "seed": str(seed), "run_dir": json.dumps(str(run_dir))}
         options = [f"--{key}={value}" for key, value in given.items()]
         preset = [] if self.preset is None else ["--preset", self.preset]
@@ -221,7 +221,7 @@ class PeakMemory(threading.Thread):
 
     @property
     def peak_gpu_mib(self) -> float | None:
-        """Of all GPUs, beyond what was used before; None without a GPU."""
+        """The peak of all GPUs, less what was used before; None without a GPU."""
         return max(self._gpu_mib) - self._gpu_mib[0] or None
 
     def __enter__(self) -> Self:
@@ -242,7 +242,7 @@ class PeakMemory(threading.Thread):
 
 
 def used_gpu_mib() -> float:
-    """Of all GPUs of this host and all processes, as nvidia-smi reports it; 0 without a GPU."""
+    """The used memory of all GPUs of this host, as nvidia-smi reports it; 0 without a GPU."""
     if shutil.which("nvidia-smi") is None:
         return 0.0
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]

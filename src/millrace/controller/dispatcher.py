@@ -178,7 +178,7 @@ class Dispatcher:
         return not limit.allows(self._token_versions(running), version=self.tracker.version)
 
     def _token_versions(self, running: _Running) -> TokenVersions:
-        """Of its tokens so far, aligned with the next take."""
+        """The versions of its tokens so far, aligned with the next take."""
         tokens = running.token_versions
         tokens = running.attempt.known if tokens is None else tokens
         return self.tracker.versions.aligned(tokens, self.tracker.version)

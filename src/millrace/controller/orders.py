@@ -48,7 +48,8 @@ class Ready(_ByKey):
 
 @dataclass(frozen=True, kw_only=True)
 class InOrder(_ByKey):
-    """By the number of the task. The buffer waits for earlier groups that still run."""
+    """Takes groups in the order of their tasks. The buffer waits for earlier ones
+    that still run."""
 
     batches_needed: ClassVar[int] = 1
 

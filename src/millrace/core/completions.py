@@ -193,7 +193,7 @@ class TokenLog:
             self._save_part(member, replace(cut(completion, self._saved[member]), **end))
 
     def completion(self, member: int) -> Completion:
-        """As far as it is known; finish "interrupt" = it can be resumed."""
+        """The known part of it; finish "interrupt" = it can be resumed."""
         return self._ended.get(member) or self._joined(self._parts[member])
 
     def unstreamed(self, member: int, completion: Completion) -> CompletionChunk:

@@ -87,7 +87,7 @@ class MetricColumns:
     def curves(
         self, keys: Sequence[str], *, points: int, start: int = 0, end: int | None = None
     ) -> dict[str, list[float | None]]:
-        """Of the steps from `start` up to and with `end`; None where no step has a value."""
+        """Values of the steps from `start` to `end` (inclusive); None where no step has one."""
         steps = self.column("step")
         chosen = np.flatnonzero((steps >= start) & (steps <= (math.inf if end is None else end)))
         num_means = min(points, len(chosen))

@@ -176,7 +176,7 @@ class Classifier:
     def values(
         self, inputs: Sequence[ClassifierInput]
     ) -> list[tuple[list[float], SequenceKv | None]]:
-        """For each input a value per end, and its keys and values if they are kept."""
+        """Returns, for each input, a value per end, and its keys and values if they are kept."""
         if not self.is_incremental:
             logits_BC = self._prefix_logits([one.tokens[: one.ends[0] + 1] for one in inputs])
             return [(self._values(logits_C[None]), None) for logits_C in logits_BC]

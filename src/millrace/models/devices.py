@@ -33,8 +33,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def use_threads(count: int | None) -> None:
-    """Of this process; None = as many as there are cores. On Arm, oneDNN uses all cores whatever
-    the count, so workers would wait for each other; only its products in bfloat16 are faster."""
+    """Set the number of threads of this process; None = one per core. On Arm, oneDNN uses all cores
+    anyway, so workers would wait for each other; it is kept only where it has bfloat16 products."""
     if count is not None:
         torch.set_num_threads(count)
     if platform.machine() == "aarch64" and torch.backends.mkldnn.is_available():
@@ -70,8 +70,8 @@ def use_device(device: torch.device) -> None:
 
 @contextmanager
 def fixed_segments() -> Iterator[None]:
-    """For memory that another process opens. Containers often forbid this for growing segments:
-    torch then takes a file descriptor from the other process."""
+    """Allocate memory that another process can open. Growing segments would need a file descriptor
+    from this process, which containers often forbid."""
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     try:
         yield
@@ -107,7 +107,7 @@ class ModelSize:
 
     @classmethod
     def read(cls, config: RunConfig) -> "ModelSize":
-        """From the headers of the files; of an adapter's weights, it may not know all."""
+        """Read the sizes from the headers of the files. It may miss some layers of an adapter."""
         shapes, critic = weight_shapes(config.model.path), config.critic
         of_critic = {} if critic is None else weight_shapes(critic.path or config.model.path)
         linear, experts = (0, 0) if config.lora is None else _factors(shapes, config.lora)

@@ -51,7 +51,7 @@ def context_length(
 
 
 def context_limit(config: Any, path: str, *, wanted: int | None, setting: str) -> int:
-    """As context_length(), for a configuration that was read before."""
+    """The context_length() of a configuration that was read before."""
     limit = max_positions(config)
     if wanted is not None and limit is not None and wanted > limit:
         reason = ""

@@ -135,7 +135,7 @@ def hidden_states(
 
 
 def generation_stop_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """As stop_token_ids(), of a model that is not loaded."""
+    """The stop_token_ids() of a model that is not loaded."""
     try:
         config = GenerationConfig.from_pretrained(path)
     except OSError:  # it has none, and transformers makes one of the model's configuration

@@ -203,7 +203,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """On rank 0 a host copy of a sharded tensor, on others an empty one; a plain one as it is."""
+    """Gather a sharded tensor: rank 0 gets a host copy, other ranks an empty tensor. A plain tensor
+    is returned as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
     everything = whole(tensor.detach())

@@ -56,7 +56,7 @@ class Activity:
                 recent.popleft()
 
     def recent(self) -> dict[str, Shares | None]:
-        """By worker, in order, over the window; None while a worker starts."""
+        """The shares of each worker in the window, in order; None while it starts."""
         found: dict[str, Shares | None] = {}
         for worker in in_order(self._spans):
             spans = self._spans[worker]
@@ -68,7 +68,7 @@ class Activity:
 
 
 def total_shares(spans: Iterable[Span]) -> dict[str, Shares | None]:
-    """By worker, in order, over all of these spans; None of a worker that has never served."""
+    """The shares of each worker over all spans, in order; None if it has never served."""
     times: dict[str, list[tuple[str, bool, float]]] = {}
     for span in spans:
         of_worker = times.setdefault(span.worker, [])
@@ -95,7 +95,7 @@ def in_order(workers: Iterable[str]) -> list[str]:
 
 
 def without_idle(workers: Mapping[str, Shares | None]) -> dict[str, Shares | None]:
-    """Without scorers and other helpers that had next to nothing to do."""
+    """Leave out scorers and other helpers that had next to nothing to do."""
     return {
         worker: shares
         for worker, shares in workers.items()
@@ -144,7 +144,7 @@ class ScorerRates:
         self._last: Mapping[str, ScorerLoad] = {}
 
     def row(self, loads: Mapping[str, ScorerLoad]) -> dict[str, dict[str, float]]:
-        """By scorer, since the last row."""
+        """The load of each scorer since the last row."""
         now_s = self._now()
         seconds = max(now_s - self._since_s, 1e-9)
         row: dict[str, dict[str, float]] = {}

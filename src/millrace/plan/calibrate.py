@@ -63,7 +63,7 @@ def predict(
 
 
 def microbatch_tokens(config: RunConfig, lengths: Lengths) -> float:
-    """Of the largest microbatch of a run."""
+    """The tokens of the largest microbatch of a run."""
     rng, size = np.random.default_rng(config.seed), config.rollout.group_size
     groups = range(config.trainer.groups_per_step)
     steps = [
@@ -238,7 +238,7 @@ class _Trial:
         return turn_costs(self.turns, num_engines=self.config.engine.num_local)
 
     def begin_s(self, sequence_s: float) -> float:
-        """Of the turns that start when a step begins, before their first decode step."""
+        """The delay of turns that start when a step begins, before their first decode step."""
         causes, seconds = self.turn_costs()
         is_first = [turn in self._first for turn in self.turns]
         seconds -= sequence_s * causes[:, 2]

@@ -154,7 +154,7 @@ def compared(source: Path, run_dir: str, *, memory: PeakMemory | None = None) ->
 
 
 def _planned_bytes(plan: Mapping[str, Any]) -> float:
-    """Of all processes of this host, or of all its GPUs."""
+    """The planned memory of all processes of this host, or of all its GPUs."""
     by_device, settings = plan["memory_bytes_per_device"], plan["settings"]
     if "engine" not in by_device:
         return sum(by_device.values())

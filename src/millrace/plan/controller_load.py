@@ -15,7 +15,8 @@ _REMOTE_TURN_S = 1.2e-3  # of a turn in an environment worker (docs/how-to/envir
 
 
 def controller_busy(config: RunConfig, lengths: Lengths, found: Prediction) -> float:
-    """In cores; the controller is one Python process, so above 1 it limits the run."""
+    """The cores that the controller needs. It is one Python process, so above 1 it limits the
+    run."""
     message_s, message_token_s = _line(_MESSAGE_S)
     journal_s, journal_token_s = _line(_JOURNAL_S) if config.journal.is_on else (0.0, 0.0)
     if config.environment.workers + config.environment.remote > 0:

@@ -118,7 +118,7 @@ def _groups(rows: Any, *, what: str) -> tuple[np.ndarray, ...]:
 
 
 def _of_run(path: Path) -> Lengths:
-    """Of the groups that a run has trained."""
+    """The lengths of the groups that a run has trained."""
     from millrace.monitoring.files.episodes import read_lifecycle
     from millrace.monitoring.files.samples import read_samples
     from millrace.monitoring.run_dir import RunDir, steps_in

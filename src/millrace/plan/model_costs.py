@@ -102,7 +102,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, path: str) -> Self:
-        """Of a model directory, or of a model on the hub."""
+        """The shape of a model in a directory or on the hub."""
         file = Path(path) / "config.json"
         if not file.is_file():
             from millrace.models.directory import text_config  # imports transformers
@@ -114,7 +114,7 @@ class ModelShape:
             raise ConfigError(f"{file} is not a model's configuration: {error}.") from None
 
     def layer_weights(self, experts: float) -> float:
-        """With this many of its experts."""
+        """The weights of one layer, with so many of its experts."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         mlp = 3 * self.hidden * (self.mlp * (experts if self.experts else 1) + self.shared_mlp)
         return attention + mlp + self.hidden * (2 + self.experts)
@@ -133,17 +133,17 @@ class ModelShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token, in 16 bits."""
+        """The KV of one token, in 16 bits."""
         return 4 * self.layers * self.kv_heads * self.head_dim
 
     @property
     def table_weights(self) -> int:
-        """Of embeddings and head."""
+        """The weights of embeddings and head."""
         return self.vocab * self.hidden * (1 if self.is_tied else 2)
 
     def adapter_weights(self, rank: int) -> tuple[int, int]:
-        """Of a LoRA adapter of all linear layers: of their factors, and of those of experts, whose
-        gate and up matrices share one."""
+        """The weights of a LoRA adapter of all linear layers: their factors, and those of experts,
+        whose gate and up matrices share one."""
         attention = 4 * self.hidden + 2 * self.head_dim * (self.heads + self.kv_heads)
         dense = self.shared_mlp if self.experts else self.mlp
         linear = attention + (3 * (self.hidden + dense) if dense else 0)
@@ -220,7 +220,7 @@ class DeviceCosts:
 
     @property
     def publish_s(self) -> float:
-        """From the end of a step until engines can swap; they decode meanwhile."""
+        """The time from the end of a step until engines can swap; they decode meanwhile."""
         return PUBLISH_S + self._moved_bytes / self._link(self.num_gpus)
 
     @property
@@ -273,13 +273,13 @@ class Calibration:
         return self.train_step_s + microbatches * self.microbatch_s + tokens * self.train_token_s
 
     def speed(self, worker: str, num_busy: int, *, threads: int) -> float:
-        """Of a worker beside others, each with so many threads. Even with cores for each, it takes
-        longer while another one works."""
+        """The speed of a worker beside others with so many threads each, relative to one alone. It
+        is lower while others work, even with cores for each."""
         slowdown = self.trainer_slowdown if worker == "trainer" else self.engine_slowdown
         return min(1.0, self.num_cores / (num_busy * threads)) / slowdown
 
     def run_mib(self, config: RunConfig, shape: ModelShape, *, tokens: float) -> float:
-        """Of all processes. `tokens`: of a microbatch."""
+        """The memory of all processes. `tokens`: of a microbatch."""
         engine_mib = _ENGINE_MIB + shape.num_weights * 4 / 2**20
         more_mib = (config.engine.num_local - 1) * engine_mib
         return self.base_mib + tokens * self.token_mib + more_mib

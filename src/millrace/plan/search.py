@@ -70,7 +70,7 @@ class PlannedRun:
 
     @property
     def memory_bytes(self) -> int:
-        """Of one GPU."""
+        """The memory of one GPU."""
         return int(self.gpu.memory_gb * 1e9)
 
     def costs(self, split: Split) -> DeviceCosts:
@@ -223,7 +223,7 @@ def _fitting(run: PlannedRun) -> Iterator[dict[str, Any]]:
 
 
 def _num_engines(num_gpus: int, *, ranks: int, tp: int) -> int:
-    """Beside the ranks; hosts without ranks have equally many."""
+    """The number of engines beside the ranks; hosts without ranks have equally many."""
     if num_gpus <= HOST_GPUS:
         return (num_gpus - ranks) // tp
     here = max(0, HOST_GPUS - ranks) // tp

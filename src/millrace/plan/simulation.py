@@ -146,7 +146,7 @@ class _Simulation:
         return update.version
 
     async def release(self, update: WeightUpdate) -> None:
-        """Of VersionSource: there are no bytes."""
+        """There are no bytes to release."""
 
     async def expire(self, oldest: int, adapters: object = None) -> None:
         for engine in self.engines:

@@ -30,7 +30,7 @@ SpeedOf = Callable[[str, int], float]  # of a worker, while so many are busy; 1 
 
 
 class VirtualClock(selectors.DefaultSelector):
-    """Of an event loop whose clock jumps to the next timer."""
+    """The selector of an event loop whose clock jumps to the next timer."""
 
     now_s = 0.0
 
@@ -246,8 +246,8 @@ class SimulatedEngine:
         return bisect.bisect_right(self._swaps, (sequence.begin, 2**31)) - 1
 
     def _launch(self) -> None:
-        """As EmbeddedEngine does it: what has ended leaves, new sequences start, and a launch has
-        fewer steps while others arrive or wait. Launches in which nothing ends are one event."""
+        """Do as EmbeddedEngine: what has ended leaves, new sequences start, and a launch has fewer
+        steps while others arrive or wait. Launches in which nothing ends are one event."""
         while self._ends and self._ends[0][0] <= self.steps + 1e-6:
             sequence = heapq.heappop(self._ends)[2]
             if sequence in self._running:

@@ -97,17 +97,17 @@ class PreparedRun:
 
     @property
     def version(self) -> int:
-        """Of the only or first policy."""
+        """The version of the only or first policy."""
         return next(iter(self.versions.values()), self.cursor.version)
 
     @property
     def versions(self) -> dict[str, int]:
-        """Of several policies, by name."""
+        """The versions of several policies, by name."""
         return saved_versions(self.config, self.policies, checkpoint=self.checkpoint)
 
     @property
     def sent_versions(self) -> dict[str, int]:
-        """Of all that engines receive, besides the first policy."""
+        """The versions of all that engines receive besides the first policy."""
         versions = self.versions
         lagged = {name: version for name, (_, version) in self.adapters.items()}
         return {**{name: versions[name] for name in self.policies}, **lagged}

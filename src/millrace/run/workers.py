@@ -70,7 +70,7 @@ class RunWorkers:
 
     @property
     def trainer(self) -> TrainerGroup:
-        """Of the first policy."""
+        """The trainer of the first policy."""
         return self._trainers[None].trainer
 
     @property

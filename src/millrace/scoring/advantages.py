@@ -346,7 +346,7 @@ def sampled_rewards(rollout: Rollout, *, score: float) -> np.ndarray:  # [N] flo
 
 
 def discounted_returns(rewards: np.ndarray, *, discount: float) -> np.ndarray:  # [N] float64
-    """For each token its reward plus the discounted rewards after it."""
+    """Returns, for each token, its reward plus the discounted rewards after it."""
     if discount == 1.0:
         return rewards[::-1].cumsum()[::-1]
 

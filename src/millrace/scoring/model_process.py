@@ -63,7 +63,7 @@ class ModelProcess:
             raise failure from None
 
     async def ask_once(self, message: Message, *, timeout_s: float | None) -> Message:
-        """As ask(), but raises WorkerError if the process is lost."""
+        """Ask without a retry: raises WorkerError if the process is lost."""
         worker = await self._replica.serving()
         try:
             async with asyncio.timeout(timeout_s):

@@ -195,7 +195,7 @@ class ScorerPool:
         return await asyncio.to_thread(self.shaping.penalize, group)
 
     async def evaluate(self, group: Group) -> Group:
-        """As score(), without the scorers that return token scores only."""
+        """Score a group without the scorers that return only token scores."""
         queues = {name: q for name, q in self._queues.items() if gives_scores(q.scorer)}
         with self.open(number=group.number, task=group.task, queues=queues) as scoring:
             return await self.score(group, scoring)

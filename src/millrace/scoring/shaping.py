@@ -227,7 +227,7 @@ class LinearLength:
 
 @plugin
 class CosineLength(LinearLength):
-    """As "linear", but flat at both ends: -(1 - cos(pi x)) / 2."""
+    """Like "linear", but flat at both ends: -(1 - cos(pi x)) / 2."""
 
     def __call__(self, num_tokens: int) -> float:
         return -(1 - math.cos(math.pi * LinearLength.__call__(self, num_tokens))) / 2

@@ -103,7 +103,7 @@ class FairQueue:
     def turn(
         self, client: str, num_used: int, *, num_places: int = 1
     ) -> contextlib.AbstractAsyncContextManager[QueuedPart]:
-        """As places(), for work of a client that is no request and uses so many tokens."""
+        """Hold places for work that is no request and uses so many tokens."""
         prompt = np.broadcast_to(np.int32(0), num_used)  # takes no memory
         work = Request(id="", prompt=prompt, sampling=Sampling(), n=num_places)
         return self.places(Flow(client), work)

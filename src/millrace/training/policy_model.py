@@ -237,7 +237,7 @@ class PolicyModel(TrainableModel):
 
 
 def _less_baseline(microbatch: Microbatch, log_weights: np.ndarray) -> Microbatch:
-    """With the weighted mean of each group subtracted; `log_weights` are those of rollouts."""
+    """Subtract the weighted mean of each group; `log_weights` are those of rollouts."""
     assert microbatch.groups is not None, "groups are packed whole"
     advantages = microbatch.advantages.copy()
     for group in np.unique(microbatch.groups):

@@ -121,7 +121,7 @@ class TrainerWorker:
         return step_of(read_run_state(Path(checkpoints[0])))
 
     def _past_versions(self, checkpoints: Sequence[str | None]) -> dict[str, PastVersions]:
-        """Of policies of which roles play earlier versions."""
+        """The past versions of policies that roles play."""
         return {
             policy: PastVersions(
                 trainer.policy,
@@ -230,7 +230,7 @@ class TrainerWorker:
         return trainer.steps_done, trainer.policy.weights()
 
     def _announce(self, update: WeightUpdate) -> None:
-        """In the publisher's thread."""
+        """Announce a version; runs in the publisher's thread."""
         if self._ranks.rank == 0:
             self._link.emit(messages.Published(update=update))
         else:

@@ -150,7 +150,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def checksum(payload: torch.Tensor) -> int:
-    """Of a flat uint8 tensor."""
+    """The checksum of a flat uint8 tensor."""
     if payload.is_cuda:
         return word_sum(payload)
     return xxhash.xxh3_64_intdigest(payload.numpy().data)

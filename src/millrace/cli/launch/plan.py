@@ -33,7 +33,7 @@ class JoiningNodes:
 
     @property
     def options(self) -> str:
-        """Of `millrace join`."""
+        """The options of `millrace join`."""
         role = {"trainer": "--role trainer ", "environments": "--role environment "}
         return f"{role.get(self.role, '')}--count {self.num_workers}"
 

@@ -88,7 +88,7 @@ def read_ticket(path: Path) -> JoinTicket:
 
 
 def own_versions() -> dict[str, str]:
-    """Of Python and of the packages whose results or messages would differ between versions."""
+    """Versions of Python and of the packages that all hosts must have in the same version."""
     found = {"Python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     for package in ("millrace", "torch", "transformers"):
         with contextlib.suppress(PackageNotFoundError):

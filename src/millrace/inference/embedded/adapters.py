@@ -222,7 +222,7 @@ class AdapterBank:
 
     @property
     def names(self) -> list[str | None]:
-        """By slot."""
+        """The names in the order of their slots."""
         return [*self._slots]
 
     def slot_of(self, name: str | None) -> int:

@@ -254,7 +254,7 @@ class EmbeddedEngine(EngineCore):
 
     @torch.inference_mode()
     def sleep(self) -> None:
-        """On a CPU, an engine keeps its memory. KV of running sequences is saved."""
+        """Free GPU memory and save the KV of running sequences; on a CPU, do nothing."""
         if self._memory is None:
             return
         self._record_ended()

@@ -57,7 +57,7 @@ class LiveWeights:
 
     @property
     def version(self) -> int | None:
-        """Of the first policy; None if a policy has no complete version."""
+        """The version of the first policy; None if a policy has no complete version."""
         return None if None in self.versions.values() else self.versions[None]
 
     @property

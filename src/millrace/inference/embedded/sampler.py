@@ -75,7 +75,7 @@ class SamplingBatch:
     def of(
         cls, integers: Tensor, floats: Tensor, *, positions: Tensor, **known: Any
     ) -> "SamplingBatch":
-        """From the columns of BatchSlots.integers and BatchSlots.floats."""
+        """A batch of the columns of BatchSlots.integers and BatchSlots.floats."""
         _, keys, top_k, _ = integers
         temperatures, top_p, min_p = floats
         return cls(temperatures, top_k, top_p, min_p, keys, positions, **known)

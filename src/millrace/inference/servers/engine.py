@@ -55,7 +55,7 @@ class ServedSequence(sequences.Sequence):
 
     @property
     def id(self) -> str:
-        """At the server."""
+        """The id that the server knows."""
         return f"{self.request.id}.{self.member}.{self.arrival}"
 
 

@@ -48,7 +48,7 @@ def flash_obstacle(
 def packed_obstacle(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rules: ScoreRules
 ) -> str | None:
-    """As flash_obstacle(), for a microbatch."""
+    """Why the flash kernel cannot compute a microbatch; None if it can."""
     if rules.window is not None and layout.shares_rows:
         return SHORT_WINDOW
     return flash_obstacle(

@@ -76,7 +76,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def packed(cls, layout: PackedLayout, device: torch.device) -> "Tiles":
-        """Of a microbatch: a segment follows its parent."""
+        """The tiles of a microbatch, in which a segment follows its parent."""
         lengths, starts = layout.lengths, layout.first_positions
         keys = [layout.path(n) for n in range(len(lengths))]
         ends = np.cumsum(starts + lengths)
@@ -167,7 +167,7 @@ def _batched(a: Tensor, b: Tensor) -> Tensor:
 def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, rules: ScoreRules, *, layout: PackedLayout
 ) -> Tensor:
-    """As attend(), of a microbatch: T rows of each; differentiable."""
+    """Attention of a microbatch: T rows of q, k and v each. It is differentiable."""
     if rules.sinks is not None:
         refuse("attention sinks")
     q, k = q.to(v.dtype), k.to(v.dtype)
@@ -212,7 +212,7 @@ def _refuse_training(obstacle: str | None, *, num_heads: int, num_kv_heads: int)
 
 
 class _PackedAttention(torch.autograd.Function):
-    """On CUDA; the backward pass is that of the flash kernel."""
+    """Exact attention on CUDA, with the backward pass of the flash kernel."""
 
     @staticmethod
     def forward(

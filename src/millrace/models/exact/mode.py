@@ -187,8 +187,8 @@ def check_exact(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """For functions that a CPU computes by other code behind the last whole vector, and at the
-    borders of threads. Arguments that are tensors are broadcast."""
+    """Wrap a function that a CPU computes by other code behind the last whole vector, and at the
+    borders of threads. Tensor arguments are broadcast."""
 
     @functools.wraps(function)
     def exact(*args: Any, **kwargs: Any) -> Tensor:
@@ -239,7 +239,7 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _along_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For cumulative functions, which may go along the last dimension, but not from row to row."""
+    """Wrap a cumulative function, which may go along the last dimension, not from row to row."""
 
     def exact(x: Tensor, dim: int, **kwargs: Any) -> Any:
         if x.is_floating_point() and dim not in (-1, x.ndim - 1):

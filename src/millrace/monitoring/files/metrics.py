@@ -164,7 +164,7 @@ def _episode_metrics(groups: Sequence[Group]) -> dict[str, Any]:
 def _staleness_metrics(
     groups: Sequence[Group], *, version: int, versions: PolicyVersions
 ) -> dict[str, Any]:
-    """Over the trained tokens. A spread is the newest version minus the oldest."""
+    """Staleness of the trained tokens. A spread is the newest version minus the oldest."""
     by_group = [
         [versions.aligned(TokenVersions.of_rollout(rollout), version) for rollout in group.rollouts]
         for group in groups
@@ -242,7 +242,7 @@ class Throughput:
         }
 
     def row(self) -> dict[str, float]:
-        """For metrics.jsonl, after step()."""
+        """The rates of one row of metrics.jsonl; called after step()."""
         last = self._marks[-1]
         return {
             **self.current(),

@@ -45,7 +45,7 @@ def curve(values: Sequence[float], *, columns: int, rows: int) -> tuple[list[str
 
 
 def _resample(values: Sequence[float], columns: int) -> list[float]:
-    """At most `columns` values, each the mean of equally many steps."""
+    """Returns at most `columns` values, each the mean of equally many steps."""
     if len(values) <= columns:
         return list(values)
     edges = [column * len(values) // columns for column in range(columns + 1)]

@@ -291,7 +291,7 @@ class RunProcesses:
         return gauges
 
     def _name_of(self, policy: str) -> str:
-        """Of a policy besides the first, in its trainer."""
+        """The name that its trainer knows a policy by."""
         return policy if policy in self._config.further_adapters else DEFAULT_POLICY
 
     def _other_policies(self, workers: RunWorkers) -> list[OtherPolicy]:

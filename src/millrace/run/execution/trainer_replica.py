@@ -144,7 +144,7 @@ class TrainerReplica(GroupReplica):
         }
 
     def _address(self, rank: Worker) -> str:
-        """Of its host, as the other ranks reach it."""
+        """The address of its host that other ranks can reach."""
         if rank.host is None and self._config.trainer.remote:
             return addresses.split(self._run_workers.hub.ticket().address)[0]
         address = rank.free_address[0]

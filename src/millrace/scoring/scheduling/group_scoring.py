@@ -46,7 +46,7 @@ class GroupScoring:
 
     @property
     def scorers(self) -> tuple[Scorer, ...]:
-        """In the order of results()."""
+        """The scorers, in the order of results()."""
         return tuple(queue.scorer for queue in self._queues.values())
 
     @property

@@ -86,7 +86,7 @@ class LaggedWeights:
         self.kept: list[VersionedTensors] = []  # ascending; all but the first are too young
 
     def take(self, version: int, tensors: Mapping[str, Tensor]) -> VersionedTensors | None:
-        """As AveragedWeights.take()."""
+        """Take a version; returns the newest one that is old enough, if it is a new one."""
         copies = _copies(tensors, dtype=None, device=torch.device("cpu"))
         self.kept.append(VersionedTensors(version=version, tensors=copies))
         old_enough = [kept for kept in self.kept if kept.version <= version - self._lag]

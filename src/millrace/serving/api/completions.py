@@ -185,7 +185,7 @@ class TextAnswer(ApiAnswer[CompletionBody]):
         return {**rows, "text_offset": offsets, "top_logprobs": tops}
 
     def _by_text(self, pairs: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Of several tokens with the same text, the likeliest counts."""
+        """The logprob of each text; of several tokens with the same text, the likeliest counts."""
         ascending = sorted(pairs, key=lambda pair: pair[1])
         return {self.served.token_text(token): logprob for token, logprob in ascending}
 

@@ -53,7 +53,7 @@ class TrainingThread:
             return await self.run_next(work)
 
     async def run_next(self, work: Callable[["AdapterSet"], T]) -> T:
-        """Without waiting for a turn: brief work that follows a pass, before the next one."""
+        """Run brief work that follows a pass without waiting for a turn, before the next pass."""
         result: Future[T] = Future()
         self._brief.append((work, result))
         self._thread.submit(self._run_brief)

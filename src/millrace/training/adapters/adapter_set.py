@@ -327,7 +327,7 @@ def _loss(one: AdapterPass, data: Sequence[TrainingDatum], logprobs: Tensor) -> 
 
 
 def _added(old: dict[str, Tensor] | None, new: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In new tensors, because a later part of the pass may fail."""
+    """The sum in new tensors, because a later part of the pass may fail."""
     return new if old is None else {name: old[name] + grad for name, grad in new.items()}
 
 

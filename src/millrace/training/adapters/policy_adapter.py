@@ -43,7 +43,7 @@ class PolicyAdapter(TrainedAdapter):
 
     @property
     def applied(self) -> tuple[Mapping[str, Tensor], float]:
-        """As AdaptedModel.applied() takes an adapter."""
+        """The factors and their scale, for AdaptedModel.applied()."""
         return self._factors, self._adapter.scale
 
     def named_weights(self) -> dict[str, Tensor]:

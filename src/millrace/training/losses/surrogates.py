@@ -82,7 +82,7 @@ class Clip:
         return objective, metrics
 
     def _bounds(self, policy: PolicyRatio) -> tuple[Any, Any]:
-        """Of the log ratio: two numbers, or two for each token ([N] each)."""
+        """The bounds of the log ratio: two numbers, or two for each token ([N] each)."""
         if self.entropy_exponent == 0:
             return math.log(1 - self.low) if self.low < 1 else -math.inf, math.log(1 + self.high)
         entropies, sequences = policy.tokens.entropies.detach(), policy.tokens.sequences

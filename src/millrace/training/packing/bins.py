@@ -24,7 +24,7 @@ def fill_bins(sizes: Sequence[int], *, budget: int) -> list[list[int]]:
 def fill_rank_bins(
     sizes: Sequence[int], costs: Sequence[float], *, budget: int, num_ranks: int
 ) -> list[list[list[int]]]:
-    """For each rank a list of bins of indices; all ranks have equally many, and some may be empty.
+    """Returns a list of bins of indices for each rank; all have equally many, some may be empty.
     Ranks run in lockstep: in a sharded model they meet in every layer of every microbatch. So bins
     of similar cost have the same position in all ranks, and the sums of the ranks are close."""
     per_rank = math.ceil(len(fill_bins(sizes, budget=budget)) / num_ranks)

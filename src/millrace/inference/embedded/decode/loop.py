@@ -104,7 +104,7 @@ class DecodeState:
         return self._grammar
 
     def keep_logits(self, logits: Tensor) -> None:
-        """For masked_logits(). Runs inside CUDA graphs, as that does."""
+        """Keep them for masked_logits(). Both run inside CUDA graphs."""
         self.grammar()[0][: len(logits)] = logits
 
     def masked_logits(self, num_rows: int) -> Tensor:

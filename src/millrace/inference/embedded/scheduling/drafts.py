@@ -71,7 +71,7 @@ class DraftCursor:
 
     @property
     def share(self) -> float:
-        """Of the tokens for which the known text had a draft, those for which it was right."""
+        """The share of drafted tokens that were right."""
         return min(self._num_right / self._num_drafted, _MAX_SHARE)
 
     def read(self, tokens: list[int]) -> None:
@@ -96,8 +96,8 @@ class DraftCursor:
         self._key, self._source, self._at = key, source, at
 
     def draft(self, max_tokens: int) -> list[int]:
-        """At most this many tokens that may come next. Text that has long been repeated is likely
-        to be repeated longer, so drafts grow with it."""
+        """Draft at most this many next tokens. Text that has long been repeated is likely to be
+        repeated longer, so drafts grow with it."""
         if self._source is None:
             return []
         max_tokens = min(max_tokens, 2 + 2 * self._run)

@@ -145,7 +145,7 @@ class Sequence:
         return self.num_prompt + (0 if partial is None else len(partial.tokens))
 
     def sampled(self) -> Sampled:
-        """Without the tokens that only its slot has."""
+        """What it has sampled, without the tokens that only its slot has."""
         return self.tokens[self.num_prompt :], self.logprobs, self.versions
 
     @property
@@ -211,7 +211,7 @@ def sequences_of(
 
 
 def _routes_of(request: Request) -> SequenceRoutes | None:
-    """With the routes of a partial completion, without its last token, which is fed next."""
+    """The routes of a partial completion, except those of its last token, which is fed next."""
     start, partial = request.routes_from, request.partial
     if start is None or partial is None or partial.routes is None:
         return None if start is None else SequenceRoutes(start)

@@ -156,7 +156,7 @@ class DraftProposer:
         return np.bincount(rows, minlength=len(drafts)).tolist()
 
     def _cursor(self, slot: int, num_tokens: int) -> DraftCursor:
-        """Of the sequence in this slot, which it has read."""
+        """The cursor of the sequence in this slot; it has read all its tokens."""
         sequence = self._slots.sequence(slot)
         cursor = sequence.cursor
         if cursor is None:

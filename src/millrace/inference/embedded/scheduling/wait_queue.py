@@ -32,7 +32,7 @@ class WaitQueue:
 
     @property
     def num_waiting(self) -> int:
-        """With followers, as num_held."""
+        """The number of waiting sequences; followers count, as in num_held."""
         return sum(1 + len(sequence.followers) for sequence in self._queue)
 
     @property
