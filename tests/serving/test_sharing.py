@@ -156,7 +156,7 @@ async def test_key_that_fills_the_server_with_requests_leaves_places_for_others(
         assert server.engine.stats().running < SLOTS
         await server.complete(prompt="Hello.", max_tokens=10, key=KEYS[1])
         assert [passes for max_tokens, passes in server.passes if max_tokens == 10][-1] <= 30
-        assert not any(task.done() for task in asking)
+        assert sum(not task.done() for task in asking) > SLOTS  # which filled the server until then
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
