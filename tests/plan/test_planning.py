@@ -1,7 +1,6 @@
 """Plans: sizes of models, fits, errors, the files of a plan, and the report after its run."""
 
 import json
-import math
 import os
 import time
 import tomllib
@@ -22,7 +21,7 @@ from millrace.core.spans import Span
 from millrace.monitoring.files.trace import TraceWriter
 from millrace.plan.command import _merged, compared
 from millrace.plan.controller_load import controller_busy
-from millrace.plan.lengths import Lengths, read_lengths
+from millrace.plan.lengths import Lengths
 from millrace.plan.model_costs import GPUS, DeviceCosts, ModelShape, gpu_named
 from millrace.plan.search import PlannedRun, Split, _fitting, _trainer_fit, search
 from millrace.run.checks import check_settings
@@ -110,7 +109,7 @@ def test_a_plan_uses_all_gpus_and_fits():
 
 def test_a_smaller_copy_of_a_large_run_is_as_fast():
     run = planned(QWEN_2B, 1024, "h100", trainer={"groups_per_step": 32})
-    run = replace(run, lengths=Lengths(groups=(np.array([60]),)))
+    run = replace(run, lengths=Lengths(groups=(np.array([[60]]),)))
     *_, split = (Split(**s, groups_per_step=32, max_staleness=1) for s in _fitting(run))
     whole, copied = (run.predict(split, num_groups=n) for n in (32, 8))
     assert copied.issued_groups == whole.issued_groups / 4
@@ -242,41 +241,6 @@ def test_sums_over_tensor_parallel_ranks_take_time():
 def test_a_model_that_no_engine_holds_needs_several_gpus_per_engine():
     with pytest.raises(ConfigError, match=r"an engine needs 57 GiB .* engine.type = 'vllm'"):
         search(planned(QWEN_30B, 64, "l40s"))
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "neither a JSON file nor"),
-        ("[]", "whole numbers above 0"),
-        ("{}", "are empty"),
-        ("[1, 0]", "whole numbers above 0"),
-        ("[1.5]", "whole numbers above 0"),
-        ("[[3], [[4]]]", "whole numbers above 0"),
-        ('{"medain": 3}', "did you mean 'median'"),
-        ('{"median": "x"}', "median = 'x' is not a number"),
-        ('{"median": true}', "median = True is not a number"),
-        ('{"median": 9, "p90": 1e300}', r"p90 = 1e\+300 is not a number from 0 to 1,000,000,000"),
-        ('{"turns": 1.5}', "turns = 1.5 is not a whole number"),
-        ('{"median": 9, "p90": 3}', "1 <= median <= p90"),
-        ('{"median": 9, "p90": 9, "task_share": 2}', "below 1"),
-        ("3", "are empty"),
-    ],
-)
-def test_bad_lengths_are_one_sentence(tmp_path, text, says):
-    file = tmp_path / "lengths.json"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=says):
-        read_lengths(str(file), max_new_tokens=100)
-
-
-def test_lengths_come_from_parameters_files_or_nothing(tmp_path):
-    file = tmp_path / "lengths.json"
-    file.write_text('{"completion_tokens": [[10, 20], [400]], "prompt_tokens": 7}')
-    assert read_lengths(str(file), max_new_tokens=9).longest == 407
-    given = read_lengths("median=50,p90=100,turns=2", max_new_tokens=10_000)
-    assert given.mean == pytest.approx(2 * 50 * math.exp((math.log(2) / 1.2816) ** 2 / 2), rel=0.1)
-    assert read_lengths(None, max_new_tokens=64).source.startswith("an assumption")
 
 
 def test_the_command_writes_a_toml_that_loads_and_a_picture(tmp_path, capsys):

@@ -86,7 +86,7 @@ def test_512_rollouts_take_as_long_as_the_survey_says(engines, tokens_per_s, tok
         trainer={"groups_per_step": 64, "steps": 1},
         buffer={"max_staleness": 0},
     )
-    lengths = Lengths(groups=(np.array([tokens]),), prompt_tokens=0)
+    lengths = Lengths(groups=(np.array([[tokens]]),), prompt_tokens=0)
     found = simulate(config, costs(tokens_per_s=tokens_per_s), lengths, steps=1, warm_up=0)
     assert found.ends_s[0] == pytest.approx(512 * tokens / tokens_per_s / engines)
     # The survey rounds 2.8 minutes up, and all others down: 45.5, 56.9 minutes, 3.79 hours.
@@ -119,7 +119,7 @@ def test_slots_of_a_gpu_are_filled_between_launches(slots, decode_steps):
         weights={"interrupt": "barrier"},
     )
     shape = {"shape": SHAPE, "gpu": GPUS["h100"], "score_s": 0.0}
-    lengths = Lengths(groups=(np.array([75]),), prompt_tokens=0)
+    lengths = Lengths(groups=(np.array([[75]]),), prompt_tokens=0)
     found = simulate(config, LaunchCosts(**shape), lengths, steps=1, warm_up=0)
     starts_s = 0.75 + (8 / slots - 1) * 0.5 + 8 * 0.125
     assert found.ends_s[0] == pytest.approx(starts_s + 0.01 * decode_steps)
@@ -137,7 +137,7 @@ def test_a_synchronous_step_of_two_agents_waits_for_the_longest_chain():
     lengths = Lengths(median=100, p90=500, turns=2, task_share=0.0)
     found = simulate(config, costs(step_s=0.01), lengths, steps=1, warm_up=0)
     rng = np.random.default_rng(config.seed)
-    chains = np.concatenate([lengths.draw(rng, 8).sum(axis=1) for _ in range(8)])
+    chains = np.array([turns.sum() for _ in range(8) for turns in lengths.draw(rng, 8)])
     assert found.ends_s[0] == pytest.approx(0.01 * chains.max())
     assert chains.max() > 5 * np.median(chains)
 
@@ -204,7 +204,7 @@ def test_workers_that_share_cores_slow_each_other_down():
         trainer={"groups_per_step": 4},
         buffer={"max_staleness": 4},
     )
-    lengths, times = Lengths(groups=(np.array([50]),)), costs(train_step_s=0.5)
+    lengths, times = Lengths(groups=(np.array([[50]]),)), costs(train_step_s=0.5)
     alone = simulate(config, times, lengths)
     shared = simulate(config, times, lengths, speed_of=lambda worker, num_busy: 1 / num_busy)
     assert shared.step_s > 1.4 * alone.step_s

@@ -57,7 +57,8 @@ def predict(
     workers = config.engine.num_local + config.trainer.num_ranks
     threads = config.cluster.threads or max(1, found.num_cores // workers)
     threads = 1 if found.device == "cuda" else threads  # its host has cores enough
-    found = replace(found, microbatch_tokens=config.trainer.microbatch_tokens)
+    score_s = found.score_s if lengths.score_s is None else lengths.score_s
+    found = replace(found, microbatch_tokens=config.trainer.microbatch_tokens, score_s=score_s)
     speed_of = partial(found.speed, threads=threads)
     return simulate(config, found, lengths, speed_of=speed_of, **counts)
 
@@ -67,7 +68,7 @@ def microbatch_tokens(config: RunConfig, lengths: Lengths) -> float:
     rng, size = np.random.default_rng(config.seed), config.rollout.group_size
     groups = range(config.trainer.groups_per_step)
     steps = [
-        sum(lengths.draw(rng, size).sum() + lengths.prompt_tokens for _ in groups)
+        sum(np.concatenate(lengths.draw(rng, size)).sum() + lengths.prompt_tokens for _ in groups)
         for _ in range(min(config.trainer.steps, _DRAWN_STEPS))
     ]
     return min(max(steps), config.trainer.microbatch_tokens)
@@ -121,7 +122,7 @@ def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calib
         microbatch_s=microbatch_s,
         train_token_s=train_token_s,
         publish_s=fmean(trial.publish_s for trial in sync),
-        score_s=fmean(trial.score_s for trial in sync),
+        score_s=fmean(trial.lengths.score_s or 0.0 for trial in sync),
     )
     # The engine's time is linear in this cost.
     without_s = small.predicted_engine_s(found)
@@ -212,7 +213,6 @@ class _Trial:
         self._first = {turn for life in lives for turn in _first_turns(life)[: self.num_first]}
         self._prompt_tokens = self.lengths.prompt_tokens * self.config.trainer.groups_per_step
         self.steps, self.step_s = len(lives), (lives[-1].end_s - lives[0].begin_s) / len(lives)
-        self.score_s = fmean((g.ended_s or 0.0) - (g.generated_s or 0.0) for g in groups)
         ready = (max(g.ended_s or 0.0 for g in life.groups) for life in lives)
         takes = [life.begin_s - end_s for life, end_s in zip(lives, ready, strict=True)]
         self.take_s = max(0.0, fmean(takes))

@@ -21,7 +21,7 @@ def controller_busy(config: RunConfig, lengths: Lengths, found: Prediction) -> f
     journal_s, journal_token_s = _line(_JOURNAL_S) if config.journal.is_on else (0.0, 0.0)
     if config.environment.workers + config.environment.remote > 0:
         message_s += _REMOTE_TURN_S
-    per_sample_s = lengths.turns * message_s + journal_s
+    per_sample_s = lengths.mean_turns * message_s + journal_s
     per_token_s = message_token_s + journal_token_s
     return found.samples_per_s * per_sample_s + found.tokens_per_s * per_token_s
 

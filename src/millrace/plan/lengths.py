@@ -4,15 +4,19 @@
     {"completion_tokens": [[812, 95], [4096, 700]]}                      lengths by group
     {"median": 800, "p90": 4000, "max": 8192, "prompt_tokens": 230, "turns": 2, "tool_s": 0.5}
 
-Where groups are known, one is drawn as a whole, because the episodes of a task are alike. With
-parameters, lengths are log-normal, and the task accounts for `task_share` of their variance.
+Where groups are known, one is drawn as a whole, because the episodes of a task are alike; those of
+a run directory have their own numbers of turns. With parameters, lengths are log-normal, and the
+task accounts for `task_share` of their variance.
 """
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -30,37 +34,45 @@ class Lengths:
     max: float = math.inf
     task_share: float = 0.6
     prompt_tokens: float = 128.0
-    turns: int = 1  # of an episode, one after another
+    turns: int = 1  # completions that make an episode, one after another
     tool_s: float = 0.0  # between two turns
+    score_s: float | None = None  # of a group; None = as the costs say
     filtered_share: float = 0.0  # of the groups: dropped by filters
-    groups: tuple[np.ndarray, ...] = field(default=(), repr=False)  # completions of each
+    # Of each group its completions, or its episodes: tokens by turn.
+    groups: tuple[Sequence[np.ndarray], ...] = field(default=(), repr=False)
     source: str = ""
 
-    def draw(self, rng: np.random.Generator, size: int) -> np.ndarray:
-        """[size, turns] tokens of the completions of one group."""
+    def draw(self, rng: np.random.Generator, size: int) -> list[np.ndarray]:
+        """Tokens of the turns of each episode of one group."""
         if self.groups:
-            group = rng.permutation(self.groups[int(rng.integers(len(self.groups)))])
-            return np.resize(group, (size, self.turns))
+            group = self.groups[int(rng.integers(len(self.groups)))]
+            rows = np.resize(rng.permutation(len(group)), (size, self.turns))
+            return [np.concatenate([group[index] for index in row]) for row in rows]
         sigma = math.log(self.p90 / self.median) / _P90
         task = rng.normal(0.0, sigma * math.sqrt(self.task_share))
         own = rng.normal(0.0, sigma * math.sqrt(1 - self.task_share), (size, self.turns))
         drawn = np.rint(self.median * np.exp(task + own))
-        return np.clip(drawn, 1, self.max).astype(np.int64)
+        return list(np.clip(drawn, 1, self.max).astype(np.int64))
 
     @cached_property
-    def _examples(self) -> np.ndarray:
+    def _examples(self) -> list[np.ndarray]:
         rng = np.random.default_rng(0)
-        return np.concatenate([self.draw(rng, 8).sum(axis=1) for _ in range(256)])
+        return [turns for _ in range(256) for turns in self.draw(rng, 8)]
 
     @property
     def mean(self) -> float:
         """Tokens of one episode."""
-        return float(self._examples.mean())
+        return fmean(turns.sum() for turns in self._examples)
+
+    @property
+    def mean_turns(self) -> float:
+        """Turns of one episode."""
+        return fmean(map(len, self._examples))
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence, with its prompt."""
-        return int(self.prompt_tokens + self._examples.max())
+        return int(self.prompt_tokens + max(turns.sum() for turns in self._examples))
 
 
 _NUMBERS = tuple(one.name for one in fields(Lengths) if one.name not in ("groups", "source"))
@@ -105,7 +117,7 @@ def read_lengths(source: str | None, *, max_new_tokens: int) -> Lengths:
     return found
 
 
-def _groups(rows: Any, *, what: str) -> tuple[np.ndarray, ...]:
+def _groups(rows: Any, *, what: str) -> tuple[Sequence[np.ndarray], ...]:
     if rows is None:
         return ()
     try:
@@ -114,7 +126,7 @@ def _groups(rows: Any, *, what: str) -> tuple[np.ndarray, ...]:
     except (TypeError, ValueError, LookupError, AssertionError):
         text = "completion_tokens is a list of whole numbers above 0, or a list of such lists"
         raise ConfigError(f"{what}: {text}.") from None
-    return groups
+    return tuple(list(group[:, None]) for group in groups)
 
 
 def _of_run(path: Path) -> Lengths:
@@ -124,18 +136,27 @@ def _of_run(path: Path) -> Lengths:
     from millrace.monitoring.run_dir import RunDir, steps_in
 
     run_dir = RunDir(path)
-    lives = [read_lifecycle(run_dir, step) for step in steps_in(run_dir.lifecycle)]
-    trained = [list(group.turns.values()) for life in lives if life for group in life.groups]
+    read = [read_lifecycle(run_dir, step) for step in steps_in(run_dir.lifecycle)]
+    lives = [life for life in read if life is not None]
+    trained = [group for life in lives for group in life.groups]
     if not trained:
         text = "its lifecycle/ names no trained group; pass the folder that run_dir named"
         raise ConfigError(f"{path} has no lengths: {text}.")
-    groups = [np.array([turn.num_tokens for ts in group for turn in ts]) for group in trained]
+    episodes = [list(group.turns.values()) for group in trained]
+    pauses = [b.start_s - a.end_s for group in episodes for e in group for a, b in pairwise(e)]
+    times = [(group.generated_s, group.ended_s) for group in trained]
+    scored_s = [end_s - begin_s for begin_s, end_s in times if begin_s and end_s]
     first = read_samples(run_dir, steps_in(run_dir.rollouts)[0])
     prompts = [len(r.trained) - sum(r.trained) for sample in first for r in sample.rollouts]
-    dropped = sum(one.outcome == "dropped" for life in lives if life for one in life.lost)
+    dropped = sum(one.outcome == "dropped" for life in lives for one in life.lost)
     return Lengths(
-        groups=tuple(np.maximum(1, group) for group in groups),
-        turns=max(len(turns) for group in trained for turns in group),
+        groups=tuple(
+            [np.array([max(1, turn.num_tokens) for turn in turns]) for turns in group]
+            for group in episodes
+        ),
         prompt_tokens=float(np.mean(prompts)),
+        tool_s=max(0.0, fmean(pauses)) if pauses else 0.0,
+        # Groups that took longer may have waited for a scorer.
+        score_s=float(np.quantile(scored_s, 0.25)) if scored_s else None,
         filtered_share=dropped / (dropped + len(trained)),
     )

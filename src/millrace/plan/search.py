@@ -85,6 +85,7 @@ class PlannedRun:
             recomputes=split.gradient_checkpointing,
             update_bytes=None if lora is None else 4 * sum(self.shape.adapter_weights(lora.rank)),
             num_gpus=self.num_gpus,
+            score_s=SCORE_S if self.lengths.score_s is None else self.lengths.score_s,
         )
 
     def settings(self, split: Split) -> dict[str, dict[str, Any]]:
@@ -161,7 +162,8 @@ class PlannedRun:
         trainer = {"groups_per_step": round(split.groups_per_step / scale)}
         small = load_config(config, overrides={"engine": engine, "trainer": trainer})
         # The trainer and the scorers stay, so each unit of the copy is more work for them.
-        costs = replace(self.costs(split), train_scale=scale, score_s=SCORE_S * scale)
+        costs = self.costs(split)
+        costs = replace(costs, train_scale=scale, score_s=costs.score_s * scale)
         found = simulate(small, costs, self.lengths)
         rates = {key: getattr(found, key) * scale for key in ("samples_per_s", "tokens_per_s")}
         return replace(found, **rates)

@@ -68,7 +68,7 @@ class _Simulation:
     ) -> None:
         self.config, self.costs, self.lengths = config, costs, lengths
         self.host = SimulatedHost(speed_of)
-        self.unit = max(1.0, lengths.mean / lengths.turns / _STAMPS)  # tokens of a stamp
+        self.unit = max(1.0, lengths.mean / lengths.mean_turns / _STAMPS)  # tokens of a stamp
         parts: dict[str, Any] = {"costs": costs, "host": self.host, "unit": self.unit}
         count = max(1, config.engine.num_local + config.engine.remote)
         self.engines = [
