@@ -23,7 +23,7 @@ from millrace.plan.command import _merged, compared
 from millrace.plan.controller_load import controller_busy
 from millrace.plan.lengths import Lengths
 from millrace.plan.model_costs import GPUS, DeviceCosts, ModelShape, gpu_named
-from millrace.plan.search import PlannedRun, Split, _fitting, _trainer_fit, search
+from millrace.plan.search import PlannedRun, Split, _fitting, _limits, _trainer_fit, search
 from millrace.run.checks import check_settings
 
 QWEN_8B = {
@@ -159,6 +159,31 @@ def test_the_settings_of_a_plan_pass_the_checks_of_a_run(num_gpus, settings):
     assert config.engine.options.get("decode_steps") in (None, 8)
 
 
+@pytest.mark.parametrize(
+    ("settings", "most", "limits"),
+    [
+        ({}, None, [1, 2, 4, 8]),
+        ({}, 3, [1, 2, 3]),
+        ({"buffer": {"max_staleness": 1}}, None, [1]),
+        ({"buffer": {"max_staleness": 6}}, None, [1, 2, 4, 6]),
+        ({"buffer": {"max_staleness": 6}}, 12, [1, 2, 4, 8, 12]),
+        ({"weights": {"interrupt": "barrier"}}, 3, [0]),
+    ],
+)
+def test_staleness_limits_up_to_that_of_the_run_are_tried(settings, most, limits):
+    assert _limits(load_config({"model": "m", **settings}), most) == limits
+
+
+def test_a_plan_keeps_what_a_run_has_set():
+    sizes = {"engine": {"max_sequences": 7}, "rollout": {"max_running_groups": 5}}
+    run = planned(QWEN_2B, 2, "h100", buffer={"capacity": 24}, **sizes)
+    (split, *_) = (Split(**s, groups_per_step=4, max_staleness=1) for s in _fitting(run))
+    config = run.with_split(split)
+    assert (config.buffer.capacity, config.rollout.max_running_groups) == (24, 5)
+    assert config.engine.max_sequences == 7
+    assert run.with_split(replace(split, groups_per_step=32)).buffer.capacity == "2 batches"
+
+
 def test_a_launcher_places_all_workers_of_a_plan():
     run = planned(QWEN_2B, 32, "h100", cluster={"launcher": "ray"})
     *_, sizes = _fitting(run)
@@ -252,6 +277,7 @@ def test_the_command_writes_a_toml_that_loads_and_a_picture(tmp_path, capsys):
     lengths = "median=20,p90=50,max=100"
     options = ["--gpus", "2", "--lengths", lengths, "--max-staleness", "1", "--price", "2"]
     options += ["--loss.high", "0.3", "--trainer.steps", "7", "--trainer.mesh.tp", "2"]
+    options += ["--buffer.capacity", "unbounded"]
     assert main(["plan", str(source), *options, "--json", str(tmp_path / "out.json")]) == 0
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["split"]["engines"] == result["split"]["ranks"] == 1
@@ -260,12 +286,15 @@ def test_the_command_writes_a_toml_that_loads_and_a_picture(tmp_path, capsys):
     config = load_config(tmp_path / "run.plan.toml")
     check_settings(config)
     assert (config.engine.count, config.buffer.max_staleness) == (1, 1)
+    assert config.buffer.capacity == "unbounded"
     assert config.trainer.steps == 7
     assert config.loss == {"type": "gspo", "high": 0.3}
     assert config.model.path == str(tmp_path / "m")
     assert (tmp_path / "run.plan.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert "samples per s" in shown
+    assert shown.count(" instead of ") == 1
+    assert "note: the plan has trainer.mesh.tp = 1 instead of 2" in shown
     assert "the controller would need" not in shown
 
 

@@ -157,8 +157,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--lengths", metavar="SOURCE", help=text)
     text = "groups per step to try (default: that of RUN.toml)"
     add("--groups-per-step", type=int, nargs="+", default=[], metavar="N", help=text)
-    text = "highest staleness limit to try (default: 8)"
-    add("--max-staleness", type=int, default=8, metavar="N", help=text)
+    text = "highest staleness limit to try (default: buffer.max_staleness if it is set, else 8)"
+    add("--max-staleness", type=int, metavar="N", help=text)
     add("--price", type=float, metavar="P", help="of one GPU for an hour, for the cost")
     add("--calibrate", action="store_true", help="measure this machine first, a minute or two")
     text = "of --calibrate (default: ~/.cache/millrace/calibration.json)"

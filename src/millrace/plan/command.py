@@ -20,7 +20,7 @@ from millrace.compare.runs import PeakMemory
 from millrace.config import anchored, load_config, parse_overrides, settings_table
 from millrace.core.errors import ConfigError, printable
 from millrace.monitoring.activity import ROLES, mean_by_role, total_shares
-from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.metrics import flatten, read_metrics
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.report.plots import draw_plot, draw_timeline
 from millrace.monitoring.run_dir import RunDir
@@ -44,6 +44,8 @@ def plan(args: argparse.Namespace) -> None:
     build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens)  # raises ConfigError
     shape = ModelShape.read(config.model.path)
     lengths = read_lengths(args.lengths, max_new_tokens=config.sampling.max_new_tokens)
+    # Paths of the command line start from the present folder.
+    given = anchored(settings_table(args.config, overrides=overrides), folder=Path.cwd())
     settings: Mapping[str, Any] = {}
     if args.gpus is None:
         check_settings(config)
@@ -64,6 +66,7 @@ def plan(args: argparse.Namespace) -> None:
         memory = {"engine": chosen.engine_bytes, "trainer": chosen.trainer_bytes}
         settings, split = run.settings(chosen), asdict(chosen)
         notes = ["efficiencies are those that Millrace reached on an H200"]
+        notes += (f"the plan has {text}" for text in _replaced(given, settings))
     hours = (args.gpus or 1) / prediction.samples_per_s / 3.6  # of one GPU
     if (cores := controller_busy(config, lengths, prediction)) > 1:
         notes.append(
@@ -80,8 +83,6 @@ def plan(args: argparse.Namespace) -> None:
         "split": split,
         "notes": [*notes, *([f"lengths are {lengths.source}"] if lengths.source else [])],
     }
-    # Paths of the command line start from the present folder.
-    given = anchored(settings_table(args.config, overrides=overrides), folder=Path.cwd())
     written = write_plan(args.config, _merged(given, settings), result, prediction)
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -131,6 +132,14 @@ def _merged(table: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in settings.items():
         merged[key] = _merged(merged.get(key), value) if isinstance(value, Mapping) else value
     return merged
+
+
+def _replaced(given: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[str]:
+    """Keys of both with another value."""
+    before = flatten(given, separator=".")
+    for key, value in flatten(settings, separator=".").items():
+        if before.get(key, value) != value:
+            yield f"{key} = {value!r} instead of {before[key]!r}"
 
 
 def compared(source: Path, run_dir: str, *, memory: PeakMemory | None = None) -> Iterator[str]:

@@ -30,7 +30,7 @@ from millrace.run.mesh_checks import check_model_mesh
 
 RUNTIME_BYTES = 2 * GIB  # CUDA context, graphs and fragmentation, of each process
 _ROOM = 0.95  # share of a GPU that may be used
-_MAX_SEQUENCES = 256  # of one engine
+_MAX_SEQUENCES = 256  # of one engine, if engine.max_sequences is not set
 _STALENESS = (1, 2, 4, 8)
 # Groups per step of the copies of a large run that are simulated, in the search and for its result.
 _SMALL_GROUPS, _ENOUGH_GROUPS = 16, 64
@@ -89,7 +89,8 @@ class PlannedRun:
         )
 
     def settings(self, split: Split) -> dict[str, dict[str, Any]]:
-        """That replace those of the run, by section; `millrace launch` accepts them."""
+        """That replace those of the run, by section; `millrace launch` accepts them. What a user
+        has set stays if any split can have it."""
         config, cluster = self.config, self.config.cluster
         # A launcher places all workers; otherwise those of other hosts join.
         num_here = min(self.num_gpus, HOST_GPUS) if cluster.is_local else self.num_gpus
@@ -104,6 +105,12 @@ class PlannedRun:
             own["cluster"] = {"address": address, "ticket": ticket}
         if {*config.placement.trainer, *config.placement.engines} != {"auto"}:
             own["placement"] = {"trainer": "auto", "engines": "auto"}
+        if "max_running_groups" not in config.rollout.model_fields_set:
+            own["rollout"] = {"max_running_groups": f"{split.max_staleness + 1} batches"}
+        batch = config.updated(trainer={"groups_per_step": split.groups_per_step})
+        is_held = batch.buffer_capacity >= split.groups_per_step
+        is_kept = is_held and "capacity" in config.buffer.model_fields_set
+        capacity = {} if is_kept else {"capacity": "2 batches"}
         return {
             **own,
             "engine": {
@@ -120,8 +127,7 @@ class PlannedRun:
                 "gradient_checkpointing": split.gradient_checkpointing,
                 "mesh": {**MeshConfig().model_dump(), **split.mesh},
             },
-            "buffer": {"max_staleness": split.max_staleness, "capacity": "2 batches"},
-            "rollout": {"max_running_groups": f"{split.max_staleness + 1} batches"},
+            "buffer": {"max_staleness": split.max_staleness, **capacity},
         }
 
     def with_split(self, split: Split) -> RunConfig:
@@ -160,7 +166,11 @@ class PlannedRun:
             return simulate(config, self.costs(split), self.lengths)
         engine = {"count": round(split.engines / scale), "remote": 0}
         trainer = {"groups_per_step": round(split.groups_per_step / scale)}
-        small = load_config(config, overrides={"engine": engine, "trainer": trainer})
+        counts = {
+            "buffer.capacity": max(trainer["groups_per_step"], config.buffer_capacity // scale),
+            "rollout.max_running_groups": max(1, config.max_running_groups // scale),
+        }
+        small = load_config(config, overrides={"engine": engine, "trainer": trainer, **counts})
         # The trainer and the scorers stay, so each unit of the copy is more work for them.
         costs = self.costs(split)
         costs = replace(costs, train_scale=scale, score_s=costs.score_s * scale)
@@ -170,12 +180,10 @@ class PlannedRun:
 
 
 def search(
-    run: PlannedRun, *, batches: Sequence[int] = (), max_staleness: int = max(_STALENESS)
+    run: PlannedRun, *, batches: Sequence[int] = (), max_staleness: int | None = None
 ) -> tuple[Split, Prediction]:
     """The split with the most samples per second, and the freshest of those within 2 %."""
-    limits = [limit for limit in _STALENESS if limit <= max_staleness] or [max_staleness]
-    if run.config.weights.interrupt == "barrier":
-        limits = [0]
+    limits = _limits(run.config, max_staleness)
     if not (fitting := list(_fitting(run))):
         raise ConfigError(_missing(run))
     found: list[tuple[Prediction, Split]] = []
@@ -196,6 +204,16 @@ def search(
     good = [pair for pair in found if pair[0].samples_per_s >= 0.98 * most]
     _, split = min(good, key=lambda pair: pair[0].staleness_mean)
     return split, run.predict(split)
+
+
+def _limits(config: RunConfig, most: int | None) -> list[int]:
+    """The staleness limits to try. `most`: None = that of the run if it is set."""
+    if config.weights.interrupt == "barrier":
+        return [0]
+    if most is None:
+        is_set = "max_staleness" in config.buffer.model_fields_set
+        most = config.buffer.max_staleness if is_set else max(_STALENESS)
+    return [*(limit for limit in _STALENESS if limit < most), most]
 
 
 def _best(run: PlannedRun, splits: Sequence[Split]) -> Iterator[tuple[Prediction, Split]]:
@@ -242,7 +260,9 @@ def _engine_fit(run: PlannedRun, tp: int) -> dict[str, int] | None:
     if room < token_bytes * longest:
         return None
     mean = run.lengths.prompt_tokens + run.lengths.mean
-    sequences = max(1, min(_MAX_SEQUENCES, int(room / token_bytes / mean)))
+    engine = run.config.engine
+    most = engine.max_sequences if "max_sequences" in engine.model_fields_set else _MAX_SEQUENCES
+    sequences = max(1, min(most, int(room / token_bytes / mean)))
     kv_bytes = min(room, int(max(sequences * mean * 1.25, longest) * token_bytes))
     sizes = {"kv_bytes": kv_bytes, "engine_bytes": fixed + kv_bytes}
     return {"tp": tp, "max_sequences": sequences, **sizes}
