@@ -27,7 +27,7 @@ from resumable_sweep import sweep
 
 from millrace.bench.workloads import make_long_tailed_model, shape_named
 from millrace.compare.runs import train_process
-from millrace.config import load_config
+from millrace.config import load_config, settings_table
 from millrace.monitoring.run_dir import RunDir
 from millrace.plan.calibrate import calibrate, microbatch_tokens, predict, read_calibration
 from millrace.plan.command import measured
@@ -77,7 +77,7 @@ def main() -> None:
     found = CONFIGURATIONS[device]
     if not calibration.is_file():
         print("calibrating ...", flush=True)
-        calibrate(toml, settings={}, file=calibration)
+        calibrate(settings_table(toml), file=calibration)
     # Spread over the list, so that a few differ in everything.
     order = sorted(range(len(found)), key=lambda i: i * 7 % len(found))
     rows = sweep(

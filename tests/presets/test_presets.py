@@ -1,16 +1,19 @@
 """Presets: what they set, what they say, and what a user's own settings do to them."""
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+import tomli_w
 from preset_signatures import SIGNATURES, signature_of
 
 from millrace.cli.main import main
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
+from millrace.monitoring.files.metrics import flatten
 from millrace.presets import AXES, axis_of, preset_names, preset_text
 from millrace.run.checks import check_settings
 from millrace.training.losses.recipes import build_loss
@@ -134,6 +137,24 @@ def test_train_prints_what_overrides_its_preset(tmp_path, capsys):
     assert "override its axis 'Staleness': buffer.max_staleness = 0 instead of 4" in (
         capsys.readouterr().out
     )
+
+
+def test_the_toml_of_a_planned_preset_has_the_preset_and_the_settings_of_the_user(tmp_path, capsys):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    shape = {**sizes, "intermediate_size": 64, "vocab_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    own = {"model": str(tmp_path), "loss": {"cap": 3.0}, "rollout": {"group_size": 2}}
+    file = tmp_path / "run.toml"
+    file.write_text(tomli_w.dumps({**own, "lora": {"rank": 4}}))
+    options = ["--preset", "pipeline_rl", "--lora", "none", "--weights.interrupt", "drain"]
+    assert main(["plan", str(file), *options, "--gpus", "2", "--lengths", "median=9,p90=20"]) == 0
+    written = flatten(tomllib.loads((tmp_path / "run.plan.toml").read_text()))
+    merged = flatten(tomllib.loads(preset_text("pipeline_rl"))) | flatten(own)
+    merged["weights/interrupt"] = "drain"
+    del merged["buffer/max_staleness"]  # the plan decides it
+    assert written.items() >= merged.items()
+    assert not any(key.startswith("lora") for key in written)
+    assert "its axis 'Weight sync': weights.interrupt = 'drain'" in capsys.readouterr().out
 
 
 # Values of settings that presets need

@@ -151,6 +151,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 def add_plan(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("config", type=Path, metavar="RUN.toml")
+    add("--preset", metavar="NAME", help="design to plan; see `millrace presets`")
     add("--gpus", type=int, metavar="N", help="GPUs of the whole run")
     add("--gpu", default="h100", metavar="NAME", help="kind of GPU (default: h100)")
     text = "lengths of completions: a JSON file, a run directory, or median=800,p90=4000"

@@ -21,10 +21,11 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import tomli_w
 
 from millrace.cluster.process import available_cores
 from millrace.compare.runs import train_process
-from millrace.config import RunConfig, load_config, parse_overrides
+from millrace.config import RunConfig, load_config, settings_table
 from millrace.core.errors import ConfigError, RunFailed
 from millrace.core.spans import Span, TurnLife
 from millrace.monitoring.activity import role_of
@@ -43,7 +44,11 @@ _TRIALS = {
     "cuda": {"small": (24, 4, 0.5), "large": (20, 24, 1.0), "overlapping": (20, 20, 0.5)},
 }
 _DRAWN_STEPS = 100  # at most, of which the largest tells the memory of a run
-_SYNC = {"buffer.max_staleness": 0, "weights.interrupt": "barrier"}
+_SYNC = {
+    "buffer.max_staleness": 0,
+    "buffer.staleness": "oldest",  # without a key enforce
+    "weights.interrupt": "barrier",
+}
 _ASYNC = {"buffer.max_staleness": 4, "weights.interrupt": "swap"}
 _ALWAYS = {"buffer.capacity": 64, "evaluate.every_steps": 0, "checkpoint.every_steps": 0}
 
@@ -89,16 +94,14 @@ def read_calibration(file: Path) -> Calibration:
         raise ConfigError(f"Calibration {str(file)!r} cannot be read: {error}.") from None
 
 
-def calibrate(source: Path, *, settings: Mapping[str, str], file: Path) -> Calibration:
-    """Measure with the settings of a TOML file, and save the result."""
+def calibrate(given: Mapping[str, Any], *, file: Path) -> Calibration:
+    """Measure with these settings, whose paths are absolute, and save the result."""
     from millrace.models.devices import resolve_device  # imports torch
 
-    placement = load_config(source, overrides=parse_overrides(settings)).placement
-    device = resolve_device(placement.rank(0)).type
+    device = resolve_device(load_config(given).placement.rank(0)).type
     with tempfile.TemporaryDirectory(prefix="millrace-plan-") as folder:
         small, large, overlapping = (
-            _Trial(source, settings, device=device, folder=Path(folder) / name)
-            for name in _TRIALS[device]
+            _Trial(given, device=device, folder=Path(folder) / name) for name in _TRIALS[device]
         )
     shape, sync = ModelShape.read(small.config.model.path), (small, large)
     large_s, decode_step_s, sequence_s = fit_costs(*large.turn_costs())
@@ -178,10 +181,8 @@ def turn_costs(turns: Sequence[TurnLife], *, num_engines: int = 1) -> tuple[np.n
 class _Trial:
     """A short run of the user's settings, in a process of its own."""
 
-    def __init__(
-        self, source: Path, settings: Mapping[str, str], *, device: str, folder: Path
-    ) -> None:
-        size = load_config(source, overrides=parse_overrides(settings)).rollout.group_size
+    def __init__(self, given: Mapping[str, Any], *, device: str, folder: Path) -> None:
+        size = load_config(given).rollout.group_size
         steps, groups, slots = _TRIALS[device][folder.name]
         own: dict[str, Any] = {
             **_ALWAYS,
@@ -191,14 +192,14 @@ class _Trial:
             "engine.max_sequences": max(1, round(slots * groups * size)),
             "run_dir": str(folder),
         }
-        changes = {**settings, **{key: json.dumps(value) for key, value in own.items()}}
-        options = [f"--{key}={value}" for key, value in changes.items()]
-        log = folder.with_suffix(".log")
-        ended = train_process(["train", str(source), *options], log=log)
+        table = settings_table(given, overrides=own)
+        toml, log = folder.with_suffix(".toml"), folder.with_suffix(".log")
+        toml.write_text(tomli_w.dumps(table))
+        ended = train_process(["train", str(toml)], log=log)
         if ended.error is not None:
             raise RunFailed(f"A short run of the calibration failed: {ended.error}")
         self.peak_mib = ended.peak_gpu_mib or ended.peak_mib
-        self.config = load_config(source, overrides=parse_overrides(changes))
+        self.config = load_config(table)
         self.lengths = read_lengths(str(folder), max_new_tokens=1)
         self._read(RunDir(folder), warm_up=_WARM_UP[device])
 

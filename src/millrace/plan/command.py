@@ -30,6 +30,7 @@ from millrace.plan.lengths import read_lengths
 from millrace.plan.model_costs import GIB, ModelShape, gpu_named
 from millrace.plan.search import PlannedRun, search
 from millrace.plan.simulation import Prediction
+from millrace.presets import over_preset
 from millrace.run.checks import check_settings
 from millrace.training.losses.recipes import build_loss
 
@@ -40,18 +41,21 @@ def plan(args: argparse.Namespace) -> None:
         raise ConfigError("--calibrate measures this machine; a plan for --gpus does not use it.")
     if args.price is not None and not 0 <= args.price < math.inf:
         raise ConfigError(f"--price {args.price:g} is below 0 or not a number.")
-    config = load_config(args.config, overrides=overrides)
+    table = settings_table(args.config, overrides=overrides)
+    if args.preset is not None:
+        table = over_preset(table, args.preset, report=print)
+    config = load_config(table)
     build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens)  # raises ConfigError
     shape = ModelShape.read(config.model.path)
     lengths = read_lengths(args.lengths, max_new_tokens=config.sampling.max_new_tokens)
     # Paths of the command line start from the present folder.
-    given = anchored(settings_table(args.config, overrides=overrides), folder=Path.cwd())
+    given = anchored(table, folder=Path.cwd())
     settings: Mapping[str, Any] = {}
     if args.gpus is None:
         check_settings(config)
         file = calibration.calibration_file(args.calibration)
         if args.calibrate:
-            calibration.calibrate(args.config, settings=args.settings, file=file)
+            calibration.calibrate(given, file=file)
         found = calibration.read_calibration(file)
         prediction = calibration.predict(found, config, shape, lengths)
         tokens = calibration.microbatch_tokens(config, lengths)
