@@ -42,7 +42,8 @@ def toml(tmp_path):
 
 def test_designs_are_all_combinations_of_presets_and_swept_values(toml):
     sweeps = ["trainer.steps=5,9", "loss.high=0.3"]
-    plan = PLAN | {"presets": ["verl", "areal"], "sweeps": sweeps, "settings": {"seed": "1"}}
+    settings = {"rollout.group_size": "2"}
+    plan = PLAN | {"presets": ["verl", "areal"], "sweeps": sweeps, "settings": settings}
     designs = plan_designs([toml], **plan)
     assert [design.name for design in designs] == [
         f"{preset}, trainer.steps={steps}, loss.high=0.3"
@@ -71,12 +72,20 @@ def test_designs_of_several_files_are_named_after_them(toml):
         ({"sweeps": ["trainer.steps="]}, "is not KEY=VALUE,VALUE"),
         ({"sweeps": ["trainer.step=1,2"]}, "Unknown setting 'trainer.step'; did you mean 'steps'"),
         ({"sweeps": ["buffer.capacity=2"]}, "buffer.capacity = 2 cannot hold"),
+        ({"settings": {"seed": "7"}}, "its own seed; leave out seed = 7, and use --seeds N"),
+        ({"sweeps": ["seed=1,2"]}, "its own seed; leave out seed = 1, and use --seeds N"),
+        ({"settings": {"run_dir": "x"}}, "leave out run_dir = x, and use --out DIR"),
         ({"presets": ["areal", "areal"]}, "Two designs are named 'areal'"),
     ],
 )
 def test_wrong_plan_is_refused_before_any_run(toml, plan, message):
     with pytest.raises(ConfigError, match=message):
         plan_designs([toml], **(PLAN | plan))
+
+
+def test_a_seed_is_not_taken_for_the_number_of_seeds(toml, capsys):
+    assert main(["compare", str(toml), "--seed", "7"]) == 2
+    assert "use --seeds N" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Lengths of completions: from parameters, files and run directories, and what they predict."""
 
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -81,6 +82,16 @@ def test_times_between_turns_and_of_scoring_are_those_of_the_run(tmp_path, group
     assert found.tool_s == 0.0
 
 
+def test_a_run_without_samples_has_an_assumed_prompt(tmp_path, groups):
+    path = write_run(tmp_path, groups)
+    for step in (1, 2):
+        (tmp_path / "rollouts" / f"step_{step}.jsonl").write_text("")
+    found = read_lengths(path, max_new_tokens=9)
+    assert found.source == f"those of {path}, and an assumption: prompts of 128 tokens"
+    shutil.rmtree(tmp_path / "rollouts")
+    assert read_lengths(path, max_new_tokens=9).prompt_tokens == 128
+
+
 def test_a_simulated_episode_has_the_turns_that_were_drawn():
     config = load_config(
         {
@@ -109,11 +120,17 @@ def test_a_simulated_episode_has_the_turns_that_were_drawn():
     ("text", "says"),
     [
         ("", "neither a JSON file nor"),
-        ("[]", "whole numbers above 0"),
+        ("[]", "whole numbers from 1 to 1,000,000,000"),
         ("{}", "are empty"),
-        ("[1, 0]", "whole numbers above 0"),
-        ("[1.5]", "whole numbers above 0"),
-        ("[[3], [[4]]]", "whole numbers above 0"),
+        ("[1, 0]", "whole numbers from 1 to 1,000,000,000"),
+        ("[1.5]", "whole numbers from 1 to 1,000,000,000"),
+        ("[1, 1000000001]", "whole numbers from 1 to 1,000,000,000"),
+        ("[1e30]", "whole numbers from 1 to 1,000,000,000"),
+        ('{"completion_tokens": null}', "whole numbers from 1 to 1,000,000,000"),
+        ("[" * 100_000, "neither a JSON file nor"),
+        ('{"prompt_tokens": 100}', "neither completion_tokens, nor both median and p90; add them"),
+        ('{"median": 800}', "neither completion_tokens, nor both median and p90; add them"),
+        ("[[3], [[4]]]", "whole numbers from 1 to 1,000,000,000"),
         ('{"medain": 3}', "did you mean 'median'"),
         ('{"median": "x"}', "median = 'x' is not a number"),
         ('{"median": true}', "median = True is not a number"),

@@ -74,6 +74,13 @@ def test_the_number_of_weights_is_that_of_the_published_model(config, billions):
     assert ModelShape.of_config(config).num_weights / 1e9 == pytest.approx(billions, rel=0.002)
 
 
+@pytest.mark.parametrize("config", [QWEN_8B, QWEN_30B])
+def test_a_model_without_a_size_is_one_sentence(config):
+    without = {key: value for key, value in config.items() if "intermediate_size" not in key}
+    with pytest.raises(ConfigError, match="a/model has no 'intermediate_size'; a plan cannot tell"):
+        ModelShape.of_config(without, path="a/model")
+
+
 def test_a_mixture_reads_few_experts_for_one_token_and_all_for_many():
     shape = ModelShape.of_config(QWEN_30B)
     assert shape.read_weights(1) / 1e9 == pytest.approx(3.04, rel=0.01)
@@ -338,6 +345,8 @@ def test_a_plan_that_one_controller_cannot_carry_says_so(tmp_path, capsys):
         ([], "This machine was not measured; add --calibrate"),
         (["--tasks.epochs", "1"], "tasks.epochs is for `millrace sft`"),
         (["--gpus", "8", "--loss", "gpro"], "did you mean 'grpo'?"),
+        (["--gpus", "8", "--preset", "arael"], "No preset 'arael'; did you mean 'areal'"),
+        (["--gpus", "8", "--lengths", "median=800"], "nor both median and p90; add them"),
     ],
 )
 def test_wrong_options_are_one_sentence(tmp_path, monkeypatch, capsys, options, says):
@@ -385,5 +394,9 @@ def test_a_run_of_a_plan_is_compared_with_it(tmp_path):
     assert "trainer busy" not in shown  # it has no spans
     assert "samples per s          3.0, measured 4.0 (-25%)" in shown
     assert "settings have changed" not in shown
+    plan["memory_bytes_per_device"] = {"cuda": 3 * 2**30}
+    toml.with_suffix(".json").write_text(json.dumps(plan))
+    memory = SimpleNamespace(peak_gpu_mib=None)
+    assert "memory" not in "".join(compared(toml, str(tmp_path), memory=memory)), "no GPU"
     toml.write_text('model = "other"\n')
     assert "settings have changed" in next(compared(toml, str(tmp_path)))

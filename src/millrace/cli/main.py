@@ -167,7 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             dashes = arguments.index("--")
             arguments, more = arguments[:dashes], arguments[dashes + 1 :]
         if arguments[:1] in (["serve"], ["launch"], ["compare"], ["plan"], ["eval"]):
-            undotted = _settings_without_dot() if arguments[0] == "plan" else ()
+            has_undotted = arguments[0] in ("compare", "plan")
+            undotted = _settings_without_dot() if has_undotted else ()
             arguments, settings = split_settings(arguments, only_dotted=True, undotted=undotted)
         args = _parser().parse_args(arguments)
         args.settings, args.options = settings, more

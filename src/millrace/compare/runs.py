@@ -70,6 +70,12 @@ def plan_designs(
     combinations = list(itertools.product(*values))
     for source, preset, swept in itertools.product(sources, presets or [None], combinations):
         own = {**settings, **dict(swept)}
+        for key, option in (("seed", "--seeds N"), ("run_dir", "--out DIR")):
+            if key in own:
+                raise ConfigError(
+                    f"Each run of a comparison has its own {key}; leave out {key} = {own[key]}, and"
+                    f" use {option}."
+                )
         parts = [source.stem] if len(sources) > 1 or not (presets or sweeps) else []
         parts += [preset] if preset else []
         parts += [f"{key}={value}" for key, value in swept]

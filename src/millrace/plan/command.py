@@ -158,7 +158,8 @@ def compared(source: Path, run_dir: str, *, memory: PeakMemory | None = None) ->
     if memory is not None:
         is_on_cpu = "cpu" in plan["memory_bytes_per_device"]
         peak_mib = memory.peak_mib if is_on_cpu else memory.peak_gpu_mib
-        pairs["memory_gib"] = (_planned_bytes(plan) / GIB, (peak_mib or 0.0) / 1024)
+        if peak_mib is not None:  # of GPUs, only nvidia-smi knows it
+            pairs["memory_gib"] = (_planned_bytes(plan) / GIB, peak_mib / 1024)
     for key, (expected, value) in pairs.items():
         form = FORMATS.get(key, "{:.1f}")
         error = f" ({expected / value - 1:+.0%})" if value else ""

@@ -95,12 +95,13 @@ def read_lengths(source: str | None, *, max_new_tokens: int) -> Lengths:
             table = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{what} cannot be read: {error.strerror}.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{what} are neither a JSON file nor median=N,p90=N: {error}.") from None
     table = {"completion_tokens": table} if isinstance(table, list) else table
     if not isinstance(table, dict) or not table:
         raise ConfigError(f"{what} are empty; give completion_tokens, or median and p90.")
-    groups = _groups(table.pop("completion_tokens", None), what=what)
+    is_known = "completion_tokens" in table
+    groups = _groups(table.pop("completion_tokens"), what=what) if is_known else ()
     for key, value in table.items():
         if key not in _NUMBERS:
             hint = suggestion(key, ("completion_tokens", *_NUMBERS))
@@ -109,6 +110,9 @@ def read_lengths(source: str | None, *, max_new_tokens: int) -> Lengths:
             raise ConfigError(f"{what}: {key} = {value!r} is not a number from 0 to {_MOST:,}.")
     if (turns := table.get("turns", 1)) != int(turns):
         raise ConfigError(f"{what}: turns = {turns} is not a whole number.")
+    if not is_known and not {"median", "p90"} <= table.keys():
+        text = "neither completion_tokens, nor both median and p90"
+        raise ConfigError(f"{what} have {text}; add them.")
     found = Lengths(**{**limits, **table, "turns": int(turns)}, groups=groups)
     if not 1 <= found.median <= found.p90 or min(found.max, found.turns) < 1:
         raise ConfigError(f"{what}: 1 <= median <= p90, and max and turns are at least 1.")
@@ -118,14 +122,13 @@ def read_lengths(source: str | None, *, max_new_tokens: int) -> Lengths:
 
 
 def _groups(rows: Any, *, what: str) -> tuple[Sequence[np.ndarray], ...]:
-    if rows is None:
-        return ()
     try:
         groups = tuple(np.array(row) for row in (rows if isinstance(rows[0], list) else [rows]))
-        assert all(g.dtype.kind == "i" and g.ndim == 1 and g.min() >= 1 for g in groups)
+        assert all(g.dtype.kind == "i" and g.ndim == 1 for g in groups)
+        assert all(g.min() >= 1 and g.max() <= _MOST for g in groups)
     except (TypeError, ValueError, LookupError, AssertionError):
-        text = "completion_tokens is a list of whole numbers above 0, or a list of such lists"
-        raise ConfigError(f"{what}: {text}.") from None
+        text = f"completion_tokens is a list of whole numbers from 1 to {_MOST:,}"
+        raise ConfigError(f"{what}: {text}, or a list of such lists.") from None
     return tuple(list(group[:, None]) for group in groups)
 
 
@@ -146,17 +149,21 @@ def _of_run(path: Path) -> Lengths:
     pauses = [b.start_s - a.end_s for group in episodes for e in group for a, b in pairwise(e)]
     times = [(group.generated_s, group.ended_s) for group in trained]
     scored_s = [end_s - begin_s for begin_s, end_s in times if begin_s and end_s]
-    first = read_samples(run_dir, steps_in(run_dir.rollouts)[0])
+    samples = (read_samples(run_dir, step) for step in steps_in(run_dir.rollouts))
+    first = next(filter(None, samples), [])
     prompts = [len(r.trained) - sum(r.trained) for sample in first for r in sample.rollouts]
+    assumed = Lengths.prompt_tokens
+    note = f"those of {path}, and an assumption: prompts of {assumed:g} tokens"
     dropped = sum(one.outcome == "dropped" for life in lives for one in life.lost)
     return Lengths(
         groups=tuple(
             [np.array([max(1, turn.num_tokens) for turn in turns]) for turns in group]
             for group in episodes
         ),
-        prompt_tokens=float(np.mean(prompts)),
+        prompt_tokens=fmean(prompts) if prompts else assumed,
         tool_s=max(0.0, fmean(pauses)) if pauses else 0.0,
         # Groups that took longer may have waited for a scorer.
         score_s=float(np.quantile(scored_s, 0.25)) if scored_s else None,
         filtered_share=dropped / (dropped + len(trained)),
+        source="" if prompts else note,
     )

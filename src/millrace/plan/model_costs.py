@@ -80,11 +80,12 @@ class ModelShape:
     @classmethod
     def of_config(cls, table: Mapping[str, Any], *, path: str = "config.json") -> Self:
         table = table.get("text_config", table)
-        if missing := [key for key in _NEEDED if not isinstance(table.get(key), int)]:
-            raise ConfigError(f"{path} has no {missing[0]!r}; a plan cannot tell the model's size.")
-        heads, hidden = table["num_attention_heads"], table["hidden_size"]
         experts = next((int(table[key]) for key in _EXPERTS if table.get(key)), 0)
-        mlp = (table.get("moe_intermediate_size") if experts else 0) or table["intermediate_size"]
+        has_own = experts and table.get("moe_intermediate_size")
+        mlp_size = "moe_intermediate_size" if has_own else "intermediate_size"
+        if missing := [k for k in (*_NEEDED, mlp_size) if not isinstance(table.get(k), int)]:
+            raise ConfigError(f"{path} has no {missing[0]!r}; a plan cannot tell the model's size.")
+        heads, hidden, mlp = (table[k] for k in ("num_attention_heads", "hidden_size", mlp_size))
         shared_mlp = table.get("shared_expert_intermediate_size")
         return cls(
             layers=table["num_hidden_layers"],
@@ -110,7 +111,7 @@ class ModelShape:
             return cls.of_config(text_config(path).to_dict(), path=path)
         try:
             return cls.of_config(json.loads(file.read_text()), path=str(file))
-        except (ValueError, KeyError) as error:
+        except ValueError as error:
             raise ConfigError(f"{file} is not a model's configuration: {error}.") from None
 
     def layer_weights(self, experts: float) -> float:
