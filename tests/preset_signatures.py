@@ -48,6 +48,7 @@ SIGNATURES = {
         limit=0,
         order="in_order",
         capacity="1 batch",
+        running="1 batch",
         has_adapter=True,
         loss={"type": "cispo"},
     ),
@@ -145,6 +146,7 @@ SIGNATURES = {
         limit=4,
         order="ready",
         capacity="5 batches",
+        running="5 batches",
         loss={"type": "icepop", "floor": 0.8, "cap": 1.2},
     ),
     "slime": Signature(
@@ -181,6 +183,7 @@ SIGNATURES = {
         limit=0,
         order="in_order",
         capacity="1 batch",
+        running="1 batch",
         loss={
             **PER_TOKEN,
             "anchor": "proximal",
