@@ -14,7 +14,7 @@ from millrace.cli.main import main
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.monitoring.files.metrics import flatten
-from millrace.presets import AXES, axis_of, preset_names, preset_text
+from millrace.presets import AXES, axis_of, over_preset, preset_names, preset_text
 from millrace.run.checks import check_settings
 from millrace.training.losses.recipes import build_loss
 
@@ -84,11 +84,29 @@ def test_settings_of_the_user_win_and_each_overridden_axis_is_reported():
         "preset 'pipeline_rl': your settings override its axis 'Buffer': buffer.capacity = 8"
         " instead of 256.",
         "preset 'pipeline_rl': your settings override its axis 'Weight sync': weights.interrupt ="
-        " 'drain' instead of 'swap'.",
+        " 'drain' instead of 'swap'; weights.payload = 'delta', which it leaves unset.",
         "preset 'pipeline_rl': your settings override its axis 'Staleness': loss.cap = 3.0 instead"
         " of 5.0.",
         "preset 'pipeline_rl': your settings override its axis 'Partial rollouts': engine.kv ="
         " 'recompute' instead of 'keep'.",
+    ]
+
+
+def test_keys_of_an_axis_that_a_preset_leaves_unset_are_reported():
+    reports: list[str] = []
+    own = {
+        "trainer": {"steps": 7},
+        "lora": {"rank": 4},
+        "rollout": {"max_running_groups": 9, "group_size": 2},
+        "buffer": {"staleness": "mean", "capacity": 256},
+        "loss": {"high": 0.3},
+    }
+    over_preset(own, "pipeline_rl", report=reports.append)
+    assert [report.split(": ", 2)[2] for report in reports] == [
+        "rollout.max_running_groups = 9, which it leaves unset.",
+        "buffer.staleness = {'type': 'mean'}, which it leaves unset; loss.high = 0.3, which it"
+        " leaves unset.",
+        "lora.rank = 4, which it leaves unset.",
     ]
 
 

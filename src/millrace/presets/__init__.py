@@ -1,7 +1,7 @@
 """Presets: the designs of other libraries, as settings. One TOML file each.
 
 Promise: a preset sets only what belongs to an axis of its design, below a comment that names the
-axis; what a user sets wins, and each axis that is overridden this way is reported. Torch-free.
+axis; what a user sets wins, and each axis that is changed this way is reported. Torch-free.
 """
 
 import tomllib
@@ -19,7 +19,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "Staleness": ("buffer.max_staleness", "buffer.staleness", "loss"),
     "Partial rollouts": ("engine.kv",),
     "LoRA": ("lora",),
-    "Training": ("trainer",),
+    "Training": (),  # the same for every preset
 }
 # Tables whose other keys belong to their type.
 _TYPED = ("loss", "buffer.order", "buffer.staleness")
@@ -41,25 +41,27 @@ def preset_title(name: str) -> str:
     return preset_text(name).partition("\n")[0].removeprefix("# ")
 
 
-def axis_of(key: str) -> str:
-    """The axis of a dotted key of a preset."""
+def axis_of(key: str) -> str | None:
+    """The axis of a dotted key; None if it belongs to none."""
     parts = ((axis, prefix) for axis, prefixes in AXES.items() for prefix in prefixes)
-    return next(axis for axis, prefix in parts if f"{key}.".startswith(f"{prefix}."))
+    return next((axis for axis, prefix in parts if f"{key}.".startswith(f"{prefix}.")), None)
 
 
 def over_preset(
     table: Mapping[str, Any], name: str, *, report: Callable[[str], None]
 ) -> dict[str, Any]:
     """The settings of a preset with those of `table` over them; `report` gets a sentence for each
-    axis that `table` overrides."""
-    changes: dict[str, list[str]] = {}
+    axis that `table` changes, also by keys that the preset leaves unset."""
+    changes: dict[str | None, list[str]] = {}
 
     def differs(key: str, own: Any, theirs: Any) -> None:
-        changes.setdefault(axis_of(key), []).append(f"{key} = {own!r} instead of {theirs!r}")
+        rest = ", which it leaves unset" if theirs is None else f" instead of {theirs!r}"
+        changes.setdefault(axis_of(key), []).append(f"{key} = {own!r}{rest}")
 
     merged = _laid_over(tomllib.loads(preset_text(name)), table, differs=differs)
-    for axis, texts in changes.items():
-        report(f"preset {name!r}: your settings override its axis {axis!r}: {'; '.join(texts)}.")
+    for axis in (axis for axis in AXES if axis in changes):
+        texts = "; ".join(changes[axis])
+        report(f"preset {name!r}: your settings override its axis {axis!r}: {texts}.")
     return merged
 
 
@@ -70,12 +72,15 @@ def _laid_over(
     differs: Callable[[str, Any, Any], None],
     path: str = "",
 ) -> dict[str, Any]:
-    """Both tables, key by key; a table of another type replaces the one below."""
+    """Both tables, key by key; a table of another type replaces the one below. `differs` gets each
+    key of `above` that is another one below, or None there."""
     merged = {**below, **above}
-    for name in (name for name in below if name in above):
-        key, theirs, own = f"{path}{name}", below[name], above[name]
+    for name, own in above.items():
+        key, theirs = f"{path}{name}", below.get(name)
         if key in _TYPED:  # a name alone stands for its table
-            theirs, own = (v if isinstance(v, Mapping) else {"type": v} for v in (theirs, own))
+            theirs, own = ({"type": v} if isinstance(v, str) else v for v in (theirs, own))
+        elif theirs is None and isinstance(own, Mapping):
+            theirs = {}
         if isinstance(theirs, Mapping) and isinstance(own, Mapping):
             theirs, own = cast(dict[str, Any], theirs), cast(dict[str, Any], own)
             if key not in _TYPED or own.get("type", theirs["type"]) == theirs["type"]:
