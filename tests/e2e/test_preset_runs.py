@@ -16,6 +16,7 @@ from recording_backend import Recording, RecordingBackend, read_recording
 from tiny_model import make_tiny_model
 
 import millrace as mr
+from millrace.config import load_config
 from millrace.core.records import Group
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
@@ -23,6 +24,7 @@ from millrace.monitoring.files.trace import read_trace
 pytestmark = pytest.mark.slow
 
 MAX_NEW_TOKENS = 64
+GROUPS = 4  # per step
 BACKEND = f"{Path(__file__).parents[1] / 'recording_backend.py'}:{RecordingBackend.__name__}"
 FEWEST_STEPS, MOST_STEPS = 6, 40
 UNLIMITED = 1000  # versions
@@ -86,7 +88,7 @@ def test_run_shows_the_design(name: str, tmp_path: Path):
             scorers=[digits_late],
             sampling={"max_new_tokens": MAX_NEW_TOKENS},
             rollout={"group_size": 4},
-            trainer={"steps": MOST_STEPS, "groups_per_step": 4},
+            trainer={"steps": MOST_STEPS, "groups_per_step": GROUPS},
             optimizer={"learning_rate": 1e-10},  # few weights change, so changes are small
             engine={
                 "type": BACKEND,
@@ -104,6 +106,8 @@ def test_run_shows_the_design(name: str, tmp_path: Path):
     names = {span.name for span in spans if span.worker.startswith("engine")}
     check_interrupt(design, watch, read_recording(tmp_path / "recording"), names=names)
     check_staleness(design, rows)
+    config = load_config(tmp_path / "run" / "config.toml")
+    check_admission(design, rows, max_running=config.max_running_groups)
     check_order(design, watch)
     check_files(design, watch)
 
@@ -154,6 +158,17 @@ def check_staleness(design: Signature, rows) -> None:
         assert set(cancelled) == {"waiting"}, "only the buffer checks the limit"
     else:
         assert wasted["cancelled"] > 0
+
+
+def check_admission(design: Signature, rows, *, max_running: int) -> None:
+    """How many groups run, and how far they are ahead of the trainer."""
+    assert max(row["groups/running"] for row in rows) <= max_running
+    ahead = max(row["groups/running"] + row["buffer/depth"] for row in rows)
+    gate = (design.limit + 1) * GROUPS
+    if design.enforce != "take":
+        assert ahead <= gate
+    elif design.capacity == "unbounded":
+        assert ahead > gate, "the staleness limit delays no group"
 
 
 def check_order(design: Signature, watch: Watch) -> None:
