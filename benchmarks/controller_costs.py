@@ -4,16 +4,22 @@
 
 CPU time of the controller's own code: encoding and decoding of a request and its completion, and
 groups that the journal has made durable. Weights: a copy within the memory of the host, which each
-engine on it makes once per version. docs/how-to/plan.md derives from them where one controller
-ends, and plan/controller_load.py the load of a plan.
+engine on it makes once per version, and a broadcast (weights.transport = "collective") to so many
+processes on this host, from the first request until the last of them has verified the version.
+docs/how-to/plan.md derives from them where one controller ends, and plan/controller_load.py the
+load of a plan.
 """
 
 import asyncio
+import multiprocessing
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 
 import numpy as np
+import torch
 
 from millrace.cluster.messages import Generate, GenerateDone
 from millrace.cluster.wire import Decoder, encode
@@ -29,8 +35,10 @@ from millrace.core.records import (
     Task,
 )
 from millrace.journal import Journal, JournalHistory, Ledger
+from millrace.weights.transport import make_receiver, make_sender
 
 LENGTHS, PROMPT_TOKENS, GROUP_SIZE = (512, 8192), 256, 8
+RECEIVERS, BROADCAST_BYTES = (1, 2, 4, 8), 2**26
 
 
 def main() -> None:
@@ -43,6 +51,10 @@ def main() -> None:
             f" {1e3 * cpu_s:.1f} ms of CPU, {size:.1f} bytes per token"
         )
     print(f"copy of weights: {copy_rate() / 1e9:.1f} GB/s")
+    for count in RECEIVERS:
+        seconds = broadcast_s(count)
+        rate = BROADCAST_BYTES / seconds / 1e9
+        print(f"broadcast to {count} receivers: {1e3 * seconds:.0f} ms, {rate:.2f} GB/s to each")
 
 
 def message_s(tokens: int, count: int = 300) -> float:
@@ -120,6 +132,47 @@ def copy_rate(num_bytes: int = 2**28) -> float:
         np.copyto(target, source)
         best_s = min(best_s, time.perf_counter() - began_s)
     return num_bytes / best_s
+
+
+def broadcast_s(num_receivers: int, num_versions: int = 9) -> float:
+    """Median seconds of a version; the first one, for which the group is formed, does not count."""
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["millrace.weights.transport"])  # which imports torch
+    pipes: list[Connection] = []
+    for _ in range(num_receivers):
+        own, theirs = context.Pipe()
+        context.Process(target=receive, args=(theirs,), daemon=True).start()
+        pipes.append(own)
+    for pipe in pipes:
+        pipe.recv()  # it has started
+    weights = {"weights": torch.ones(BROADCAST_BYTES // 4)}
+    sender = make_sender("collective", dtype=torch.float32, num_engines=num_receivers)
+    seconds: list[float] = []
+    for version in range(num_versions + 1):
+        update = sender.publish(version, weights)
+        began_s = time.perf_counter()
+        for pipe in pipes:
+            pipe.send(update)
+        for pipe in pipes:
+            pipe.recv()
+        seconds.append(time.perf_counter() - began_s)
+        sender.release(version)
+    for pipe in pipes:
+        pipe.send(None)
+    sender.close()
+    return median(seconds[1:])
+
+
+def receive(pipe: Connection) -> None:
+    """Stage each update that arrives, until None."""
+    torch.set_num_threads(1)
+    receiver = make_receiver("collective")
+    pipe.send(None)
+    while (update := pipe.recv()) is not None:
+        receiver.stage(update)
+        pipe.send(None)
+    receiver.close()
 
 
 if __name__ == "__main__":
