@@ -74,9 +74,8 @@ def test_the_number_of_weights_is_that_of_the_published_model(config, billions):
     assert ModelShape.of_config(config).num_weights / 1e9 == pytest.approx(billions, rel=0.002)
 
 
-@pytest.mark.parametrize("config", [QWEN_8B, QWEN_30B])
-def test_a_model_without_a_size_is_one_sentence(config):
-    without = {key: value for key, value in config.items() if "intermediate_size" not in key}
+def test_a_model_without_a_size_is_one_sentence():
+    without = {key: value for key, value in QWEN_30B.items() if "intermediate_size" not in key}
     with pytest.raises(ConfigError, match="a/model has no 'intermediate_size'; a plan cannot tell"):
         ModelShape.of_config(without, path="a/model")
 
@@ -171,7 +170,6 @@ def test_the_settings_of_a_plan_pass_the_checks_of_a_run(num_gpus, settings):
     [
         ({}, None, [1, 2, 4, 8]),
         ({}, 3, [1, 2, 3]),
-        ({"buffer": {"max_staleness": 1}}, None, [1]),
         ({"buffer": {"max_staleness": 6}}, None, [1, 2, 4, 6]),
         ({"buffer": {"max_staleness": 6}}, 12, [1, 2, 4, 8, 12]),
         ({"weights": {"interrupt": "barrier"}}, 3, [0]),
