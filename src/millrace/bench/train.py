@@ -172,30 +172,38 @@ def activation_bytes(trainer: Trainer, batch: Batch) -> int:
 def model_flops(model: PreTrainedModel, batch: Batch) -> int:
     """FLOPs of one batch: 2 per multiply-add in the forward pass, as many in the backward pass for
     the gradient of the input, and as many again for that of a weight that is trained."""
+    return sum(
+        flops_of(model, microbatch.lengths, num_targets=len(microbatch.targets), passes=3)
+        for microbatch in batch.microbatches
+    )
+
+
+def flops_of(
+    model: PreTrainedModel, lengths: np.ndarray, *, num_targets: int, passes: int = 1
+) -> int:
+    """FLOPs of sequences of these lengths with logits at `num_targets` tokens. `passes`: 1 is the
+    forward pass alone; 3 adds the gradients of inputs and of weights that are trained."""
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     head, embeddings = output_head(model), model.get_input_embeddings()
     not_layers = {*head.parameters(), *embeddings.parameters()}
     share = config.num_experts_per_tok / num_experts(config) if num_experts(config) else 1
+
+    def of_row(weight: torch.nn.Parameter) -> int:
+        return 2 * weight.numel() * (passes if weight.requires_grad else min(passes, 2))
+
     per_token = sum(
-        _flops(p) * (share if p.ndim == 3 else 1)
+        of_row(p) * (share if p.ndim == 3 else 1)
         for p in model.parameters()
         if p.ndim > 1 and p not in not_layers
     )
-    per_target = sum(_flops(p) for p in head.parameters())
-    total = 0
-    for microbatch in batch.microbatches:
-        lengths = microbatch.lengths.astype(np.int64)
-        # Causal attention sees half of the L x L pairs; scores and values are two products.
-        pairs = int((lengths * (lengths + 1)).sum()) // 2
-        total += 12 * pairs * config.num_attention_heads * head_dim * config.num_hidden_layers
-        total += int(per_token * len(microbatch.tokens)) + per_target * len(microbatch.targets)
-    return total
-
-
-def _flops(weight: torch.nn.Parameter) -> int:
-    """The FLOPs of one row, forward and backward."""
-    return weight.numel() * (6 if weight.requires_grad else 4)
+    per_target = sum(of_row(p) for p in head.parameters())
+    lengths = lengths.astype(np.int64)
+    # Causal attention sees half of the L x L pairs; scores and values are two products.
+    pairs = int((lengths * (lengths + 1)).sum()) // 2
+    attention = 4 * passes * pairs * config.num_attention_heads * head_dim
+    attention *= config.num_hidden_layers
+    return attention + int(per_token * lengths.sum()) + per_target * num_targets
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
