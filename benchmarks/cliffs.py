@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from random_words import word_tokenizer
 
 from millrace.bench import write_result
 from millrace.bench.workloads import make_model
@@ -110,21 +109,7 @@ def _engine(args: argparse.Namespace, *, adapted: bool) -> EmbeddedEngine:
     context = min(context, model.config.get_text_config().max_position_embeddings)
     config = EngineConfig(max_sequences=args.batch + 1, max_context=context)
     args.max_prompt = context
-    return engine_of(model, _tokenizer(vocab_size), config=config, version=0, adapters=adapters)
-
-
-def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Bytes and random words. No word ends a JSON string."""
-    names = ["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    random = np.random.default_rng(0)
-    words = dict.fromkeys(names)
-    while len(words) < vocab_size:
-        letters = random.integers(97, 123, random.integers(2, 9)).astype(np.uint8)
-        words.setdefault("Ġ" * int(random.integers(2)) + letters.tobytes().decode())
-    vocabulary = {word: id for id, word in enumerate([*words][:vocab_size])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    return engine_of(model, word_tokenizer(vocab_size), config=config, version=0, adapters=adapters)
 
 
 def _rate(engine: EmbeddedEngine, case: DecodeCase, args: argparse.Namespace) -> float | None:

@@ -12,6 +12,13 @@ To run TRL on the same machine (needs `pip install trl datasets`, and vllm to be
     python benchmarks/grpo_on_gpu.py smollm2 --peer --save trl.json
     python benchmarks/grpo_on_gpu.py smollm2 --peer-json trl.json --json rows.json
 
+Large models with random weights and an adapter, with the same long-tailed lengths on both sides:
+
+    python benchmarks/grpo_on_gpu.py qwen3-8b --lengths forced --lora 32 --dtype bfloat16 \
+        --steps 8 --set trainer.microbatch_tokens=8192 --set engine.options.kv_bytes=36000000000
+    python benchmarks/grpo_on_gpu.py qwen3-8b --lengths forced --lora 32 --dtype bfloat16 \
+        --steps 8 --peer --peer-sequences 8 --save trl.json
+
 Any saved run can be the peer. To compare asynchronous with synchronous training, with completions
 of up to 1,024 tokens:
 
@@ -27,10 +34,12 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forced_lengths
 from grpo_peer import measure_peer
 from grpo_run import (
     PROMPT_TOKENS,
@@ -41,9 +50,9 @@ from grpo_run import (
     load_measurement,
     sampled_gpu_memory,
 )
-from sums import exact_sum
 from trl_runs import BETAS
 
+from millrace.bench.workloads import shapes
 from millrace.config import parse_overrides
 from millrace.models.devices import resolve_device
 from millrace.monitoring.activity import ROLES, mean_by_role, total_shares
@@ -52,15 +61,15 @@ from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.run_dir import RunDir
 from millrace.run.train import train
 
-MAX_NEW_TOKENS = {"short": 128, "long": 1024}
+MAX_NEW_TOKENS = {"short": 128, "long": 1024, "forced": 1024}
 EPISODES_RECORDED = 16  # per step; they show how many completions ended before the limit
 # Samples per second of TRL 1.16 with vLLM 0.24 colocated, on one H200, for the default workload.
 # Runs without --peer-json are compared with it.
 RECORDED_PEER = 135.0
 
 
-def main() -> int:
-    args = _arguments()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
     workload = Workload(
         model=args.model,
         lengths=args.lengths,
@@ -72,11 +81,15 @@ def main() -> int:
         seed=args.seed,
         device=(device := resolve_device(args.device).type),
         dtype=args.dtype or ("float16" if device == "cuda" else "float32"),
+        lora=args.lora,
     )
     with tempfile.TemporaryDirectory(prefix="grpo-on-gpu-") as scratch:
         folder = Path(args.keep or scratch)
+        if not Path(args.model).is_dir():
+            workload = replace(workload, model=str(folder / "model"))
+            forced_lengths.make_directory(args.model, folder / "model", device=device)
         if args.peer:
-            measured = measure_peer(workload, folder=folder)
+            measured = measure_peer(workload, folder=folder, sequences=args.peer_sequences)
         else:
             measured = measure_ours(
                 workload,
@@ -95,14 +108,18 @@ def main() -> int:
     return 0
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", help="directory that smollm2.py made")
+    parser.add_argument(
+        "model",
+        help="directory that smollm2.py made; with forced lengths, a shape with random weights",
+    )
     parser.add_argument("--steps", type=int, default=60, help="at least 2 (60)")
     parser.add_argument("--prompts", type=int, default=32, help="per step (32)")
     parser.add_argument("--group", type=int, default=8, help="completions of each prompt (8)")
     parser.add_argument("--lengths", choices=MAX_NEW_TOKENS, default="short", help="of completions")
     parser.add_argument("--max-new-tokens", type=int, help="at most (128; with long 1024)")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter of all layers")
     parser.add_argument("--learning-rate", type=float, default=5e-6, help="(5e-6)")
     parser.add_argument("--max-staleness", type=int, default=4, help="of trained tokens (4)")
     parser.add_argument("--sync", action="store_true", help="staleness 0: synchronous training")
@@ -115,14 +132,17 @@ def _arguments() -> argparse.Namespace:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any Millrace setting"
     )
     parser.add_argument("--peer", action="store_true", help="run TRL instead of Millrace")
+    parser.add_argument("--peer-sequences", type=int, help="of TRL in a forward pass, at most")
     parser.add_argument("--peer-json", metavar="FILE", help="a saved run to compare with")
     parser.add_argument("--save", metavar="FILE", help="save this run, for --peer-json")
     parser.add_argument("--json", metavar="FILE", help="write the rows here")
     parser.add_argument("--keep", metavar="DIR", help="keep the run directory here")
-    args = parser.parse_args()
-    if not Path(args.model).is_dir():
+    args = parser.parse_args(argv)
+    is_shape = args.model in shapes() and args.lengths == "forced"
+    if not Path(args.model).is_dir() and not is_shape:
         parser.error(
-            f"{args.model} is not a directory; run: python benchmarks/smollm2.py {args.model}"
+            f"{args.model} is not a directory; run: python benchmarks/smollm2.py {args.model}, or"
+            f" use --lengths forced with one of {', '.join(shapes())}"
         )
     if args.steps < 2:
         parser.error(f"--steps {args.steps} leaves no time between two steps; use at least 2")
@@ -139,7 +159,8 @@ def measure_ours(
         train(
             settings(workload, run_dir=run_dir.path, max_staleness=max_staleness),
             tasks=workload.tasks(),
-            scorers=exact_sum,
+            scorers=workload.reward,
+            environment=forced_lengths.make_environment() if workload.lengths == "forced" else None,
             **overrides,
         )
     rows = read_metrics(run_dir.metrics)
@@ -168,6 +189,9 @@ def settings(workload: Workload, *, run_dir: Path, max_staleness: int) -> dict[s
     on_gpu = workload.device == "cuda"
     waiting = (max_staleness + 1) * workload.prompts
     return {
+        **({"lora": {"rank": workload.lora}} if workload.lora else {}),
+        # The lengths of consecutive tasks are those of a step.
+        **({"tasks": {"order": "sequential"}} if workload.lengths == "forced" else {}),
         "model": workload.model,
         "run_dir": str(run_dir),
         "seed": workload.seed,

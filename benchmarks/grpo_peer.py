@@ -9,27 +9,34 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from forced_lengths import force_lengths
 from grpo_run import PROMPT_TOKENS, Measurement, Workload, sampled_gpu_memory
-from sums import exact_sum
 from trl_runs import grpo_settings, step_recorder
 
-# Most sequences per forward and backward pass. A whole step of long ones does not fit.
-MAX_SEQUENCES = {"short": 256, "long": 32}
+# Most sequences per forward and backward pass, unless --peer-sequences gives another number. A
+# whole step of long ones does not fit.
+MAX_SEQUENCES = {"short": 256, "long": 32, "forced": 32}
 
 
-def measure_peer(workload: Workload, *, folder: Path) -> Measurement:
+def measure_peer(workload: Workload, *, folder: Path, sequences: int | None) -> Measurement:
+    """`sequences`: per forward and backward pass, at most."""
+    use_vllm = workload.device == "cuda" and importlib.util.find_spec("vllm") is not None
+    if workload.lengths == "forced" and not use_vllm:
+        raise SystemExit("--peer --lengths forced needs a GPU and vLLM; run: pip install vllm")
     import trl
     from datasets import Dataset
 
-    use_vllm = workload.device == "cuda" and importlib.util.find_spec("vllm") is not None
     recorder = step_recorder()
     trainer = trl.GRPOTrainer(
         model=workload.model,
-        args=_settings(workload, folder=folder, use_vllm=use_vllm),
-        reward_funcs=exact_sum,
+        args=_settings(workload, folder=folder, use_vllm=use_vllm, sequences=sequences),
+        reward_funcs=workload.reward,
         train_dataset=Dataset.from_list(workload.tasks()),
         callbacks=[recorder],
+        peft_config=_adapter(workload.lora),
     )
+    if workload.lengths == "forced":
+        force_lengths(trainer.vllm_generation.llm, workload.forced)
     with sampled_gpu_memory(workload.device) as used:
         trainer.train()
     logs = recorder.logs
@@ -48,12 +55,22 @@ def measure_peer(workload: Workload, *, folder: Path) -> Measurement:
     )
 
 
-def _settings(workload: Workload, *, folder: Path, use_vllm: bool) -> Any:
-    per_step = workload.samples_per_step
-    sequences = next(n for n in range(MAX_SEQUENCES[workload.lengths], 0, -1) if per_step % n == 0)
+def _adapter(rank: int | None) -> Any:
+    """The adapter of Millrace's [lora] table with this rank."""
+    if rank is None:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def _settings(workload: Workload, *, folder: Path, use_vllm: bool, sequences: int | None) -> Any:
+    per_step, limit = workload.samples_per_step, sequences or MAX_SEQUENCES[workload.lengths]
+    sequences = next(n for n in range(limit, 0, -1) if per_step % n == 0)
     return grpo_settings(
         output_dir=str(folder),
-        model_init_kwargs={"dtype": "float32"},
+        # In both libraries, weights beneath an adapter are frozen in 16 bits.
+        model_init_kwargs={"dtype": workload.dtype if workload.lora else "float32"},
         use_cpu=workload.device == "cpu",
         bf16=workload.dtype == "bfloat16",
         fp16=workload.dtype == "float16",

@@ -4,12 +4,14 @@ import contextlib
 import json
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from sums import Lengths, make_tasks
+import forced_lengths
+import sums
+from forced_lengths import long_tailed_lengths
 
 from millrace.compare.runs import used_gpu_mib
 
@@ -24,7 +26,7 @@ class Workload:
     """One training job, which each side runs."""
 
     model: str
-    lengths: Lengths
+    lengths: sums.Lengths | Literal["forced"]
     prompts: int  # per step
     group: int  # completions of each prompt
     max_new_tokens: int
@@ -33,13 +35,25 @@ class Workload:
     seed: int
     device: str  # "cpu" or "cuda"
     dtype: str  # of generation and of the trainer's compute; master weights are float32 everywhere
+    lora: int | None = None  # rank of an adapter of all layers; None = all weights are trained
 
     @property
     def samples_per_step(self) -> int:
         return self.prompts * self.group
 
+    @property
+    def forced(self) -> list[int]:
+        """The number of tokens of each completion of a step, if the lengths are forced."""
+        return long_tailed_lengths(self.prompts, self.group, longest=self.max_new_tokens)
+
+    @property
+    def reward(self) -> Callable[..., list[float]]:
+        return forced_lengths.vowel_share if self.lengths == "forced" else sums.exact_sum
+
     def tasks(self) -> list[dict[str, Any]]:
-        return make_tasks(NUM_TASKS, seed=self.seed, lengths=self.lengths)
+        if self.lengths == "forced":
+            return forced_lengths.make_tasks(NUM_TASKS, lengths=self.forced, group=self.group)
+        return sums.make_tasks(NUM_TASKS, seed=self.seed, lengths=self.lengths)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,10 +34,8 @@ def finished(chat_model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("grpo")
     sizes = ["--steps", STEPS, "--prompts", PROMPTS, "--group", GROUP, "--max-new-tokens", 8]
     files = ["--json", folder / "rows.json", "--save", folder / "run.json", "--keep", folder]
-    arguments = ["grpo_on_gpu.py", chat_model, "--device", "cpu", *sizes, *files]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [str(argument) for argument in arguments])
-        grpo_on_gpu.main()
+    arguments = [chat_model, "--device", "cpu", *sizes, *files]
+    grpo_on_gpu.main([str(argument) for argument in arguments])
     return folder
 
 
