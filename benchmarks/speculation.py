@@ -2,11 +2,14 @@
 
     python benchmarks/smollm2.py smollm2
     python benchmarks/speculation.py smollm2
+    python benchmarks/speculation.py smollm2 --device cuda
 
 Two engines with the same model take turns, one with engine.options.speculation = "off". Each row is
 one workload at one number of live sequences: greedy retries, whose prompts were served before;
 greedy code edits and sampled tool results, whose completions repeat parts of their prompts; text at
-random; and more sequences than speculation takes. The tokens of both engines are compared.
+random; and more sequences than speculation takes. The tokens of both engines are compared. On a
+GPU, the engine without speculation has its decode loop, and the other one decodes in single steps.
+A shape has random weights and random prompts, so only its retries repeat anything.
 """
 
 import argparse
@@ -22,7 +25,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from millrace.bench import write_result
-from millrace.bench.workloads import make_model
+from millrace.bench.workloads import chosen_device, described, make_model
 from millrace.config import EngineConfig
 from millrace.core.records import Completion, Request, Sampling
 from millrace.inference.backend import EmbeddedBackend
@@ -84,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", nargs="+", help="parts of the names of the rows to measure")
     parser.add_argument("--live", type=int, nargs="+", help="numbers of sequences to measure")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -106,13 +111,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(load: Workload, args: argparse.Namespace) -> dict[str, Any]:
     """Both engines in turn; the median of the ratios, and the rates of that turn."""
-    device = torch.device("cpu")
+    device, dtype = chosen_device(args)
     engines = {}
-    for setting in ("off", "auto"):
+    for setting in ("off", "on"):
         path = engine_path(device)
-        model, tokenizer = make_model(
-            args.model, dtype=torch.float32, device=device, attention=path
-        )
+        model, tokenizer = make_model(args.model, dtype=dtype, device=device, attention=path)
         config = EngineConfig(max_sequences=max(32, load.live), max_context=2048)
         options = EmbeddedBackend(speculation=setting)
         engines[setting] = engine_of(model, tokenizer, config=config, version=0, options=options)
@@ -130,9 +133,10 @@ def measure(load: Workload, args: argparse.Namespace) -> dict[str, Any]:
         differing += sum(a.tokens.tolist() != b.tokens.tolist() for a, b in pairs)
     ratio = statistics.median(turn[0] for turn in turns)
     _, plain, drafts = min(turns, key=lambda turn: abs(turn[0] - ratio))
-    stats = engines["auto"].stats()
+    stats = engines["on"].stats()
     accepted = f"{stats.accepted_tokens}/{stats.drafted_tokens}"
     row = {"workload": load.name, "live": load.live, "model": args.model, "accepted": accepted}
+    row |= described(device, dtype)
     ratios = [round(turn[0], 3) for turn in turns]
     return {
         **row,
@@ -152,7 +156,7 @@ def request_of(
     tokenizer: PreTrainedTokenizerBase,
     args: argparse.Namespace,
 ) -> Request:
-    if load.prompt:
+    if load.prompt and tokenizer.chat_template:
         text = load.prompt.replace("Account", f"Account{index}")  # prompts of their own
         messages = [{"role": "user", "content": text}]
         prompt = tokenizer.apply_chat_template(

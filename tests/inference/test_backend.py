@@ -115,3 +115,12 @@ def test_recurrent_states_are_part_of_the_bytes_of_kv():
     reason = r"KV block of \d+ bytes and the recurrent states of \d+ bytes; raise it, or lower"
     with pytest.raises(ConfigError, match=reason):
         engine_of(model, letter_tokenizer(), config=EngineConfig(), version=0, options=options)
+
+
+def test_speculation_takes_single_steps_and_refuses_others():
+    assert EmbeddedBackend(speculation="on").launch_steps == 1
+    assert EmbeddedBackend(speculation="auto").launch_steps is None, "the default of the device"
+    assert EmbeddedBackend(speculation="auto", decode_steps=8).launch_steps == 8
+    config = EngineConfig(options={"speculation": "on", "decode_steps": 8})
+    with pytest.raises(ConfigError, match="decode_steps = 8 excludes speculation = 'on'"):
+        load_backend(config)

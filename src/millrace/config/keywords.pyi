@@ -237,7 +237,7 @@ class EngineSettings(TypedDict, total=False):
     the layers on a GPU, true), prefill_tokens (prompt tokens per forward pass; by default
     2048 on a CPU and 16384 on a GPU), block_tokens (tokens per KV block, 16), decode_steps
     (decode steps per launch on the device; by default 1 on a CPU and 32 on a GPU) and
-    speculation (drafts from known text: "auto" = on a CPU, "on" = also on a GPU with
+    speculation (drafts from known text: "auto" = on a CPU, "on" = also on a GPU, with
     decode_steps = 1, or "off"; see docs/architecture.md). "vllm" and "sglang" have python
     (interpreter of the environment with vLLM or SGLang), arguments (further arguments of the
     server), attach (URLs of running servers instead), api_key ("env:NAME", for these) and

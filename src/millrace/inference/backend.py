@@ -197,9 +197,21 @@ class EmbeddedBackend:
     # sooner. By default 1 on a CPU and 32 on a GPU.
     decode_steps: PositiveInt | None = None
     # Drafts from known text, verified exactly; see docs/architecture.md. "auto" is on a CPU, "on"
-    # also on a GPU that decodes in single steps (decode_steps = 1), where it was not measured.
+    # also on a GPU, which then decodes in single steps. That was not measured.
     speculation: Literal["auto", "on", "off"] = "auto"
     capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
+
+    def __post_init__(self) -> None:
+        if self.speculation == "on" and (self.decode_steps or 1) > 1:
+            raise ValueError(
+                f"decode_steps = {self.decode_steps} excludes speculation = 'on', because the"
+                " decode loop never speculates; leave decode_steps out, or set it to 1"
+            )
+
+    @property
+    def launch_steps(self) -> int | None:
+        """Decode steps per launch that the options ask for; None = the default of the device."""
+        return 1 if self.speculation == "on" else self.decode_steps
 
     def load(self, spec: EngineSpec) -> EngineCore:
         from millrace.inference.embedded.build import build_engine

@@ -129,7 +129,7 @@ def engine_of(
                 kv=config.kv,
                 prefix_cache=options.prefix_cache,
                 num_snapshots=num_snapshots,
-                decode_steps=_decode_steps(model, options.decode_steps, probe),
+                decode_steps=_decode_steps(model, options.launch_steps, probe),
                 compile_layers=options.compile and on_gpu and not exact,
                 exact=exact,
                 speculates=options.speculation in (("on",) if on_gpu else ("auto", "on")),
