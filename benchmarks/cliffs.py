@@ -57,6 +57,10 @@ CASES = (
     DecodeCase("streaming", stream=True),
     DecodeCase("odd batch", extra=1),
     DecodeCase("one long sequence", long_tokens=16384),
+    # The host needs the logits of these sequences, so all sequences decode in single steps.
+    DecodeCase("penalty, one sequence", {"presence_penalty": 0.5}, one=True),
+    DecodeCase("logit bias, one sequence", {"logit_bias": ((5, 1.0),)}, one=True),
+    DecodeCase("top logprobs, one sequence", {"top_logprobs": 5}, one=True),
     DecodeCase("grammar, one sequence", {"grammar": "json"}, one=True),
     DecodeCase("grammar", {"grammar": "json"}),
 )
@@ -121,7 +125,7 @@ def _rate(engine: EmbeddedEngine, case: DecodeCase, args: argparse.Namespace) ->
         except TaskError as error:
             print(f"{case.name:<28}{error}")
             return None
-    _run(engine, case, args, settings, new_tokens=40)  # captures graphs
+    _run(engine, case, args, settings, new_tokens=min(40, args.new_tokens))  # captures graphs
     return _run(engine, case, args, settings, new_tokens=args.new_tokens)
 
 
