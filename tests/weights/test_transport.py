@@ -1,7 +1,14 @@
+import contextlib
+from typing import Any
+
 import pytest
 import torch
+from engine_rig import make_engine
+from queue_link import FakeLink
 
 from millrace.config import load_config
+from millrace.core.spans import Timeline
+from millrace.inference.worker import wire
 from millrace.training.build import build_sender
 from millrace.weights.transport import listening_address, resolve_transport
 
@@ -47,6 +54,36 @@ def test_trainer_on_a_cpu_sends_what_its_engines_compute_in(
     sender = build_sender(config)
     assert sender.dtype is dtype
     sender.close()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "transport"),
+    [
+        ({}, "shm"),
+        ({"engine": {"remote": 1}, "cluster": {"advertise": "127.0.0.1"}}, "collective"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_weights_of_servers_on_gpus_travel_through_host_memory(
+    monkeypatch: pytest.MonkeyPatch, kind: str, hosts: dict[str, Any], transport: str
+):
+    """The GPUs here are only names, so memory on one of them would be an error."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = load_config(
+        {
+            "model": "m",
+            "placement": {"trainer": "cuda:0", "engines": "cuda:1"},
+            **hosts,
+            "engine": {"type": kind, **hosts.get("engine", {})},
+        }
+    )
+    engine = make_engine()
+    link: Any = FakeLink()
+    with contextlib.closing(build_sender(config)) as sender:
+        weights = {name: torch.ones(s) for name, s in engine.parameter_shapes().items()}
+        update = sender.publish(1, weights)
+        assert (update.transport, sender.dtype) == (transport, torch.bfloat16)
+        wire(engine, config, link=link, timeline=Timeline("engine-0"))
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ def load_backend(config: EngineConfig) -> EngineBackend:
 
 
 def check_servers(config: RunConfig) -> None:
-    """Refuse settings that do not fit the servers: their number, key, adapters and KV."""
+    """Refuse settings that do not fit the servers: number, key, transport, adapters and KV."""
     servers = config.engine.attached
     num_engines = config.engine.num_local + config.evaluate.engines
     if servers and (config.engine.remote or len(servers) != num_engines):
@@ -295,6 +295,11 @@ def check_servers(config: RunConfig) -> None:
             " evaluate.engines, and set engine.remote to 0."
         )
     server_secrets(config.engine)
+    if config.engine.has_servers and config.weights.transport == "ipc":
+        raise ConfigError(
+            f"weights.transport = 'ipc' is not possible with engine.type = {config.engine.type!r},"
+            " whose servers read new weights from files; set it to 'auto'."
+        )
     is_merged = config.lora is not None and config.lora.apply == "merged"
     if config.engine.has_servers and is_merged:
         raise ConfigError(

@@ -37,7 +37,7 @@ from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWor
 from millrace.models.devices import resolve_device, resolve_dtype, use_threads
 from millrace.weights.backends import StagingReceiver
 from millrace.weights.probe import check_probe, probe_request
-from millrace.weights.transport import make_receiver
+from millrace.weights.transport import make_receiver, staging_device
 
 # Interval of the coalesced token reports. If an engine dies, its sequences resume elsewhere from
 # the last report. A run that saves tokens more often than this gets reports as often.
@@ -51,7 +51,7 @@ def main(link: Link, name: str) -> None:
 def _start(message: messages.StartEngine, link: Link, timeline: Timeline) -> "EngineWorker":
     config = load_config(message.config)
     use_threads(config.cluster.threads)
-    device = resolve_device(config.placement.engine(0))
+    device = staging_device(config.engine, resolve_device(config.placement.engine(0)))
     if device.index:  # streams, events and Triton kernels use the current device
         torch.cuda.set_device(device)
 
@@ -89,7 +89,7 @@ def wire(
         config.weights.transport,
         expected=engine.parameter_shapes(),
         dtype=resolve_dtype(config.transfer_dtype, device),
-        device=device,
+        device=staging_device(config.engine, device),
         payload=config.weights.payload,
         timeout_s=config.supervision.transfer_timeout_s,
         role=role,

@@ -37,7 +37,12 @@ from millrace.training.trainer import Trainer
 from millrace.weights.backends import PackingSender
 from millrace.weights.gathering import GatheringSender, WeightSender
 from millrace.weights.probe import ProbeReference
-from millrace.weights.transport import listening_address, make_sender, resolve_transport
+from millrace.weights.transport import (
+    listening_address,
+    make_sender,
+    resolve_transport,
+    staging_device,
+)
 
 
 def build_trainer(
@@ -219,9 +224,9 @@ def build_sender(
         name = config.placement.engine(0)
         # A named GPU need not exist here: engines may run on other hosts.
         engine_device = resolve_device(name) if name == "auto" else torch.device(name)
-        is_one_host = not config.spans_hosts
+        staged_on, is_one_host = staging_device(engine, engine_device), not config.spans_hosts
         transport = resolve_transport(
-            weights.transport, device=device, engine_device=engine_device, is_one_host=is_one_host
+            weights.transport, device=device, engine_device=staged_on, is_one_host=is_one_host
         )
         own = cluster.advertise or cluster.address
         return make_sender(
@@ -233,7 +238,7 @@ def build_sender(
             num_engines=engine.num_local + engine.remote,
             num_evaluators=config.evaluate.engines,
             timeout_s=config.supervision.transfer_timeout_s,
-            device=device if engine_device.type == "cuda" else None,
+            device=device if staged_on.type == "cuda" else None,
             reference=reference,
         )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from millrace.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.weights.backends import (
     PackingSender,
@@ -30,10 +31,17 @@ from millrace.weights.transports.memory import (
 from millrace.weights.transports.rendezvous import ENGINE, EVALUATOR
 
 
+def staging_device(engine: EngineConfig, device: torch.device) -> torch.device:
+    """Where an engine that computes on `device` stages new weights. Servers read them from files,
+    and leave no room on their GPUs."""
+    return torch.device("cpu") if engine.has_servers else device
+
+
 def resolve_transport(
     transport: str, *, device: torch.device, engine_device: torch.device, is_one_host: bool
 ) -> str:
-    """What "auto" stands for; other names are returned as they are. `device`: the trainer's."""
+    """What "auto" stands for; other names are returned as they are. `device`: the trainer's;
+    `engine_device`: where engines stage weights."""
     if transport != "auto":
         return transport
     if not is_one_host:
@@ -102,7 +110,7 @@ def make_receiver(
     role: str = ENGINE,
 ) -> StagingReceiver:
     """`expected` and `dtype`: shapes of the model's tensors by name, and the type of its
-    floating-point tensors; other updates are refused. `device`: where the engine computes.
+    floating-point tensors; other updates are refused. `device`: where the engine stages them.
     `role`: receivers of one role get a version together, where it is broadcast."""
     device = device or torch.device("cpu")
     backends: dict[str, Callable[[], RecvBackend]] = {

@@ -169,6 +169,12 @@ def test_merged_adapters_are_refused():
         check_servers(load_config(config))
 
 
+def test_gpu_memory_as_a_transport_to_servers_is_refused():
+    config = {"model": "m", "engine": {"type": "vllm"}, "weights": {"transport": "ipc"}}
+    with pytest.raises(ConfigError, match=r"weights\.transport = 'ipc' is not possible with"):
+        check_servers(load_config(config))
+
+
 def test_each_engine_has_a_server_to_attach_to():
     servers = {"type": "vllm", "count": 2, "options": {"attach": ["http://a", "http://b"]}}
     config = load_config({"model": "m", "engine": servers})
