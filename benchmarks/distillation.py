@@ -194,7 +194,8 @@ class HeldOutExam:
         """Completions of all tasks, including the end token if there is one."""
         batch = self._tokenizer([task["prompt"] for task in self._tasks], padding=True)
         inputs = {name: torch.tensor(batch[name]) for name in ("input_ids", "attention_mask")}
-        generated: Any = model.generate(**inputs, max_new_tokens=10, do_sample=do_sample, top_k=0)
+        generate: Any = model.generate
+        generated = generate(**inputs, max_new_tokens=10, do_sample=do_sample, top_k=0)
         rows = generated[:, inputs["input_ids"].shape[1] :]
         end = self._tokenizer.eos_token_id
         lengths = [(row == end).nonzero()[:1].flatten().tolist() for row in rows]

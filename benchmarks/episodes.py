@@ -130,7 +130,9 @@ async def episode_host(
         Hub(log_dir=folder / "logs", on_event=lambda *_: None, preload=PRELOAD) as hub,
         WorkerPool(hub.launch) as pool,
     ):
-        workers = build_workers(config, None, worker_pool=pool, hub=hub, private=folder)
+        workers = build_workers(
+            config, None, worker_pool=pool, hub=hub, launcher=hub.local, private=folder
+        )
         await workers.start()
         try:
             yield workers.play

@@ -61,7 +61,6 @@ def make_mixture(folder: str, *, num_layers: int = 8, num_experts: int = 32) -> 
         num_hidden_layers=num_layers,
         num_attention_heads=8,
         num_key_value_heads=4,
-        head_dim=32,
         num_experts=num_experts,
         num_experts_per_tok=4,
         moe_intermediate_size=128,

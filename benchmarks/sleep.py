@@ -51,7 +51,7 @@ def main() -> None:
         engine.add_request(Request(id=str(number), prompt=prompt, sampling=sampling, seed=number))
     while engine.stats().generated_tokens < 100 * args.sequences:
         engine.step()
-    cycles = []
+    cycles, kv_bytes = [], 0
     for number in range(4):  # the first allocates the pinned host memory
         free = torch.cuda.mem_get_info(device)[0]
         sleep_s = best_s(engine.sleep, repeats=1, device=device)
