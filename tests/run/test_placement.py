@@ -18,6 +18,7 @@ from millrace.run.placement import (
     check_devices,
     check_memory,
     cluster_lines,
+    engine_index,
     placed,
     placed_processes,
     placement_lines,
@@ -64,6 +65,24 @@ def test_engines_get_every_gpu_that_the_trainer_leaves():
         "engine-0": "cuda:0",  # no GPU is left, so the engines use those of the trainer
         "engine-1": "cuda:1",
     }
+
+
+def test_added_engines_come_after_the_evaluators():
+    config = load_config(
+        {"model": "m", "engine": {"count": 1, "remote": 2}, "evaluate": {"engines": 2}}
+    )
+    names = [*(f"engine-{i}" for i in range(5)), "evaluator-0", "evaluator-1"]
+    found = {name: engine_index(config, name) for name in names}
+    assert [name for name, index in found.items() if index is None] == ["engine-1", "engine-2"]
+    here = {name: index for name, index in found.items() if index is not None}
+    assert sorted(here, key=here.__getitem__) == [
+        "engine-0",
+        "evaluator-0",
+        "evaluator-1",
+        "engine-3",
+        "engine-4",
+    ]
+    assert len({*here.values()}) == len(here)
 
 
 def test_auto_ranks_take_half_of_the_gpus_and_more_if_the_model_needs_them(tmp_path):

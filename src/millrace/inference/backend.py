@@ -294,14 +294,18 @@ def check_servers(config: RunConfig) -> None:
             f" {num_engines + config.engine.remote} engines; list one for each of engine.count and"
             " evaluate.engines, and set engine.remote to 0."
         )
+    if servers and (most := config.engine.max_count or 0) > config.engine.num_local:
+        raise ConfigError(
+            f"engine.max_count = {most} adds engines, and engine.options.attach has no servers for"
+            " them; leave it out."
+        )
     server_secrets(config.engine)
     if config.engine.has_servers and config.weights.transport == "ipc":
         raise ConfigError(
             f"weights.transport = 'ipc' is not possible with engine.type = {config.engine.type!r},"
             " whose servers read new weights from files; set it to 'auto'."
         )
-    is_merged = config.lora is not None and config.lora.apply == "merged"
-    if config.engine.has_servers and is_merged:
+    if config.engine.has_servers and config.lora is not None and config.lora.apply == "merged":
         raise ConfigError(
             f"lora.apply = 'merged' is not possible with engine.type = {config.engine.type!r},"
             " which applies adapters beside the weights; set it to 'auto'."
@@ -317,7 +321,12 @@ def of_engine(config: EngineConfig, index: int) -> EngineConfig:
     """The settings of one of several engines, which has its own server to attach to."""
     if not (servers := config.attached):
         return config
-    own = {**config.options, "attach": [servers[index % len(servers)]]}
+    if index >= len(servers):
+        raise ConfigError(
+            f"Each of the {len(servers)} servers of engine.options.attach has an engine already, so"
+            " none is left for another one; start a run with more of them."
+        )
+    own = {**config.options, "attach": [servers[index]]}
     return config.model_copy(update={"options": own})
 
 

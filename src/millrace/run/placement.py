@@ -233,6 +233,19 @@ def _weight_bytes(path: str, dtype: str) -> int:
     return num_weights(path) * _BYTES.get(dtype, 2)
 
 
+def engine_index(config: RunConfig, name: str) -> int | None:
+    """The number of an engine among all of this host: those that a run starts with, evaluators,
+    then engines that were added. None if another host brings it."""
+    role, _, digits = name.rpartition("-")
+    number, num_local, num_remote = int(digits), config.engine.num_local, config.engine.remote
+    if role == "evaluator":
+        return num_local + number
+    if number < num_local:
+        return number
+    is_added = number >= num_local + num_remote
+    return number - num_remote + config.evaluate.engines if is_added else None
+
+
 def local_devices(config: RunConfig) -> list[str]:
     """The devices of the trainer's ranks and of all engines on this host, one for each process."""
     if not config.cluster.is_local:

@@ -28,6 +28,7 @@ from millrace.inference.pool import EnginePool
 from millrace.inference.remote import EngineReplica
 from millrace.run.cluster import absolute, portable
 from millrace.run.execution.trainer_replica import TrainerReplica
+from millrace.run.placement import engine_index
 from millrace.run.prepare import PreparedRun
 from millrace.training.group import TrainerGroup
 from millrace.weights.broadcaster import VersionBroadcaster
@@ -205,23 +206,17 @@ class RunWorkers:
         config, placement, tp = self._config, self._config.placement, self._config.engine.tp
         if self.prepared.policies and not config.adapter_policies:  # any of their trainers
             return True
-        role, index = self._place(name)
-        if role not in ("engine", "evaluator"):
+        if name.rpartition("-")[0] not in ("engine", "evaluator"):
             return False
-        num_local = config.engine.num_local
-        if role == "engine" and num_local <= index < num_local + config.engine.remote:
+        if (index := engine_index(config, name)) is None:
             return config.trainer.remote > 0  # only its host knows its devices
         ranks = range(config.trainer.num_ranks - config.trainer.remote)
         own = {*placement.engine_devices(index, tp=tp)}
         return not own.isdisjoint(placement.rank(rank) for rank in ranks)
 
-    def _place(self, name: str) -> tuple[str, int]:
-        """The role of an engine, and its number among all engines of this host."""
-        role, _, number = name.rpartition("-")
-        return role, int(number) + (self._config.engine.num_local if role == "evaluator" else 0)
-
     async def _start_local(self, name: str, is_late: bool) -> Worker:
-        role, index = self._place(name)
+        role, index = name.rpartition("-")[0], engine_index(self._config, name)
+        assert index is not None
         engine = of_engine(self._config.engine, index)
         devices = self._config.placement.engine_devices(index, tp=engine.tp)
         config = self._config.updated(engine=engine).placed_on(*devices)

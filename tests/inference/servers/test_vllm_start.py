@@ -182,6 +182,10 @@ def test_each_engine_has_a_server_to_attach_to():
     assert of_engine(config.engine, 1).options["attach"] == ["http://b"]
     with pytest.raises(ConfigError, match="has 2 servers, and the run has 3 engines"):
         check_servers(load_config({"model": "m", "engine": servers, "evaluate": {"engines": 1}}))
+    with pytest.raises(ConfigError, match=r"engine\.max_count = 3 adds engines, and engine"):
+        check_servers(load_config({"model": "m", "engine": {**servers, "max_count": 3}}))
+    with pytest.raises(ConfigError, match=r"Each of the 2 servers .* has an engine already"):
+        of_engine(config.engine, 2)
 
 
 @pytest.mark.parametrize(
