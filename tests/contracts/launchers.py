@@ -18,7 +18,8 @@ from echo_worker import ask
 from hosts import Host
 
 from millrace.cluster.hub import Hub
-from millrace.cluster.launchers.hosts import HostLauncher
+from millrace.cluster.join.registry import JoinedProcess
+from millrace.cluster.launchers.hosts import HostLauncher, JoinLauncher
 from millrace.cluster.launchers.launcher import Launcher, Resources, WorkerSpec
 from millrace.cluster.launchers.ray_cluster import RayLauncher
 from millrace.cluster.messages import GenerateDone
@@ -29,6 +30,8 @@ HEARTBEAT_S = 2.0
 
 class SmallCluster(HostLauncher):
     """A cluster of this machine with two CPUs; a host program is a process of its own."""
+
+    role = ""  # of all host programs; otherwise that of each is the name of its worker
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -56,7 +59,7 @@ class SmallCluster(HostLauncher):
         ticket.write_bytes(msgspec.json.encode(self.ticket))
         folder = self._folder / f"{spec.name}-{len(self._programs)}"
         variables = [f"{name}={value}" for name, value in spec.env.items()]
-        arguments = (ticket, "1", spec.module, spec.name, *variables)
+        arguments = (ticket, "1", spec.module, self.role or spec.name, *variables)
         program = Program(await Host.start(*arguments, folder=folder))
         self._programs.append(program)
         return program
@@ -65,6 +68,17 @@ class SmallCluster(HostLauncher):
         for program in self._programs:
             program.kill()
             await program.host.process.wait()
+
+
+class JoiningHosts(SmallCluster):
+    """`millrace join` with a role, as people or a scheduler start it when the run waits for it."""
+
+    role = "echo"
+
+    async def start(self, spec: WorkerSpec) -> JoinedProcess:
+        await self.start_host(spec)
+        waiting = JoinLauncher(self.registry, role=self.role, timeout_s=self.timeout_s)
+        return await waiting.start(spec)
 
 
 @dataclasses.dataclass(eq=False)
@@ -84,9 +98,12 @@ class Program:
 async def open_launcher(
     kind: str, folder: Path, **settings: float
 ) -> AsyncIterator[tuple[Hub, Launcher]]:
-    launcher = {"cluster": lambda: SmallCluster(folder), "ray": RayLauncher}.get(
-        kind, lambda: None
-    )()
+    launchers = {
+        "cluster": lambda: SmallCluster(folder),
+        "join": lambda: JoiningHosts(folder),
+        "ray": RayLauncher,
+    }
+    launcher = launchers.get(kind, lambda: None)()
     async with contextlib.AsyncExitStack() as stack:
         address = "auto"
         if launcher is not None:

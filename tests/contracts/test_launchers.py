@@ -1,4 +1,5 @@
-"""The launcher of this host, and one that starts host programs as a user's own class may."""
+"""The launchers of this host and of hosts that join, and one that starts host programs, as a user's
+own class may."""
 
 from importlib.util import find_spec
 
@@ -23,6 +24,10 @@ class TestHostLauncher(HostLauncherContract):
         _, launcher = launched
         with pytest.raises(ConfigError, match="1 of 2 CPUs free, not 2 CPUs"):
             await launcher.reserve({"echo-1": Resources(cpus=2)})
+
+
+class TestJoinLauncher(HostLauncherContract):
+    kind = "join"
 
 
 def test_launcher_is_found_by_name(tmp_path):
