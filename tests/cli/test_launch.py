@@ -121,6 +121,25 @@ def test_sbatch_script_has_a_step_for_each_role_and_no_secret(folder):
     assert f"export ticket='{folder}/run.ticket'-" in script
 
 
+@pytest.mark.parametrize(
+    ("arguments", "cpus"),
+    [
+        ([], 3),  # the controller, the trainer and an engine
+        (["--cluster.threads=4", "--evaluate.engines=2"], 17),
+        (["--gpus=8"], 9),
+        (["--nodes=3", "--engine.remote=16"], 8),
+        (["--nodes=3", "--engine.remote=4", "--environment.remote=20"], 12),
+        (["--nodes=2", "--environment.workers=6", "--environment.remote=2"], 9),
+    ],
+)
+def test_each_node_has_cpus_for_all_processes_of_the_fullest(folder, arguments, cpus):
+    script = launch("slurm", "run.toml", *arguments)
+    assert f"#SBATCH --cpus-per-task={cpus}\n" in script
+    chosen = launch("slurm", "run.toml", *arguments, "--", "--cpus-per-task=64")
+    directives = [line for line in chosen.splitlines() if "cpus-per-task" in line]
+    assert directives[-1] == "#SBATCH --cpus-per-task=64", "sbatch takes the last"
+
+
 def test_ranks_on_other_nodes_have_a_step_and_pods_of_their_own(folder):
     given = ("--nodes", "4", "--trainer.ranks", "16", "--trainer.remote", "8", "--gpus", "8")
     given = (*given, "--engine.count", "0", "--engine.remote", "16")

@@ -62,7 +62,7 @@ class Slurm:
         self.folder = folder
         host = socket.gethostname().partition(".")[0]
         nodes = [
-            f"NodeName=node{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2"
+            f"NodeName=node{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=4"
             for i in range(num_nodes)
         ]
         text = CONFIG.format(

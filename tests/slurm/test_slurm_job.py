@@ -51,6 +51,8 @@ def test_job_on_two_nodes_is_signalled_requeued_and_finishes(slurm, tmp_path, mo
     wait_for_step(project, 3)
     (ticket,) = project.glob("run.ticket-*")
     assert ticket.stat().st_mode & 0o777 == 0o600
+    assert slurm.field(job, "CPUs/Task") == "2"  # of the first node, and of the second
+    assert slurm.field(job, "NumCPUs") == "4"
     slurm.run("scancel", "--batch", "--signal=TERM", job)
     wait_until(lambda: slurm.field(job, "Restarts") == "1", what="requeue")
     (saved,) = (project / "run" / "checkpoints").iterdir()

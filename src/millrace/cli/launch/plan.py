@@ -53,6 +53,24 @@ class LaunchPlan:
         """Seconds from SIGTERM to SIGKILL."""
         return math.ceil(self.config.checkpoint.grace_s) + KILL_MARGIN_S
 
+    @property
+    def cpus(self) -> int:
+        """CPUs of the fullest node: `cluster.threads` of each rank and engine, and one each of the
+        controller and of environment workers."""
+        config, threads = self.config, self.config.cluster.threads or 1
+        roles = config.environment.models.values()
+        ranks = config.trainer.num_ranks - config.trainer.remote
+        engines = config.engine.num_local + config.evaluate.engines
+        engines += sum(role.engine.num_local for role in roles)
+        # A number that is "auto" depends on the GPUs of the node, and uses all of them.
+        first = max(ranks + engines, self.gpus.get("controller", 0))
+        environments = [nodes.num_workers for nodes in self.joining if nodes.role == "environments"]
+        others = [nodes.num_workers for nodes in self.joining if nodes.role != "environments"]
+        return max(
+            1 + threads * first + config.environment.workers,
+            threads * max(others, default=0) + sum(environments),
+        )
+
     def train(self, file: str, *more: str) -> str:
         """Arguments of `millrace` for the controller, for a shell; `more` are quoted already."""
         given = [f"--{key} {shlex.quote(value)}" for key, value in self.settings.items()]

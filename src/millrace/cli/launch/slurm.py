@@ -23,6 +23,7 @@ def slurm_script(plan: LaunchPlan, *, options: Sequence[str]) -> str:
         f"--job-name={plan.name}",
         f"--nodes={plan.num_nodes}",
         "--ntasks-per-node=1",
+        f"--cpus-per-task={plan.cpus}",  # SLURM would give a task one
         *([f"--gpus-per-node={max(plan.gpus.values())}"] if plan.gpus else []),
         f"--chdir={shlex.quote(str(Path.cwd()))}",
         f"--output={shlex.quote(f'{run_dir}.slurm-%j.log')}",
