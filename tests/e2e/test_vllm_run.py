@@ -74,6 +74,17 @@ def test_killed_server_is_replaced(model, tmp_path, sections, kind, python):
     assert servers() == []
 
 
+@pytest.mark.parametrize("transport", ["disk", "collective"])
+def test_servers_get_new_weights_over_any_transport(model, tmp_path, transport):
+    """Each step is trained on samples of the version before it."""
+    settings = {"weights": {"transport": transport}, "buffer": {"max_staleness": 0}}
+    train(model, tmp_path / "run", python=write_python(tmp_path), steps=3, **settings)
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(row["step"], row["staleness/max"]) for row in rows] == [(1, 0), (2, 0), (3, 0)]
+    assert max(row["mismatch/logprob"] for row in rows) < 1e-4
+    assert servers() == []
+
+
 def test_swaps_of_an_adapter_are_probed_with_several_ranks(model, tmp_path):
     settings = {
         "lora": {"rank": 4},
