@@ -1,5 +1,6 @@
 """The search of benchmarks/largest_model.py, and the models that it writes."""
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from largest_model import Models, Search  # noqa: E402
+from largest_model import Models, Search, attempt  # noqa: E402
 
 from millrace.bench.workloads import shape_named  # noqa: E402
 from millrace.models.directory import num_weights  # noqa: E402
@@ -39,3 +40,14 @@ def test_models_of_several_sizes_share_the_files_of_their_layers(is_tied: bool, 
         assert num_weights(str(folder)) == models.num_parameters(layers)
     first = (tmp_path / f"model-{layers}" / "layer-1.safetensors" for layers in (2, 3))
     assert len({file.stat().st_ino for file in first}) == 1
+
+
+@pytest.mark.slow
+def test_an_attempt_is_a_run_of_its_own_whose_steps_and_errors_are_seen(tmp_path: Path):
+    models = Models(shape_named("tiny"), tmp_path)
+    search, wrong = Search("sleep", first=2), Search("take_turns", first=1)
+    sizes = {"kv_gib": 0.01, "max_new_tokens": 4}
+    attempt(search, models, argparse.Namespace(max_context=64, **sizes), limit_s=100)
+    assert (search.trained, search.failed, search.is_over) == (2, None, False)
+    attempt(wrong, models, argparse.Namespace(max_context=2, **sizes), limit_s=100)
+    assert (wrong.trained, wrong.failed, wrong.is_over) == (None, None, True)
