@@ -5,7 +5,14 @@ import socket
 import pytest
 
 from millrace.core.errors import ConfigError
-from millrace.run.scaling import CONTROL, ask, change, follow_load, scaling_server
+from millrace.run.scaling import (
+    CONTROL,
+    RETRY_WINDOWS,
+    ask,
+    change,
+    follow_load,
+    scaling_server,
+)
 
 
 class FakeWorkers:
@@ -136,11 +143,14 @@ async def test_autoscaling_stays_between_its_limits():
     ]
 
 
-async def test_autoscaling_without_room_reports_it_once():
-    counts, reports = await scaled(FakeWorkers(room=2), ["trainer waits"] * 4)
-    assert counts == [2, 2, 2, 2]
+async def test_autoscaling_without_room_reports_it_and_tries_again_much_later():
+    loads = ["trainer waits"] * (2 + RETRY_WINDOWS)
+    counts, reports = await scaled(FakeWorkers(room=2), loads[:-2])
+    assert {*counts} == {2}
     assert "No engine could be added, so 2 remain: Ray has 0 of 2 CPUs free." in reports
     assert len(reports) == 3
+    _, reports = await scaled(FakeWorkers(room=2), loads)
+    assert len(reports) == 5
 
 
 async def test_autoscaling_keeps_as_many_engines_as_the_run_started_with():

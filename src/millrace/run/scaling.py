@@ -8,8 +8,8 @@ most one reply.
 With engine.max_count, the run adds engines while the trainer waits for batches, and removes them
 while batches wait for it. Promise: it removes only engines that it added, none below the number
 that the run started with, and adds none above engine.max_count. Every change is reported with its
-reason. An engine that cannot be added ends the growth, not the run. Both run on the controller's
-event loop.
+reason. If an engine cannot be added, the run continues, and tries again ten minutes later. Both run
+on the controller's event loop.
 """
 
 import asyncio
@@ -35,6 +35,7 @@ Load = Literal["trainer waits", "batches wait", "balanced"]
 SAMPLE_S = 0.25
 WINDOW_S = 30.0  # between two decisions; an engine needs some of it to start
 WAITING_SHARE = 0.3  # of the window in which the trainer waits, for one more engine
+RETRY_WINDOWS = 20  # until an addition that failed is tried again
 SURPLUS_SHARE = 0.9  # of the window in which a whole batch waits, for one engine fewer
 
 
@@ -155,21 +156,22 @@ async def follow_load(
     window_s: float = WINDOW_S,
 ) -> None:
     added: list[str] = []
+    resting = 0  # windows in which no engine is added
     while True:
         window: list[Load] = []
         for _ in range(max(1, round(window_s / SAMPLE_S))):
             await asyncio.sleep(min(SAMPLE_S, window_s))
             window.append(load())
-        wanted, names = change(window), workers.engine_names
+        wanted, names, resting = change(window), workers.engine_names, resting - 1
         added = [name for name in added if name in names]  # `millrace engines` may remove some
-        if wanted > 0 and len(names) < max_engines:
+        if wanted > 0 and len(names) < max_engines and resting <= 0:
             share = window.count("trainer waits") / len(window)
             report(f"The trainer waited for {share:.0%} of {window_s:g} s: adding an engine.")
             try:
                 added.append(await workers.add_engine())
             except (MillraceError, OSError) as error:
-                max_engines = len(workers.engine_names)
-                report(f"No engine could be added, so {max_engines} remain: {error}")
+                resting = RETRY_WINDOWS
+                report(f"No engine could be added, so {len(names)} remain: {error}")
         elif wanted < 0 and added and len(names) > min_engines:
             report(f"Whole batches waited for the trainer: removing {added[-1]}.")
             await workers.remove_engine(added.pop())
