@@ -29,9 +29,9 @@ from millrace.inference.backend import (
     EngineSpec,
     FinishedCompletions,
     HasPolicies,
-    check_request,
     load_backend,
 )
+from millrace.inference.capabilities import check_request
 from millrace.inference.interrupt import WeightInterrupt
 from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWorker
 from millrace.models.devices import resolve_device, resolve_dtype, use_threads

@@ -23,6 +23,7 @@ from millrace.environments.branching import Recipe
 from millrace.environments.function_environment import EnvironmentFunction
 from millrace.environments.rollouts.renderer import Renderer, RoleModel
 from millrace.inference import backend
+from millrace.inference.capabilities import check_capabilities, seed_warnings
 from millrace.journal import JournalHistory
 from millrace.models import directory
 from millrace.run import checks, placement
@@ -160,7 +161,7 @@ def prepare(
     shaping = _shaping(config, scorers=[spec.name for spec in specs])
     checks.check_trackers(config)
     recipe = resolve_recipe(config, specs)
-    backend.load_backend(config.engine)  # raises ConfigError for one that does not exist
+    backend.load_backends(config)  # raises ConfigError for one that does not exist
     # Files of the model are read from here on, which imports torch.
     tokenizer, max_context = read_model(config.model, wanted=config.engine.max_context)
     given, (config, processes, devices) = config, place(config, specs, trains=trains)
@@ -249,8 +250,8 @@ def place(
 
 
 def check_files(config: RunConfig) -> tuple[str, ...]:
-    """Check adapters, and what mesh and engine backend must offer for this model; returns warnings
-    about the backend."""
+    """Check adapters, and what mesh and engine backends must offer for this model; returns warnings
+    about the backend of the policy."""
     if config.lora is not None:
         from millrace.models.lora.factors import require_peft
 
@@ -268,9 +269,11 @@ def check_files(config: RunConfig) -> tuple[str, ...]:
     found = directory.text_config(model.path, trust_remote_code=model.trust_remote_code)
     check_model_mesh(config.trainer.mesh_sizes, found, path=model.path)
     backend.check_servers(config)
-    capabilities = backend.load_backend(config.engine).capabilities
-    backend.check_capabilities(config, capabilities, has_experts=directory.num_experts(found) > 0)
-    return backend.seed_warnings(config.engine, capabilities)
+    offered = {name: own.capabilities for name, own in backend.load_backends(config).items()}
+    has_experts = directory.num_experts(found) > 0
+    for section, capabilities in offered.items():
+        check_capabilities(config, capabilities, section=section, has_experts=has_experts)
+    return seed_warnings(config.engine, offered["engine"])
 
 
 def _shaping(config: RunConfig, *, scorers: Sequence[str]) -> Shaping:
