@@ -12,7 +12,7 @@ from typing import Any
 
 from millrace.cluster.launchers.launcher import HostDevice
 from millrace.cluster.process import available_cores
-from millrace.config import ModelConfig, RunConfig
+from millrace.config import ALL_LINEAR, ModelConfig, RunConfig
 from millrace.config.training import ADAMW_8BIT
 from millrace.controller.orders import check_room
 from millrace.core.errors import ConfigError
@@ -159,7 +159,7 @@ def prepare(
     check_policies(config, specs, has_roles=function is not None, trains=trains)
     advantages = build_advantages(config.scoring.advantages)
     shaping = _shaping(config, scorers=[spec.name for spec in specs])
-    checks.check_trackers(config)
+    checks.check_plugins(config)
     recipe = resolve_recipe(config, specs)
     backend.load_backends(config)  # raises ConfigError for one that does not exist
     # Files of the model are read from here on, which imports torch.
@@ -252,10 +252,16 @@ def place(
 def check_files(config: RunConfig) -> tuple[str, ...]:
     """Check adapters, and what mesh and engine backends must offer for this model; returns warnings
     about the backend of the policy."""
+    model = config.model
     if config.lora is not None:
-        from millrace.models.lora.factors import require_peft
+        from millrace.models.lora.factors import adapted_layers, require_peft
 
         require_peft()
+        if config.lora.target_modules != (ALL_LINEAR,):
+            from millrace.models.loading import empty_model
+
+            empty = empty_model(model.path, trust_remote_code=model.trust_remote_code)
+            adapted_layers(empty, config.lora)  # raises ConfigError for layers that it lacks
     if config.optimizer.type == ADAMW_8BIT:
         from millrace.training.optimizer import require_torchao
 
@@ -265,7 +271,6 @@ def check_files(config: RunConfig) -> tuple[str, ...]:
 
         for name, folder in config.engine.adapters.items():
             check_resident(name, Path(folder))
-    model = config.model
     found = directory.text_config(model.path, trust_remote_code=model.trust_remote_code)
     check_model_mesh(config.trainer.mesh_sizes, found, path=model.path)
     backend.check_servers(config)
