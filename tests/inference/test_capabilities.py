@@ -44,6 +44,16 @@ def test_basic_settings_need_no_capability():
             "environment.recipe.by = 'entropy'",
             Capability.SCORING,
         ),
+        (
+            {"weights": {"interrupt": "drain", "probe": True}},
+            "weights.probe = true",
+            Capability.SCORING,
+        ),
+        (
+            {"cluster": {"share_gpu": "sleep"}},
+            "cluster.share_gpu = 'sleep'",
+            Capability.SLEEP,
+        ),
         ({"lora": {}}, "[lora]", Capability.LORA),
         ({"engine": {"adapters": {"judge": "folder"}}}, "engine.adapters", Capability.ADAPTERS),
         ({}, "trainer.replay_routes = true", Capability.ROUTES),
