@@ -64,16 +64,6 @@ class EngineStats:
     accepted_tokens: int = 0  # of these, the tokens that were drawn
 
 
-@runtime_checkable
-class HasPolicies(Protocol):
-    """An EngineCore that may serve adapters of several policies."""
-
-    def version_of(self, policy: str) -> int | None: ...
-
-    def unchanged(self, *, version: int, policy: str) -> Any:
-        """What prepare() returns, for a version with the weights that the engine has."""
-
-
 class EngineCore(Protocol):
     """A synchronous engine inside its worker process. One thread calls all methods except
     prepare(), which a staging thread may call at the same time. Weights change only in commit(),
@@ -161,6 +151,36 @@ class EngineCore(Protocol):
 
     def wake(self) -> None:
         """Undo sleep()."""
+
+
+@runtime_checkable
+class HasPolicies(Protocol):
+    """An EngineCore that may serve adapters of several policies."""
+
+    def version_of(self, policy: str) -> int | None: ...
+
+    def prepare(self, tensors: Mapping[str, Any], *, version: int, policy: str = ...) -> Any:
+        """EngineCore.prepare() for one of the policies."""
+
+    def unchanged(self, *, version: int, policy: str) -> Any:
+        """What prepare() returns, for a version with the weights that the engine has."""
+
+
+class AdapterLoader(Protocol):
+    """The adapters of an engine that can be replaced, by name."""
+
+    def load(self, name: str, folder: Path) -> None:
+        """Replace an adapter, which no running request uses, by that of a PEFT folder."""
+
+
+@runtime_checkable
+class HasAdapters(Protocol):
+    """An EngineCore that may serve adapters besides those of policies."""
+
+    @property
+    def bank(self) -> AdapterLoader | None:
+        """None if the engine was started without adapters."""
+        ...
 
 
 class EngineBackend(Protocol):
