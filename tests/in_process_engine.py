@@ -15,8 +15,8 @@ from millrace.inference.backend import (
     EngineCore,
     EngineSpec,
     FinishedCompletions,
-    check_request,
 )
+from millrace.inference.capabilities import check_request
 from millrace.inference.interrupt import WeightInterrupt
 from millrace.weights.backends import StagingReceiver
 from millrace.weights.transport import make_receiver

@@ -348,7 +348,15 @@ BAD_RUNS = {
     "recipe": ({"environment": {"recipe": "pivt"}}, "did you mean 'pivot'?"),
     "tracker": ({"tracker": ["tensorbord"]}, "did you mean 'tensorboard'?"),
     "optimizer": ({"optimizer": {"type": "adam"}}, "did you mean 'adamw'?"),
+    "optimizer class": (
+        {"optimizer": {"type": "no.mod:Opt"}},
+        "optimizer.type = 'no.mod:Opt': No module named 'no.mod'; is it installed",
+    ),
     "engine": ({"engine": {"type": "embeded"}}, "'engine.type' = 'embeded' is not known; did you"),
+    "engine of a role": (
+        {"environment": {"models": {"judge": {"path": "folder/model", "type": "embeded"}}}},
+        "'environment.models.judge.type' = 'embeded' is not known; did you mean 'embedded'?",
+    ),
     "engine option": ({"engine": {"options": {"compil": True}}}, "did you mean 'compile'?"),
     "tasks": ({"tasks": {"path": "nowhere.jsonl"}}, "nowhere.jsonl"),
     "model": ({"model": "folder/modle"}, "did you mean 'folder/model'?"),

@@ -17,14 +17,32 @@ from millrace.config import (
     parse_overrides,
 )
 from millrace.config.loading import MOVED, section_of
+from millrace.controller.orders import ORDERS
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import build_plugin, load_reference
+from millrace.environments.branching import RECIPES
 from millrace.inference.backend import EmbeddedBackend
 from millrace.run.checks import check_roles, check_settings
 from millrace.run.placement import local_devices
-from millrace.scoring.advantages import GaeAdvantages
+from millrace.scoring.advantages import ADVANTAGES, GaeAdvantages
+from millrace.scoring.pool import SCORER_TYPES
+from millrace.scoring.shaping import FILTERS, PENALTIES, SELECTIONS
+from millrace.scoring.verifiers import VERIFIERS
+from millrace.tasks.loading import GENERATORS
 
-OLD_SETTINGS = Path(__file__).with_name("documented_settings.txt")  # of all versions until now
+# Settings of all versions until now. Keys of plug-ins have their type: scorers[judge].url.
+OLD_SETTINGS = Path(__file__).with_name("documented_settings.txt").read_text().split()
+OLD_PLUGIN_KEYS = [name for name in OLD_SETTINGS if re.search(r"\[\w+\]", name)]
+PLUGINS = {
+    "buffer.order": ORDERS,
+    "environment.recipe": RECIPES,
+    "rollout.filter": FILTERS,
+    "rollout.selection": SELECTIONS,
+    "scorers": {**VERIFIERS, **SCORER_TYPES},
+    "scoring.advantages": ADVANTAGES,
+    "scoring.penalty": PENALTIES,
+    "tasks.generator": GENERATORS,
+}
 REQUIRED = {
     "environment.models.NAME": {"path": "m"},
     "model": {"path": "m"},
@@ -84,7 +102,7 @@ def is_setting(name: str) -> bool:
     return key in section_of(name.split(".")).model_fields
 
 
-@pytest.mark.parametrize("name", OLD_SETTINGS.read_text().split())
+@pytest.mark.parametrize("name", [name for name in OLD_SETTINGS if name not in OLD_PLUGIN_KEYS])
 def test_every_setting_that_was_ever_documented_is_known_moved_or_removed_for_a_reason(name):
     *tables, key = name.split(".")
     table: Any = {**REQUIRED.get(".".join(tables), {}), key: 1}
@@ -97,6 +115,15 @@ def test_every_setting_that_was_ever_documented_is_known_moved_or_removed_for_a_
     removed = r"Setting '[\w.*]+' was removed: [\w ,.']+\.$"
     assert not found or moved or any(re.match(kind, found) for kind in (known, named, removed))
     assert moved is None or is_setting(moved[1])
+
+
+@pytest.mark.parametrize("name", OLD_PLUGIN_KEYS)
+def test_every_key_of_a_plugin_that_was_ever_documented_is_known_or_moved(name):
+    section, kind, key = re.fullmatch(r"([\w.]+)\[(\w+)\]\.(\w+)", name).groups()
+    if key not in {field.name for field in fields(PLUGINS[section][kind])}:
+        moved = re.match(r"Setting .* is now '(.*)'; see", refusal({section: {key: 1}}))
+        assert moved is not None
+        assert is_setting(moved[1])
 
 
 def refusal(table: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from minimal_backend import MinimalBackend
 from millrace.config import EngineConfig
 from millrace.core.errors import TaskError
 from millrace.core.protocols import Engine
+from millrace.core.records import Sampling
 from millrace.inference.backend import EngineSpec
 
 
@@ -34,6 +35,16 @@ class TestMinimalEngine(EngineContract):
         [
             ({"partial": make_completion("ab")}, "resuming partial completions"),
             ({"adapter": "judge"}, "named LoRA adapters per request"),
+            ({"sampling": Sampling(grammar='root ::= "a"')}, "grammar-constrained sampling"),
+            *(
+                ({"sampling": Sampling(**changed)}, "penalties, logit biases and top logprobs")
+                for changed in (
+                    {"presence_penalty": 0.5},
+                    {"frequency_penalty": 0.5},
+                    {"logit_bias": ((3, 1.0),)},
+                    {"top_logprobs": 2},
+                )
+            ),
         ],
     )
     async def test_request_that_needs_a_missing_capability_is_refused(

@@ -206,6 +206,7 @@ def test_unsupported_settings_are_refused_before_the_run(tmp_path):
         ({"critic": {}}, r"\[critic\]"),
         ({"environment": {}, "scorers": length}, "roles of an environment.function"),
         ({"policies": {"a": {"optimizer": {"learning_rat": 1.0}}}}, "did you mean 'learning_rate'"),
+        ({"policies": {"a": {"optimizer": {"type": "x.y:Z"}}}}, "policies.a.optimizer.type = 'x.y"),
         ({"policies": {"a": {"los": "grpo"}}}, "did you mean 'loss'"),
         ({"policies": {"a": {}, "b": {"model": str(tmp_path / "absent/b")}}}, "does not exist"),
         ({"policies": {"a": {"lags": [2]}}}, r"policies.a.lags = \[2\], but only adapters"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import psutil
@@ -9,10 +10,12 @@ import pytest
 from tiny_model import ALPHABET, make_tiny_model
 
 import millrace as mr
+from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.environments.function_environment import rerun
 from millrace.environments.replay.recordings import read_recordings
 from millrace.models.directory import load_tokenizer
+from millrace.run.prepare import PreparedRun, prepare
 
 JUDGE_ALPHABET = "klmnopqrstuvwxyz"  # disjoint from the policy's
 
@@ -92,6 +95,49 @@ def test_killed_process_of_another_model_is_replaced(tmp_path):
     assert result.episodes == 2 * 2 * 4
     summary = json.loads((result.run_dir / "summary.json").read_text())
     assert summary["restarts"] == {"model-judge-0": 1}
+
+
+def prepared(folder: Path, engine: dict, **further) -> PreparedRun:
+    """A run with these engine settings of the judge, as it is before its start."""
+    settings = settings_of(folder) | further
+    tasks, environment = settings.pop("tasks"), settings["environment"].pop("function")
+    settings["environment"]["models"]["judge"] |= engine
+    return prepare(load_config(settings), tasks=tasks, environment=environment)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"type": "embeded"}, "judge.type' = 'embeded' is not known; did you mean 'embedded'?"),
+        ({"options": {"compil": True}}, "setting 'environment.models.judge.options.compil' of"),
+        ({"tp": 2}, "judge.tp' = 2: the embedded engine computes on one GPU; set it to 1, or envi"),
+        (
+            {"type": "vllm", "options": {"attach": ["http://a", "http://b"]}},
+            "judge.options.attach has 2 servers, and the run has 1 engines of [environment.models",
+        ),
+        (
+            {"type": "vllm", "options": {"attach": ["http://a"], "api_key": "env:NO_SUCH_KEY"}},
+            "environment.models.judge.options.api_key needs the environment variable 'NO_SUCH_KEY'",
+        ),
+        (
+            {"type": "minimal_backend:MinimalBackend"},
+            "journal.partial_every_s = 5 needs resuming partial completions, which"
+            " environment.models.judge.type = 'minimal_backend:MinimalBackend' does not offer; set",
+        ),
+    ],
+)
+def test_invalid_engine_of_a_model_is_refused_with_its_section(tmp_path, engine, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        prepared(tmp_path, engine)
+
+
+def test_model_may_have_a_minimal_engine_if_the_journal_records_no_partial_completions(tmp_path):
+    run = prepared(
+        tmp_path,
+        {"type": "minimal_backend:MinimalBackend"},
+        journal={"partial_every_s": 0},
+    )
+    assert run.models.keys() == {"judge"}
 
 
 def test_invalid_models_are_reported_before_the_run(tmp_path):

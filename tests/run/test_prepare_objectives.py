@@ -92,6 +92,18 @@ def test_explicit_advantages_override_those_of_the_recipe(model):
             "rollout.filter 'zero_variance' drops groups that all failed or all succeeded, from"
             " which a critic learns; remove the filter or [critic]",
         ),
+        (
+            {"optimizer": {"type": "torch.optim:SDG"}},
+            "optimizer.type = 'torch.optim:SDG': 'torch.optim' has no 'SDG'; check the name after",
+        ),
+        (
+            {"optimizer": {"type": "torch.optim:SGD", "momentun": 0.9}},
+            "Section 'optimizer' does not fit 'torch.optim:SGD': got an unexpected keyword arg",
+        ),
+        (
+            {"lora": {"target_modules": ["q_proj", "qproj"]}},
+            "lora.target_modules has 'qproj', which is not an adaptable layer; this model has",
+        ),
         ({"critic": {"path": "/nowhere/at/all"}}, "does not exist; check critic.path"),
         (
             {"critic": {}, "scoring": {"advantages": {"type": "gae", "gamma": 0.0}}},

@@ -44,6 +44,7 @@ MOVED = {  # keys of earlier versions and what they are called now; * stands for
     "placement.evaluators": "placement.engines",
     "placement.scorers": "placement.models",
     "scorer": "scorers",
+    "scorers.device": "placement.models",
     "tasks.shuffle": "tasks.order",
     "trainer.device": "placement.trainer",
     "trainer.min_learning_rate_share": "optimizer.min_lr_ratio",

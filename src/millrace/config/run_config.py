@@ -281,6 +281,12 @@ class RunConfig(Section):
         return self.engine.remote + self.trainer.remote > 0 or not self.cluster.is_local
 
     @property
+    def engine_sections(self) -> dict[str, generation.EngineConfig]:
+        """The settings of the policy's engines and of those of other models, by their section."""
+        models = self.environment.models.items()
+        return {"engine": self.engine} | {f"environment.models.{k}": v.engine for k, v in models}
+
+    @property
     def adapter_policies(self) -> tuple[str, ...]:
         """Policies besides the first that are adapters of the run's model: they share its trainer
         and engines."""

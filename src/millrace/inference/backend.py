@@ -1,26 +1,22 @@
 """Engine backends: the plug-ins behind `[engine] type`.
 
 A backend states its capabilities and loads an EngineCore inside an engine's worker process. The
-worker, the pool and the controller are the same for every backend.
-
-Promise: a run whose settings need a capability that the backend lacks is refused before any worker
-starts. Torch-free: a backend imports its libraries in load().
+worker, the pool and the controller are the same for every backend. capabilities.py refuses what a
+backend does not offer. Torch-free: a backend imports its libraries in load().
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from millrace.config import EngineConfig, LoraConfig, RunConfig
 from millrace.config.section import PositiveInt
-from millrace.core.errors import ConfigError, TaskError, suggestion
+from millrace.core.errors import ConfigError, suggestion
 from millrace.core.plugins import build_plugin, plugin
 from millrace.core.protocols import Capability
 from millrace.core.records import Completion, CompletionChunk, Request, ScoreRequest, TokenLogprobs
 from millrace.core.secrets import VARIABLE, Secrets
-
-INTERRUPTS_WITHIN_COMPLETIONS = ("swap", "abort", "save")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,16 +62,6 @@ class EngineStats:
     preemptions: int = 0
     drafted_tokens: int = 0  # computed by speculation
     accepted_tokens: int = 0  # of these, the tokens that were drawn
-
-
-@runtime_checkable
-class HasPolicies(Protocol):
-    """An EngineCore that may serve adapters of several policies."""
-
-    def version_of(self, policy: str) -> int | None: ...
-
-    def unchanged(self, *, version: int, policy: str) -> Any:
-        """What prepare() returns, for a version with the weights that the engine has."""
 
 
 class EngineCore(Protocol):
@@ -165,6 +151,36 @@ class EngineCore(Protocol):
 
     def wake(self) -> None:
         """Undo sleep()."""
+
+
+@runtime_checkable
+class HasPolicies(Protocol):
+    """An EngineCore that may serve adapters of several policies."""
+
+    def version_of(self, policy: str) -> int | None: ...
+
+    def prepare(self, tensors: Mapping[str, Any], *, version: int, policy: str = ...) -> Any:
+        """EngineCore.prepare() for one of the policies."""
+
+    def unchanged(self, *, version: int, policy: str) -> Any:
+        """What prepare() returns, for a version with the weights that the engine has."""
+
+
+class AdapterLoader(Protocol):
+    """The adapters of an engine that can be replaced, by name."""
+
+    def load(self, name: str, folder: Path) -> None:
+        """Replace an adapter, which no running request uses, by that of a PEFT folder."""
+
+
+@runtime_checkable
+class HasAdapters(Protocol):
+    """An EngineCore that may serve adapters besides those of policies."""
+
+    @property
+    def bank(self) -> AdapterLoader | None:
+        """None if the engine was started without adapters."""
+        ...
 
 
 class EngineBackend(Protocol):
@@ -270,36 +286,45 @@ BACKENDS: dict[str, type] = {
 }
 
 
-def load_backend(config: EngineConfig) -> EngineBackend:
-    """The backend that engine.type names: a built-in, or "package.module:Class"."""
+def load_backend(config: EngineConfig, *, section: str = "engine") -> EngineBackend:
+    """The backend that the type in this section names: a built-in, or "package.module:Class"."""
     if config.type not in BACKENDS and ":" not in config.type:
         hint = suggestion(config.type, BACKENDS, otherwise="built in")
-        raise ConfigError(f"Setting 'engine.type' = {config.type!r} is not known; {hint}")
+        raise ConfigError(f"Setting '{section}.type' = {config.type!r} is not known; {hint}")
     if config.tp > 1 and config.type == "embedded":
         raise ConfigError(
-            f"Setting 'engine.tp' = {config.tp}: the embedded engine computes on one GPU; set it to"
-            " 1, or engine.type to 'vllm'."
+            f"Setting '{section}.tp' = {config.tp}: the embedded engine computes on one GPU; set it"
+            f" to 1, or {section}.type to 'vllm'."
         )
-    options, section = {**config.options, "type": config.type}, "engine.options"
+    options, section = {**config.options, "type": config.type}, f"{section}.options"
     return build_plugin(options, builtins=BACKENDS, default="embedded", section=section)
+
+
+def load_backends(config: RunConfig) -> dict[str, EngineBackend]:
+    """The backends of the policy's engines and of those of other models, by their section."""
+    sections = config.engine_sections.items()
+    return {section: load_backend(engine, section=section) for section, engine in sections}
 
 
 def check_servers(config: RunConfig) -> None:
     """Refuse settings that do not fit the servers: number, key, transport, adapters and KV."""
-    servers = config.engine.attached
-    num_engines = config.engine.num_local + config.evaluate.engines
-    if servers and (config.engine.remote or len(servers) != num_engines):
-        raise ConfigError(
-            f"engine.options.attach has {len(servers)} servers, and the run has"
-            f" {num_engines + config.engine.remote} engines; list one for each of engine.count and"
-            " evaluate.engines, and set engine.remote to 0."
-        )
-    if servers and (most := config.engine.max_count or 0) > config.engine.num_local:
-        raise ConfigError(
-            f"engine.max_count = {most} adds engines, and engine.options.attach has no servers for"
-            " them; leave it out."
-        )
-    server_secrets(config.engine)
+    for section, engine in config.engine_sections.items():
+        servers, num_engines = engine.attached, engine.num_local + engine.remote
+        remedy = f"list one for each of {section}.count"
+        if section == "engine":
+            num_engines += config.evaluate.engines
+            remedy += " and evaluate.engines, and set engine.remote to 0"
+        if servers and (engine.remote or len(servers) != num_engines):
+            raise ConfigError(
+                f"{section}.options.attach has {len(servers)} servers, and the run has"
+                f" {num_engines} engines of [{section}]; {remedy}."
+            )
+        if servers and (most := engine.max_count or 0) > engine.num_local:
+            raise ConfigError(
+                f"{section}.max_count = {most} adds engines, and {section}.options.attach has no"
+                " servers for them; leave it out."
+            )
+        server_secrets(engine, section=section)
     if config.engine.has_servers and config.weights.transport == "ipc":
         raise ConfigError(
             f"weights.transport = 'ipc' is not possible with engine.type = {config.engine.type!r},"
@@ -330,83 +355,9 @@ def of_engine(config: EngineConfig, index: int) -> EngineConfig:
     return config.model_copy(update={"options": own})
 
 
-def server_secrets(config: EngineConfig) -> dict[str, str]:
+def server_secrets(config: EngineConfig, *, section: str = "engine") -> dict[str, str]:
     """The variable that holds the key of servers to attach to: the only secret of engines."""
     key = config.options.get("api_key")
     if not isinstance(key, str) or (found := VARIABLE.fullmatch(key)) is None:
         return {}
-    return {found[1]: Secrets({"key": key}, owner="engine.options.api_key").filled(key)}
-
-
-def check_capabilities(
-    config: RunConfig, capabilities: frozenset[Capability], *, has_experts: bool
-) -> None:
-    """Refuse settings that need what the backend of engine.type lacks."""
-    for setting, capability, remedy in _needs(config, has_experts=has_experts):
-        if capability not in capabilities:
-            raise ConfigError(
-                f"{setting} needs {capability.value}, which engine.type = {config.engine.type!r}"
-                f" does not offer; {remedy}, or choose another engine.type."
-            )
-
-
-def _needs(config: RunConfig, *, has_experts: bool) -> Iterator[tuple[str, Capability, str]]:
-    """Each setting that needs a capability, and the remedy if that is missing."""
-    sampling, interrupt = config.sampling, config.weights.interrupt
-    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-        value = getattr(sampling, name)
-        if sampling.temperature > 0 and value != off:
-            yield f"sampling.{name} = {value:g}", Capability.KEPT_IDS, f"set it to {off:g}"
-    if config.trainer.replay_routes and has_experts:
-        setting = "trainer.replay_routes = true with a mixture of experts"
-        yield setting, Capability.ROUTES, "set it to false"
-    if interrupt == "barrier":  # which promises runs that can be repeated
-        yield "weights.interrupt = 'barrier'", Capability.REPRODUCIBLE, "set it to 'drain'"
-    if interrupt in INTERRUPTS_WITHIN_COMPLETIONS:
-        setting = f"weights.interrupt = {interrupt!r}"
-        remedy = "set it to 'drain'"
-        yield setting, Capability.TOKEN_VERSIONS, remedy
-        if interrupt == "abort":
-            yield setting, Capability.PARTIALS, remedy
-    if config.journal.is_on and config.journal.partial_every_s > 0 and interrupt != "barrier":
-        setting = f"journal.partial_every_s = {config.journal.partial_every_s:g}"
-        yield setting, Capability.PARTIALS, "set it to 0"
-    if (recipe := config.environment.recipe) is not None:
-        kind, by = recipe.get("type"), "environment.recipe.by = 'entropy'"
-        yield f"environment.recipe = {kind!r}", Capability.PARTIALS, "leave it out"
-        if kind == "pivot" and recipe.get("by") == "entropy":
-            yield by, Capability.SCORING, "set it to 'surprisal'"
-    if config.weights.probe and not config.engine.has_servers:  # which score at temperature 1
-        yield "weights.probe = true", Capability.SCORING, "set it to false"
-    if config.cluster.share_gpu == "sleep":
-        yield "cluster.share_gpu = 'sleep'", Capability.SLEEP, "set it to 'take_turns'"
-    if config.lora is not None:
-        yield "[lora]", Capability.LORA, "leave it out"
-    if config.engine.adapters:
-        yield "engine.adapters", Capability.ADAPTERS, "leave them out"
-
-
-def check_request(request: Request, capabilities: frozenset[Capability]) -> None:
-    """Refuse a request that needs what the engine's backend lacks."""
-    wanted = {
-        Capability.PARTIALS: request.partial is not None,
-        Capability.GRAMMARS: request.sampling.grammar is not None,
-        Capability.ADAPTERS: request.adapter is not None,
-        Capability.LOGITS: request.sampling.adjusts_logits or request.sampling.top_logprobs > 0,
-    }
-    for capability, is_wanted in wanted.items():
-        if is_wanted and capability not in capabilities:
-            raise TaskError(
-                f"Request {request.id!r} needs {capability.value}, which this engine's backend does"
-                " not offer; choose another engine.type."
-            )
-
-
-def seed_warnings(config: EngineConfig, capabilities: frozenset[Capability]) -> tuple[str, ...]:
-    """A warning if sampling does not depend on the seed of the run."""
-    if Capability.SEEDS in capabilities:
-        return ()
-    return (
-        f"engine.type = {config.type!r} does not offer {Capability.SEEDS.value}: a repeated run"
-        " samples other tokens.",
-    )
+    return {found[1]: Secrets({"key": key}, owner=f"{section}.options.api_key").filled(key)}

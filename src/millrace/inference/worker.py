@@ -28,10 +28,11 @@ from millrace.inference.backend import (
     EngineCore,
     EngineSpec,
     FinishedCompletions,
+    HasAdapters,
     HasPolicies,
-    check_request,
     load_backend,
 )
+from millrace.inference.capabilities import check_request
 from millrace.inference.interrupt import WeightInterrupt
 from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWorker
 from millrace.models.devices import resolve_device, resolve_dtype, use_threads
@@ -134,6 +135,7 @@ class EngineWorker(ModelWorker):
         super().__init__(link, timeline=timeline)
         self._arrived: deque[WorkerCall] = deque()  # during a step, not yet handled
         self._engine = engine
+        self._policies: HasPolicies | None = engine if isinstance(engine, HasPolicies) else None
         self._capabilities = capabilities
         self._interrupt = WeightInterrupt(interrupt, engine)
         self._receivers = {DEFAULT_POLICY: receiver, **(receivers or {})}
@@ -224,7 +226,6 @@ class EngineWorker(ModelWorker):
         return "no weights" if self._engine.version is None else "no work"
 
     def _handle(self, call: WorkerCall) -> None:
-        bank: Any = getattr(self._engine, "bank", None)  # of adapters that can be replaced
         match call.message:
             case messages.Generate(request=request, stream=stream):
                 try:
@@ -244,6 +245,7 @@ class EngineWorker(ModelWorker):
                 call.reply()
             case messages.LoadAdapter(name=name, folder=folder):
                 try:
+                    bank = self._engine.bank if isinstance(self._engine, HasAdapters) else None
                     if bank is None:
                         raise MillraceError("This engine was started without replaceable adapters.")
                     bank.load(name, Path(folder))
@@ -322,15 +324,14 @@ class EngineWorker(ModelWorker):
         """Start to stage an update. Of several of a policy only the newest is applied, and of one
         version the last: a trainer that replaces a dead one publishes its version again. Policies
         take turns: staged weights are for the next commit."""
-        under_way = self._staging
+        under_way, policies = self._staging, self._policies
         if under_way is not None and under_way.update.policy != update.policy:
             self._early_swaps.append(call)
             return
         if under_way is not None and under_way.update.version > update.version:
             under_way.calls.append(call)
             return
-        engine, policy = self._engine, update.policy
-        visible = engine.version_of(policy) if isinstance(engine, HasPolicies) else engine.version
+        visible = self._engine.version if policies is None else policies.version_of(update.policy)
         if visible is not None and visible >= update.version:
             call.reply(messages.Swapped(version=visible, stage_ms=0.0, gap_ms=0.0))
             return
@@ -343,14 +344,13 @@ class EngineWorker(ModelWorker):
 
     def _timed_stage(self, update: WeightUpdate) -> tuple[Any, float]:
         """Runs in the staging thread."""
-        started_s, policy, engine = time.perf_counter(), update.policy, self._engine
-        is_held = self._checksums.get(policy) == update.checksum
-        # All engines take part in a broadcast.
-        if is_held and update.transport != "collective" and isinstance(engine, HasPolicies):
-            return engine.unchanged(version=update.version, policy=policy), 0.0
-        tensors = self._receivers[policy].stage(update)
-        own: dict[str, Any] = {} if policy == DEFAULT_POLICY else {"policy": policy}
-        prepared = engine.prepare(tensors, version=update.version, **own)
+        started_s, policy, policies = time.perf_counter(), update.policy, self._policies
+        is_held, prepare = self._checksums.get(policy) == update.checksum, self._engine.prepare
+        if policies is not None:
+            if is_held and update.transport != "collective":  # all engines receive a broadcast
+                return policies.unchanged(version=update.version, policy=policy), 0.0
+            prepare = partial(policies.prepare, policy=policy)
+        prepared = prepare(self._receivers[policy].stage(update), version=update.version)
         return prepared, (time.perf_counter() - started_s) * 1000
 
     def _commit_weights(self) -> None:

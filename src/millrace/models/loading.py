@@ -77,6 +77,16 @@ def load_model(
     return model.eval()
 
 
+def empty_model(path: str, *, trust_remote_code: bool) -> PreTrainedModel:
+    """The model at `path` without values: names, shapes and the layout of files."""
+    config = read_config(path, trust_remote_code=trust_remote_code)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"Model {path!r} cannot be loaded: {first_line(error)}.") from error
+
+
 @contextmanager
 def _loading_shards(shard: Callable[[Any], None], device: torch.device) -> Iterator[None]:
     """A context in which from_pretrained(distributed_config=...) divides models as `shard` does.

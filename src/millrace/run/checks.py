@@ -4,10 +4,13 @@ Promise: a combination that cannot work is refused before any worker starts, and
 imported where no file of a model is needed. Torch-free.
 """
 
+import inspect
 from collections.abc import Sequence
 
 from millrace.config import RunConfig, TaskPlace
+from millrace.config.training import OPTIMIZERS, OptimizerConfig
 from millrace.core.errors import ConfigError, suggestion
+from millrace.core.plugins import load_reference
 from millrace.core.records import Sampling
 from millrace.monitoring.trackers import build_tracker
 from millrace.run.cluster import check_cluster
@@ -33,9 +36,29 @@ def check_settings(config: RunConfig) -> None:
     check_cluster(config)
 
 
-def check_trackers(config: RunConfig) -> None:
+def check_plugins(config: RunConfig) -> None:
+    """Check plug-ins that only other processes build: trackers and optimizers."""
     for table in config.tracker:
         build_tracker(table.type_settings)
+    own = {f"policies.{name}.optimizer": row.optimizer for name, row in config.policies.items()}
+    for section, table in own.items():
+        _optimizer(OptimizerConfig.model_validate(table), section=section)
+    if not own:
+        _optimizer(config.optimizer, section="optimizer")
+
+
+def _optimizer(config: OptimizerConfig, *, section: str) -> None:
+    """A class of the user's own must exist and take the further keys of its table."""
+    if config.type in OPTIMIZERS:
+        return
+    try:
+        cls = load_reference(config.type)
+    except ConfigError as error:
+        raise ConfigError(f"{section}.type = {config.type!r}: {error}") from None
+    try:
+        inspect.signature(cls).bind([], lr=0.0, **config.type_arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"Section '{section}' does not fit {config.type!r}: {error}.") from None
 
 
 def check_tasks(config: RunConfig) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from millrace.cluster.launchers.launcher import HostDevice
 from millrace.cluster.process import available_cores
-from millrace.config import ModelConfig, RunConfig
+from millrace.config import ALL_LINEAR, ModelConfig, RunConfig
 from millrace.config.training import ADAMW_8BIT
 from millrace.controller.orders import check_room
 from millrace.core.errors import ConfigError
@@ -23,6 +23,7 @@ from millrace.environments.branching import Recipe
 from millrace.environments.function_environment import EnvironmentFunction
 from millrace.environments.rollouts.renderer import Renderer, RoleModel
 from millrace.inference import backend
+from millrace.inference.capabilities import check_capabilities, seed_warnings
 from millrace.journal import JournalHistory
 from millrace.models import directory
 from millrace.run import checks, placement
@@ -158,9 +159,9 @@ def prepare(
     check_policies(config, specs, has_roles=function is not None, trains=trains)
     advantages = build_advantages(config.scoring.advantages)
     shaping = _shaping(config, scorers=[spec.name for spec in specs])
-    checks.check_trackers(config)
+    checks.check_plugins(config)
     recipe = resolve_recipe(config, specs)
-    backend.load_backend(config.engine)  # raises ConfigError for one that does not exist
+    backend.load_backends(config)  # raises ConfigError for one that does not exist
     # Files of the model are read from here on, which imports torch.
     tokenizer, max_context = read_model(config.model, wanted=config.engine.max_context)
     given, (config, processes, devices) = config, place(config, specs, trains=trains)
@@ -249,12 +250,18 @@ def place(
 
 
 def check_files(config: RunConfig) -> tuple[str, ...]:
-    """Check adapters, and what mesh and engine backend must offer for this model; returns warnings
-    about the backend."""
+    """Check adapters, and what mesh and engine backends must offer for this model; returns warnings
+    about the backend of the policy."""
+    model = config.model
     if config.lora is not None:
-        from millrace.models.lora.factors import require_peft
+        from millrace.models.lora.factors import adapted_layers, require_peft
 
         require_peft()
+        if config.lora.target_modules != (ALL_LINEAR,):
+            from millrace.models.loading import empty_model
+
+            empty = empty_model(model.path, trust_remote_code=model.trust_remote_code)
+            adapted_layers(empty, config.lora)  # raises ConfigError for layers that it lacks
     if config.optimizer.type == ADAMW_8BIT:
         from millrace.training.optimizer import require_torchao
 
@@ -264,13 +271,14 @@ def check_files(config: RunConfig) -> tuple[str, ...]:
 
         for name, folder in config.engine.adapters.items():
             check_resident(name, Path(folder))
-    model = config.model
     found = directory.text_config(model.path, trust_remote_code=model.trust_remote_code)
     check_model_mesh(config.trainer.mesh_sizes, found, path=model.path)
     backend.check_servers(config)
-    capabilities = backend.load_backend(config.engine).capabilities
-    backend.check_capabilities(config, capabilities, has_experts=directory.num_experts(found) > 0)
-    return backend.seed_warnings(config.engine, capabilities)
+    offered = {name: own.capabilities for name, own in backend.load_backends(config).items()}
+    has_experts = directory.num_experts(found) > 0
+    for section, capabilities in offered.items():
+        check_capabilities(config, capabilities, section=section, has_experts=has_experts)
+    return seed_warnings(config.engine, offered["engine"])
 
 
 def _shaping(config: RunConfig, *, scorers: Sequence[str]) -> Shaping:

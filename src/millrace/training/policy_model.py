@@ -21,7 +21,7 @@ from millrace.models.attention.context import OwnTokens
 from millrace.models.kept_rows import KeptRows
 from millrace.models.logprobs import chunked_distributions
 from millrace.models.lora.trained import TrainedAdapter
-from millrace.models.routing import RouteReplay, policy_tensors
+from millrace.models.routing import RouteReplay, balance_experts, policy_tensors
 from millrace.models.sharding import gathered, inside
 from millrace.training.adapters.adapted_model import AdaptedModel
 from millrace.training.adapters.policy_adapter import PolicyAdapter
@@ -126,6 +126,10 @@ class PolicyModel(TrainableModel):
         own = self._own_tokens(microbatch)
         load = self._replay.expert_load(as_tensor(own.rows, np.int64, self.device))
         return self.ranks.context.sum(load)
+
+    def balance_experts(self, load: np.ndarray, *, rate: float) -> None:
+        """Change the biases of the routers by `rate`, against the load [layers, E] in tokens."""
+        balance_experts(self.module, load, rate=rate)
 
     def set_batch_load(self, batch: Batch) -> None:
         """Set the load that router_aux_loss() of the microbatches of this batch uses."""

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from millrace.core.errors import CheckpointError, RunFailed
 from millrace.core.microbatch import Batch, Microbatch
-from millrace.models.routing import balance_experts
 from millrace.training.adapters.shared_passes import PolicyBatch, clipped_gradients
 from millrace.training.checkpoints.directory import CRITIC
 from millrace.training.checkpoints.shards import own_parts, sharded_tensors
@@ -64,7 +63,7 @@ class Trainer:
     schedule: Schedule
     epochs: int = 1  # passes of a step over its batches
     router_aux_loss: float = 0.0  # coefficient of PolicyModel.router_aux_loss()
-    router_bias_rate: float = 0.0  # of balance_experts()
+    router_bias_rate: float = 0.0  # of PolicyModel.balance_experts()
     exact_kv: str | None = None  # engine.kv in exact mode; None = logprobs may differ
 
     def __post_init__(self) -> None:
@@ -119,7 +118,7 @@ class Trainer:
         self.reported = {number: own for rank in sums for number, own in rank.reported.items()}
         if self.router_bias_rate and counted[0].is_finite and learning_rate:
             load = expert_load(sums)
-            balance_experts(self.policy.module, load, rate=self.router_bias_rate)
+            self.policy.balance_experts(load, rate=self.router_bias_rate)
         if isinstance(self.loss, AdaptiveLoss) and counted[0].is_finite:
             self.loss = self.loss.adapted(summary)
         if self.critic is not None:

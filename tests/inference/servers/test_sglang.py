@@ -17,10 +17,10 @@ from millrace.core.errors import ConfigError, EngineLost
 from millrace.inference.backend import (
     EngineSpec,
     SglangBackend,
-    check_capabilities,
     check_servers,
     load_backend,
 )
+from millrace.inference.capabilities import check_capabilities
 from millrace.inference.servers.engine import ServerEngine
 from millrace.weights.probe import check_probe, probe_request
 

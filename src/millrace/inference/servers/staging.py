@@ -15,12 +15,10 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from millrace.config import LoraConfig
 from millrace.core.errors import ConfigError, WeightError
-from millrace.models.directory import read_config
-from millrace.models.loading import write_model
+from millrace.models.loading import empty_model, write_model
 from millrace.models.lora import folders
 from millrace.models.lora.factors import Adapter, adapter_of
 from millrace.models.routing import policy_tensors
@@ -58,10 +56,7 @@ class WeightStaging:
         engine_type: str,
     ) -> None:
         """`folder`: where versions are written; with `lora`, they are adapters."""
-        config = read_config(model_path, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):  # only names, shapes and the layout of files
-            trust = {"trust_remote_code": trust_remote_code}
-            self._model = AutoModelForCausalLM.from_config(config, **trust)
+        self._model = empty_model(model_path, trust_remote_code=trust_remote_code)
         tensors = {name: tuple(p.shape) for name, p in policy_tensors(self._model).items()}
         self._lora = lora
         if lora is not None:

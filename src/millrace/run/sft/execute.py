@@ -24,7 +24,7 @@ from millrace.environments.rollouts.renderer import Renderer
 from millrace.monitoring.files.episodes import SkippedSteps
 from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.run import prepare
-from millrace.run.checks import check_tasks, check_trackers
+from millrace.run.checks import check_plugins, check_tasks
 from millrace.run.cluster import check_cluster
 from millrace.run.execution.execute import RunProcesses, RunResult, StartedRun
 from millrace.run.mesh_checks import check_mesh
@@ -82,7 +82,7 @@ def prepare_sft(
     train_tasks = [task for source in sources for task in source.tasks]
     held_out = load_section(config.evaluate, eval_tasks, section="evaluate")
     examples.check_examples([*train_tasks, *held_out])
-    check_trackers(config)
+    check_plugins(config)
     config, num_examples = _with_steps(config, num_tasks=len(train_tasks))
     # Files of the model are read from here on, which imports torch.
     tokenizer, max_tokens = prepare.read_model(config.model, wanted=config.engine.max_context)

@@ -199,17 +199,8 @@ def paged_decode(
     pad = triton.next_power_of_2
     group = num_heads // num_kv_heads
     out = query.new_empty(num_rows, num_heads, value_dim)
-    parts, normalizers = out, lengths
-    if splits > 1:
-        shape = (num_rows, num_heads, splits)
-        parts = torch.empty(*shape, value_dim, dtype=torch.float32, device=query.device)
-        normalizers = torch.empty(shape, dtype=torch.float32, device=query.device)
-    splitting = {
-        "TILE": _TILE if key_dim <= 128 else _TILE // 2,
-        "SPLITS": splits,
-        "LEAST": _SPLIT_TILES if num_rows * num_kv_heads >= _FILLING else 1,
-        "HAS_WINDOW": window > 0,
-    }
+    parts, normalizers = _outputs_of_splits(out, splits) if splits > 1 else (out, lengths)
+    splitting = _splitting(num_rows * num_kv_heads, key_dim, splits=splits, window=window)
     _attend_kernel[(num_kv_heads, num_rows, splits)](
         query,
         key,
@@ -243,19 +234,50 @@ def paged_decode(
         num_stages=3,
     )
     if splits > 1:
-        _join_kernel[(num_rows * num_heads,)](
-            parts,
-            normalizers,
-            lengths,
-            out,
-            window,
-            NUM_HEADS=num_heads,
-            VALUE_DIM=value_dim,
-            VALUE_PAD=pad(value_dim),
-            **splitting,
-            num_warps=2,
-        )
+        _join(parts, normalizers, lengths, out, window, splitting)
     return out
+
+
+def _splitting(num_programs: int, key_dim: int, *, splits: int, window: int) -> dict[str, int]:
+    """Arguments of both kernels. `num_programs`: without splits."""
+    return {
+        "TILE": _TILE if key_dim <= 128 else _TILE // 2,
+        "SPLITS": splits,
+        "LEAST": _SPLIT_TILES if num_programs >= _FILLING else 1,
+        "HAS_WINDOW": window > 0,
+    }
+
+
+def _outputs_of_splits(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Room for the outputs [B, H, S, E] and the normalizers [B, H, S] of all splits."""
+    num_rows, num_heads, value_dim = out.shape
+    shape = (num_rows, num_heads, splits)
+    parts = torch.empty(*shape, value_dim, dtype=torch.float32, device=out.device)
+    return parts, torch.empty(shape, dtype=torch.float32, device=out.device)
+
+
+def _join(
+    parts: Tensor,
+    normalizers: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+    window: int,
+    splitting: dict[str, int],
+) -> None:
+    """Join the splits of each row and head in `out`."""
+    num_rows, num_heads, value_dim = out.shape
+    _join_kernel[(num_rows * num_heads,)](
+        parts,
+        normalizers,
+        lengths,
+        out,
+        window,
+        NUM_HEADS=num_heads,
+        VALUE_DIM=value_dim,
+        VALUE_PAD=triton.next_power_of_2(value_dim),
+        **splitting,
+        num_warps=2,
+    )
 
 
 def _rows_of_heads(x: Tensor) -> Tensor:
