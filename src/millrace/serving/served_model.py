@@ -115,6 +115,10 @@ class ServedModel:
         self._refuse_long(prompt)
         return self._renderer.render(prompt)
 
+    def prompt_text(self, tokens: np.ndarray) -> str:
+        """What decode() returns, inside prepare()."""
+        return self._renderer.decode(tokens)
+
     def _refuse_long(self, text: str) -> None:
         if len(text) <= _CHARACTERS_PER_TOKEN * self.max_context:
             return
@@ -262,12 +266,14 @@ class ServedModel:
         """Decode what token_text() will return, in the thread: there may be very many tokens."""
         ids = [completion.tokens for completion in completions]
         ids += [each.top.ids.ravel() for each in completions if each.top is not None]
-        new = [id for id in np.unique(np.concatenate(ids)).tolist() if id not in self._texts]
-        self._texts |= await self.prepare(
-            lambda: {id: self._renderer.decode(np.array([id])) for id in new},
-            client=client,
-            num_bytes=4 * len(new),
-        )
+
+        def read() -> dict[int, str]:
+            found = np.unique(np.concatenate(ids)).tolist()
+            new = [id for id in found if id not in self._texts]
+            return {id: self._renderer.decode(np.array([id])) for id in new}
+
+        num_bytes = sum(each.nbytes for each in ids)
+        self._texts |= await self.prepare(read, client=client, num_bytes=num_bytes)
 
     def token_text(self, token: int) -> str:
         if token not in self._texts:
