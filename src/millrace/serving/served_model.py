@@ -110,7 +110,7 @@ class ServedModel:
 
     def text_prompt(self, prompt: str | list[int]) -> np.ndarray:  # [P] int32
         if not isinstance(prompt, str):
-            self._check_room(len(prompt))  # first, as a long list takes time to convert
+            self.check_room(len(prompt))  # first, as a long list takes time to convert
             return np.array(prompt, np.int32)
         self._refuse_long(prompt)
         return self._renderer.render(prompt)
@@ -132,7 +132,7 @@ class ServedModel:
                     code="context_length_exceeded",
                 )
 
-    def _check_room(self, num_prompt: int) -> int:
+    def check_room(self, num_prompt: int) -> int:
         """The number of tokens that the reply may have."""
         if num_prompt >= self.max_context:
             raise ApiError(
@@ -164,7 +164,7 @@ class ServedModel:
                 param="model",
                 code="model_not_found",
             )
-        room = self._check_room(len(prompt))
+        room = self.check_room(len(prompt))
         session = None
         if isinstance(key := body.prompt_cache_key, str) and key:
             # A digest, because it is remembered and the key may be long.
