@@ -1,9 +1,11 @@
 """JSON in pieces."""
 
+import base64
 import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,6 +56,13 @@ def test_deep_values_are_encoded(depth: int):
     for _ in range(depth):
         value = {"a": [value]}
     assert json.loads(b"".join(encoded(value))) == value
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 5000])
+def test_arrays_become_base64_of_their_bytes(size: int):
+    array = np.arange(2 * size, dtype="<f4").reshape(size, 2)
+    text = json.loads(b"".join(encoded([array])))[0]
+    assert base64.b64decode(text, validate=True) == array.tobytes()
 
 
 def test_numbers_that_json_does_not_have_become_null():

@@ -5,16 +5,19 @@ the first event is an ordinary error response. A later error is an event, as in 
 
 Promise: a reply stops the event loop for a few milliseconds at a time, however large it is. It is
 made and written in pieces, and large replies take turns. An iterator in a reply becomes a list
-whose items are made only when they are written. NaN and infinity, which JSON does not have, become
-null. Runs on the server's event loop: in a thread, a piece would hold Python's lock for as long.
+whose items are made only when they are written, and an array becomes base64 of its bytes. NaN and
+infinity, which JSON does not have, become null. Runs on the server's event loop: in a thread, a
+piece would hold Python's lock for as long.
 """
 
 import asyncio
 import contextlib
+from binascii import b2a_base64
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 from aiohttp import web
 
 from millrace.core.errors import MillraceError
@@ -22,6 +25,7 @@ from millrace.serving.api.errors import as_api_error
 from millrace.serving.options import ServerLimits
 
 PIECE_BYTES = 16384  # takes about a millisecond
+_BASE64_BYTES = 12288  # a multiple of 3, so that no part ends with padding
 _MAX_DEPTH = 16  # deeper parts come from the client's own request, and are encoded at once
 _encode = msgspec.json.Encoder().encode
 Row = msgspec.Raw  # JSON, which encoded() takes as it is
@@ -127,5 +131,11 @@ def _parts(value: Any, depth: int = 0) -> Iterator[bytes]:
                 yield b","
             yield from _parts(each, depth + 1)
         yield b"]"
+    elif isinstance(value, np.ndarray):
+        data = value.ravel().view(np.uint8).data
+        yield b'"'
+        for start in range(0, len(data), _BASE64_BYTES):
+            yield b2a_base64(data[start : start + _BASE64_BYTES], newline=False)
+        yield b'"'
     else:
         yield _encode(value)
