@@ -34,13 +34,16 @@ from millrace.bench.workloads import make_long_tailed_model
 MANY = 100_000
 JSON = {"Content-Type": "application/json"}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "12"}]}
+# Its reply has 640,000 logprobs.
+LARGE_REPLY = {"prompt": [[2, 3] * 240] * 64, "max_tokens": 0, "echo": True, "logprobs": 20}
 MAX_GROWTH = 64 * 2**20  # bytes
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=["stalls", "fairness", "clients"])
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each kind of request (5)")
+    seconds = "for each kind of request, or until the first one is answered (5)"
+    parser.add_argument("--seconds", type=float, default=5.0, help=seconds)
     parser.add_argument("--clients", type=int, default=200, help="streams at a time (200)")
     rounds = "streams of each client, or small requests of each kind (5)"
     parser.add_argument("--rounds", type=int, default=5, help=rounds)
@@ -67,7 +70,9 @@ class Server:
     def post(self, path: str, data: bytes, headers: dict[str, str]) -> int:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
         connection.request("POST", path, body=data, headers=headers)
-        return connection.getresponse().status
+        response = connection.getresponse()
+        response.read()
+        return response.status
 
     async def gauges(self, client: aiohttp.ClientSession) -> dict[str, float]:
         async with client.get(f"{self.url}/metrics") as response:
@@ -128,6 +133,7 @@ def hostile_requests() -> dict[str, tuple[str, bytes, dict[str, str]]]:
         "tokens": row({"model": "tiny", "prompt": [2] * 500_000}, "/v1/completions"),
         "wrong token": row({"model": "tiny", "prompt": [2] * 500_000 + [-1]}, "/v1/completions"),
         "long text": row({"model": "tiny", "prompt": "12ab" * 970_000}, "/v1/completions"),
+        "large reply": row({"model": "tiny", **LARGE_REPLY}, "/v1/completions"),
         "long message": row({**CHAT, "messages": [{"role": "user", "content": "1" * 3_900_000}]}),
     }
 
@@ -146,7 +152,7 @@ async def stalls(server: Server, args: argparse.Namespace) -> dict[str, Any]:
             attacking = asyncio.create_task(attack())
             times: list[float] = []
             end_s = time.monotonic() + args.seconds
-            while time.monotonic() < end_s:
+            while time.monotonic() < end_s or (path and not statuses):
                 start_s = time.perf_counter()
                 async with client.get(f"{server.url}/health") as response:
                     await response.read()
@@ -171,6 +177,7 @@ async def fairness(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         "long prompts": {**long, "max_tokens": 1},
         "long prompts, 30 tokens each": {**long, "max_tokens": 30},
         "scored prompts": {**long, "max_tokens": 0, "echo": True, "logprobs": 1},
+        "large reply": LARGE_REPLY,
     }
     async with aiohttp.ClientSession() as client:
 
@@ -178,6 +185,7 @@ async def fairness(server: Server, args: argparse.Namespace) -> dict[str, Any]:
             body = {"model": "tiny", **body}
             async with client.post(f"{server.url}/v1/completions", json=body) as response:
                 assert response.status == 200, await response.text()
+                await response.read()
 
         async def small_s() -> dict[int, float]:
             """By number of tokens."""

@@ -1,6 +1,8 @@
 """A remote teacher: the /score route on a real socket, and its client."""
 
+import base64
 import contextlib
+import json
 import os
 import re
 import signal
@@ -8,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 
+import aiohttp
 import numpy as np
 import pytest
 from architectures import VOCAB, tiny_model
@@ -22,9 +25,10 @@ from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.directory import vocabulary_checksum
 from millrace.scoring.services.endpoint import Endpoint
 from millrace.scoring.teachers import process
-from millrace.scoring.teachers.process import RemoteTeacher
+from millrace.scoring.teachers.process import MAX_SEQUENCES, RemoteTeacher
 from millrace.serving.api.openapi import Health
-from millrace.serving.api.score import ScorePool
+from millrace.serving.api.replies import PIECE_BYTES
+from millrace.serving.api.score import MAX_SENT, MAX_TOP, ScorePool
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
 from millrace.serving.served_model import ServedModel
@@ -125,6 +129,55 @@ async def test_large_score_calls_are_split_into_several_requests(monkeypatch):
         several = [*requests(), *requests()]
         assert_equal(await teacher.score(several, timeout_s=9), several)
     assert reader.calls == [1, 1, 1, 1]
+
+
+class LikelyReader(LocalReader):
+    """Knows as many likeliest tokens as it is asked for."""
+
+    async def score(self, requests, *, timeout_s: float) -> list[TokenLogprobs]:
+        return [
+            TokenLogprobs(
+                logprobs=np.arange(count := len(request.positions), dtype=np.float32),
+                top_ids=np.arange(count * request.top_k, dtype=np.int32).reshape(
+                    count, request.top_k
+                ),
+                top_logprobs=np.ones((count, request.top_k), np.float32),
+                version=None,
+            )
+            for request in requests
+        ]
+
+
+async def test_large_answers_are_sent_in_pieces():
+    tokens = {"tokens": [3] * 64, "ranges": [[1, 64]], "top_k": 500}
+    async with (
+        serving(LikelyReader()) as url,
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as http,
+        http.post(url, json={"sequences": [tokens, {**tokens, "top_k": 1}]}) as response,
+    ):
+        pieces = [piece async for piece, _ in response.content.iter_chunks()]
+    assert max(map(len, pieces)) < 5 * PIECE_BYTES < sum(map(len, pieces)) / 3
+    large, small = json.loads(b"".join(pieces))["sequences"]
+    for row, top_k in ((large, 500), (small, 1)):
+        logprobs, ids = (base64.b64decode(row[name]) for name in ("logprobs", "top_ids"))
+        assert np.frombuffer(logprobs, "<f4").tolist() == list(range(63))
+        assert np.frombuffer(ids, "<i4").tolist() == list(range(63 * top_k))
+
+
+async def test_sequences_and_numbers_of_one_answer_are_bounded(monkeypatch):
+    one = {"tokens": [3, 3], "ranges": [[1, 2]]}
+    full = {"tokens": [3] * 64, "ranges": [[1, 64]], "top_k": MAX_TOP}
+    count = MAX_SENT // (63 * (1 + 2 * MAX_TOP)) + 1
+    async with serving(LikelyReader()) as url, asking(url, monkeypatch) as teacher:
+        await teacher.start()
+        for sequences, words in (
+            ([one] * (MAX_SEQUENCES + 1), f"at most {MAX_SEQUENCES} items"),
+            ([full] * count, f"numbers, but at most {MAX_SENT} are sent; lower top_k"),
+        ):
+            with pytest.raises(ScoreError, match=words):
+                await teacher.endpoint.post({"sequences": sequences})
+        few = ScoreRequest(tokens=np.array([3, 3], np.int32), positions=np.array([1], np.int32))
+        assert len(await teacher.score([few] * (MAX_SEQUENCES + 1), timeout_s=9)) > MAX_SEQUENCES
 
 
 async def test_model_with_another_tokenizer_is_refused_at_the_start(monkeypatch):

@@ -7,9 +7,11 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import numpy as np
 import openai
 import pytest
 from aiohttp import web
@@ -18,8 +20,10 @@ from transformers import PreTrainedTokenizerFast
 from writing_engine import WritingEngine, served, until
 
 from millrace.core.errors import MillraceError
+from millrace.core.records import TokenLogprobs, TopTokens
 from millrace.environments.tools.calls import FORMATS
 from millrace.serving.api.bodies import ChatBody, CompletionBody
+from millrace.serving.api.completions import MAX_LOGPROBS
 from millrace.serving.api.errors import ApiError
 from millrace.serving.api.reading import read_body
 from millrace.serving.clients import Client
@@ -174,6 +178,128 @@ async def test_compressed_bodies_are_refused_unread():
             assert response.status == 415
         async with http.post(url, json=CHAT, headers={"Content-Encoding": "identity"}) as response:
             assert response.status == 200
+
+
+class LikelyEngine(WritingEngine):
+    """Each sampled or scored token comes with its likeliest tokens."""
+
+    async def generate(self, request, on_tokens=None):
+        def likely(part):
+            return replace(part, top=self._top(len(part.tokens), request.sampling.top_logprobs))
+
+        done = await super().generate(request, on_tokens and (lambda part: on_tokens(likely(part))))
+        return [likely(completion) for completion in done]
+
+    async def score(self, requests):
+        return [
+            TokenLogprobs(
+                logprobs=np.full(len(request.positions), -1, np.float32),
+                top_ids=(top := self._top(len(request.positions), request.top_k)).ids,
+                top_logprobs=top.logprobs,
+                version=0,
+            )
+            for request in requests
+        ]
+
+    def _top(self, size: int, count: int) -> TopTokens:
+        ids = np.arange(65, 65 + count, dtype=np.int32)
+        return TopTokens(ids=np.tile(ids, (size, 1)), logprobs=np.tile(-ids / 8, (size, 1)))
+
+
+async def longest_slice_s(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> float:
+    """The longest time for which the loop runs nothing else during a request, in CPU time."""
+    longest_s = 0.0
+
+    async def measure() -> None:
+        nonlocal longest_s
+        last_s = time.thread_time()
+        while True:
+            await asyncio.sleep(0)
+            longest_s, last_s = max(longest_s, time.thread_time() - last_s), time.thread_time()
+
+    data = json.dumps(body).encode()
+    measuring = asyncio.create_task(measure())
+    async with http.post(url, data=data, headers=JSON) as response:
+        while chunk := await response.content.readany():
+            last = chunk
+    measuring.cancel()
+    assert response.status == 200, last
+    assert last.rstrip().endswith(b"}")
+    return longest_s
+
+
+LONG = 2000  # tokens of a reply
+INCLUDE = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
+LARGE_REPLIES = {
+    "chat": {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 20},
+    "completions": {"model": "tiny", "prompt": ["a"] * 2, "logprobs": 20, "max_tokens": LONG + 1},
+    "echo": {
+        "model": "tiny",
+        "prompt": [[65] * LONG] * 2,
+        "logprobs": 20,
+        "max_tokens": 0,
+        "echo": True,
+    },
+    "responses": {"model": "tiny", "input": "Hi", **INCLUDE},
+    "stream of responses": {"model": "tiny", "input": "Hi", **INCLUDE, "stream": True},
+}
+
+
+@pytest.mark.parametrize("name", LARGE_REPLIES)
+async def test_large_replies_stop_the_loop_no_longer_than_plain_ones(name: str):
+    body = LARGE_REPLIES[name]
+    async with (
+        served(LikelyEngine("x" * LONG), max_context=2 * LONG) as client,
+        served(WritingEngine("x")) as plain,
+        aiohttp.ClientSession() as http,
+    ):
+        plain_s = min(
+            [await longest_slice_s(http, f"{plain.base_url}{path_of(CHAT)}", CHAT) for _ in "123"]
+        )
+        url = f"{client.base_url}{path_of(body)}"
+        large_s = min([await longest_slice_s(http, url, body) for _ in "12"])
+    assert large_s < 25 * plain_s
+
+
+DECODED: list[tuple[int, str]] = []  # numbers of tokens, and threads
+
+
+class NotingTokenizer(PreTrainedTokenizerFast):
+    def decode(self, token_ids, *args, **settings):
+        DECODED.append((len(token_ids), threading.current_thread().name))
+        return super().decode(token_ids, *args, **settings)
+
+
+async def test_echoed_prompts_and_texts_of_tokens_are_decoded_in_a_thread():
+    DECODED.clear()
+    async with served(LikelyEngine("x"), tokenizer=chat_tokenizer_of(NotingTokenizer)) as client:
+        reply = await client.completions.create(
+            model="tiny", prompt=[[66] * 50, [67] * 60], logprobs=3, max_tokens=0, echo=True
+        )
+    assert [choice.text for choice in reply.choices] == ["B" * 50, "C" * 60]
+    assert {50, 60} <= {size for size, _ in DECODED}
+    assert all(thread.startswith("prepare") for _, thread in DECODED)
+
+
+@pytest.mark.parametrize("num_over", [0, 1])
+async def test_logprobs_of_one_reply_are_bounded(num_over: int):
+    size = MAX_LOGPROBS // 16 // 8 + num_over  # with 7 top logprobs each, in 16 completions
+    engine = LikelyEngine("x")
+    async with served(engine, max_context=2 * size) as client:
+        chat = {**CHAT, "n": 16, "logprobs": True, "top_logprobs": 7, "max_tokens": size}
+        text = {"model": "tiny", "prompt": ["abcde"] * 16, "logprobs": 7}
+        for asking in (
+            client.chat.completions.create(**chat),
+            client.completions.create(**text, max_tokens=size),
+            client.completions.create(**text, max_tokens=size - 5, echo=True),
+        ):
+            if num_over:
+                message = f"at most {MAX_LOGPROBS} logprobs are sent"
+                with pytest.raises(openai.BadRequestError, match=message):
+                    await asking
+            else:
+                await asking
+    assert bool(engine.requests) != bool(num_over)
 
 
 COUNTS: Counter[str] = Counter()

@@ -9,12 +9,12 @@ import pytest
 import torch
 from tiny_model import make_tiny_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from millrace.core.errors import TaskError
 from millrace.models.attention.packed import PACKED
 from millrace.models.loading import load_model
-from millrace.training.adapters.adapter_set import ALPHA, AdapterSet, _packs
+from millrace.training.adapters.adapter_set import ALPHA, RESERVED_BYTES, AdapterSet, _packs
 from millrace.training.adapters.requests import (
     PASS_TOKENS,
     AdamSettings,
@@ -35,9 +35,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
+def load(path: Path) -> PreTrainedModel:
+    device = torch.device("cpu")
+    return load_model(str(path), dtype=torch.float32, device=device, attention=PACKED)
+
+
 def make_set(path: Path) -> AdapterSet:
-    model = load_model(str(path), dtype=torch.float32, device=torch.device("cpu"), attention=PACKED)
-    adapters = AdapterSet(model, path=str(path), max_context=64)
+    adapters = AdapterSet(load(path), path=str(path), max_context=64)
     adapters.create("a", AdapterShape(rank=RANK), seed=1)
     return adapters
 
@@ -327,6 +331,35 @@ def test_a_step_to_weights_that_overflow_changes_nothing(
     assert train_once(adapters, "a") == train_once(adapters, "b")
     for one, other in zip(*(adapters.owned[n].parameters.values() for n in "ab"), strict=True):
         assert torch.equal(one, other)
+
+
+def test_adapters_that_would_not_fit_once_they_are_trained_are_refused(model_path: Path):
+    one = make_set(model_path).owned["a"]
+    num_weights = sum(each.numel() for each in one.parameters.values())
+    limit = RESERVED_BYTES + 3 * 16 * num_weights  # of three adapters
+
+    def free_bytes() -> int:
+        tensors = [t for each in adapters.owned.values() for t in (each.gradient or {}).values()]
+        for each in adapters.owned.values():
+            for parameter in each.parameters.values():
+                tensors += [parameter, *each.optimizer.state.get(parameter, {}).values()]
+        return limit - sum(tensor.nbytes for tensor in tensors if tensor.ndim)
+
+    model, shape = load(model_path), AdapterShape(rank=RANK)
+    adapters = AdapterSet(model, path=str(model_path), max_context=64, free_bytes=free_bytes)
+    for name in "ab":
+        adapters.create(name, shape, seed=1)
+    train_once(adapters, "b")
+    adapters.create("c", shape, seed=1)
+    with pytest.raises(TaskError, match=r"room for 0\.00 GiB .* lower the rank"):
+        adapters.create("d", AdapterShape(rank=1), seed=1)
+    for name in "abc":
+        train_once(adapters, name)
+        assert free_bytes() >= RESERVED_BYTES
+    with pytest.raises(TaskError, match="lower the rank"):
+        adapters.create("d", AdapterShape(rank=1), seed=1)
+    del adapters.owned["b"]
+    adapters.create("d", shape, seed=1)
 
 
 def test_adapters_do_not_change_each_other(model_path: Path):

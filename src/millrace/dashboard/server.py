@@ -28,7 +28,7 @@ from millrace.dashboard.chat import ChatRequest, CheckpointServer
 from millrace.dashboard.runs import RunReader
 from millrace.monitoring.run_dir import RunDir
 from millrace.serving.api.errors import ApiError
-from millrace.serving.api.streaming import send_events
+from millrace.serving.api.replies import ReplySender
 from millrace.serving.clients import shows_key
 from millrace.serving.server import Handler, error_middleware, http_listener
 
@@ -134,7 +134,9 @@ def _arguments(answer: Callable[..., Any], query: Mapping[str, str]) -> dict[str
     return found
 
 
-async def _chat(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def _chat(
+    dashboard: Dashboard, replies: ReplySender, request: web.Request
+) -> web.StreamResponse:
     run = dashboard.find(request)
     # A form of another site cannot send this type; the cookie is not sent from there either.
     if request.content_type != "application/json":
@@ -143,10 +145,11 @@ async def _chat(dashboard: Dashboard, request: web.Request) -> web.StreamRespons
         asked = msgspec.json.decode(await request.read(), type=ChatRequest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ApiError(f"The request is not a chat: {error}.", status=400) from None
-    return await send_events(request, dashboard.chat.reply(run.reader, asked))
+    return await replies.send_events(request, dashboard.chat.reply(run.reader, asked))
 
 
 def make_dashboard_app(dashboard: Dashboard, *, token: str) -> web.Application:
+    replies = ReplySender()
     cookie = f"millrace_dashboard_{secrets.token_hex(4)}"  # cookies are shared by ports of a host
 
     @web.middleware
@@ -168,7 +171,7 @@ def make_dashboard_app(dashboard: Dashboard, *, token: str) -> web.Application:
         return response
 
     async def events(request: web.Request) -> web.StreamResponse:
-        return await send_events(request, dashboard.events())
+        return await replies.send_events(request, dashboard.events())
 
     async def about_run(request: web.Request) -> web.StreamResponse:
         run, what = dashboard.find(request), request.match_info["what"]
@@ -192,7 +195,7 @@ def make_dashboard_app(dashboard: Dashboard, *, token: str) -> web.Application:
     app.router.add_get("/", index)
     app.router.add_get("/events", events)
     app.router.add_get("/runs/{run}/{what}", about_run)
-    app.router.add_post("/runs/{run}/chat", partial(_chat, dashboard))
+    app.router.add_post("/runs/{run}/chat", partial(_chat, dashboard, replies))
     app.router.add_static("/static", STATIC)
     return app
 

@@ -110,10 +110,14 @@ class ServedModel:
 
     def text_prompt(self, prompt: str | list[int]) -> np.ndarray:  # [P] int32
         if not isinstance(prompt, str):
-            self._check_room(len(prompt))  # first, as a long list takes time to convert
+            self.check_room(len(prompt))  # first, as a long list takes time to convert
             return np.array(prompt, np.int32)
         self._refuse_long(prompt)
         return self._renderer.render(prompt)
+
+    def prompt_text(self, tokens: np.ndarray) -> str:
+        """What decode() returns, inside prepare()."""
+        return self._renderer.decode(tokens)
 
     def _refuse_long(self, text: str) -> None:
         if len(text) <= _CHARACTERS_PER_TOKEN * self.max_context:
@@ -128,7 +132,7 @@ class ServedModel:
                     code="context_length_exceeded",
                 )
 
-    def _check_room(self, num_prompt: int) -> int:
+    def check_room(self, num_prompt: int) -> int:
         """The number of tokens that the reply may have."""
         if num_prompt >= self.max_context:
             raise ApiError(
@@ -160,7 +164,7 @@ class ServedModel:
                 param="model",
                 code="model_not_found",
             )
-        room = self._check_room(len(prompt))
+        room = self.check_room(len(prompt))
         session = None
         if isinstance(key := body.prompt_cache_key, str) and key:
             # A digest, because it is remembered and the key may be long.
@@ -262,12 +266,14 @@ class ServedModel:
         """Decode what token_text() will return, in the thread: there may be very many tokens."""
         ids = [completion.tokens for completion in completions]
         ids += [each.top.ids.ravel() for each in completions if each.top is not None]
-        new = [id for id in np.unique(np.concatenate(ids)).tolist() if id not in self._texts]
-        self._texts |= await self.prepare(
-            lambda: {id: self._renderer.decode(np.array([id])) for id in new},
-            client=client,
-            num_bytes=4 * len(new),
-        )
+
+        def read() -> dict[int, str]:
+            found = np.unique(np.concatenate(ids)).tolist()
+            new = [id for id in found if id not in self._texts]
+            return {id: self._renderer.decode(np.array([id])) for id in new}
+
+        num_bytes = sum(each.nbytes for each in ids)
+        self._texts |= await self.prepare(read, client=client, num_bytes=num_bytes)
 
     def token_text(self, token: int) -> str:
         if token not in self._texts:

@@ -25,9 +25,9 @@ from millrace.serving.api.completions import ApiAnswer, TextAnswer
 from millrace.serving.api.errors import ApiError, as_api_error, json_response
 from millrace.serving.api.openapi import Health, describe
 from millrace.serving.api.reading import Body, read_body
+from millrace.serving.api.replies import ReplySender
 from millrace.serving.api.responses import ResponsesBody, ResponseWriter
 from millrace.serving.api.score import ScoreBody, ScorePool
-from millrace.serving.api.streaming import send_events
 from millrace.serving.clients import Client, ClientGuard, RequestPlaces
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
@@ -64,6 +64,7 @@ def make_app(
     """`keys`: API keys of clients; none admits everyone. `hosts`: allowed in the Host header if
     there is no key, besides loopback ones. `score_pool`: None disables /score."""
     places = RequestPlaces(limits.requests, num_keys=len(keys), metrics=served.metrics)
+    replies = ReplySender(timeout_s=limits.timeout_s)
     openapi = describe(needs_key=bool(keys), scores=score_pool is not None)
 
     async def get_health(_request: web.Request) -> web.Response:
@@ -85,12 +86,6 @@ def make_app(
     async def metrics(_request: web.Request) -> web.Response:
         return web.Response(text=served.metrics.text(), content_type="text/plain")
 
-    async def score(request: web.Request) -> web.Response:
-        assert score_pool is not None
-        body = await read_request(request, ScoreBody, timeout_s=limits.timeout_s)
-        with places.held(request[CLIENT]):
-            return json_response(await score_pool.answer(body))
-
     app = web.Application(
         middlewares=[
             _metrics_middleware(served.metrics),
@@ -105,11 +100,12 @@ def make_app(
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/openapi.json", description)
     post = app.router.add_post
-    post("/v1/chat/completions", _endpoint(served, limits, places, ChatBody, ChatAnswer))
-    post("/v1/completions", _endpoint(served, limits, places, CompletionBody, TextAnswer))
-    post("/v1/responses", _responses(served, limits, places))
+    post("/v1/chat/completions", _endpoint(served, limits, places, replies, ChatBody, ChatAnswer))
+    text = _endpoint(served, limits, places, replies, CompletionBody, TextAnswer)
+    post("/v1/completions", text)
+    post("/v1/responses", _responses(served, limits, places, replies))
     if score_pool is not None:
-        post("/score", score)
+        post("/score", _score(score_pool, limits, places, replies))
     return app
 
 
@@ -157,16 +153,17 @@ class _RefusedConnection(asyncio.Protocol):
         transport.abort()
 
 
-def _responses(served: ServedModel, limits: ServerLimits, places: RequestPlaces) -> Handler:
+def _responses(
+    served: ServedModel, limits: ServerLimits, places: RequestPlaces, replies: ReplySender
+) -> Handler:
     async def answer(request: web.Request) -> web.StreamResponse:
         body = await read_request(request, ResponsesBody, timeout_s=limits.timeout_s)
         writer = ResponseWriter(body)
         with places.held(request[CLIENT]):
             chat = ChatAnswer(served, body.chat, request[CLIENT], await _num_bytes(request))
             if body.stream:
-                events = writer.events(chat.stream())
-                return await send_events(request, events, timeout_s=limits.timeout_s)
-            return json_response(writer.whole(await chat.whole()))
+                return await replies.send_events(request, writer.events(chat.stream()))
+            return await replies.send(request, writer.whole(await chat.whole()))
 
     return answer
 
@@ -175,6 +172,7 @@ def _endpoint(
     served: ServedModel,
     limits: ServerLimits,
     places: RequestPlaces,
+    replies: ReplySender,
     kind: type[B],
     answer_kind: Callable[[ServedModel, B, Client, int], ApiAnswer[B]],
 ) -> Handler:
@@ -189,10 +187,21 @@ def _endpoint(
         with places.held(request[CLIENT]):
             answer = answer_kind(served, body, request[CLIENT], await _num_bytes(request))
             if body.stream:
-                return await send_events(request, answer.stream(), timeout_s=limits.timeout_s)
-            return json_response(await answer.whole())
+                return await replies.send_events(request, answer.stream())
+            return await replies.send(request, await answer.whole())
 
     return handle
+
+
+def _score(
+    pool: ScorePool, limits: ServerLimits, places: RequestPlaces, replies: ReplySender
+) -> Handler:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body = await read_request(request, ScoreBody, timeout_s=limits.timeout_s)
+        with places.held(request[CLIENT]):
+            return await replies.send(request, await pool.answer(body))
+
+    return answer
 
 
 async def _num_bytes(request: web.Request) -> int:

@@ -20,6 +20,7 @@ from chat_model import chat_tokenizer, make_chat_model
 from fakes import ScriptedEngine
 from in_process_engine import InProcessEngine
 from mutations import FEW, MANY, costs_little, mutations
+from transformers import PreTrainedTokenizerFast
 
 from millrace.config import EngineConfig
 from millrace.core.errors import TaskError
@@ -116,6 +117,13 @@ class Caller:
         created = await self.future("create_model", {**body, "lora_config": {"rank": 4, "seed": 1}})
         return created["model_id"]
 
+    async def new_sampler(self) -> dict[str, str]:
+        _, session = await self.post("create_session", {})
+        _, sampler = await self.post(
+            "create_sampling_session", {**session, "sampling_session_seq_id": 0}
+        )
+        return sampler
+
     async def train(self, model: str, seq_id: int, *, loss: str = "cross_entropy") -> Any:
         return await self.future("forward_backward", a_pass(model, seq_id, loss=loss))
 
@@ -151,11 +159,16 @@ def adapter_set(model_path: Path, kind: type[AdapterSet] = AdapterSet) -> Adapte
 
 @asynccontextmanager
 async def callers(
-    model_path: Path, folder: Path, *, engine: Engine | None = None, **quotas: int
+    model_path: Path,
+    folder: Path,
+    *,
+    engine: Engine | None = None,
+    tokenizer: Any = None,
+    **quotas: int,
 ) -> AsyncIterator[list[Caller]]:
     served = ServedModel(
         engine or ScriptedEngine("Yes."),
-        tokenizer=chat_tokenizer(),
+        tokenizer=tokenizer or chat_tokenizer(),
         name="tiny",
         max_context=64,
         tool_format=FORMATS["hermes"],
@@ -218,12 +231,51 @@ async def test_numbers_that_are_too_large_are_refused(model_path: Path, tmp_path
         lora = {"rank": 4, "seed": 2**63}
         create = {**session, "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
         assert (await one.post("create_model", create))[0] == 400
-        sampler = {**session, "sampling_session_seq_id": 0}
-        _, sampler = await one.post("create_sampling_session", sampler)
-        sample = {**sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
+        sample = {**await one.new_sampler(), "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
         for params in ({"top_k": 2**31}, {"seed": 2**63}):
             assert (await one.post("asample", {**sample, "sampling_params": params}))[0] == 400
         assert await one.train(model, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sampling_params": {"stop": "x" * 1025}}, "at most 1024 characters"),
+        ({"sampling_params": {"stop": ["x"] * 17}}, "at most 16 items"),
+        ({"sampling_params": {"stop": [7] * 400_000}}, "at most 16 items"),
+        ({"sampling_params": {"stop": [-1] * 10}}, "greater than or equal to 0"),
+        ({"prompt": {"chunks": [{"tokens": [1]}] * 8193}}, "at most 8192 items"),
+        ({"prompt": {"chunks": [0] * 100_000}}, "'prompt.chunks.0' = 0"),
+        ({"prompt": {"chunks": [{"tokens": [1] * 30}] * 3}}, "has 90 tokens, but the context"),
+    ],
+)
+async def test_stops_and_prompts_of_samples_are_bounded(
+    model_path: Path, tmp_path: Path, changes: dict[str, Any], words: str
+):
+    async with callers(model_path, tmp_path) as (one, _):
+        sample = {**await one.new_sampler(), "seq_id": 0, "sampling_params": {}}
+        sample = {**sample, "prompt": {"chunks": [{"tokens": [1]}]}, **changes}
+        status, reply = await one.post("asample", sample)
+    assert (status, words in reply["error"]["message"]) == (400, True), reply
+
+
+async def test_stops_that_are_tokens_become_texts_in_a_thread(model_path: Path, tmp_path: Path):
+    class Tokenizer(PreTrainedTokenizerFast):
+        def decode(self, token_ids, *args, **settings):
+            threads.add(threading.current_thread().name)
+            return super().decode(token_ids, *args, **settings)
+
+    threads: set[str] = set()
+    engine, plain = ScriptedEngine("Yes."), chat_tokenizer()
+    tokenizer = Tokenizer(tokenizer_object=plain.backend_tokenizer, eos_token="<|im_end|>")
+    async with callers(model_path, tmp_path, engine=engine, tokenizer=tokenizer) as (one, _):
+        sample = {**await one.new_sampler(), "prompt": {"chunks": [{"tokens": [65]}]}}
+        for seq_id, stop in enumerate([[66, 67], ["yes"], "no"]):
+            stops = {"sampling_params": {"stop": stop}}
+            assert await one.future("asample", {**sample, "seq_id": seq_id, **stops})
+    assert [request.sampling.stop for request in engine.requests] == [("B", "C"), ("yes",), ("no",)]
+    assert threads
+    assert all(name.startswith("prepare") for name in threads)
 
 
 async def test_tenants_cannot_use_each_others_models_paths_and_futures(
@@ -668,11 +720,13 @@ async def test_cached_prompts_are_not_shared_between_tenants(model_path: Path, t
 
     async def num_cached(caller: Caller) -> int:
         before = engine.stats().cached_tokens
-        _, session = await caller.post("create_session", {})
-        body = {**session, "sampling_session_seq_id": 0}
-        _, sampler = await caller.post("create_sampling_session", body)
         prompt = {"chunks": [{"tokens": [*range(40, 90)]}]}
-        sample = {**sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+        sample = {
+            **await caller.new_sampler(),
+            "seq_id": 0,
+            "prompt": prompt,
+            "sampling_params": {"max_tokens": 1},
+        }
         assert isinstance(await caller.future("asample", sample), bytes)
         return engine.stats().cached_tokens - before
 

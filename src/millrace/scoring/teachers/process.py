@@ -36,8 +36,9 @@ from millrace.scoring.scorer_type import CallSettings, RunInfo, ScorerContext
 from millrace.scoring.services.endpoint import Endpoint
 
 SWAP_ATTEMPTS = 2
-MAX_TOKENS = 262_144  # per HTTP request
-MAX_NUMBERS = 4_000_000  # per answer
+MAX_SEQUENCES = 4096  # per HTTP request; the server refuses more
+MAX_TOKENS = 262_144  # likewise, of several sequences
+MAX_NUMBERS = 4_000_000  # in the answer for several sequences
 MAX_ANSWER_BYTES = 64 * 2**20
 
 
@@ -247,13 +248,13 @@ def _body(request: ScoreRequest) -> dict[str, Any]:
 
 
 def _split(requests: Sequence[ScoreRequest]) -> Iterator[list[ScoreRequest]]:
-    """Split into HTTP requests within MAX_TOKENS and MAX_NUMBERS; each has at least one."""
+    """Split into HTTP requests within these limits; each has at least one."""
     part: list[ScoreRequest] = []
     tokens = numbers = 0
     for request in requests:
         answered = len(request.positions) * (1 + 2 * request.top_k)
         is_full = tokens + len(request.tokens) > MAX_TOKENS or numbers + answered > MAX_NUMBERS
-        if part and is_full:
+        if part and (is_full or len(part) == MAX_SEQUENCES):
             yield part
             part, tokens, numbers = [], 0, 0
         part.append(request)

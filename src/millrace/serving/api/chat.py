@@ -15,6 +15,7 @@ from millrace.environments.tools.calls import Parsed, ToolCall, ToolFormat
 from millrace.serving.api.bodies import ChatBody
 from millrace.serving.api.completions import ApiAnswer, Json, top_pairs
 from millrace.serving.api.errors import ApiError
+from millrace.serving.api.replies import encoded_row
 from millrace.serving.api.streaming import TextStream
 from millrace.serving.clients import Client
 from millrace.serving.served_model import ServedModel
@@ -116,10 +117,10 @@ def logprob_rows(sampled: Completion | CompletionChunk, *, text: Callable[[int],
 
     pairs = zip(sampled.tokens.tolist(), sampled.logprobs.tolist(), strict=True)
     tops = top_pairs(sampled.top, num_tokens=len(sampled.tokens))
-    content = [
-        {**row(*pair), "top_logprobs": [row(*each) for each in top]}
+    content = (
+        encoded_row({**row(*pair), "top_logprobs": [row(*each) for each in top]})
         for pair, top in zip(pairs, tops, strict=True)
-    ]
+    )
     return {"content": content, "refusal": None}
 
 

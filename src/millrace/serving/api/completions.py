@@ -17,12 +17,15 @@ import numpy as np
 from millrace.core.completions import cut, joined
 from millrace.core.records import Completion, CompletionChunk, Request, TokenLogprobs, TopTokens
 from millrace.serving.api.bodies import CompletionBody, OpenAIBody
+from millrace.serving.api.errors import ApiError
+from millrace.serving.api.replies import Row, encoded_row
 from millrace.serving.api.streaming import TextStream
 from millrace.serving.clients import Client
 from millrace.serving.served_model import ServedModel
 
 B = TypeVar("B", bound=OpenAIBody)
 Json = dict[str, Any]
+MAX_LOGPROBS = 2**22  # of one reply, which then has about 150 MB
 
 
 class ApiAnswer(Generic[B]):
@@ -45,6 +48,10 @@ class ApiAnswer(Generic[B]):
         """Yield the prepared requests. Runs in a thread; see ServedModel.prepare()."""
         raise NotImplementedError
 
+    def num_shown(self, request: Request) -> int:
+        """The largest number of tokens of a choice."""
+        return request.sampling.max_new_tokens
+
     def choice(self, index: int, completion: Completion) -> Json:
         raise NotImplementedError
 
@@ -65,10 +72,8 @@ class ApiAnswer(Generic[B]):
         usage = usage_of(_num_prompt(requests), num_sampled)
         if self.body.wants_logprobs:
             await self.served.read_token_texts(completions, client=self.client)
-        choices: list[Json] = []
-        for index, completion in enumerate(completions):
-            choices.append(self.choice(index, completion))
-            await asyncio.sleep(0)  # many long completions take time; other requests go on
+        # Not made before they are written: rows of logprobs take much more memory than arrays.
+        choices = (self.choice(index, completion) for index, completion in enumerate(completions))
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage}
 
     async def stream(self) -> AsyncGenerator[Json]:
@@ -92,16 +97,26 @@ class ApiAnswer(Generic[B]):
 
     async def _prepared(self) -> list[Request]:
         """Other requests are prepared between two prompts of this one."""
-        requests, num_prompts = self.requests(), self.body.num_completions // self.body.num_choices
-        return [
+        making, num_prompts = self.requests(), self.body.num_completions // self.body.num_choices
+        requests = [
             await self.served.prepare(
-                lambda: next(requests),
+                lambda: next(making),
                 client=self.client,
                 num_bytes=self.num_bytes,
                 num_parts=num_prompts,
             )
             for _ in range(num_prompts)
         ]
+        num_tokens = sum(each.n * self.num_shown(each) for each in requests)
+        num_logprobs = num_tokens * (1 + self.body.num_top)
+        if self.body.wants_logprobs and num_logprobs > MAX_LOGPROBS:
+            raise ApiError(
+                f"The reply may have {num_tokens} tokens with {1 + self.body.num_top} logprobs"
+                f" each, but at most {MAX_LOGPROBS} logprobs are sent; lower the maximum of tokens"
+                " or the number of top logprobs, or send several requests.",
+                param="logprobs",
+            )
+        return requests
 
 
 class TextAnswer(ApiAnswer[CompletionBody]):
@@ -112,18 +127,26 @@ class TextAnswer(ApiAnswer[CompletionBody]):
     ) -> None:
         super().__init__(served, body, client, num_bytes)
         self._offsets: Counter[int] = Counter()  # of the next token in the text, by index
+        self._echoed: list[str] = []  # prompts
 
     def requests(self) -> Iterator[Request]:
         body = self.body.model_copy(update={"seed": self.body.drawn_seed()})
         for number, prompt in enumerate(body.prompts):
+            tokens = self.served.text_prompt(prompt)
+            if body.echo:
+                is_text = isinstance(prompt, str)
+                self._echoed.append(prompt if is_text else self.served.prompt_text(tokens))
             yield self.served.request(
                 f"{self.head['id']}-{number}",
-                self.served.text_prompt(prompt),
+                tokens,
                 body,
                 client=self.client,
                 max_tokens=body.max_tokens if body.max_tokens is None else max(1, body.max_tokens),
                 index=number * body.num_choices,
             )
+
+    def num_shown(self, request: Request) -> int:
+        return super().num_shown(request) + (len(request.prompt) if self.body.echo else 0)
 
     async def complete(self, requests: Sequence[Request]) -> tuple[list[Completion], int]:
         completions, num_sampled = await super().complete(requests)
@@ -135,16 +158,13 @@ class TextAnswer(ApiAnswer[CompletionBody]):
         scored: Sequence[TokenLogprobs | None] = [None] * len(requests)
         if self.body.wants_logprobs:
             scored = await self.served.score_prompts(requests, client=self.client)
-        texts = [
-            prompt if isinstance(prompt, str) else self.served.decode(prompt)
-            for prompt in self.body.prompts
-        ]
         shown: list[Completion] = []
         for index, own in enumerate(completions):
             number = index // self.body.num_choices
             parts = [_prompt_part(requests[number], scored[number], like=own), own]
-            text = texts[number] + own.text
+            text = self._echoed[number] + own.text
             shown.append(replace(joined(parts, truncates=False), finish=own.finish, text=text))
+            await asyncio.sleep(0)  # many long prompts take time; other requests go on
         return shown, num_sampled
 
     def choice(self, index: int, completion: Completion) -> Json:
@@ -166,28 +186,26 @@ class TextAnswer(ApiAnswer[CompletionBody]):
         return {**choice, "finish_reason": sampled.finish}
 
     def _logprobs(self, index: int, sampled: Completion | CompletionChunk) -> Json:
-        texts = [self.served.token_text(token) for token in sampled.tokens.tolist()]
+        tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
+        texts = [self.served.token_text(token) for token in tokens]
         *offsets, self._offsets[index] = itertools.accumulate(
             map(len, texts), initial=self._offsets[index]
         )
-        # NaN = the first token of an echoed prompt, which has no logprob.
-        logprobs = [None if math.isnan(each) else each for each in sampled.logprobs.tolist()]
         tops = None
         if self.body.num_top:
             pairs = top_pairs(sampled.top, num_tokens=len(texts))
-            tops = [
-                None if logprob is None else self._by_text([*top, (token, logprob)])
-                for token, logprob, top in zip(
-                    sampled.tokens.tolist(), logprobs, pairs, strict=True
-                )
-            ]
+            tops = (
+                None if math.isnan(logprob) else self._by_text([*top, (token, logprob)])
+                for token, logprob, top in zip(tokens, logprobs, pairs, strict=True)
+            )
+        # NaN = the first token of an echoed prompt, which has no logprob; JSON has null for it.
         rows = {"tokens": texts, "token_logprobs": logprobs}
         return {**rows, "text_offset": offsets, "top_logprobs": tops}
 
-    def _by_text(self, pairs: Sequence[tuple[int, float]]) -> dict[str, float]:
+    def _by_text(self, pairs: Sequence[tuple[int, float]]) -> Row:
         """The logprob of each text; of several tokens with the same text, the likeliest counts."""
         ascending = sorted(pairs, key=lambda pair: pair[1])
-        return {self.served.token_text(token): logprob for token, logprob in ascending}
+        return encoded_row({self.served.token_text(token): chance for token, chance in ascending})
 
 
 def _prompt_part(request: Request, scored: TokenLogprobs | None, *, like: Completion) -> Completion:
@@ -207,14 +225,14 @@ def _prompt_part(request: Request, scored: TokenLogprobs | None, *, like: Comple
     )
 
 
-def top_pairs(top: TopTokens | None, *, num_tokens: int) -> list[list[tuple[int, float]]]:
+def top_pairs(top: TopTokens | None, *, num_tokens: int) -> Iterator[list[tuple[int, float]]]:
     """The likeliest tokens at each position and their logprobs, without impossible ones."""
     if top is None:
-        return [[] for _ in range(num_tokens)]
-    return [
-        [(id, logprob) for id, logprob in zip(*row, strict=True) if logprob > -math.inf]
-        for row in zip(top.ids.tolist(), top.logprobs.tolist(), strict=True)
-    ]
+        yield from ([] for _ in range(num_tokens))
+        return
+    for ids, logprobs in zip(top.ids, top.logprobs, strict=True):
+        pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
+        yield [(id, logprob) for id, logprob in pairs if logprob > -math.inf]
 
 
 def reply_head(prefix: str, body: OpenAIBody) -> Json:

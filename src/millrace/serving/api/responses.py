@@ -9,7 +9,7 @@ response.
 
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -18,6 +18,7 @@ from pydantic import AfterValidator, Field, PrivateAttr
 from millrace.core.errors import MillraceError
 from millrace.serving.api import bodies, reading
 from millrace.serving.api.errors import ApiError, as_api_error
+from millrace.serving.api.replies import Row
 
 Json = dict[str, Any]
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
@@ -267,14 +268,15 @@ class ResponseWriter:
 
     def _choice_events(self, choice: Json) -> Iterator[Json]:
         delta = choice["delta"]
-        if delta.get("content") or _rows(choice):
-            yield from self._text_events(delta.get("content") or "", _rows(choice))
+        rows = list(_rows(choice))
+        if delta.get("content") or rows:
+            yield from self._text_events(delta.get("content") or "", rows)
         for call in delta.get("tool_calls", ()):
             yield from self._close_text()
             yield from self._call_events(call)
         self._finish = choice["finish_reason"] or self._finish
 
-    def _text_events(self, delta: str, rows: Sequence[Json] = ()) -> Iterator[Json]:
+    def _text_events(self, delta: str, rows: Sequence[Row] = ()) -> Iterator[Json]:
         if self._open is None:
             self._open = _message_item("", [], status="in_progress")
             added = {**self._open, "content": []}
@@ -316,11 +318,11 @@ class ResponseWriter:
         self._output.append(item)
 
 
-def _rows(choice: Json) -> list[Json]:
+def _rows(choice: Json) -> Iterable[Row]:
     return choice["logprobs"]["content"] if choice["logprobs"] else []
 
 
-def _message_item(text: str, rows: list[Json], *, status: str) -> Json:
+def _message_item(text: str, rows: Iterable[Row], *, status: str) -> Json:
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": rows}
     head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant"}
     return {**head, "status": status, "content": [part]}

@@ -1,12 +1,13 @@
 """/score: the logprobs of given tokens, computed by teacher processes; see docs/how-to/serve.md.
 
 Arrays are base64 of little-endian float32 and int32 in row-major order: with a large top_k, JSON
-numbers would be slow to parse. A request without sequences returns the properties of the model, so
-that a client can check that token ids mean the same. Promise: each sequence is read in one forward
-pass, so by one version. Runs on the server's event loop.
+numbers would be slow to parse. No more are sent than RemoteTeacher reads. A request without
+sequences returns the properties of the model, so that a client can check that token ids mean the
+same. Promise: each sequence is read in one forward pass, so by one version. Runs on the server's
+event loop.
 """
 
-import base64
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -15,12 +16,13 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from millrace.core.records import ScoreRequest, TokenLogprobs
-from millrace.scoring.teachers.process import TeacherProcess
+from millrace.scoring.teachers.process import MAX_ANSWER_BYTES, MAX_SEQUENCES, TeacherProcess
 from millrace.serving.api.bodies import Number, TokenIds
 from millrace.serving.api.errors import ApiError
 from millrace.serving.api.reading import Body
 
 MAX_TOP = 1024
+MAX_SENT = MAX_ANSWER_BYTES // 6  # numbers; one has 5.3 bytes of base64
 Place = Annotated[int, Field(strict=True, ge=1)]
 Range = Annotated[tuple[Place, Place], Field(strict=False)]  # a list in JSON
 
@@ -45,6 +47,10 @@ class SequenceBody(Body):
             last = end
         return self
 
+    @property
+    def num_scored(self) -> int:
+        return sum(end - begin for begin, end in self.ranges)
+
     def request(self) -> ScoreRequest:
         return ScoreRequest(
             tokens=np.asarray(self.tokens, np.int32),
@@ -57,7 +63,7 @@ class SequenceBody(Body):
 class ScoreBody(Body):
     """Sequences with a common prefix are read together."""
 
-    sequences: Annotated[list[SequenceBody], Field(fail_fast=True)]
+    sequences: Annotated[list[SequenceBody], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -74,15 +80,14 @@ class ScorePool:
         self._num_sequences = [0] * len(self.processes)  # in flight
 
     async def answer(self, body: ScoreBody) -> dict[str, Any]:
-        self._check(body)
-        requests = [each.request() for each in body.sequences]
+        requests = await asyncio.to_thread(self._requests, body)  # very many tokens take time
         scored = await self._score(requests) if requests else []
         model = {name: getattr(self, name) for name in ("vocabulary", "num_tokens", "max_context")}
         sequences = [
             {
-                "logprobs": _encoded(each.logprobs, "<f4"),
-                "top_ids": _encoded(each.top_ids, "<i4"),
-                "top_logprobs": _encoded(each.top_logprobs, "<f4"),
+                "logprobs": each.logprobs.astype("<f4", copy=False),
+                "top_ids": each.top_ids.astype("<i4", copy=False),
+                "top_logprobs": each.top_logprobs.astype("<f4", copy=False),
                 "version": each.version,
             }
             for each in scored
@@ -97,7 +102,8 @@ class ScorePool:
         finally:
             self._num_sequences[index] -= len(requests)
 
-    def _check(self, body: ScoreBody) -> None:
+    def _requests(self, body: ScoreBody) -> list[ScoreRequest]:
+        num_sent = 0
         for number, sequence in enumerate(body.sequences):
             end, highest = sequence.ranges[-1][1], max(sequence.tokens)
             if end > self.max_context:
@@ -111,7 +117,10 @@ class ScorePool:
                     f"Sequence {number} has token {highest}, but the model knows"
                     f" {self.num_tokens}; use its own tokenizer."
                 )
-
-
-def _encoded(array: np.ndarray, dtype: str) -> str:
-    return base64.b64encode(np.ascontiguousarray(array, dtype).tobytes()).decode("ascii")
+            num_sent += sequence.num_scored * (1 + 2 * sequence.top_k)
+        if num_sent > MAX_SENT:
+            raise ApiError(
+                f"The answer would have {num_sent} numbers, but at most {MAX_SENT} are sent; lower"
+                " top_k, or send several requests."
+            )
+        return [each.request() for each in body.sequences]

@@ -1,76 +1,13 @@
-"""Streaming: server-sent events, and the text of a completion while its tokens arrive.
+"""The text of a completion while its tokens arrive.
 
-An event holds one JSON object; the last one is [DONE], but not in /v1/responses. An error before
-the first event is an ordinary error response. A later error is an event, as in the OpenAI API.
-
-Promise of TextStream: the results of add(), joined, are the completion's text without the end token
-and without a stop string or anything after it. Incomplete characters are held back, and so is text
-that may become a stop string or a tool call. Runs on the server's event loop.
+Promise: the results of add(), joined, are the completion's text without the end token and without a
+stop string or anything after it. Incomplete characters are held back, and so is text that may
+become a stop string or a tool call. Runs on the server's event loop.
 """
 
-import asyncio
-import contextlib
-import json
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from aiohttp import web
-
-from millrace.core.errors import MillraceError
 from millrace.core.records import FinishReason
-from millrace.serving.api.errors import as_api_error
-from millrace.serving.options import ServerLimits
-
-
-async def send_events(
-    request: web.Request,
-    events: AsyncGenerator[dict[str, Any]],
-    *,
-    timeout_s: float = ServerLimits().timeout_s,
-) -> web.StreamResponse:
-    """Send events until they end. They are closed if the client disconnects or stops reading.
-    Events of /v1/responses have a type, and none of them is [DONE]."""
-    response = web.StreamResponse(
-        headers={
-            "Content-Type": "text/event-stream; charset=utf-8",
-            "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",  # proxies must not buffer events
-        }
-    )
-    async with contextlib.aclosing(events):
-        has_types = False
-        try:
-            async for event in events:
-                has_types = "type" in event
-                if not response.prepared:
-                    await response.prepare(request)
-                await _write(request, response, _event(event), timeout_s=timeout_s)
-            if not has_types:
-                await response.write(b"data: [DONE]\n\n")
-        except MillraceError as error:
-            if not response.prepared:
-                raise
-            await response.write(_event(as_api_error(error).body()))
-        await response.write_eof()
-    return response
-
-
-async def _write(
-    request: web.Request, response: web.StreamResponse, data: bytes, *, timeout_s: float
-) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await response.write(data)
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()
-        raise ConnectionResetError(f"a client read nothing for {timeout_s:g} s") from None
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    kind = f"event: {body['type']}\n" if "type" in body else ""
-    return f"{kind}data: {json.dumps(body, ensure_ascii=False, allow_nan=False)}\n\n".encode()
-
 
 Decode = Callable[[list[int]], str]
 _INCOMPLETE = "\ufffd"  # how a decoder shows the bytes of an incomplete character

@@ -28,8 +28,8 @@ from millrace.serving.api import chat
 from millrace.serving.api.bodies import ChatBody, CompletionBody, OpenAIBody
 from millrace.serving.api.completions import Json, reply_head, usage_of
 from millrace.serving.api.errors import ApiError, json_response
+from millrace.serving.api.replies import ReplySender
 from millrace.serving.api.responses import ResponsesBody, ResponseWriter
-from millrace.serving.api.streaming import send_events
 from millrace.serving.clients import shows_key, wrong_key
 from millrace.serving.server import error_middleware, http_listener, read_request
 
@@ -81,6 +81,7 @@ class Gateway:
         self._secret = secrets.token_bytes(32)  # the keys of all sessions are derived from it
         self._port: asyncio.Future[int] | None = None
         self._listening: asyncio.Task[None] | None = None  # keeps the task alive
+        self._replies = ReplySender()
 
     @contextlib.asynccontextmanager
     async def open(self, agent: Agent) -> AsyncIterator[GatewaySession]:
@@ -119,6 +120,7 @@ class Gateway:
 
     async def _listen(self, port_known: asyncio.Future[int]) -> None:
         """Serve until cancelled, at the end of the event loop."""
+        self._replies = ReplySender()  # belongs to one event loop
         app = web.Application(middlewares=[error_middleware], client_max_size=64 * 2**20)
         for root in ("/episodes/{id}/v1", "/sessions/v1"):
             app.router.add_get(f"{root}/models", self._models)
@@ -152,9 +154,9 @@ class Gateway:
         body = await read_request(request, ChatBody)
         whole = await _chat_reply(session, agent, body)
         return (
-            await send_events(request, _as_chunks(whole, body))
+            await self._replies.send_events(request, _as_chunks(whole, body))
             if body.stream
-            else json_response(whole)
+            else await self._replies.send(request, whole)
         )
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
@@ -162,8 +164,9 @@ class Gateway:
         body = await read_request(request, ResponsesBody)
         whole, writer = await _chat_reply(session, agent, body.chat), ResponseWriter(body)
         if body.stream:
-            return await send_events(request, writer.events(_as_chunks(whole, body.chat)))
-        return json_response(writer.whole(whole))
+            events = writer.events(_as_chunks(whole, body.chat))
+            return await self._replies.send_events(request, events)
+        return await self._replies.send(request, writer.whole(whole))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session, agent = self._session(request)

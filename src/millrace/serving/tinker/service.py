@@ -8,7 +8,6 @@ import asyncio
 import secrets
 import shutil
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,8 +17,6 @@ from typing import Any
 import numpy as np
 
 from millrace.core.errors import CheckpointError, TaskError
-from millrace.core.records import Request, Sampling
-from millrace.serving.api.bodies import MIN_TEMPERATURE, MIN_TOP_P
 from millrace.serving.api.errors import ApiError
 from millrace.serving.api.reading import read_body
 from millrace.serving.clients import Client
@@ -30,6 +27,7 @@ from millrace.serving.tinker.adapter_slots import AdapterSlots
 from millrace.serving.tinker.computing import TrainingThread
 from millrace.serving.tinker.execution import RequestExecutor
 from millrace.serving.tinker.request_log import AcceptedRequest, RequestLog, Result
+from millrace.serving.tinker.sampling import sample_request
 from millrace.serving.tinker.states import (
     EXPIRES,
     SavedState,
@@ -339,8 +337,12 @@ class TrainingService:
         return {"sampler_id": id, "base_model": self._model_path}
 
     async def sample(self, tenant: Tenant, body: wire.SampleBody) -> Reply:
-        folder = tenant.sampler(body.sampling_session_id)
-        request = self._request(tenant, body, folder)
+        folder, num_bytes = tenant.sampler(body.sampling_session_id), 4 * body.num_tokens
+        request = await self._served.prepare(
+            lambda: sample_request(self._served, body, folder, client=tenant.client),
+            client=tenant.client,
+            num_bytes=num_bytes,
+        )
 
         async def sample(_id: str) -> Result:
             scored = None
@@ -368,33 +370,3 @@ class TrainingService:
         )
         numbers = range(body.num_samples)
         return {"request_id": id, "sample_sequence_ids": [f"{id}:{number}" for number in numbers]}
-
-    def _request(self, tenant: Tenant, body: wire.SampleBody, folder: Path | None) -> Request:
-        tokens, params = body.tokens, body.sampling_params
-        if (room := self._thread.max_context - len(tokens)) < 1:
-            raise ApiError(f"The prompt has {len(tokens)} tokens; shorten it by {1 - room}.")
-        stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
-        texts = [stop if isinstance(stop, str) else self._served.decode([stop]) for stop in stops]
-        return Request(
-            id=uuid.uuid4().hex,
-            prompt=tokens,
-            sampling=Sampling(
-                max_new_tokens=min(params.max_tokens or room, room),
-                temperature=params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0,
-                top_k=max(params.top_k, 0),
-                top_p=max(params.top_p, MIN_TOP_P),
-                stop=tuple(texts),
-                top_logprobs=body.topk_sample_logprobs,
-            ),
-            n=body.num_samples,
-            seed=secrets.randbits(63) if params.seed is None else params.seed % 2**63,
-            # A place in the engines holds one adapter after another, and a name may be saved again.
-            cache_salt=f"{tenant.client.cache_salt}{folder or ''}{_saved_ns(folder)}",
-        )
-
-
-def _saved_ns(folder: Path | None) -> int:
-    try:
-        return 0 if folder is None else folder.stat().st_mtime_ns
-    except OSError:
-        raise ApiError("The weights of the sampler were deleted.", status=404) from None

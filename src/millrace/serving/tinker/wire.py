@@ -14,7 +14,17 @@ import numpy as np
 from pydantic import Field
 
 from millrace.core.records import Completion
-from millrace.serving.api.bodies import Count, Number, NumTop, Temperature, TokenIds, TopP
+from millrace.serving.api.bodies import (
+    MAX_MESSAGES,
+    Count,
+    Number,
+    NumTop,
+    StopText,
+    Temperature,
+    TokenId,
+    TokenIds,
+    TopP,
+)
 from millrace.serving.api.errors import ApiError
 from millrace.serving.api.reading import Body
 from millrace.serving.tinker import protobuf
@@ -34,6 +44,8 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
 SeqId = Annotated[int, Field(ge=0, lt=2**53)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Ttl = Annotated[Count, Field(lt=2**32)]  # seconds; a date after the year 9999 cannot be written
+# An empty list would disable the end token, which always stops here.
+Stops = Annotated[list[StopText | TokenId], Field(min_length=1, max_length=16, fail_fast=True)]
 Rate = Annotated[Number, Field(ge=0)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 
@@ -127,14 +139,15 @@ class TokenChunk(Body):
 
 
 class PromptBody(Body):
-    chunks: Annotated[list[TokenChunk], Field(min_length=1)]
+    chunks: Annotated[
+        list[TokenChunk], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
 
 
 class SamplingBody(Body):
     max_tokens: Count | None = None
     seed: Seed | None = None
-    # An empty list would disable the end token, which always stops here.
-    stop: str | Annotated[list[str], Field(min_length=1)] | TokenIds | None = None
+    stop: StopText | Stops | None = None
     temperature: Temperature = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     top_p: TopP = 1.0
@@ -153,6 +166,10 @@ class SampleBody(TinkerBody):
     prompt_alt_tokens_k: Literal[0] = 0
     target_prompt_logprobs: None = None
     record_stability_info: Literal[False] | None = None
+
+    @property
+    def num_tokens(self) -> int:  # P
+        return sum(len(chunk.tokens) for chunk in self.prompt.chunks)
 
     @property
     def tokens(self) -> np.ndarray:  # [P] int32

@@ -8,7 +8,8 @@ training continues from it with the same numbers.
 One thread calls all methods. L = tokens of a datum.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.core.errors import CheckpointError, TaskError
+from millrace.models.devices import GIB, memory_of
 from millrace.models.lora.factors import Adapter, scale_of
 from millrace.models.lora.folders import read_checkpoint, write_folder
 from millrace.training.adapters.adapted_model import AdaptedModel, initial_factors, to_tensor
@@ -39,6 +41,8 @@ from millrace.training.losses.summed import summed_loss
 # Engines compute the adapters of all tenants together, so that no product may overflow: infinity
 # times the 0 of a row without the adapter is NaN.
 MAX_WEIGHT = 16.0
+RESERVED_BYTES = GIB  # of the device, that no adapter takes: for activations of passes
+WEIGHT_BYTES = 16  # with the gradient and both moments of the optimizer, in float32
 ALPHA = 32.0  # B A is scaled by ALPHA / rank, as the Tinker API does
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _GRADIENT_FILE = "gradient.safetensors"
@@ -57,21 +61,37 @@ class OwnedAdapter:
     gradient: dict[str, Tensor] | None = None  # sum over all passes since the last step
     num_steps: int = 0
 
+    @property
+    def missing_bytes(self) -> int:
+        """What it will allocate when it is trained."""
+        held = 4 * (1 + (self.gradient is not None) + 2 * bool(self.num_steps))
+        return (WEIGHT_BYTES - held) * sum(each.numel() for each in self.parameters.values())
+
 
 class AdapterSet:
-    def __init__(self, model: PreTrainedModel, *, path: str, max_context: int) -> None:
-        """`model`: loaded from `path` with PACKED attention. Its weights never change."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        path: str,
+        max_context: int,
+        free_bytes: Callable[[], int] | None = None,
+    ) -> None:
+        """`model`: loaded from `path` with PACKED attention. Its weights never change.
+        `free_bytes`: None = what is free on the device."""
         self._model = AdaptedModel(model)
         if model.device.type == "cuda":
             checkpoint_layers(model)
         self._path = path
         self.max_context = max_context
+        self._free_bytes = free_bytes or (lambda: memory_of(model.device)[0])
         self._num_ids = model.config.get_text_config().vocab_size
         self.owned: dict[str, OwnedAdapter] = {}  # by name; removing one frees it
 
     def create(self, name: str, shape: AdapterShape, *, seed: int | None) -> None:
         """Add an adapter, which changes nothing yet."""
         layout = self._layout(shape)
+        self._check_memory(layout)
         generator = torch.Generator()
         generator.seed() if seed is None else generator.manual_seed(seed)
         parameters = initial_factors(layout, generator=generator, device=self._model.device)
@@ -92,6 +112,17 @@ class AdapterSet:
             raise TaskError("The adapter has no layers; set train_attn or train_mlp to true.")
         scale = scale_of(ALPHA, rank=shape.rank, rslora=False)
         return Adapter(layers=chosen, rank=shape.rank, scale=scale)
+
+    def _check_memory(self, layout: Adapter) -> None:
+        """Refuse an adapter for which there is no room once all others have been trained."""
+        needed = WEIGHT_BYTES * sum(map(math.prod, layout.shapes().values()))
+        missing = sum(each.missing_bytes for each in self.owned.values())
+        if needed > (room := self._free_bytes() - RESERVED_BYTES - missing):
+            raise TaskError(
+                f"The adapter needs {needed / GIB:.2f} GiB in training, and the device has room for"
+                f" {max(room, 0) / GIB:.2f} GiB beside those of all tenants; lower the rank, or end"
+                " the sessions of models that you no longer need."
+            )
 
     def compute(self, passes: Sequence[AdapterPass]) -> list[PassResult | Exception]:
         """The result of each pass, or why there is none. The gradient of a backward pass is added
