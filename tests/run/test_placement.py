@@ -3,6 +3,7 @@ import sys
 
 import pytest
 from tiny_model import make_tiny_model
+from transformers import MambaConfig, MambaForCausalLM
 
 from millrace.cli.main import main
 from millrace.cluster.launchers.hosts import HostLauncher
@@ -131,15 +132,19 @@ def test_device_that_cannot_hold_its_processes_is_refused(tmp_path):
     assert engine.endswith("GiB and the KV cache")
 
 
-def test_dry_run_prints_the_placement_and_starts_nothing(tmp_path, capsys):
-    make_tiny_model(tmp_path / "model")
+@pytest.mark.parametrize("has_attention", [True, False])
+def test_dry_run_prints_the_placement_and_starts_nothing(tmp_path, capsys, has_attention):
+    make_tiny_model(tmp_path / "model")  # with a tokenizer
+    if not has_attention:
+        mamba = MambaConfig(vocab_size=27, hidden_size=32, state_size=8, num_hidden_layers=1)
+        MambaForCausalLM(mamba).save_pretrained(tmp_path / "model")
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1 2", "answer": "2"}\n')
     (tmp_path / "run.toml").write_text(
         'model = "model"\nscorers = ["exact"]\n[tasks]\npath = "tasks.jsonl"\n'
         '[placement]\ntrainer = "cpu"\nengines = "cpu"\n'
     )
     run_dir = tmp_path / "run"
-    settings = ["--run_dir", str(run_dir), "--engine.count", "2"]
+    settings = ["--run_dir", str(run_dir), "--engine.count", "2", "--engine.max_context", "64"]
     assert main(["train", str(tmp_path / "run.toml"), "--dry-run", *settings]) == 0
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines() if line.startswith("  ")] == [
