@@ -7,10 +7,11 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from millrace.cli.main import main
 from millrace.cluster.launchers.hosts import HostLauncher
-from millrace.cluster.launchers.launcher import HostDevice
+from millrace.cluster.launchers.launcher import HostDevice, WorkerProcess
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.models.directory import num_weights
+from millrace.run.execution.trainer_replica import count_sharing
 from millrace.run.placement import (
     ELSEWHERE,
     GIB,
@@ -111,6 +112,21 @@ def test_what_the_user_names_is_his_alone():
     }
     with pytest.raises(ConfigError, match="ranks = 4 need a GPU each, and 3 of the 4 GPUs"):
         where({"trainer": {"ranks": 4}, "placement": {"engines": "cuda:0"}}, 4)
+
+
+def test_ranks_share_a_device_if_they_are_on_the_same_one_of_the_same_host():
+    def sharing(trainer, *joined, **cluster):
+        config = load_config({"model": "m", "placement": {"trainer": trainer}, "cluster": cluster})
+        ranks = [WorkerProcess() for _ in (*trainer, *joined)]
+        for rank, (host, device) in zip(ranks[len(trainer) :], joined, strict=True):
+            rank.host, rank.devices = host, (device,)
+        return count_sharing(config, ranks)
+
+    gpu, *_ = host(1)
+    assert sharing(["cpu", "cpu"]) == [2, 2]
+    assert sharing(["cuda:0", "cuda:1", "cuda:0"]) == [2, 1, 2]
+    assert sharing(["cuda:0"], ("a", gpu), ("b", gpu), ("b", gpu)) == [1, 1, 2, 2]
+    assert sharing(["cuda", "cuda"], launcher=f"{__name__}:Elsewhere") == [1, 1]
 
 
 def test_device_that_cannot_hold_its_processes_is_refused(tmp_path):
