@@ -164,7 +164,7 @@ def prepare(
     # Files of the model are read from here on, which imports torch.
     tokenizer, max_context = read_model(config.model, wanted=config.engine.max_context)
     given, (config, processes, devices) = config, place(config, specs, trains=trains)
-    warnings = [*check_files(config), *rank_warnings(config)]
+    warnings = check_files(config)
     _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
     renderer.check(all_tasks)
@@ -250,7 +250,7 @@ def place(
 
 def check_files(config: RunConfig) -> tuple[str, ...]:
     """Check adapters, and what mesh and engine backend must offer for this model; returns warnings
-    about the backend."""
+    about the backend and the ranks."""
     if config.lora is not None:
         from millrace.models.lora.factors import require_peft
 
@@ -270,7 +270,7 @@ def check_files(config: RunConfig) -> tuple[str, ...]:
     backend.check_servers(config)
     capabilities = backend.load_backend(config.engine).capabilities
     backend.check_capabilities(config, capabilities, has_experts=directory.num_experts(found) > 0)
-    return backend.seed_warnings(config.engine, capabilities)
+    return *backend.seed_warnings(config.engine, capabilities), *rank_warnings(config)
 
 
 def _shaping(config: RunConfig, *, scorers: Sequence[str]) -> Shaping:
