@@ -20,6 +20,8 @@ def settings_of(tmp_path, *, mesh: dict, steps: int) -> dict:
         "sampling": {"max_new_tokens": 12},
         "rollout": {"group_size": 4},
         "trainer": {"steps": steps, "groups_per_step": 4, **mesh},
+        "optimizer": {"learning_rate": 1e-3},
+        "buffer": {"max_staleness": 0},
         "checkpoint": {"every_steps": 1, "path": f"file://{tmp_path}/store"},
         "cluster": {"threads": 1},
         "scoring": {"workers": 1},
@@ -39,6 +41,7 @@ TP_AND_EP = ({"ranks": 4, "mesh": {"tp": 2, "ep": 2}}, {"ranks": 1})
         ({}, 0, FSDP_AND_CP),
         ({}, 4, TP_AND_EP),
         ({"lora": {"rank": 4}}, 0, FSDP_AND_CP),
+        ({"lora": {"rank": 4}}, 4, TP_AND_EP),  # of experts, too
         ({"critic": {"learning_rate": 1e-3}}, 0, FSDP_AND_CP),
     ],
 )
@@ -57,8 +60,8 @@ def test_run_continues_on_another_number_of_ranks(tmp_path, extra, num_experts, 
         rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
         assert [row["step"] for row in rows] == list(range(first_step, steps + 1))
         assert rows[-1]["checkpoint/upload_failures"] == 0
-        # The engines have the weights that the ranks trained.
-        assert all(row["mismatch/logprob"] < 0.05 for row in rows), rows
+        # The engines have the weights that the ranks trained; older ones would differ by 0.01.
+        assert all(row["mismatch/logprob"] < 1e-5 for row in rows), rows
         samples = read_samples(RunDir(tmp_path / "run"), steps)  # of all ranks
         assert len(samples) == 4
         assert all(rollout.trainer_logprobs for one in samples for rollout in one.rollouts)

@@ -68,6 +68,18 @@ def test_rank_that_exceeds_the_free_memory_is_refused_before_it_loads(tmp_path, 
     check_free_memory(sleeping, device)
 
 
+def test_ranks_that_share_a_device_need_its_memory_together(tmp_path, monkeypatch):
+    config = config_of(make_tiny_model(tmp_path), trainer={"ranks": 2})
+    of_both = 2 * rank_bytes(config, ModelSize.read(config))
+    for device in (torch.device("cpu"), torch.device("cuda:0")):
+        monkeypatch.setattr(devices, "memory_of", lambda _: (of_both, 2**30))
+        check_free_memory(config, device, num_ranks=2)
+        monkeypatch.setattr(devices, "memory_of", lambda _: (of_both - 1, 2**30))
+        check_free_memory(config, device)  # the other rank has a device of its own
+        with pytest.raises(ConfigError, match=r"^2 ranks of the trainer need 0\.0 GiB for weights"):
+            check_free_memory(config, device, num_ranks=2, patience_s=0.0)
+
+
 def test_rank_on_a_cpu_is_compared_with_the_memory_that_is_available(tmp_path, monkeypatch):
     config, cpu = config_of(make_tiny_model(tmp_path)), torch.device("cpu")
     free, total = devices.memory_of(cpu)

@@ -2,11 +2,15 @@ from importlib.metadata import version
 
 import pytest
 from transformers import (
+    FalconMambaConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GPT2Config,
     Lfm2Config,
     Llama4TextConfig,
+    Mamba2Config,
+    MambaConfig,
+    PreTrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -32,6 +36,7 @@ SHARED_EXPERTS = Glm4MoeConfig(
     num_hidden_layers=1, first_k_dense_replace=0, moe_intermediate_size=17
 )
 MLA = Glm4MoeLiteConfig(num_hidden_layers=1)
+WITHOUT_ATTENTION = (MambaConfig(), Mamba2Config(), FalconMambaConfig())
 
 
 def config_of(*, ranks=1, mesh=None, devices: str | list[str] = "auto", **sections):
@@ -106,6 +111,16 @@ def test_devices_are_named_for_the_ranks_of_this_host_only():
             Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2),
             "has layers with a recurrent state, which computes a sequence token by token",
         ),
+        (
+            MeshSizes(cp=2),
+            PreTrainedConfig(num_attention_heads=4, layers_block_type=["mamba", "attention"]),
+            "has layers with a recurrent state, which computes a sequence token by token",
+        ),
+        *(
+            (MeshSizes(**{dimension: 2}), model, "has no attention heads, which trainer.mesh.tp *")
+            for model in WITHOUT_ATTENTION
+            for dimension in ("tp", "cp")
+        ),
         (MeshSizes(dp_shard=2, ep=2), DENSE, "ep = 2 shares experts, and model 'm' has none"),
         (MeshSizes(dp_shard=4, ep=4), MIXTURE, "has 6 experts, which trainer.mesh.ep = 4 ranks"),
         (
@@ -139,6 +154,9 @@ def test_mesh_that_shares_the_model_evenly_is_accepted():
     check_model_mesh(MeshSizes(tp=2, cp=2), DENSE, path="m")
     check_model_mesh(MeshSizes(dp_shard=3, ep=3), MIXTURE, path="m")
     check_model_mesh(MeshSizes(dp_shard=2, tp=4, ep=2), MIXTURE, path="m")
+    for model in WITHOUT_ATTENTION:
+        check_model_mesh(MeshSizes(), model, path="m")
+        check_model_mesh(MeshSizes(dp_replicate=2, dp_shard=2), model, path="m")
 
 
 def test_several_ranks_warn_about_versions_that_were_not_tried():

@@ -3,13 +3,15 @@ import sys
 
 import pytest
 from tiny_model import make_tiny_model
+from transformers import MambaConfig, MambaForCausalLM
 
 from millrace.cli.main import main
 from millrace.cluster.launchers.hosts import HostLauncher
-from millrace.cluster.launchers.launcher import HostDevice
+from millrace.cluster.launchers.launcher import HostDevice, WorkerProcess
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.models.directory import num_weights
+from millrace.run.execution.trainer_replica import count_sharing
 from millrace.run.placement import (
     ELSEWHERE,
     GIB,
@@ -131,6 +133,21 @@ def test_what_the_user_names_is_his_alone():
         where({"trainer": {"ranks": 4}, "placement": {"engines": "cuda:0"}}, 4)
 
 
+def test_ranks_share_a_device_if_they_are_on_the_same_one_of_the_same_host():
+    def sharing(trainer, *joined, **cluster):
+        config = load_config({"model": "m", "placement": {"trainer": trainer}, "cluster": cluster})
+        ranks = [WorkerProcess() for _ in (*trainer, *joined)]
+        for rank, (host, device) in zip(ranks[len(trainer) :], joined, strict=True):
+            rank.host, rank.devices = host, (device,)
+        return count_sharing(config, ranks)
+
+    gpu, *_ = host(1)
+    assert sharing(["cpu", "cpu"]) == [2, 2]
+    assert sharing(["cuda:0", "cuda:1", "cuda:0"]) == [2, 1, 2]
+    assert sharing(["cuda:0"], ("a", gpu), ("b", gpu), ("b", gpu)) == [1, 1, 2, 2]
+    assert sharing(["cuda", "cuda"], launcher=f"{__name__}:Elsewhere") == [1, 1]
+
+
 def test_device_that_cannot_hold_its_processes_is_refused(tmp_path):
     path = str(make_tiny_model(tmp_path))
     table = {"model": path, "engine": {"dtype": "float32"}}
@@ -150,15 +167,19 @@ def test_device_that_cannot_hold_its_processes_is_refused(tmp_path):
     assert engine.endswith("GiB and the KV cache")
 
 
-def test_dry_run_prints_the_placement_and_starts_nothing(tmp_path, capsys):
-    make_tiny_model(tmp_path / "model")
+@pytest.mark.parametrize("has_attention", [True, False])
+def test_dry_run_prints_the_placement_and_starts_nothing(tmp_path, capsys, has_attention):
+    make_tiny_model(tmp_path / "model")  # with a tokenizer
+    if not has_attention:
+        mamba = MambaConfig(vocab_size=27, hidden_size=32, state_size=8, num_hidden_layers=1)
+        MambaForCausalLM(mamba).save_pretrained(tmp_path / "model")
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1 2", "answer": "2"}\n')
     (tmp_path / "run.toml").write_text(
         'model = "model"\nscorers = ["exact"]\n[tasks]\npath = "tasks.jsonl"\n'
         '[placement]\ntrainer = "cpu"\nengines = "cpu"\n'
     )
     run_dir = tmp_path / "run"
-    settings = ["--run_dir", str(run_dir), "--engine.count", "2"]
+    settings = ["--run_dir", str(run_dir), "--engine.count", "2", "--engine.max_context", "64"]
     assert main(["train", str(tmp_path / "run.toml"), "--dry-run", *settings]) == 0
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines() if line.startswith("  ")] == [

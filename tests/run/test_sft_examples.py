@@ -140,6 +140,17 @@ def test_every_example_is_in_one_batch_of_each_epoch(tmp_path, model):
         np.testing.assert_array_equal(one.tokens, other.tokens)
 
 
+def test_ranks_on_versions_that_were_not_tried_begin_with_a_warning(tmp_path, model, monkeypatch):
+    (tmp_path / "torch-2.0.dist-info").mkdir()
+    (tmp_path / "torch-2.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.0\n")
+    monkeypatch.syspath_prepend(tmp_path)  # importlib.metadata finds it first
+    rows = [{"prompt": "1", "completion": "2"}]
+    for ranks in (1, 2):
+        config = load_config({"model": str(model), "run_dir": "run", "trainer": {"ranks": ranks}})
+        warnings = prepare_sft(config, tasks=rows).warnings
+        assert [w.partition(" was ")[0] for w in warnings] == ["trainer.ranks = 2"][: ranks - 1]
+
+
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [

@@ -21,6 +21,7 @@ from millrace.core.records import (
 from millrace.models.attention.layout import PackedLayout
 from millrace.training.packing.bins import fill_bins, fill_rank_bins
 from millrace.training.packing.packer import minibatches_of, pack
+from millrace.training.packing.prefix_trees import Sample, grow_trees
 
 
 def rollout_of(tokens: list[int], *, prompt: int) -> Rollout:
@@ -299,6 +300,12 @@ def test_rank_bins_of_long_tailed_lengths_cost_the_same_at_each_position_and_in_
     assert loads.size <= num_bins + 2 * num_ranks
 
 
+def samples_of(group: Group) -> list[Sample]:
+    return [
+        Sample(rollout=r, advantages=np.ones(r.num_sampled, np.float32)) for r in group.rollouts
+    ]
+
+
 def packed_group(num: int, *, number: int = 0) -> Group:
     rng = np.random.default_rng(number)
     prompt = rng.integers(3, 30, 6).tolist()
@@ -330,17 +337,60 @@ def test_ranks_get_equally_many_microbatches_and_together_the_whole_batch(num_ra
     assert batch.balance == pytest.approx(np.mean(rows) / max(rows), abs=0.01)  # short rows
 
 
-@pytest.mark.parametrize(("num_groups", "are_split"), [(16, False), (2, True)])
-def test_ranks_split_families_only_if_these_are_more_than_half_of_a_share(num_groups, are_split):
-    groups = [packed_group(8, number=number) for number in range(num_groups)]
-    num_rows = {
-        num_ranks: sum(
-            len(m.tokens)
-            for m in pack(groups, microbatch_tokens=512, num_ranks=num_ranks).microbatches
+def num_rows(groups: list[Group], *, num_ranks: int) -> int:
+    batch = pack(groups, microbatch_tokens=512, num_ranks=num_ranks)
+    return sum(len(m.tokens) for m in batch.microbatches if len(m.targets))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_as_many_equal_families_as_ranks_are_not_split(num_ranks):
+    families = [packed_group(8)] * num_ranks
+    assert num_rows(families, num_ranks=num_ranks) == num_rows(families, num_ranks=1)
+    assert pack(families, microbatch_tokens=512, num_ranks=num_ranks).balance == 1
+
+
+def test_a_family_is_split_if_its_rank_would_have_much_more_work_than_the_other():
+    families = [packed_group(8), packed_group(2, number=1)]
+    assert num_rows(families, num_ranks=2) > num_rows(families, num_ranks=1)  # prompts have copies
+    assert pack(families, microbatch_tokens=512, num_ranks=2).balance > 0.9
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 200), st.lists(st.integers(1, 100), min_size=1, max_size=8)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.sampled_from([2, 4, 8]),
+)
+def test_costliest_rank_is_as_cheap_as_without_splits_and_with_parts_of_half_a_share(
+    families, num_ranks
+):
+    rng = np.random.default_rng(0)
+    groups: list[Group] = []
+    for number, (prompt, lengths) in enumerate(families):
+        shared = rng.integers(3, 30, prompt).tolist()
+        rows = [[*shared, *rng.integers(3, 30, length)] for length in lengths]
+        groups.append(group_of(*(rollout_of(row, prompt=prompt) for row in rows), number=number))
+    batch = pack(groups, microbatch_tokens=1024, num_ranks=num_ranks)
+    costliest = max(
+        sum(
+            len(m.tokens) + (m.positions + 0.5).sum() / 24_576
+            for m in batch.of_rank(rank).microbatches
+            if len(m.targets)
         )
-        for num_ranks in (1, 2)
-    }
-    assert (num_rows[2] > num_rows[1]) == are_split  # each part has a copy of the prompt
+        for rank in range(num_ranks)
+    )
+    trees = [tree for group in groups for tree in grow_trees(samples_of(group))]
+    half = sum(tree.num_rows for tree in trees) // (2 * num_ranks)
+    for limit in (half, 1024):
+        limits = [min(1024, max(limit, 2 * tree.num_shared)) for tree in trees]
+        parts = [p for t, most in zip(trees, limits, strict=True) for p in t.parts(budget=most)]
+        sizes, costs = [part.num_rows for part in parts], [part.cost for part in parts]
+        ranks = fill_rank_bins(sizes, costs, budget=1024, num_ranks=num_ranks)
+        loads = [sum(costs[i] for bin_ in rank for i in bin_) for rank in ranks]
+        assert costliest <= max(loads) * (1 + 1e-9)
 
 
 def test_a_rank_without_rollouts_gets_a_microbatch_without_trained_tokens():

@@ -203,7 +203,8 @@ class StartTrainer(Message, frozen=True):
     rendezvous: str = ""  # "tcp://HOST:PORT" where rank 0 listens for the others; "" = one rank
     own_address: str = ""  # of the rank's host; "" = it is on the controller's host
     peer_address: str = ""  # of another rank's host, if ranks are on several hosts
-    shares_gpu: bool | None = None  # with another rank; None = as placement.trainer says
+    num_sharing: int = 1  # ranks on the device of this one
+    shares_device: bool = False  # whether any two ranks use one device
     policies: dict[str, tuple[dict[str, Any], str | None]] = {}  # further adapters: the same two
 
 

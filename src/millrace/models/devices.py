@@ -162,21 +162,28 @@ def rank_bytes(config: RunConfig, size: ModelSize) -> int:
 
 
 def check_free_memory(
-    config: RunConfig, device: torch.device, *, patience_s: float = FREE_TIMEOUT_S
+    config: RunConfig,
+    device: torch.device,
+    *,
+    num_ranks: int = 1,
+    patience_s: float = FREE_TIMEOUT_S,
 ) -> None:
-    """Refuse a rank that does not fit into the free memory of its device, before it loads. The
-    memory of a killed rank takes a while to be freed. Engines that sleep during a step give theirs
-    back, so they do not count."""
+    """Refuse the ranks of a device that do not fit into its free memory together, before one of
+    them loads: each waits for the others first. The memory of a killed rank takes a while to be
+    freed. Engines that sleep during a step give theirs back, so they do not count."""
     if device.type == "cuda" and config.cluster.share_gpu == "sleep":
         return
-    needed = rank_bytes(config, ModelSize.read(config))
+    needed = num_ranks * rank_bytes(config, ModelSize.read(config))
     deadline_s = time.monotonic() + patience_s
     while (memory := memory_of(device))[0] < needed and time.monotonic() < deadline_s:
         time.sleep(0.1)
     free, total = memory
     if needed > free:
+        who = "A rank of the trainer needs"
+        if num_ranks > 1:
+            who = f"{num_ranks} ranks of the trainer need"
         raise ConfigError(
-            f"A rank of the trainer needs {needed / GIB:.1f} GiB for weights and optimizer state"
+            f"{who} {needed / GIB:.1f} GiB for weights and optimizer state"
             f" alone, and {device} has {free / GIB:.1f} of {total / GIB:.1f} GiB free; stop what"
             " else uses it, or use more ranks, optimizer.offload = true or a LoRA adapter."
         )

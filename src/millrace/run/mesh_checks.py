@@ -7,6 +7,7 @@ parallelism, whose plans are part of the models, imports torch.
 from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from millrace.config import RunConfig
@@ -71,8 +72,13 @@ def check_baseline(config: RunConfig, loss: Loss) -> None:
 
 def check_model_mesh(sizes: MeshSizes, model: "PreTrainedConfig", *, path: str) -> None:
     """Check that the ranks can share the heads and the experts of the model."""
-    num_heads, shared = model.num_attention_heads, sizes.tp * sizes.cp
+    num_heads, shared = getattr(model, "num_attention_heads", 0), sizes.tp * sizes.cp
     key_value_heads = getattr(model, "num_key_value_heads", None) or num_heads
+    if shared > 1 and num_heads == 0:  # as in Mamba
+        raise ConfigError(
+            f"Model {path!r} has no attention heads, which trainer.mesh.tp * cp = {shared} ranks"
+            " would share; set tp and cp to 1."
+        )
     _check_even(num_heads, "attention heads", shared, "tp * cp", path=path)
     _check_even(key_value_heads, "key-value heads", shared, "tp * cp", path=path)
     kinds = {rope.get("rope_type") for rope in rope_tables(model)} & {"dynamic", "longrope"}
@@ -81,8 +87,10 @@ def check_model_mesh(sizes: MeshSizes, model: "PreTrainedConfig", *, path: str) 
             f"Model {path!r} has rotary embeddings of type {kinds.pop()!r}, which depend on all"
             f" positions of a pass, and trainer.mesh.cp = {sizes.cp} divides them; set cp to 1."
         )
-    states = {"conv", "hybrid", "linear_attention"} & {*(getattr(model, "layer_types", None) or [])}
-    if sizes.cp > 1 and states:
+    # Before transformers 5.22, some architectures had the second name alone.
+    layers = [getattr(model, name, None) or [] for name in ("layer_types", "layers_block_type")]
+    states = {"conv", "hybrid", "linear_attention", "mamba"}
+    if sizes.cp > 1 and not states.isdisjoint(chain(*layers)):
         raise ConfigError(
             f"Model {path!r} has layers with a recurrent state, which computes a sequence token by"
             f" token, and trainer.mesh.cp = {sizes.cp} divides sequences; set cp to 1."

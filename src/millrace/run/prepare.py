@@ -165,7 +165,7 @@ def prepare(
     # Files of the model are read from here on, which imports torch.
     tokenizer, max_context = read_model(config.model, wanted=config.engine.max_context)
     given, (config, processes, devices) = config, place(config, specs, trains=trains)
-    warnings = [*check_files(config), *rank_warnings(config)]
+    warnings = check_files(config)
     _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
     renderer.check(all_tasks)
@@ -251,7 +251,7 @@ def place(
 
 def check_files(config: RunConfig) -> tuple[str, ...]:
     """Check adapters, and what mesh and engine backends must offer for this model; returns warnings
-    about the backend of the policy."""
+    about the policy's backend and the ranks."""
     model = config.model
     if config.lora is not None:
         from millrace.models.lora.factors import adapted_layers, require_peft
@@ -278,7 +278,7 @@ def check_files(config: RunConfig) -> tuple[str, ...]:
     has_experts = directory.num_experts(found) > 0
     for section, capabilities in offered.items():
         check_capabilities(config, capabilities, section=section, has_experts=has_experts)
-    return seed_warnings(config.engine, offered["engine"])
+    return *seed_warnings(config.engine, offered["engine"]), *rank_warnings(config)
 
 
 def _shaping(config: RunConfig, *, scorers: Sequence[str]) -> Shaping:

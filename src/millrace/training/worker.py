@@ -57,18 +57,17 @@ class TrainerWorker:
         make_writer: type[CheckpointWriter] = CheckpointWriter,
     ) -> None:
         config = RunConfig.model_validate(message.config)
-        devices = [config.placement.rank(i) for i in range(config.trainer.num_ranks)]
-        config = config.trained_on(devices[message.rank])
+        config = config.trained_on(config.placement.rank(message.rank))
         use_threads(config.cluster.threads)
         device = resolve_device(config.placement.trainer[0])
         use_device(device)
-        check_free_memory(config, device)
+        check_free_memory(config, device, num_ranks=message.num_sharing)
         # The checkpoint of an adapter holds no model, so the base model comes from the config.
         path = config.model.path if config.lora else message.checkpoint or config.model.path
         trusts = config.model.trust_remote_code
         seed_everything(config.seed)
         # Before the model is loaded: each rank loads its shard.
-        self._ranks = _join_ranks(message, config, devices=devices, device=device)
+        self._ranks = _join_ranks(message, config, device=device)
         _check_equal(self._ranks, path, trusts=trusts)
         own = {name: RunConfig.model_validate(own) for name, (own, _) in message.policies.items()}
         # By policy; DEFAULT_POLICY is the only one, or the first.
@@ -355,15 +354,8 @@ def _check_equal(ranks: Ranks, path: str, *, trusts: bool) -> None:
 
 
 def _join_ranks(
-    message: messages.StartTrainer,
-    config: RunConfig,
-    *,
-    devices: Sequence[str],
-    device: torch.device,
+    message: messages.StartTrainer, config: RunConfig, *, device: torch.device
 ) -> Ranks:
-    shares_gpu = message.shares_gpu
-    if shares_gpu is None:
-        shares_gpu = len(set(devices)) < len(devices)
     if message.peer_address:
         use_interface_to(message.peer_address)
     return Ranks.join(
@@ -371,7 +363,7 @@ def _join_ranks(
         rank=message.rank,
         rendezvous=message.rendezvous,
         device=device,
-        backend="gloo" if shares_gpu else None,  # NCCL shares no GPU
+        backend="gloo" if message.shares_device else None,  # NCCL shares no GPU
         timeout_s=config.supervision.stall_timeout_s,  # a hung rank is found before that
     )
 

@@ -1,6 +1,7 @@
 """Ranks with different work make the same collectives in the same order; otherwise they hang."""
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -26,15 +27,19 @@ from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.parallel.ranks import Ranks, sum_unsharded
 from millrace.training.policy_model import PolicyModel
 from millrace.training.trainer import Trainer
+from millrace.weights.gathering import GatheringSender
+from millrace.weights.transport import make_sender
 
 GATHER, SCATTER, SUM = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
 EXCHANGES = {"alltoall_base_", "all_to_all_single"}
-LEFT_OUT = "a collective that rank 1 leaves out"
+TRANSFERS = {"send", "recv_"}  # of a rank to rank 0, which gathers weights to be published
+LEFT_OUT, PUBLISHED = "a collective that rank 1 leaves out", "weights that are published"
 
 
 class RecordedCollectives(TorchDispatchMode):
     """Records each collective of this thread, and so of its backward passes: its name, the sizes of
-    its tensors and its ranks. Below the functions of torch.distributed, no caller is missed."""
+    its tensors and its ranks. Below the functions of torch.distributed, no caller is missed. Both
+    ends of a transfer are recorded in the same way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +53,11 @@ class RecordedCollectives(TorchDispatchMode):
                 sizes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
                 if name in EXCHANGES:  # each rank has as many rows as it sends or gets
                     sizes = [size[1:] for size in sizes]
-                self.calls.append((name, sizes, dist.get_process_group_ranks(group)))
+                ranks = dist.get_process_group_ranks(group)
+                if name in TRANSFERS:
+                    other, tag = (leaf for leaf in leaves if isinstance(leaf, int))
+                    name, ranks = f"transfer {tag}", sorted((dist.get_rank(), ranks[other]))
+                self.calls.append((name, sizes, ranks))
         return func(*args, **(kwargs or {}))
 
 
@@ -139,6 +148,17 @@ def gathered_calls(ranks, recorded: RecordedCollectives) -> list[list[tuple]]:
     return found
 
 
+def published_calls(ranks, feature, folder) -> list[list[tuple]]:
+    trainer, _ = bench.make_trainer(feature, ranks, folder, device="cpu")
+    make = functools.partial(make_sender, "shm", dtype=torch.float32)
+    sender = GatheringSender(make, bucket_bytes=2**14)
+    with RecordedCollectives() as recorded:
+        sender.publish(1, trainer.policy.weights())
+    sender.release(1)
+    sender.close()
+    return gathered_calls(ranks, recorded)
+
+
 def sequences(ranks, features, folder) -> dict[str, list[list[tuple]]]:
     """The collectives of every rank, by feature."""
     found = {}
@@ -147,6 +167,7 @@ def sequences(ranks, features, folder) -> dict[str, list[list[tuple]]]:
         with RecordedCollectives() as recorded:
             bench.train(feature, ranks, folder, num_shares=shares, device="cpu")
         found[name] = gathered_calls(ranks, recorded)
+    found[PUBLISHED] = published_calls(ranks, next(iter(features.values())), folder)
     if "minibatches" in features:
         compare_listed_experts(ranks, folder)
         check_buckets(ranks)
@@ -167,23 +188,32 @@ def sequences(ranks, features, folder) -> dict[str, list[list[tuple]]]:
 @pytest.mark.parametrize(
     ("sizes", "names"),
     [
-        (MeshSizes(dp_shard=2), ("grpo", "critic", "lora", "minibatches", "one group")),
+        (
+            MeshSizes(dp_shard=2),
+            ("grpo", "critic", "lora", "minibatches", "one group", "baseline", "router loss"),
+        ),
+        (MeshSizes(dp_replicate=2, dp_shard=2), ("grpo", "lora")),
         (MeshSizes(cp=2), ("grpo", "critic", "lora")),
         (MeshSizes(dp_shard=2, ep=2), ("lora of experts",)),
+        pytest.param(MeshSizes(dp_shard=2, ep=2), ("route replay",), marks=pytest.mark.slow),
         pytest.param(
             MeshSizes(dp_shard=2, tp=2), ("critic", "lora", "one group"), marks=pytest.mark.slow
         ),
     ],
 )
 def test_ranks_make_the_same_collectives(tmp_path, sizes, names):
-    bench._make_model(tmp_path, is_mixture=sizes.ep > 1)
     features = {name: bench.FEATURES[name] for name in names}
+    for is_mixture in {feature.is_mixture for feature in features.values()}:
+        bench._make_model(tmp_path, is_mixture=is_mixture)
     found = run_ranks(sequences, features, tmp_path, sizes=sizes)
     if LEFT_OUT in found:
         pair, first, second = first_mismatch(found.pop(LEFT_OUT))
         assert pair == (0, 1)
         assert first == (SUM, [(7,)], [0, 1])
         assert second is None
+    published = found.pop(PUBLISHED)
+    assert first_mismatch(published) is None
+    assert any(call[0].startswith("transfer") for call in published[0])
     for name, of_ranks in found.items():
         assert len(of_ranks) == sizes.num_ranks
         kinds = {call[0] for call in of_ranks[0]}

@@ -17,6 +17,7 @@ from millrace.cluster.messages import StartTrainer
 from millrace.cluster.mps import below_normal
 from millrace.cluster.supervision.replica import GroupReplica
 from millrace.cluster.worker import Worker
+from millrace.config import RunConfig
 from millrace.run.cluster import absolute, portable
 from millrace.run.policies import further_policies
 from millrace.training.checkpoints.directory import newest_checkpoint, read_run_state
@@ -104,11 +105,12 @@ class TrainerReplica(GroupReplica):
         config = self._config
         if config.trainer.remote:
             config = portable(config).updated(run_dir=str(self._run_dir.absolute()))
+        num_sharing = count_sharing(config, workers)
         start = StartTrainer(
             config=config.model_dump(mode="json"),
             checkpoint=None if checkpoint is None else absolute(str(checkpoint)),
             rendezvous="" if len(workers) == 1 else f"tcp://{host}:{port}",
-            shares_gpu=self._shares_gpu(workers),
+            shares_device=max(num_sharing) > 1,
             policies=await asyncio.to_thread(self._further, checkpoint),
         )
 
@@ -122,6 +124,7 @@ class TrainerReplica(GroupReplica):
                 start,
                 config=own.model_dump(mode="json"),
                 rank=rank,
+                num_sharing=num_sharing[rank],
                 own_address="" if worker.host is None else worker.free_address[0],
                 peer_address=self._address(others[0]) if others else "",
             )
@@ -150,12 +153,10 @@ class TrainerReplica(GroupReplica):
         address = rank.free_address[0]
         return f"[{address}]" if ":" in address else address
 
-    def _shares_gpu(self, workers: Sequence[Worker]) -> bool | None:
-        """Whether two ranks use one GPU; None on one host, whose placement says it."""
-        if not self._config.spans_hosts:
-            return None
-        places = [
-            (rank.host, rank.devices or self._config.placement.rank(i))
-            for i, rank in enumerate(workers)
-        ]
-        return self._config.cluster.is_local and len(set(places)) < len(places)
+
+def count_sharing(config: RunConfig, ranks: Sequence[Worker]) -> list[int]:
+    """The number of ranks on the device of each. Another launcher gives each rank its own."""
+    if not config.cluster.is_local:
+        return [1] * len(ranks)
+    places = [(r.host, r.devices or config.placement.rank(i)) for i, r in enumerate(ranks)]
+    return [places.count(place) for place in places]

@@ -43,19 +43,11 @@ def pack(
     samples = _compared(samples) if pairs else samples
     bundles: list[_Bundle] = [grow_trees(of_group) for of_group in samples]
     together = pairs or whole_groups
-    if not together:
-        every = [tree for of_group in bundles for tree in of_group]
-        limit = microbatch_tokens
-        if num_ranks > 1:  # balance needs parts of at most half a rank's rows
-            limit = min(limit, sum(tree.num_rows for tree in every) // (2 * num_ranks))
-        bundles = [
-            [part]
-            for tree in every
-            # Parts of less than twice the shared rows would mostly repeat these.
-            for part in tree.parts(budget=min(microbatch_tokens, max(limit, 2 * tree.num_shared)))
-        ]
-    ranks = _fill_ranks(bundles, budget=microbatch_tokens, num_ranks=num_ranks)
-    costs = [sum(t.cost for bin_ in rank for bundle in bin_ for t in bundle) for rank in ranks]
+    if together:
+        ranks = _fill_ranks(bundles, budget=microbatch_tokens, num_ranks=num_ranks)
+    else:
+        ranks = _divide([*chain(*bundles)], budget=microbatch_tokens, num_ranks=num_ranks)
+    costs = _costs(ranks)
     numbers = reported or {}
     filled = [_lay_out(b, pairs=together, reported=numbers) if b else None for b in chain(*ranks)]
     idle = placeholder(next(filter(None, filled)))
@@ -74,6 +66,23 @@ def minibatches_of(groups: Sequence[Group], *, num_minibatches: int) -> list[Seq
     assert num_minibatches <= len(groups), "a minibatch holds at least one group"
     bounds = [len(groups) * i // num_minibatches for i in range(num_minibatches + 1)]
     return [groups[begin:end] for begin, end in pairwise(bounds)]
+
+
+def _divide(trees: Sequence[PrefixTree], *, budget: int, num_ranks: int) -> _Shares:
+    """Trees that only the budget splits, or parts of at most half a rank's rows. These balance
+    better, but repeat shared rows; the division is better if its costliest rank is cheaper."""
+    half = sum(tree.num_rows for tree in trees) // (2 * num_ranks)
+    tried: list[_Shares] = []
+    for limit in [budget] if num_ranks == 1 else [budget, half]:
+        # Parts of less than twice the shared rows would mostly repeat these.
+        limits = [min(budget, max(limit, 2 * tree.num_shared)) for tree in trees]
+        parts = [[p] for t, most in zip(trees, limits, strict=True) for p in t.parts(budget=most)]
+        tried.append(_fill_ranks(parts, budget=budget, num_ranks=num_ranks))
+    return min(tried, key=lambda ranks: max(_costs(ranks)))
+
+
+def _costs(ranks: _Shares) -> list[float]:
+    return [sum(tree.cost for bin_ in rank for bundle in bin_ for tree in bundle) for rank in ranks]
 
 
 def _fill_ranks(bundles: Sequence[_Bundle], *, budget: int, num_ranks: int) -> _Shares:
