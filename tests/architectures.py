@@ -59,6 +59,10 @@ def tiny_model(architecture: str, *, seed: int = 0, num_layers: int = 2) -> PreT
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**shape)),
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**shape)),
         "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True)),
+        # Its layer norms have biases, and its matrices are no linear layers.
+        "gpt2": lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(**{**shape, "n_inner": 48, "initializer_range": 0.1})
+        ),
         "gemma2": lambda: Gemma2ForCausalLM(
             Gemma2Config(
                 **shape, **windows, attn_logit_softcapping=2.0, final_logit_softcapping=3.0

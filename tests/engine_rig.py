@@ -48,6 +48,13 @@ def letter_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model as load_model() gives it in this dtype: rotary frequencies stay float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 def make_engine(
     architecture: str = "qwen3",
     *,
@@ -64,7 +71,7 @@ def make_engine(
     **settings: Any,
 ) -> EmbeddedEngine:
     """Small blocks and chunks, so that a few tokens cross many boundaries."""
-    model = tiny_model(architecture, seed=seed, num_layers=num_layers).to(device, dtype)
+    model = cast(tiny_model(architecture, seed=seed, num_layers=num_layers).to(device), dtype)
     model.set_attn_implementation(PAGED_ATTENTION)
     if memory is not None:
         memory.adopt(model)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, VOCAB, tiny_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
+from transformers import BloomConfig, BloomForCausalLM
 from transformers.models.hyperclovax import HyperCLOVAXConfig, HyperCLOVAXForCausalLM
 
 from millrace.core.errors import ConfigError
@@ -27,13 +27,15 @@ def saved(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "gpt_oss", "lfm2", "falcon_h1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_supported_architectures_load_in_the_dtype_asked_for(tmp_path, architecture, dtype):
     tiny_model(architecture).save_pretrained(tmp_path)
     model = load(tmp_path, dtype=dtype)
     assert not model.training
     assert model.dtype == dtype
+    frequencies = [buffer for name, buffer in model.named_buffers() if "inv_freq" in name]
+    assert {buffer.dtype for buffer in frequencies} == {torch.float32}
     assert model.config._attn_implementation == PACKED_ATTENTION
     assert context_length(str(tmp_path), wanted=None, setting="") == 256
     tokens = torch.randint(0, VOCAB, (1, 6))
@@ -46,11 +48,10 @@ def test_supported_architectures_load_in_the_dtype_asked_for(tmp_path, architect
     assert hidden.shape == (6, model.config.hidden_size)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_in_mxfp4_are_loaded_and_saved_as_plain_weights(tmp_path, dtype):
+def save_in_mxfp4(folder, model):
     """As GPT-OSS comes: blocks of 32 inputs with one exponent, two values in a byte."""
-    tiny_model("gpt_oss").save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
     for name in [name for name in weights if name.endswith("experts.gate_up_proj")]:
         num_experts, _, num_out = weights.pop(name).shape
         blocks = torch.full((num_experts, num_out, 1, 16), 0x52, dtype=torch.uint8)  # 1 and 3
@@ -61,17 +62,33 @@ def test_experts_in_mxfp4_are_loaded_and_saved_as_plain_weights(tmp_path, dtype)
         blocks = torch.zeros(num_experts, num_out, 2, 12, dtype=torch.uint8)
         weights[f"{name}_blocks"] = blocks
         weights[f"{name}_scales"] = torch.zeros(blocks.shape[:3], dtype=torch.uint8)
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_experts_in_mxfp4_are_loaded_and_saved_as_plain_weights(tmp_path, dtype):
+    """The model computes what its plain copy does, at positions that need exact frequencies."""
+    save_in_mxfp4(tmp_path, tiny_model("gpt_oss"))
     model = load(tmp_path, dtype=dtype)
     experts = model.model.layers[0].mlp.experts.gate_up_proj
     assert experts.dtype == dtype
     assert experts[0, :4, 0].tolist() == [0.5, 1.5, 0.5, 1.5]
     model.save_pretrained(tmp_path / "again")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=dtype)
+    again = load(tmp_path / "again", dtype=dtype)
     assert torch.equal(again.model.layers[0].mlp.experts.gate_up_proj, experts)
+    states = [
+        hidden_states(
+            one,
+            input_ids=torch.arange(200)[None] % VOCAB,
+            position_ids=torch.arange(200)[None],
+            layout=PackedLayout([200], device=CPU),
+        )
+        for one in (model, again)
+    ]
+    assert torch.equal(*states)
 
 
 def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch):

@@ -132,6 +132,10 @@ def test_explicit_advantages_override_those_of_the_recipe(model):
                 ({"lora": {}}, "[lora]"),
                 ({"trainer": {"ranks": 2}}, "trainer.ranks = 2"),
                 ({"engine": {"dtype": "float32"}}, "engine.dtype = 'float32' beside"),
+                (
+                    {"placement": {"engines": "cpu", "trainer": "cuda"}},
+                    "placement.engines = ['cpu'] beside placement.trainer = ['cuda'], which",
+                ),
             )
         ),
     ],

@@ -34,6 +34,7 @@ from millrace.core.files import sync
 from millrace.models import support
 from millrace.models.attention.recurrent import begin_pass
 from millrace.models.directory import LOADING_ERRORS, check_directory, first_line, read_config
+from millrace.models.lora.factors import expert_modules
 
 
 def load_model(
@@ -66,7 +67,8 @@ def load_model(
             **({"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}),
         )
     if is_mxfp4:  # transformers gives experts in bfloat16, and would save them by packed names
-        model.to(dtype)
+        for experts in expert_modules(model).values():
+            experts.to(dtype)
         vars(model)["_weight_conversions"] = None
     if shard is None:
         model.to(device)

@@ -182,6 +182,7 @@ def _fidelity(config: RunConfig) -> None:
     if not config.is_exact:
         return
     trainer, engine = config.trainer, config.engine
+    engines, trainers = config.placement.engines, config.placement.trainer
     obstacles = {
         f"engine.type = {engine.type!r}": engine.type != "embedded",
         "[lora]": config.lora is not None,
@@ -189,6 +190,9 @@ def _fidelity(config: RunConfig) -> None:
         f"trainer.ranks = {trainer.ranks}": trainer.ranks != 1,
         f"engine.dtype = {engine.dtype!r} beside trainer.dtype = {trainer.dtype!r}": (
             engine.dtype != trainer.dtype
+        ),
+        f"placement.engines = {[*engines]} beside placement.trainer = {[*trainers]}": (
+            len({device == "cpu" for device in (*engines, *trainers)}) > 1
         ),
     }
     if obstacle := next((name for name, is_set in obstacles.items() if is_set), None):

@@ -1,11 +1,12 @@
-"""Prepares the layers of a model for training: compilation, checkpointing, experts, RMS norms.
+"""Prepares the layers of a model for training: compilation, checkpointing, experts, routers, norms.
 
 Forward functions are replaced and modules are not, so parameters keep their names.
 
 The weights of a layer's experts lie in one tensor and are multiplied group by group. Autocast does
 not cover that grouped product: experts would compute in float32 and take most of a step, so their
 weights are cast here. torch.compile cannot know how many tokens each expert gets, so experts are
-not compiled.
+not compiled. Routers compute what those of engines do: float32 products of weights that came in 16
+bits. Autocast would round the scores.
 
 Model code computes an RMS norm in seven operations, each a pass over memory, and as many in the
 backward pass: on CPUs a fifth of a step. fuse_norms replaces them. D = size of a normed row.
@@ -25,13 +26,21 @@ from transformers import PreTrainedModel
 
 from millrace.core.errors import ConfigError
 from millrace.models.exact.mode import ExactMode, find_norms, use_exact_norms
-from millrace.models.lora.factors import expert_modules, local_forward, set_forward
+from millrace.models.lora.factors import (
+    expert_modules,
+    local_forward,
+    router_modules,
+    set_forward,
+)
 from millrace.models.sharding import decoder_layers
 from millrace.training.optimizer import TrainSettings
 
 
 def prepare_layers(model: PreTrainedModel, settings: TrainSettings) -> None:
     prepare_experts(model)
+    for router in router_modules(model):
+        own: Any = router.forward  # of the class, or with replayed routes
+        router.forward = functools.partial(_forward_router, own.__func__, router)
     if settings.compile_layers and not settings.exact:
         compile_layers(model)
     elif settings.exact and model.device.type == "cuda":
@@ -85,13 +94,33 @@ def _forward_experts(function: Any, module: nn.Module, *args: Any, **kwargs: Any
         # The grouped product supports bfloat16. Its float16 support is unsure: that is float32.
         is_bfloat16 = torch.get_autocast_dtype(device) is torch.bfloat16
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
-        # A copy of the module has the cast weights; gradients reach the original weights.
         weights = {name: w.to(dtype) for name, w in module.named_parameters(recurse=False)}
-        # Not by copy.copy(): a unit of FSDP would be initialized again.
-        copied = object.__new__(type(module))
-        vars(copied).update({**vars(module), "_parameters": weights})
-        module = copied
+        module = _with_weights(module, weights)
     return function(module, *args, **kwargs)
+
+
+@torch.compiler.disable  # experts, which come next, are not compiled either
+def _forward_router(function: Any, module: nn.Module, hidden: Tensor, *args: Any) -> Any:
+    device = hidden.device.type
+    if not torch.is_autocast_enabled(device):
+        return function(module, hidden, *args)
+    dtype = torch.get_autocast_dtype(device)
+    # The gradient of the rounding is 1, so that it is not rounded itself.
+    weights = {
+        name: w + (w.to(dtype).float() - w).detach()
+        for name, w in module.named_parameters(recurse=False)
+    }
+    with torch.autocast(device, enabled=False):
+        return function(_with_weights(module, weights), hidden.float(), *args)
+
+
+def _with_weights(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+    """A copy of a module with weights made of its own, which get the gradients."""
+    # Not by copy.copy(): a unit of FSDP would be initialized again.
+    copied = object.__new__(type(module))
+    vars(copied).update(vars(module))
+    vars(copied)["_parameters"] = {**vars(module)["_parameters"], **weights}
+    return copied
 
 
 class _Norm(torch.autograd.Function):

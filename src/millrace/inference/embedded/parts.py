@@ -8,7 +8,11 @@ from typing import Any, Literal
 from transformers import PreTrainedModel
 
 from millrace.inference.embedded.adapters import AdapterBank
-from millrace.inference.embedded.decode.layers import fuse_projections, prepare
+from millrace.inference.embedded.decode.layers import (
+    fuse_projections,
+    keep_residual_in_float32,
+    prepare,
+)
 from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.kv.blocks import BlockPool, BlockTables
 from millrace.inference.embedded.kv.cache import KVCache
@@ -65,6 +69,11 @@ class EngineParts:
         self.slots = BatchSlots(num_slots, max_context=context)
         room = {"num_slots": num_slots, "max_context": context}
         self.tables = BlockTables(BlockPool(num_blocks), block_tokens=sizes.block_tokens, **room)
+        # Memory of weights is saved while the engine sleeps.
+        for_weights = nullcontext if memory is None else memory.weights.allocating
+        if not sizes.exact:
+            with for_weights():
+                keep_residual_in_float32(model)
         probe = measure_cache(model)
         with nullcontext() if memory is None else memory.kv.allocating():
             self.cache = KVCache(
@@ -91,8 +100,7 @@ class EngineParts:
             refuse("a recurrent state")
         if sizes.exact and on_gpu:
             use_exact_norms(model)
-        # Memory of weights, which is saved while the engine sleeps.
-        with nullcontext() if memory is None else memory.weights.allocating():
+        with for_weights():
             if probe.layers:
                 self.states = StatePool(probe, num_rows=num_slots + num_snapshots)
             elif sizes.exact and on_gpu:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from millrace.inference.embedded.decode import attention
 from millrace.models.lora import factors
@@ -97,7 +98,6 @@ def fused_slice_of(projection: nn.Module) -> tuple[nn.Linear | FusedLinear, int,
 def prepare(model: PreTrainedModel, caches: Mapping[int, Tensor], *, compile_layers: bool) -> None:
     """Change a model, loaded with PAGED_ATTENTION, in place for the decode loop."""
     fuse_projections(model)
-    keep_residual_in_float32(model)
     if model.device.type == "cuda":
         use_expert_kernels(model)
     install(model, caches, compile_layers=compile_layers)
@@ -123,8 +123,9 @@ def fuse_projections(model: PreTrainedModel) -> None:
 def keep_residual_in_float32(model: PreTrainedModel) -> None:
     """Sum the outputs of layers in float32, in any compute dtype. The trainer does so, because its
     weights are float32. The same sums on both sides remove most of the difference between engine
-    and trainer logprobs."""
-    if model.dtype == torch.float32:
+    and trainer logprobs. Routers compute in float32 on both sides."""
+    # AltUp of Gemma 3n multiplies the sums by outputs of linear layers, which have its dtype.
+    if model.dtype == torch.float32 or model.config.get_text_config().model_type == "gemma3n_text":
         return
     model.get_input_embeddings().register_forward_hook(lambda _, inputs, output: output.float())
     dtype = model.dtype
@@ -132,19 +133,18 @@ def keep_residual_in_float32(model: PreTrainedModel) -> None:
     def as_experts(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (inputs[0].to(dtype), *inputs[1:])
 
+    for router in factors.router_modules(model):
+        router.float()
     for module in model.base_model.modules():
-        own = [parameter.ndim for parameter in module.parameters(recurse=False)]
-        if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(_as_weight)
-        elif 3 in own:  # experts in one tensor
-            module.register_forward_pre_hook(as_experts)
-        elif 2 in own and not isinstance(module, _LayerPart | nn.Embedding):
-            # A router: its few scores per token weigh the experts.
+        if isinstance(module, nn.LayerNorm):  # it takes inputs of its own dtype only
             module.float()
+        elif isinstance(module, nn.Linear | Conv1D):
+            module.register_forward_pre_hook(_as_weight)
+        elif any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(as_experts)
 
 
-def _as_weight(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    assert isinstance(module, nn.Linear)
+def _as_weight(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (inputs[0].to(module.weight.dtype), *inputs[1:])
 
 
