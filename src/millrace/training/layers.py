@@ -87,7 +87,7 @@ def _forward_experts(function: Any, module: nn.Module, *args: Any, **kwargs: Any
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         # A copy of the module has the cast weights; gradients reach the original weights.
         weights = {name: w.to(dtype) for name, w in module.named_parameters(recurse=False)}
-        # Not by copy.copy(): a unit of FSDP would be initialized again.
+        # copy.copy() would initialize a unit of FSDP again.
         copied = object.__new__(type(module))
         vars(copied).update({**vars(module), "_parameters": weights})
         module = copied

@@ -68,7 +68,7 @@ class ApiAnswer(Generic[B]):
         choices: list[Json] = []
         for index, completion in enumerate(completions):
             choices.append(self.choice(index, completion))
-            await asyncio.sleep(0)  # many long completions take time; other requests go on
+            await asyncio.sleep(0)  # many long completions take time, in which others are served
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage}
 
     async def stream(self) -> AsyncGenerator[Json]:
