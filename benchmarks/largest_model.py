@@ -34,7 +34,7 @@ STEPS = 3  # the third has optimizer state, and engines have staged two versions
 STRIDE = 4  # layers
 ATTEMPT_S = 80.0
 MIN_ATTEMPT_S = 25.0  # an attempt is not begun with less time left
-FREE_MIB = 2048.0  # of GPU memory in use by nobody in particular
+FREE_MIB = 2048.0  # of GPU memory that is in use without a run
 SHARED_MEMORY = Path("/dev/shm")
 REWARDS = """
 def reward(completions, **columns):

@@ -61,7 +61,7 @@ def saved_in(history: JournalHistory, folder: Path) -> dict[int, Counter[str]]:
 
 
 def thread_states(pid: int) -> list[str]:
-    """T = stopped. A thread that writes may go on for a moment after the signal."""
+    """T = stopped. A thread that writes may run for a moment after the signal."""
     stats = Path(f"/proc/{pid}/task").glob("*/stat")
     return [stat.read_text().rpartition(") ")[2][0] for stat in stats]
 

@@ -68,7 +68,7 @@ def test_state_tells_live_finished_stopped_and_copied_runs(tmp_path):
     assert reader.state == "finished"
 
     run_dir.summary.unlink()
-    assert reader.state == "copied"  # its files are new, and nobody holds its lock
+    assert reader.state == "copied"  # its files are new, and no process holds its lock
     for path in (run_dir.metrics, run_dir.trace):
         os.utime(path, (time.time() - 3600,) * 2)
     assert reader.state == "stopped"

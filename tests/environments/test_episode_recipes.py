@@ -29,7 +29,7 @@ TOKENIZER = TOKENIZERS["chatml"]
 
 
 class BranchingEngine(ChatEngine):
-    """Ten tokens after any prompt, the fourth of which is the least likely; goes on from
+    """Ten tokens after any prompt, the fourth of which is the least likely. It resumes
     partials."""
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ async def test_verifiers_environment_plays_through_the_gateway_with_its_own_rewa
     assert [episode.reward for episode in episodes] == [2.0] * 3
     for episode in episodes:
         assert [turn.completion for turn in episode.turns] == ["2?", "It is 3."]
-        assert len(episode.rollouts) == 1  # the second turn goes on from the first
+        assert len(episode.rollouts) == 1  # the second turn continues the first
     assert any("2+1=" in prompt for prompt in engine.prompts)
     assert all(request.sampling.temperature == 1.0 for request in engine.requests)
     (wrong, _), _engine = await play(environment, lambda _: "4", tasks[2])

@@ -69,7 +69,7 @@ def test_completions_that_slept_equal_undisturbed_ones(decode_steps: int):
             assert_same(done[id][member], completion)
 
 
-def test_prefixes_that_nobody_uses_are_not_found_after_sleep():
+def test_unused_prefixes_are_not_found_after_sleep():
     engine = sleeping_engine(eos_ids=())
     finish_all(engine, [make_request(prompt=20)])
     engine.sleep()

@@ -287,7 +287,7 @@ def test_cursor_follows_text_that_repeats():
     cursor.read([15, 16, 17])
     assert cursor.draft(9) == [18, 19]
     assert cursor.share == pytest.approx(3 / 5, abs=0.1)
-    cursor.read([7, 8, 9, 7, 8, 9])  # a loop goes on behind its end
+    cursor.read([7, 8, 9, 7, 8, 9])  # a loop continues behind its end
     assert cursor.draft(2) == [7, 8]
     cursor.read([7, 8, 9])
     assert cursor.draft(7) == [7, 8, 9, 7, 8, 9, 7]

@@ -98,7 +98,7 @@ def _files(checkpoint: Path) -> list[CommitOperationAdd]:
     contents: dict[str, Path | bytes] = {p.name: p for p in files if p.name not in NOT_PUSHED}
     if ADAPTER_FILE in contents:
         settings: dict[str, Any] = json.loads((checkpoint / ADAPTER_FILE).read_text())
-        # Of a local base model, the name of its folder only.
+        # A local base model is named by its folder, without the path.
         base, _ = base_model({"model": {"path": settings["base_model_name_or_path"]}})
         settings["base_model_name_or_path"] = base
         contents[ADAPTER_FILE] = json.dumps(settings, indent=2).encode()

@@ -2,7 +2,7 @@
 
 Promise: one model is loaded at a time. The server listens on this machine only, with a key that
 only this process has; it uses the CPU unless told otherwise, and has a low priority, so that
-training comes first. It stops when nobody has asked for IDLE_S, and ends with the dashboard,
+training comes first. It stops after IDLE_S without a request, and ends with the dashboard,
 however that ends. Its output is in a temporary folder. Runs on the dashboard's event loop.
 """
 

@@ -198,19 +198,20 @@ class EngineBackend(Protocol):
 class EmbeddedBackend:
     """Millrace's own engine: continuous batching over a transformers model."""
 
-    # Of the KV cache. By default 1 GiB on a CPU, and 40 % of the free memory on a GPU.
+    # Maximum size of the KV cache. By default 1 GiB on a CPU, and 40 % of the free memory on a GPU.
     kv_bytes: PositiveInt | None = None
     # Reuse of the KV cache of known prefixes. Only entries of the current weights are reused; with
     # engine.kv = "keep" also earlier turns of the same episode.
     prefix_cache: bool = True
-    compile: bool = True  # the layers, on a GPU: some seconds at the start, and faster decoding
+    # Compilation of the layers on a GPU, which takes seconds at the start and decodes faster.
+    compile: bool = True
     # Prompt tokens in one forward pass; longer prompts are prefilled in chunks. By default 2048 on
     # a CPU and 16384 on a GPU.
     prefill_tokens: PositiveInt | None = None
-    # Per KV block: smaller blocks share more, larger ones need less lookup.
+    # Tokens in a KV block: smaller blocks share more, larger ones need less lookup.
     block_tokens: PositiveInt = 16
-    # Per launch on the device: more steps hide its latency, fewer notice new requests and weights
-    # sooner. By default 1 on a CPU and 32 on a GPU.
+    # Decode steps in a launch on the device: more of them hide its latency, fewer notice new
+    # requests and weights sooner. By default 1 on a CPU and 32 on a GPU.
     decode_steps: PositiveInt | None = None
     # Drafts from known text, verified exactly; see docs/architecture.md. "auto" is on a CPU, "on"
     # also on a GPU, which then decodes in single steps. That was not measured.
@@ -238,15 +239,16 @@ class EmbeddedBackend:
 @plugin
 class VllmBackend:
     """A vLLM server for each engine, which Millrace starts and replaces, or to which it connects.
-    Not offered: kept ids and routes, which the API lacks on many devices; seeds and reproducible
-    bits, because a resumed sequence draws other tokens; entropies; adapters besides that of the
-    policy; grammars, because vLLM loads no tokenizer; penalties, logit biases and top logprobs."""
+    It does not offer kept ids and routes, which the API lacks on many devices; seeds and
+    reproducible bits, because a resumed sequence draws other tokens; entropies; adapters besides
+    that of the policy; grammars, because vLLM loads no tokenizer; penalties, logit biases and top
+    logprobs."""
 
     # Python interpreter of the environment that has vLLM. By default Millrace's own.
     python: str | None = None
     # URLs of running servers, one for each engine, instead of servers that Millrace starts.
     attach: list[str] = field(default_factory=list[str])
-    # Further ones of the command that starts a server.
+    # Further arguments of the command that starts a server.
     arguments: list[str] = field(default_factory=list[str])
     # "env:NAME" if the servers of `attach` want a key.
     api_key: str | None = None

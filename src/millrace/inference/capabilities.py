@@ -68,7 +68,7 @@ def _needs(config: RunConfig, *, has_experts: bool) -> Iterator[tuple[str, Capab
 
 
 def _needs_of_journal(config: RunConfig) -> Iterator[tuple[str, Capability, str]]:
-    """What the journal needs of all engines, also of those of models that are not trained."""
+    """What the journal needs of all engines, those of models that are not trained included."""
     journal, is_synchronous = config.journal, config.weights.interrupt == "barrier"
     if journal.is_on and journal.partial_every_s > 0 and not is_synchronous:
         setting = f"journal.partial_every_s = {journal.partial_every_s:g}"

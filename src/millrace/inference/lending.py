@@ -4,7 +4,7 @@ A sleep and a wake take time. If the trainer has recently waited for less than t
 stay asleep until it has waited for as long (so a wrong prediction costs one more cycle at most).
 
 Promise: no step begins before the lent engines have stopped. They stay asleep only while other
-engines serve, which go on with their sequences. Runs on the controller's event loop.
+engines serve, which continue their sequences. Runs on the controller's event loop.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class GpuLending:
         await asyncio.gather(*(pool.resume() for pool in self.pools if pool is not optional))
         if optional is not None:
             self._recall = asyncio.Event()
-            # Not awaited: what the next step waits for is a batch, and then the end of this.
+            # The next step awaits this task, after it has waited for a batch.
             self._waking = activities.create_task(self._wake(optional), name="lend")
 
     async def finish(self) -> None:

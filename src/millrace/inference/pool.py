@@ -334,8 +334,8 @@ class EnginePool:
         self, *, sleep: bool = False, which: Literal["all", "lent"] = "all", keeps: bool = False
     ) -> None:
         """Returns when the last engine has finished its pass. `which`: "lent" engines compute on
-        devices of the trainer; the others go on. With `keeps`, these are held: the others take over
-        their sequences, and versions are visible without them."""
+        devices of the trainer; the others continue. With `keeps`, the lent ones are held: the
+        others take over their sequences, and versions are visible without them."""
         self._paused, self._is_asleep = which, sleep
         chosen = (entry for entry in self._entries if which == "all" or entry.is_lent)
         paused = [entry for entry in chosen if not entry.is_held]

@@ -54,8 +54,8 @@ class JournalHistory:
 def read_journal(
     folder: Path, *, verify: bool = False, list_closed: bool = False
 ) -> JournalHistory | None:
-    """None where there is no journal, or a crash came before its first commit. `verify`: check the
-    structure of the whole file first. `list_closed`: also list the closed tasks, one by one."""
+    """Returns None if there is no journal, or a crash came before its first commit. `verify`: check
+    the structure of the whole file first. `list_closed`: also list the closed tasks, one by one."""
     with reading(folder) as db:
         if db is None:
             return None

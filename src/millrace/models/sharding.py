@@ -44,7 +44,7 @@ class ShardingMeshes:
     """The ranks that share a model. The first of two dimensions of an FSDP mesh holds replicas."""
 
     fsdp: DeviceMesh
-    # Of tensor and expert parallelism, all or none:
+    # Meshes of tensor and expert parallelism; all three are None without them.
     tp: DeviceMesh | None = None
     ep: DeviceMesh | None = None
     expert_fsdp: DeviceMesh | None = None  # ranks with the same experts

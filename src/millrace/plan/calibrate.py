@@ -231,7 +231,7 @@ class _Trial:
         self.publish_s = fmean(gap for gap in gaps if gap is not None)
 
     def _tokens(self, life: StepLife) -> float:
-        """That a step trained."""
+        """The number of tokens that a step trained."""
         turns = (turn for group in life.groups for turns in group.turns.values() for turn in turns)
         return self._prompt_tokens + sum(turn.num_tokens for turn in turns)
 

@@ -126,8 +126,8 @@ class ModelShape:
         return layers + self.table_weights + self.hidden
 
     def read_weights(self, num_tokens: float) -> float:
-        """That a forward pass of so many tokens multiplies with: experts that no token uses are
-        left, and the input embedding is looked up."""
+        """The number of weights that a forward pass of so many tokens multiplies with: it skips
+        experts that no token uses, and looks the input embedding up."""
         unused = (1 - self.experts_used / self.experts) ** num_tokens if self.experts else 0.0
         layer = self.layer_weights(self.experts * (1 - unused))
         return self.layers * layer + self.vocab * self.hidden
@@ -157,7 +157,7 @@ class ModelShape:
         return 2 * tokens * self.read_weights(1) + attention
 
     def activation_bytes(self, *, checkpointing: bool, tp: int = 1) -> int:
-        """That one token keeps for the backward pass, in 16 bits. The terms of a layer reproduce
+        """What one token keeps for the backward pass, in 16 bits. The terms of a layer reproduce
         the peaks of docs/performance.md (1.7B and 8B). `tp` divides what is inside of an MLP."""
         mlp = self.mlp * max(self.experts_used, 1) + self.shared_mlp
         layer = 2 * (7 * self.hidden + 4 * mlp // tp)
@@ -226,7 +226,7 @@ class DeviceCosts:
 
     @property
     def swap_s(self) -> float:
-        """That an engine stands still: a copy within its memory."""
+        """The time for which an engine stands still: that of a copy within its memory."""
         return 2 * self._moved_bytes / self.tp / (self.gpu.gb_per_s * 1e9)
 
     @property

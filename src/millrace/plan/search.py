@@ -89,8 +89,8 @@ class PlannedRun:
         )
 
     def settings(self, split: Split) -> dict[str, dict[str, Any]]:
-        """That replace those of the run, by section; `millrace launch` accepts them. What a user
-        has set stays if any split can have it."""
+        """Settings that replace those of the run, by section; `millrace launch` accepts them. What a
+        user has set stays if any split can have it."""
         config, cluster = self.config, self.config.cluster
         # A launcher places all workers; otherwise those of other hosts join.
         num_here = min(self.num_gpus, HOST_GPUS) if cluster.is_local else self.num_gpus
@@ -253,7 +253,7 @@ def _num_engines(num_gpus: int, *, ranks: int, tp: int) -> int:
 
 
 def _engine_fit(run: PlannedRun, tp: int) -> dict[str, int] | None:
-    """None if the weights and one sequence do not fit."""
+    """Returns None if the weights and one sequence do not fit."""
     token_bytes, longest = run.shape.kv_bytes // tp, run.lengths.longest
     fixed = run.shape.num_weights * 2 // tp + RUNTIME_BYTES
     room = int(_ROOM * run.memory_bytes) - fixed
@@ -269,7 +269,7 @@ def _engine_fit(run: PlannedRun, tp: int) -> dict[str, int] | None:
 
 
 def _trainer_fit(run: PlannedRun, ranks: int) -> dict[str, Any] | None:
-    """None if the state and the activations of a microbatch do not fit."""
+    """Returns None if the state and the activations of a microbatch do not fit."""
     ways = (False, True) if not run.config.trainer.gradient_checkpointing else (True,)
     for mesh, recomputes in product(_meshes(run.shape, ranks), ways):
         needed = _rank_bytes(run, ranks=ranks, mesh=mesh, recomputes=recomputes)
@@ -280,8 +280,8 @@ def _trainer_fit(run: PlannedRun, ranks: int) -> dict[str, Any] | None:
 
 
 def _meshes(shape: ModelShape, ranks: int) -> Iterator[MeshSizes]:
-    """Those that divide the ranks and the model, within a host; tp, or ep of a mixture, come after
-    cp alone. tp does not divide experts."""
+    """Meshes that divide the ranks and the model, within a host; those with tp, or ep of a mixture,
+    come after those with cp alone. tp does not divide experts."""
     for more, cp in product((1, 2, 4, 8), (1, 2, 4, 8)):
         tp, ep = (1, more) if shape.experts else (more, 1)
         shared = [(n, tp * cp) for n in (HOST_GPUS, ranks, shape.heads, shape.kv_heads)]

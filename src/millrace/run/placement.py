@@ -1,9 +1,9 @@
 """Where the processes of a run compute: the GPUs of this host are shared out among them.
 
 The trainer's ranks come first, then models besides the policy, with a GPU for each process as long
-as one is left for engines. Engines get the rest. GPUs that the user names are given to nobody else.
-One GPU is shared by all processes; without a GPU, all of them compute on the CPU. Engines whose
-servers run already only pass requests on, so they are on the CPU.
+as one is left for engines. Engines get the rest. GPUs that the user names are given to no other
+process. One GPU is shared by all processes; without a GPU, all of them compute on the CPU. Engines
+whose servers run already only pass requests on, so they are on the CPU.
 
 Promise: placed() leaves no number of processes open. A device that cannot hold the weights of its
 processes is refused in one sentence before any of them starts. torch is imported by functions only.

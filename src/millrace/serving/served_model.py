@@ -93,7 +93,7 @@ class ServedModel:
 
     @property
     def _renderer(self) -> Renderer:
-        """That of the thread that calls this."""
+        """The renderer of the thread that calls this."""
         return self._own.renderer
 
     def chat_prompt(
@@ -207,7 +207,7 @@ class ServedModel:
     ) -> AsyncGenerator[tuple[int, CompletionChunk]]:
         """Yield chunks as they are sampled, with the number of their completion among all
         requests. Closing the generator ends the requests."""
-        # Not bounded here: max_new_tokens bounds the chunks.
+        # The queue needs no bound, because max_new_tokens bounds the chunks.
         queue: asyncio.Queue[tuple[int, CompletionChunk] | None] = asyncio.Queue()
         flow = Flow(client.name)
 

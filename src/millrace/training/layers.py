@@ -116,7 +116,7 @@ def _forward_router(function: Any, module: nn.Module, hidden: Tensor, *args: Any
 
 def _with_weights(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
     """A copy of a module with weights made of its own, which get the gradients."""
-    # Not by copy.copy(): a unit of FSDP would be initialized again.
+    # copy.copy() would initialize a unit of FSDP again.
     copied = object.__new__(type(module))
     vars(copied).update(vars(module))
     vars(copied)["_parameters"] = {**vars(module)["_parameters"], **weights}

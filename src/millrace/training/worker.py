@@ -287,7 +287,7 @@ class TrainerWorker:
         except (MemoryError, RuntimeError) as error:
             if is_lost_connection(error):
                 raise
-            # Other ranks may be in the middle of a collective: only one rank alone can go on.
+            # Other ranks may be in the middle of a collective: only one rank alone can continue.
             kind = CheckpointError if self._ranks.is_alone else RunFailed
             raise kind(
                 f"Checkpoint {str(directory)!r} could not be made: the trainer's state could not be"

@@ -37,8 +37,8 @@ from millrace.weights.probe import ProbeReference, check_probe, probe_request
 RECORDED = Path(__file__).with_name("recorded.json")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-# Each commits as a plausible extension would. The first fails half-way on a CPU, and vLLM goes on
-# with what it has; the second leaves a tied head as it was; the third, an adapter.
+# Each commits as a plausible extension would. The first fails half-way on a CPU, and vLLM keeps
+# what it has; the second leaves a tied head as it was; the third, an adapter.
 FAULTY = """
 from pathlib import Path
 from millrace_extension import MillraceWorker

@@ -138,7 +138,7 @@ class RayLauncher(HostLauncher):
             async with asyncio.timeout(self.timeout_s):
                 await asyncio.wrap_future(group.ready().future())
         except BaseException as error:
-            for name in workers:  # a run that goes on without them must not hold them later
+            for name in workers:  # a run that continues without them must not hold them later
                 await self.release(name)
             if not isinstance(error, TimeoutError):
                 raise

@@ -50,7 +50,7 @@ class LiveWeights:
         self._merger, self._bank = merger, bank
         policy = bank and bank.policy if merger is None else merger.adapter
         shapes = {name: tuple(tensor.shape) for name, tensor in self._parameters.items()}
-        # Those that an update must bring.
+        # Shapes of the tensors that an update must bring.
         self.shapes: dict[str, tuple[int, ...]] = policy.shapes() if policy else shapes
         # Decoding uses the device's default stream.
         self._stream = torch.cuda.Stream(model.device) if self._device.type == "cuda" else None

@@ -31,7 +31,8 @@ from millrace.models.logprobs import final_logits
 class ScoringEngine:
     model: PreTrainedModel  # loaded with PACKED_ATTENTION or PAGED_ATTENTION
     logprob_chunk: int = 1024
-    # Of ids that may be top tokens: padding may make this vocabulary larger than the policy's.
+    # Number of ids that may be top tokens: padding may make this vocabulary larger than that of
+    # the policy.
     num_known: int | None = None
 
     @torch.no_grad()

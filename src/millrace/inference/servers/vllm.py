@@ -126,8 +126,8 @@ class VllmClient(client.ServerClient):
         self.rpc("millrace_unwrap_head")
 
     def load_adapter(self, folder: str) -> None:
-        """Not by vLLM's own load_inplace, which is stored with the adapter: requests in progress
-        would then load the folder of their own start again, in each pass."""
+        """vLLM's own load_inplace is stored with the adapter: with it, requests in progress would
+        load the folder of their own start again, in each pass."""
         self.rpc("millrace_load_adapter", client.ADAPTER, folder, timeout_s=client.LOAD_TIMEOUT_S)
 
     def lora_remedy(self, rank: int) -> str:

@@ -40,7 +40,7 @@ class ContextGroup:
         return rows[own.clip(max=len(rows) - 1)]
 
     def own_tokens(self, rows: np.ndarray, *, num_rows: int) -> "OwnTokens":
-        """Those of the tokens at these rows [N] that this rank has; `num_rows` is T."""
+        """The tokens at these rows [N] that this rank has; `num_rows` is T."""
         if self.size == 1:
             return OwnTokens(context=self, rows=rows, chosen=None)
         num_own = self._num_own(num_rows)

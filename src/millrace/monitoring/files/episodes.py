@@ -50,7 +50,7 @@ class StepLife:
 
 
 def read_lifecycle(run_dir: RunDir, step: int) -> StepLife | None:
-    """None if the step has no file, or none any more."""
+    """Returns None if the step has no file, or none any more."""
     return next(iter(read_step(run_dir.lifecycle, step, StepLife)), None)
 
 

@@ -125,7 +125,7 @@ class EnvironmentWorker:
         self, link_call: WorkerCall, key: int, wanted: messages.TurnWanted
     ) -> Completion:
         if key not in self._episodes:
-            raise EpisodeOver("done")  # the environment goes on after its end
+            raise EpisodeOver("done")  # the environment still runs after its end
         turn = self._turns[key, wanted.call] = asyncio.get_running_loop().create_future()
         link_call.send_part(wanted)
         try:

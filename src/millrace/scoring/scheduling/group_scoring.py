@@ -66,7 +66,7 @@ class GroupScoring:
         """Return the receiver of the tokens of `request`, or None if no scorer streams."""
         callbacks: dict[str, OnTokens] = {}
         for name, queue in self._queues.items():
-            # Not those with a gate: they may never be called for the episode.
+            # A scorer with a gate may never be called for the episode.
             if queue.gate is None and isinstance(queue.scorer, StreamingScorer):
                 with user_code(f"Scorer {name!r}"):
                     callback = queue.scorer.stream_callback(request, task=self._group.task)

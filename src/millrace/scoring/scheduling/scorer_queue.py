@@ -262,7 +262,7 @@ class ScorerQueue:
         call.state = "queued"
         call.starts.clear()
         bisect.insort_right(self._queue, call, key=lambda other: other.order)
-        # Not now: episodes that finish together share a call.
+        # Calls start later, so that episodes that finish together share one.
         asyncio.get_running_loop().call_soon(self._start_calls)
 
     def _leave_queue(self, call: _ScoreCall) -> None:

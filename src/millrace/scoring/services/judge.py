@@ -128,7 +128,7 @@ class JudgeScorer:
         if settings.cache == 0:
             return await self._ask(body)
         key = cache_key(body)
-        # Not a shared result: if this call is cancelled or fails, an equal one makes its own.
+        # Equal calls share a lock, no result: if one is cancelled or fails, the next makes its own.
         async with self._locks.setdefault(key, asyncio.Lock()):
             score = self.cache.get(key)
             if score is None:

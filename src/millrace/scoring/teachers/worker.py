@@ -200,7 +200,7 @@ class SelfTeacherWeights:
         try:
             write_weights(self._saved_path, self._unsaved.tensors, version=self._unsaved.version)
         except (OSError, SafetensorError) as error:
-            # Not fatal: a restarted teacher would only start from older weights.
+            # This is not fatal: a restarted teacher would only start from older weights.
             message = f"{self._saved_path} cannot be written: {reason(error)}."
             print(message, file=sys.stderr, flush=True)
         self._unsaved, self._saved_s = None, time.monotonic()

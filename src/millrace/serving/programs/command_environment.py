@@ -125,7 +125,7 @@ class CommandEnvironment:
         self._timeout_s = timeout_s
         self._log = log
         self._max_running = max_running
-        # Of the event loop that used the environment last.
+        # Slots of programs, in the event loop that used the environment last.
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._gateway = Gateway()
         self.__name__ = " ".join(self._command)

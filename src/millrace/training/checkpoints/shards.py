@@ -38,7 +38,7 @@ from millrace.config.training import ADAMW_8BIT
 from millrace.models.sharding import empty_like, is_first_owner, local_part, shard_like, with_part
 from millrace.training.offload import OffloadedOptimizer
 
-# Of a file, about; a larger tensor has a file of its own. A file is in memory while it is written.
+# Approximate size of a file, which is in memory while it is written. A larger tensor has its own.
 _FILE_BYTES = 2 * 2**30
 
 

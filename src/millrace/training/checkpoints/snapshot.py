@@ -61,8 +61,8 @@ class TrainerSnapshot:
             return
         for write in self.writers:
             write(folder)
-        # To a file object: given a path, torch.save keeps other threads from running, and loses
-        # the reason why a write failed.
+        # torch.save gets a file object: given a path, it keeps other threads from running, and
+        # loses the reason why a write failed.
         with (folder / STATE_FILE).open("wb") as file:
             torch.save(self.state, file)
 
@@ -133,7 +133,7 @@ class CheckpointWriter:
             on_done(error, complaint)
 
         self.wait()
-        # Not a daemon: a process that exits finishes its checkpoint first.
+        # The thread is no daemon: a process that exits finishes its checkpoint first.
         self._thread = threading.Thread(target=work, name="checkpoint")
         self._thread.start()
 

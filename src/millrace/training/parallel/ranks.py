@@ -230,7 +230,7 @@ def use_interface_to(host: str) -> None:
 
 
 def _interface_of(address: str) -> str | None:
-    """None if no interface has it, as with IPv6."""
+    """Returns None if no interface has the address, as with IPv6."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())

@@ -76,7 +76,7 @@ class DiskSendBackend(SendBackend):
         return self._directory / f"version_{version}"
 
     def _remove_all(self) -> None:
-        """Also versions of an earlier trainer, which would be mistaken for ours."""
+        """Remove all versions; those of an earlier trainer would be mistaken for ours."""
         if not self._directory.is_dir():
             return
         for folder in self._directory.iterdir():

@@ -102,6 +102,6 @@ class DraftCursor:
             return []
         max_tokens = min(max_tokens, 2 + 2 * self._run)
         draft = self._source[self._at : self._at + max_tokens]
-        if self._source is self._text:  # behind its end, a text that repeats itself goes on so
+        if self._source is self._text:  # text that repeats itself probably continues to do so
             draft = (draft * -(-max_tokens // len(draft)))[:max_tokens]
         return draft

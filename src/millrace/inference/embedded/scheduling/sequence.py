@@ -119,14 +119,14 @@ class Sequence:
     logprobs: np.ndarray  # [N] float32
     versions: np.ndarray  # [N] int32
     kept: KeptIds | None  # N rows; None = the request does not truncate, or they are not recorded
-    # Of each sampled token, if the request reports them; those of a partial completion are one.
+    # Top logprobs, if the request reports them: of the partial completion, then of each token.
     top: list[TopTokens]
     routes: SequenceRoutes | None = None  # None = not recorded, or not wanted
     slot: int | None = None
     # Members of the same request that wait for this one's prefill, to share it.
     followers: list["Sequence"] = field(default_factory=list)
-    # Without a slot: blocks with the KV of all tokens but perhaps the last. The last token runs
-    # once more, because its logits are needed.
+    # If it has no slot: blocks with the KV of all tokens but perhaps the last, which runs once
+    # more, because its logits are needed.
     held_blocks: np.ndarray | None = None
     kv_history: KVHistory = ()  # of its KV, or of the KV it had in its last slot
     guide: GrammarMatcher | None = None  # of the request's grammar

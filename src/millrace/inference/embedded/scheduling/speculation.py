@@ -76,7 +76,7 @@ class DraftProposer:
         self._indexes = OrderedDict[tuple[str, int, bytes], NgramIndex]()  # least recent first
         self.num_known = 0  # tokens in them
         self._times = PassTimes()
-        # Of late, tokens that were accepted, and those that the shares had promised.
+        # Recent tokens that were accepted, and those that the shares had promised.
         self._accepted = self._promised = 4.0
         self._next_promise = 0.0
         self.num_drafted = self.num_accepted = 0  # tokens
