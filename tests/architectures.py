@@ -21,6 +21,7 @@ from millrace.models.support import name_backbone
 VOCAB = 64
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gemma3")
 RECURRENT = ("qwen3_next", "lfm2")  # layers with a recurrent state beside attention
+HYBRIDS = ("qwen3_5", "falcon_h1", "nemotron_h", "granite4")  # further ones
 MIXTURE = "qwen3_moe"
 MIXTURES = (MIXTURE, "qwen2_moe", "mixtral", "gpt_oss", "glm4_moe")
 # Routers of other kinds, and mixtures with recurrent states.
