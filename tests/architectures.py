@@ -21,8 +21,11 @@ from millrace.models.support import name_backbone
 VOCAB = 64
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gemma3")
 RECURRENT = ("qwen3_next", "lfm2")  # layers with a recurrent state beside attention
+HYBRIDS = ("qwen3_5", "falcon_h1", "nemotron_h", "granite4")  # further ones
 MIXTURE = "qwen3_moe"
 MIXTURES = (MIXTURE, "qwen2_moe", "mixtral", "gpt_oss", "glm4_moe")
+# Routers of other kinds, and mixtures with recurrent states.
+OTHER_MIXTURES = ("phimoe", "deepseek_v2", "qwen3_next", "granite4")
 NUM_EXPERTS = 8
 TOP_K = 2
 _SHAPE = {

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import ARCHITECTURES, MIXTURE, RECURRENT, tiny_model
+from architectures import ARCHITECTURES, HYBRIDS, MIXTURE, RECURRENT, tiny_model
 from engine_rig import (
     assert_sampled_from,
     finish_all,
@@ -168,7 +168,7 @@ def mixed_requests(n: int):
     ]
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RECURRENT, "gpt_oss"])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RECURRENT, *HYBRIDS, "gpt_oss"])
 @pytest.mark.parametrize("compile_layers", [False, True])
 def test_decode_loop_on_cuda_matches_plain_forward(architecture: str, compile_layers: bool):
     # Grouped products of experts in float32 cannot be captured in a graph. In bfloat16, an id at

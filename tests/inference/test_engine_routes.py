@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from architectures import MIXTURE, MIXTURES
+from architectures import MIXTURE, MIXTURES, OTHER_MIXTURES
 from engine_rig import (
     Collected,
     assert_same,
@@ -39,7 +39,7 @@ def assert_routed(
             np.testing.assert_array_equal(completion.routes, expected)
 
 
-@pytest.mark.parametrize("architecture", [*MIXTURES, "phimoe", "deepseek_v2"])
+@pytest.mark.parametrize("architecture", [*MIXTURES, *OTHER_MIXTURES])
 def test_chunked_prefill_and_shared_prompts_have_routes_of_plain_forward(architecture: str):
     requests = mixed_requests(n=3)
     engine = make_engine(architecture, records_routes=True, prefill_tokens=5, eos_ids=())

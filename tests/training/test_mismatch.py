@@ -64,7 +64,7 @@ def test_single_steps_sum_outputs_of_layers_in_float32(architecture: str, share:
     ],
 )
 def test_routers_of_engine_and_trainer_compute_the_same_scores(architecture, replays, share):
-    """Under autocast, the shares were 0.61, 0.68, 0.50 with replayed routes, and 0.66 without."""
+    """Under autocast, the shares were 0.61, 0.68 and 0.50 with replay, and 0.66 without."""
     apart, own_error = mismatch(architecture, replays=replays)
     assert apart < share * own_error
 

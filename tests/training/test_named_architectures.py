@@ -30,6 +30,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Atten
 from millrace.config import LoraConfig
 from millrace.core.errors import ConfigError
 from millrace.models.attention.recurrent import fix_time_limits, mixers_of
+from millrace.models.lora.factors import adapter_of
 from millrace.models.lora.trained import TrainedAdapter
 
 RECURRENT = ("lfm2", "falcon_h1", "qwen3_5", "qwen3_next", "nemotron_h", "granite4")
@@ -163,6 +164,35 @@ def test_tokens_after_a_swap_are_of_the_new_version(architecture, kv):
         assert_sampled_from(logits, completion, request.sampling, tolerance=5e-5)
 
 
+def plain_logprobs(logits_of, rollouts, part) -> torch.Tensor:
+    """[N] logprobs of the trained tokens of `part`, each rollout by itself. logits_of: the function
+    from tokens [1, L] to logits [1, L, V]."""
+    found = []
+    for rollout in in_order_of(rollouts, part):
+        tokens = torch.from_numpy(rollout.tokens).long()
+        rows = logits_of(tokens[None])[0, :-1].double() / rollout.sampling.temperature
+        if (kept := rollout.kept) is not None:
+            allowed = torch.zeros_like(rows, dtype=torch.bool)
+            for at, own in enumerate(np.split(kept.ids, kept.offsets[1:-1])[1:]):
+                allowed[at, own.tolist() if len(own) else slice(None)] = True
+            rows = rows.masked_fill(~allowed, -torch.inf)
+        trained = torch.from_numpy(rollout.mask[1:])
+        found.append(rows.log_softmax(-1).gather(-1, tokens[1:, None])[trained, 0])
+    return torch.cat(found)
+
+
+def plain_in_float64(architecture: str) -> PreTrainedModel:
+    """The float32 gradients of plain transformers may be further off than ours."""
+    model = copy.deepcopy(plain(architecture)).double()
+    model.set_experts_implementation("eager")  # torch has no grouped products in float64
+    return model
+
+
+def assert_same_gradient(ours: torch.Tensor, theirs: torch.Tensor, name: str) -> None:
+    scale = float(theirs.abs().max())
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=2e-5 * scale + 1e-6, msg=name)
+
+
 def test_packed_gradients_of_every_parameter_are_those_of_plain_sequences(architecture):
     rollouts = sharing_rollouts(np.random.default_rng(3), prompt=11, num=4, sampled=9)
     (part,) = batch_of(rollouts).microbatches
@@ -171,24 +201,8 @@ def test_packed_gradients_of_every_parameter_are_those_of_plain_sequences(archit
     torch.manual_seed(0)
     loss_weights = torch.randn(len(logprobs))
     (logprobs * loss_weights).sum().backward()
-    # In float64: the float32 gradients of plain transformers may be further off than ours.
-    model = copy.deepcopy(plain(architecture)).double()
-    model.set_experts_implementation("eager")  # torch has no grouped products in float64
-    expected = []
-    for rollout in in_order_of(rollouts, part):
-        tokens = torch.from_numpy(rollout.tokens).long()
-        rows = model(input_ids=tokens[None]).logits[0, :-1].double()
-        ids = tokens[1:, None]
-        kept = rollout.kept
-        rows = rows / rollout.sampling.temperature
-        if kept is not None:
-            allowed = torch.zeros_like(rows, dtype=torch.bool)
-            for at, own in enumerate(np.split(kept.ids, kept.offsets[1:-1])[1:]):
-                allowed[at, own.tolist() if len(own) else slice(None)] = True
-            rows = rows.masked_fill(~allowed, -torch.inf)
-        trained = torch.from_numpy(rollout.mask[1:])
-        expected.append(rows.log_softmax(-1).gather(-1, ids)[trained, 0])
-    theirs = torch.cat(expected)
+    model = plain_in_float64(architecture)
+    theirs = plain_logprobs(lambda tokens: model(input_ids=tokens).logits, rollouts, part)
     torch.testing.assert_close(logprobs.double(), theirs, rtol=0, atol=5e-5)
     (theirs * loss_weights).sum().backward()
     ours = dict(trainer.policy.module.named_parameters())
@@ -196,11 +210,45 @@ def test_packed_gradients_of_every_parameter_are_those_of_plain_sequences(archit
         gradient = parameter.grad
         assert (gradient is None) == (ours[name].grad is None), name
         if gradient is not None:
-            scale = float(gradient.abs().max())
-            torch.testing.assert_close(
-                ours[name].grad.double(), gradient, rtol=1e-3, atol=2e-5 * scale + 1e-6, msg=name
-            )
+            assert_same_gradient(ours[name].grad, gradient, name)
     assert sum(parameter.grad is not None for parameter in ours.values()) > len(ours) / 2
+
+
+def test_packed_gradients_of_an_adapter_are_those_of_plain_merged_weights(architecture):
+    targets = {"target_modules": LINEAR} if architecture == "llama4" else {}
+    lora = LORA.model_copy(update=targets)
+    rollouts = sharing_rollouts(np.random.default_rng(3), prompt=11, num=4, sampled=9)
+    (part,) = batch_of(rollouts).microbatches
+    base = tiny_model(architecture)
+    adapter = TrainedAdapter(base, lora, model_path="tiny")
+    torch.manual_seed(1)
+    for weight in adapter.named_weights().values():
+        weight.normal_(std=0.1)
+    given = {name: w.double().clone() for name, w in adapter.named_weights().items()}
+    logprobs = trainer_of(base, adapter=adapter).policy.logprobs(part).logprobs
+    loss_weights = torch.randn(len(logprobs))
+    (logprobs * loss_weights).sum().backward()
+    by_address = {parameter.data_ptr(): parameter.grad for parameter in base.parameters()}
+    ours = {name: by_address[w.data_ptr()] for name, w in adapter.named_weights().items()}
+
+    model, merging = plain_in_float64(architecture), adapter_of(plain(architecture), lora)
+    tensors = {name: weight.requires_grad_() for name, weight in given.items()}
+    names = {layer: merging.weight_name(layer) for layer in merging.layers}
+    merged = {
+        name: merging.merged(layer, model.get_parameter(name), tensors, dtype=torch.float64)
+        for layer, name in names.items()
+    }
+
+    def logits_of(tokens: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, merged, kwargs={"input_ids": tokens}).logits
+
+    theirs = plain_logprobs(logits_of, rollouts, part)
+    torch.testing.assert_close(logprobs.double(), theirs, rtol=0, atol=5e-5)
+    (theirs * loss_weights).sum().backward()
+    assert ours.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert tensor.grad is not None
+        assert_same_gradient(ours[name], tensor.grad, name)
 
 
 def test_a_merged_adapter_gives_the_logprobs_of_the_trainer(architecture):

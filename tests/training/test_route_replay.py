@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from architectures import MIXTURE, MIXTURES, NUM_EXPERTS, tiny_model
+from architectures import MIXTURE, MIXTURES, NUM_EXPERTS, OTHER_MIXTURES, tiny_model
 from astray import lead_astray
 from batches import batch_of, trainer_of
 from engine_rig import finish_all, make_engine, make_request, prompt_of, weights
@@ -81,7 +81,7 @@ def assert_replayed(rollouts: list[Rollout], *, architecture: str = MIXTURE, **p
     return batch
 
 
-@pytest.mark.parametrize("architecture", [*MIXTURES, "phimoe", "deepseek_v2"])
+@pytest.mark.parametrize("architecture", [*MIXTURES, *OTHER_MIXTURES])
 def test_packed_groups_with_shared_prompts_agree_with_the_engine(architecture: str):
     requests = mixed_requests(num=1)
     engine = astray_engine(architecture, prefill_tokens=5)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from architectures import ARCHITECTURES, RECURRENT, tiny_model
+from architectures import ARCHITECTURES, HYBRIDS, RECURRENT, tiny_model
 from batches import batch_of, mixed_rollouts, random_rollout, sharing_rollouts, trainer_of
 from critics import critic_batch, critic_of
 from safetensors.torch import load_file
@@ -28,7 +28,10 @@ def sharing_batch(prompt: int):
     return batch_of(sharing_rollouts(np.random.default_rng(11), prompt=prompt, sampled=40))
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "gpt_oss", *RECURRENT])
+OTHERS = ("gpt_oss", "llama4", "deepseek_v2", "phimoe")
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *OTHERS, *RECURRENT, *HYBRIDS])
 def test_the_gpu_computes_the_logprobs_and_the_step_of_the_cpu(architecture):
     on_cpu = trainer_of(tiny_model(architecture), logprob_chunk=50)
     on_gpu = trainer_of(tiny_model(architecture).to("cuda"), logprob_chunk=50)
