@@ -89,8 +89,8 @@ class PlannedRun:
         )
 
     def settings(self, split: Split) -> dict[str, dict[str, Any]]:
-        """Settings that replace those of the run, by section; `millrace launch` accepts them. What a
-        user has set stays if any split can have it."""
+        """Settings that replace those of the run, by section; `millrace launch` accepts them.
+        What a user has set stays if any split can have it."""
         config, cluster = self.config, self.config.cluster
         # A launcher places all workers; otherwise those of other hosts join.
         num_here = min(self.num_gpus, HOST_GPUS) if cluster.is_local else self.num_gpus
