@@ -41,7 +41,7 @@ from millrace.serving.server import http_listener, make_app
 from millrace.serving.settings import TrainingSettings
 from millrace.serving.tinker import protobuf, wire
 from millrace.serving.tinker.adapter_slots import AdapterSlots
-from millrace.serving.tinker.computing import STEP_TOKENS, TrainingThread
+from millrace.serving.tinker.computing import TrainingThread
 from millrace.serving.tinker.routes import add_routes
 from millrace.serving.tinker.service import TrainingService
 from millrace.serving.tinker.tenants import (
@@ -57,7 +57,7 @@ from millrace.serving.tinker.tenants import (
 )
 from millrace.serving.tinker.usage import TokenQuota
 from millrace.training.adapters.adapter_set import AdapterSet
-from millrace.training.adapters.requests import PASS_TOKENS, AdamSettings, AdapterShape
+from millrace.training.adapters.requests import PASS_TOKENS, AdapterShape
 
 # A ForwardBackwardRequest that version 0.36.0 of the client sent.
 RECORDED = bytes.fromhex(
@@ -617,35 +617,6 @@ async def test_tenants_with_passes_of_unequal_sizes_train_equal_numbers_of_token
     sizes = {"a": 8, "b": 8, "c": 8, "large": 32}
     await asyncio.gather(*(train(name, size) for name, size in sizes.items() for _ in range(16)))
     assert max(tokens.values()) < 1.2 * min(tokens.values()), tokens
-
-
-async def test_steps_count_as_tokens_of_their_tenant(model_path: Path):
-    passes: Counter[str] = Counter()
-    most = 2000
-
-    class CountedAdapters(AdapterSet):
-        def compute(self, passes_: Any) -> Any:
-            passes.update(one.model_id for one in passes_ if passes.total() < most)
-            return [([], 0.0) for _ in passes_]
-
-        def step(self, name: str, adam: AdamSettings) -> dict[str, float]:
-            return {}
-
-    thread = TrainingThread(adapter_set(model_path, kind=CountedAdapters), ThreadPoolExecutor(1))
-    adam = wire.AdamBody().settings()
-
-    async def train(tenant: str, *, size: int, steps: bool) -> None:
-        one = wire.read_pass(a_pass(tenant, 1, size=size))
-        while passes.total() < most:
-            await thread.compute(tenant, one)
-            if steps:
-                await thread.step(tenant, tenant, adam)
-
-    count = 2 * PASS_TOKENS // STEP_TOKENS  # as many do not fit into one pass
-    many = [train("steps", size=1, steps=True) for _ in range(4 * count)]
-    many += [train("passes", size=STEP_TOKENS, steps=False) for _ in range(count)]
-    await asyncio.gather(*many)
-    assert passes["steps"] < 1.3 * passes["passes"], passes
 
 
 async def test_passes_that_wait_at_the_same_time_are_computed_together(model_path: Path):

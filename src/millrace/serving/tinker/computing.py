@@ -2,19 +2,18 @@
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from millrace.config import RunConfig
 from millrace.serving.fair_queue import FairQueue
-from millrace.training.adapters.requests import PASS_TOKENS, AdamSettings, AdapterPass, PassResult
+from millrace.training.adapters.requests import PASS_TOKENS, AdapterPass, PassResult
 
 if TYPE_CHECKING:
     from millrace.training.adapters.adapter_set import AdapterSet
 
-STEP_TOKENS = 256  # that a request without data counts as, when tenants take turns
 _WAIT_SHARE = 0.1  # of the duration of a pass, that the next one waits for its models
 _POLL_S = 0.001
 T = TypeVar("T")
@@ -34,7 +33,6 @@ class TrainingThread:
         self.busy_s = 0.0  # that all passes have taken
         self._adapters, self._thread = adapters, thread
         self._queue = FairQueue(PASS_TOKENS, separates_clients=False)
-        self._uncounted: Counter[str] = Counter()  # tokens of steps, by tenant
         self._brief: deque[tuple[Callable[[AdapterSet], Any], Future[Any]]] = deque()
         self._ready: deque[tuple[AdapterPass, Future[PassResult]]] = deque()
         self._last_models: set[str] = set()  # of the last pass
@@ -61,16 +59,10 @@ class TrainingThread:
         self._thread.submit(self._run_brief)
         return await asyncio.wrap_future(result)
 
-    async def step(self, tenant: str, model: str, adam: AdamSettings) -> dict[str, float]:
-        """A step does not wait for a turn. It counts when its tenant waits for the next one."""
-        self._uncounted[tenant] += STEP_TOKENS
-        return await self.run_next(lambda adapters: adapters.step(model, adam))
-
     async def compute(self, tenant: str, one: AdapterPass) -> PassResult:
         """At most one pass of a model waits here at a time."""
         size = one.num_tokens  # the places of the queue are tokens of one forward pass
-        num_used = size + self._uncounted.pop(tenant, 0)
-        async with self._queue.turn(tenant, num_used, num_places=size):
+        async with self._queue.turn(tenant, size, num_places=size):
             result: Future[PassResult] = Future()
             self._ready.append((one, result))
             # Not at once: other passes may have got their turn at the same time.

@@ -24,7 +24,7 @@ from millrace.serving.served_model import ServedModel
 from millrace.serving.settings import TrainingSettings
 from millrace.serving.tinker import wire
 from millrace.serving.tinker.adapter_slots import AdapterSlots
-from millrace.serving.tinker.computing import STEP_TOKENS, TrainingThread
+from millrace.serving.tinker.computing import TrainingThread
 from millrace.serving.tinker.execution import RequestExecutor
 from millrace.serving.tinker.request_log import AcceptedRequest, RequestLog, Result
 from millrace.serving.tinker.sampling import sample_request
@@ -41,6 +41,7 @@ from millrace.serving.tinker.usage import AuditLog, TokenQuota
 from millrace.training.adapters.requests import AdapterShape
 from millrace.training.checkpoints.directory import read_run_state
 
+_STEP_TOKENS = 256  # that a request without data counts as, when tenants take turns
 _AUDIT_FILE = "audit.jsonl"
 _UNSAVED = "unsaved"  # folder of weights that only samplers use
 _RUNNING = "running"  # folder of snapshots of models in training
@@ -206,8 +207,8 @@ class TrainingService:
 
     async def optim_step(self, tenant: Tenant, body: wire.OptimStepBody) -> Reply:
         async def step(_id: str) -> Result:
-            adam = body.adam_params.settings()
-            return {"metrics": await self._thread.step(tenant.name, body.model_id, adam)}
+            adam, id = body.adam_params.settings(), body.model_id
+            return {"metrics": await self._thread.run_next(lambda a: a.step(id, adam))}
 
         return await self._turn(tenant, body, step, "optim_step")
 
@@ -305,7 +306,7 @@ class TrainingService:
             raise ApiError(str(error), status=404) from None
 
     async def _brief(self, tenant: Tenant, work: Callable[[Any], Any]) -> Any:
-        return await self._thread.run(tenant.name, STEP_TOKENS, work)
+        return await self._thread.run(tenant.name, _STEP_TOKENS, work)
 
     # Samples
 
