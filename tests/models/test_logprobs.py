@@ -124,3 +124,15 @@ def test_final_logits_are_the_models_logits(architecture):
     with torch.no_grad():
         hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
         torch.testing.assert_close(final_logits(model, hidden), model(tokens).logits[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_logits_of_16_bit_factors_are_not_rounded_with_or_without_autocast(dtype):
+    engine = tiny_model("llama").to(dtype)
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    logits = final_logits(engine, hidden.to(dtype))
+    assert logits.dtype == torch.float32
+    assert (logits != logits.to(dtype)).any()
+    with torch.autocast("cpu", dtype=dtype):
+        assert torch.equal(final_logits(engine.float(), hidden), logits)

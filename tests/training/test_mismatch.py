@@ -46,10 +46,10 @@ def mismatch(architecture: str, *, replays: bool = False) -> tuple[float, float]
 
 
 @pytest.mark.parametrize(
-    ("architecture", "share"), [("lfm2", 0.5), ("gpt_oss", 0.8), ("gpt2", 0.9)]
+    ("architecture", "share"), [("lfm2", 0.1), ("gpt_oss", 0.8), ("gpt2", 0.1)]
 )
 def test_single_steps_sum_outputs_of_layers_in_float32(architecture: str, share: float):
-    """As the decode loop and the trainer do. In bfloat16, these shares were 0.9, 1.4 and 1.4."""
+    """As the decode loop and the trainer do. In bfloat16, these shares were 0.9, 1.5 and 1.5."""
     apart, own_error = mismatch(architecture)
     assert apart < share * own_error
 
@@ -57,14 +57,14 @@ def test_single_steps_sum_outputs_of_layers_in_float32(architecture: str, share:
 @pytest.mark.parametrize(
     ("architecture", "replays", "share"),
     [
-        ("qwen3_moe", True, 0.57),
-        ("gpt_oss", True, 0.64),
-        ("phimoe", True, 0.4),
-        ("glm4_moe", False, 0.45),
+        ("qwen3_moe", True, 0.53),
+        ("gpt_oss", True, 0.6),
+        ("phimoe", True, 0.37),
+        ("glm4_moe", False, 0.4),
     ],
 )
 def test_routers_of_engine_and_trainer_compute_the_same_scores(architecture, replays, share):
-    """Under autocast, the shares were 0.61, 0.68 and 0.50 with replay, and 0.66 without."""
+    """Under autocast, the shares were 0.58, 0.67 and 0.48 with replay, and 0.60 without."""
     apart, own_error = mismatch(architecture, replays=replays)
     assert apart < share * own_error
 

@@ -90,8 +90,10 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 def project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """float32 products [N, V] of hidden [N, D] and a head of the same dtype. Not differentiable."""
-    if not hidden.is_cuda:
-        return F.linear(hidden, weight, bias).float()
+    if not hidden.is_cuda:  # where products of 16-bit factors would be rounded, as autocast does
+        factors = (hidden.float(), weight.float(), None if bias is None else bias.float())
+        with torch.autocast("cpu", enabled=False):
+            return F.linear(*factors)
     products = multiply(hidden, weight.t())
     return products if bias is None else products.add_(bias)
 
