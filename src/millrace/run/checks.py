@@ -192,7 +192,7 @@ def _fidelity(config: RunConfig) -> None:
             engine.dtype != trainer.dtype
         ),
         f"placement.engines = {[*engines]} beside placement.trainer = {[*trainers]}": (
-            len({device == "cpu" for device in (*engines, *trainers)}) > 1
+            len({device == "cpu" for device in (*engines, *trainers) if device != "auto"}) > 1
         ),
     }
     if obstacle := next((name for name, is_set in obstacles.items() if is_set), None):
