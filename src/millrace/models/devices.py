@@ -190,9 +190,12 @@ def check_free_memory(
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
-    """Bytes that are free, and all bytes."""
+    """Bytes that this process can still allocate, and all bytes."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)
+        free, total = torch.cuda.mem_get_info(device)
+        # What torch has kept of freed tensors is not free for others, but is for this process.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + kept, total
     page, total = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
     meminfo = Path("/proc/meminfo")
     if not meminfo.is_file():  # not on Linux
