@@ -135,6 +135,12 @@ class EngineConfig(Section):
         return tuple(self.options.get("attach", ()))
 
     @property
+    def in_fp8(self) -> tuple[str, ...]:
+        """The options that make the embedded engine compute in FP8."""
+        options = ("quantization", "kv_cache_dtype")
+        return tuple(name for name in options if self.options.get(name) == "fp8")
+
+    @property
     def num_local(self) -> int:
         """`count`, which is 1 before "auto" is resolved."""
         return 1 if self.count == "auto" else self.count
