@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,8 @@ def make_engine(
     elif lora is not None:
         merger = AdapterMerger(model, adapter_of(model, lora))
     if in_fp8:
-        quantize_layers(model)
+        with nullcontext() if memory is None else memory.weights.allocating():
+            quantize_layers(model)
     sizes = {
         "max_context": 128,
         "max_sequences": 8,
