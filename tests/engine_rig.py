@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +76,15 @@ def make_engine(
     of its layers."""
     model = cast(tiny_model(architecture, seed=seed, num_layers=num_layers).to(device), dtype)
     model.set_attn_implementation(PAGED_ATTENTION)
-    if memory is not None:
-        memory.adopt(model)
     merger, adapters = None, {**(residents or {})}
     if lora is not None and lora.apply == "unmerged":
         adapters = {None: adapter_of(model, lora), **adapters}
     elif lora is not None:
         merger = AdapterMerger(model, adapter_of(model, lora))
     if in_fp8:
-        with nullcontext() if memory is None else memory.weights.allocating():
-            quantize_layers(model)
+        quantize_layers(model)
+    if memory is not None:
+        memory.adopt(model)
     sizes = {
         "max_context": 128,
         "max_sequences": 8,

@@ -35,6 +35,7 @@ from millrace.core.errors import ConfigError
 from millrace.core.records import Request, Sampling
 from millrace.inference.backend import EmbeddedBackend
 from millrace.inference.embedded.build import engine_of
+from millrace.inference.embedded.decode.fp8_layers import quantize_layers
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.fp8 import FP8
 from millrace.inference.embedded.kv.cache import block_bytes
@@ -91,15 +92,16 @@ def measure(
         compile=not args.no_compile,
         decode_steps=args.decode_steps,
         kv_bytes=args.kv_bytes,
-        quantization=args.quantization,
         kv_cache_dtype=args.kv_cache_dtype,
     )
     started_s = time.perf_counter()
     model, tokenizer = make_model(name, dtype=dtype, device=device, attention=engine_path(device))
     config = EngineConfig(max_sequences=max(batches), max_context=context)
+    prompt_flops = flops_of(model, np.array([prompt_tokens]), num_targets=1)
+    if args.quantization == "fp8":
+        quantize_layers(model)
     kv_dtype = FP8 if args.kv_cache_dtype == "fp8" else dtype
     token_bytes = block_bytes(measure_cache(model).shapes, block_tokens=1, dtype=kv_dtype)
-    prompt_flops = flops_of(model, np.array([prompt_tokens]), num_targets=1)
     routing = find_routing(model) if args.routes else None
     more: dict[str, Any] = {"routing": routing, "options": options, "exact": args.exact}
     engine = engine_of(model, tokenizer, config=config, version=0, **more)

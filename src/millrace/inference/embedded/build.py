@@ -4,7 +4,6 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,12 +54,14 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
             attention=engine_path(device, exact=spec.exact),
             trust_remote_code=spec.trust_remote_code,
         )
+        policies = [*spec.policies]
+        merger, adapters = applied_adapters(model, config=config, lora=spec.lora, policies=policies)
+        if options.quantization == "fp8":
+            quantize_layers(model)  # the merger has copied the 16-bit weights
         memory = None
         if spec.sleeps and device.type == "cuda":
             memory = EngineMemory(device)
             memory.adopt(model)
-        policies = [*spec.policies]
-        merger, adapters = applied_adapters(model, config=config, lora=spec.lora, policies=policies)
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"The weights of {model_path!r} do not fit on {device} ({_free(device)}); free some"
@@ -89,7 +90,7 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
 
 
 def engine_of(
-    model: PreTrainedModel,  # loaded with PAGED_ATTENTION
+    model: PreTrainedModel,  # loaded with PAGED_ATTENTION, and quantised if it is to be
     tokenizer: PreTrainedTokenizerBase,
     *,
     config: EngineConfig,
@@ -103,10 +104,6 @@ def engine_of(
     exact: bool = False,
 ) -> EmbeddedEngine:
     """An engine with these settings, ready for its first request."""
-    if options.quantization == "fp8":
-        # Here, so that the KV cache gets the memory that this frees.
-        with nullcontext() if memory is None else memory.weights.allocating():
-            quantize_layers(model)
     on_gpu, probe = model.device.type == "cuda", measure_cache(model)
     block_tokens, setting = options.block_tokens, "engine.max_context"
     text_config, path = model.config.get_text_config(), str(model.name_or_path)
