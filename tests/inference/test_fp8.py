@@ -106,7 +106,7 @@ def test_commit_copies_half_of_the_bytes_of_the_layers_and_prepare_changes_nothi
     prepared = engine.prepare(weights(seed=1), version=1)
     after = [*live._parameters.values(), *live._row_scales.values()]
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(before, after, strict=True))
-    pairs = [(own, new) for own, new in prepared.pairs if own.dtype == torch.uint8]
+    pairs = [(own, new) for own, new in prepared.pairs if own.dtype == torch.int64]
     in_layers = sum(p.numel() for n, p in live._parameters.items() if n.endswith("_proj.weight"))
     assert sum(new.nbytes for _, new in pairs) == in_layers
 

@@ -121,8 +121,6 @@ class LiveWeights:
         if own.dtype != FP8:
             return [(own, value.to(own.device, own.dtype))]
         values, scales = quantize_rows(value.to(own.device))
-        # As bytes, which one operation copies for all tensors.
-        return [
-            (own.view(torch.uint8), values.view(torch.uint8)),
-            (self._row_scales[name], scales),
-        ]
+        # Eight at a time: single bytes are copied at a fraction of the memory's bandwidth.
+        words = own.view(torch.int64), values.view(torch.int64)
+        return [words, (self._row_scales[name], scales)]
