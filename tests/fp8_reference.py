@@ -12,13 +12,13 @@ from transformers import AttentionInterface
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
     """Each row as 448 / max(row) times the nearest FP8 numbers."""
-    scale = 448 / x.double().abs().amax(-1, keepdim=True)
+    scale = 448 / x.double().abs().amax(-1, keepdim=True).clamp_min(1e-12)
     return ((x.double() * scale).float().to(torch.float8_e4m3fn).double() / scale).to(x.dtype)
 
 
 def fp8_model(architecture: str = "qwen3", *, seed: int = 0, adapter: Any = None) -> Any:
     """A model that rounds weights, merged with the adapter's updates, and activations."""
-    model = tiny_model(architecture, seed=seed)
+    model: Any = tiny_model(architecture, seed=seed)
     for name, module in model.base_model.layers.named_modules():
         if type(module) is nn.Linear:
             weight = module.weight.data

@@ -83,7 +83,7 @@ def quantize_layers(model: PreTrainedModel) -> None:
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         for parent in list(layer.modules()):
             for name_in_parent, child in list(parent.named_children()):
-                if id(child) not in kept and _fits(child):
+                if isinstance(child, nn.Linear) and id(child) not in kept and _fits(child):
                     setattr(parent, name_in_parent, Fp8Linear(child))
                     num_replaced += 1
     if not num_replaced or model.dtype != dtype:
@@ -95,12 +95,12 @@ def quantize_layers(model: PreTrainedModel) -> None:
         torch.cuda.empty_cache()  # the memory of the 16-bit weights becomes room for the KV cache
 
 
-def _fits(module: nn.Module) -> bool:
+def _fits(module: nn.Linear) -> bool:
     return type(module) is nn.Linear and not any(n % _MULTIPLE for n in module.weight.shape)
 
 
 def _product_on_cuda(values: Tensor, scales: Tensor, weight: Tensor, row_scales: Tensor) -> Tensor:
-    return torch._scaled_mm(
+    return torch.ops.aten._scaled_mm(
         values,
         weight.t(),
         scale_a=scales,
