@@ -190,7 +190,7 @@ def test_head_embeddings_norms_and_recurrent_layers_stay_as_they_are():
 @pytest.mark.parametrize("decode_steps", [1, 4])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_engine_attends_to_fp8_kv(architecture: str, decode_steps: int):
-    kv = {"kv_cache_dtype": "fp8", "decode_steps": decode_steps}
+    kv = {"kv_dtype": FP8, "decode_steps": decode_steps}
     engine = make_engine(architecture, prefill_tokens=7, **kv)
     requests = [make_request(str(i), prompt=prompt_of(5 + 4 * i, seed=i), seed=i) for i in range(4)]
     done = finish_all(engine, requests)
@@ -207,7 +207,7 @@ def test_engine_attends_to_fp8_kv(architecture: str, decode_steps: int):
 
 @pytest.mark.parametrize("decode_steps", [1, 4])
 def test_reused_preempted_and_chunked_fp8_kv_gives_the_same_logprobs(decode_steps: int):
-    kv = {"kv_cache_dtype": "fp8", "decode_steps": decode_steps, "eos_ids": ()}
+    kv = {"kv_dtype": FP8, "decode_steps": decode_steps, "eos_ids": ()}
     requests = [make_request(str(i), prompt=prompt_of(9, seed=i % 3), seed=i) for i in range(6)]
     engine = make_engine(num_blocks=16, **kv)
     done = finish_all(engine, requests)
@@ -221,7 +221,7 @@ def test_reused_preempted_and_chunked_fp8_kv_gives_the_same_logprobs(decode_step
 
 
 def test_kept_fp8_kv_is_reused_after_a_swap():
-    engine = make_engine(kv_cache_dtype="fp8", kv="keep", eos_ids=())
+    engine = make_engine(kv_dtype=FP8, kv="keep", eos_ids=())
     engine.add_request(make_request(max_new_tokens=8))
     for _ in range(4):
         engine.step()

@@ -14,7 +14,7 @@ from millrace.inference.embedded.kv.cache import KVShape, from_entries, to_entri
 
 pytestmark = pytest.mark.gpu
 
-BOTH = {"in_fp8": True, "kv_cache_dtype": "fp8", "device": "cuda", "dtype": torch.bfloat16}
+BOTH = {"in_fp8": True, "kv_dtype": FP8, "device": "cuda", "dtype": torch.bfloat16}
 LENGTHS = [0, 1, 2, 15, 16, 17, 63, 64, 65, 129, 400, 1000]
 
 

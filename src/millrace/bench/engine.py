@@ -34,10 +34,9 @@ from millrace.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.core.records import Request, Sampling
 from millrace.inference.backend import EmbeddedBackend
-from millrace.inference.embedded.build import engine_of
+from millrace.inference.embedded.build import engine_of, kv_dtype_of
 from millrace.inference.embedded.decode.fp8_layers import quantize_layers
 from millrace.inference.embedded.engine import EmbeddedEngine
-from millrace.inference.embedded.fp8 import FP8
 from millrace.inference.embedded.kv.cache import block_bytes
 from millrace.inference.embedded.kv.paged_attention import measure_cache
 from millrace.inference.embedded.self_test import engine_path
@@ -88,19 +87,14 @@ def measure(
     new_tokens = args.new_tokens or (512 if on_gpu else 64)
     context = prompt_tokens + new_tokens
     sampling = Sampling(max_new_tokens=new_tokens, top_p=args.top_p, top_k=args.top_k)
-    options = EmbeddedBackend(
-        compile=not args.no_compile,
-        decode_steps=args.decode_steps,
-        kv_bytes=args.kv_bytes,
-        kv_cache_dtype=args.kv_cache_dtype,
-    )
+    options = _options(args)
     started_s = time.perf_counter()
     model, tokenizer = make_model(name, dtype=dtype, device=device, attention=engine_path(device))
     config = EngineConfig(max_sequences=max(batches), max_context=context)
     prompt_flops = flops_of(model, np.array([prompt_tokens]), num_targets=1)
-    if args.quantization == "fp8":
+    if options.quantization == "fp8":
         quantize_layers(model)
-    kv_dtype = FP8 if args.kv_cache_dtype == "fp8" else dtype
+    kv_dtype = kv_dtype_of(options, model)
     token_bytes = block_bytes(measure_cache(model).shapes, block_tokens=1, dtype=kv_dtype)
     routing = find_routing(model) if args.routes else None
     more: dict[str, Any] = {"routing": routing, "options": options, "exact": args.exact}
@@ -143,6 +137,16 @@ def measure(
             }
         )
     return rows
+
+
+def _options(args: argparse.Namespace) -> EmbeddedBackend:
+    return EmbeddedBackend(
+        compile=not args.no_compile,
+        decode_steps=args.decode_steps,
+        kv_bytes=args.kv_bytes,
+        quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
+    )
 
 
 def _check_room(engine: EmbeddedEngine, batch: int, *, context: int, block_tokens: int) -> None:

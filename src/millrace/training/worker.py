@@ -143,7 +143,8 @@ class TrainerWorker:
         if config.lora and not self._ranks.is_alone:  # no rank has all base weights
             module = load_base(config)
         name = dtype.removeprefix("torch.")
-        return ProbeReference(module, lora=config.lora, dtype=name)
+        in_fp8 = "quantization" in config.engine.in_fp8
+        return ProbeReference(module, lora=config.lora, dtype=name, in_fp8=in_fp8)
 
     def serve(self) -> None:
         """Answer calls until Stop. Raises errors of the publisher's thread."""

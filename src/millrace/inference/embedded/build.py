@@ -105,16 +105,14 @@ def engine_of(
 ) -> EmbeddedEngine:
     """An engine with these settings, ready for its first request."""
     on_gpu, probe = model.device.type == "cuda", measure_cache(model)
-    block_tokens, setting = options.block_tokens, "engine.max_context"
-    text_config, path = model.config.get_text_config(), str(model.name_or_path)
-    context = context_limit(text_config, path, wanted=config.max_context, setting=setting)
-    kv_dtype = FP8 if options.kv_cache_dtype == "fp8" else model.dtype
-    of_block = block_bytes(probe.shapes, block_tokens=block_tokens, dtype=kv_dtype)
-    of_block = max(1, of_block + (0 if routing is None else block_tokens * routing.token_bytes))
+    block_tokens, kv_dtype = options.block_tokens, kv_dtype_of(options, model)
+    wanted = {"wanted": config.max_context, "setting": "engine.max_context"}
+    context = context_limit(model.config.get_text_config(), str(model.name_or_path), **wanted)
+    of_block = _size_of_block(probe, routing, block_tokens=block_tokens, kv_dtype=kv_dtype)
     states = (config.max_sequences, probe.slot_bytes)
-    kv_bytes, num_snapshots = _room(options, size=of_block, states=states, device=model.device)
-    # Enough for all sequences at full context, within kv_bytes.
-    num_blocks = min(config.max_sequences * -(-context // block_tokens), kv_bytes // of_block)
+    bound, num_snapshots = _room(options, size=of_block, states=states, device=model.device)
+    # At most enough for all sequences at full context.
+    num_blocks = min(config.max_sequences * -(-context // block_tokens), bound // of_block)
     try:
         engine = EmbeddedEngine(
             model,
@@ -132,7 +130,7 @@ def engine_of(
                 block_tokens=block_tokens,
                 prefill_tokens=options.prefill_tokens or (16384 if on_gpu else 2048),
                 kv=config.kv,
-                kv_cache_dtype=options.kv_cache_dtype,
+                kv_dtype=kv_dtype,
                 prefix_cache=options.prefix_cache,
                 num_snapshots=num_snapshots,
                 decode_steps=_decode_steps(model, options.launch_steps, probe),
@@ -151,6 +149,18 @@ def engine_of(
             " engine.options.kv_bytes or engine.max_sequences."
         ) from None
     return engine
+
+
+def kv_dtype_of(options: EmbeddedBackend, model: PreTrainedModel) -> torch.dtype:
+    return FP8 if options.kv_cache_dtype == "fp8" else model.dtype
+
+
+def _size_of_block(
+    probe: CacheProbe, routing: Routing | None, *, block_tokens: int, kv_dtype: torch.dtype
+) -> int:
+    """Bytes of KV and routes."""
+    of_routes = 0 if routing is None else block_tokens * routing.token_bytes
+    return max(1, block_bytes(probe.shapes, block_tokens=block_tokens, dtype=kv_dtype) + of_routes)
 
 
 def applied_adapters(

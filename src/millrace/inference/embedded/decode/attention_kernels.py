@@ -228,8 +228,7 @@ def paged_decode(
     cap: float,  # 0 = none
     sinks: Tensor | None,  # [H]
 ) -> Tensor:  # [B, H, E]
-    num_rows, num_heads, key_dim = query.shape
-    is_fp8, width = cache.dtype == torch.uint8, cache.shape[2]
+    (num_rows, num_heads, key_dim), is_fp8 = query.shape, cache.dtype == torch.uint8
     num_kv_heads, value_dim = value.shape[1:]
     query, key, value = (_rows_of_heads(x) for x in (query, key, value))
     pad = triton.next_power_of_2
@@ -259,7 +258,7 @@ def paged_decode(
         GROUP=group,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
-        WIDTH=width,
+        WIDTH=cache.shape[2],
         IS_FP8=is_fp8,
         BLOCK_TOKENS=block_tokens,
         GROUP_PAD=max(16, pad(group)),
