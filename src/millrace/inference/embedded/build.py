@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -106,7 +107,7 @@ def engine_of(
     """An engine with these settings, ready for its first request."""
     on_gpu, probe = model.device.type == "cuda", measure_cache(model)
     block_tokens, kv_dtype = options.block_tokens, kv_dtype_of(options, model)
-    wanted = {"wanted": config.max_context, "setting": "engine.max_context"}
+    wanted: Any = {"wanted": config.max_context, "setting": "engine.max_context"}
     context = context_limit(model.config.get_text_config(), str(model.name_or_path), **wanted)
     of_block = _size_of_block(probe, routing, block_tokens=block_tokens, kv_dtype=kv_dtype)
     states = (config.max_sequences, probe.slot_bytes)
