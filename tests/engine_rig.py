@@ -21,6 +21,7 @@ from millrace.config import LoraConfig
 from millrace.core.records import Completion, Request, Sampling
 from millrace.inference.backend import FinishedCompletions
 from millrace.inference.embedded.adapters import AdapterMerger
+from millrace.inference.embedded.decode.fp8_layers import quantize_layers
 from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
@@ -68,18 +69,22 @@ def make_engine(
     records_routes: bool = False,
     version: int = 0,
     memory: EngineMemory | None = None,
+    in_fp8: bool = False,
     **settings: Any,
 ) -> EmbeddedEngine:
-    """Small blocks and chunks, so that a few tokens cross many boundaries."""
+    """Small blocks and chunks, so that a few tokens cross many boundaries. `in_fp8`: the products
+    of its layers."""
     model = cast(tiny_model(architecture, seed=seed, num_layers=num_layers).to(device), dtype)
     model.set_attn_implementation(PAGED_ATTENTION)
-    if memory is not None:
-        memory.adopt(model)
     merger, adapters = None, {**(residents or {})}
     if lora is not None and lora.apply == "unmerged":
         adapters = {None: adapter_of(model, lora), **adapters}
     elif lora is not None:
         merger = AdapterMerger(model, adapter_of(model, lora))
+    if in_fp8:
+        quantize_layers(model)
+    if memory is not None:
+        memory.adopt(model)
     sizes = {
         "max_context": 128,
         "max_sequences": 8,

@@ -35,7 +35,9 @@ from millrace.core.errors import ConfigError
 from millrace.core.records import Request, Sampling
 from millrace.inference.backend import EmbeddedBackend
 from millrace.inference.embedded.build import engine_of
+from millrace.inference.embedded.decode.fp8_layers import quantize_layers
 from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.embedded.fp8 import FP8
 from millrace.inference.embedded.kv.cache import block_bytes
 from millrace.inference.embedded.kv.paged_attention import measure_cache
 from millrace.inference.embedded.self_test import engine_path
@@ -56,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--kv-bytes", type=lambda text: int(float(text)), help="of the KV cache, such as 120e9"
     )
+    parser.add_argument("--quantization", choices=["fp8"], help="of the layers' products")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--no-compile", action="store_true", help="do not fuse layers")
     parser.add_argument(
         "--routes", action="store_true", help="record the routes of a mixture of experts"
@@ -85,17 +89,23 @@ def measure(
     context = prompt_tokens + new_tokens
     sampling = Sampling(max_new_tokens=new_tokens, top_p=args.top_p, top_k=args.top_k)
     options = EmbeddedBackend(
-        compile=not args.no_compile, decode_steps=args.decode_steps, kv_bytes=args.kv_bytes
+        compile=not args.no_compile,
+        decode_steps=args.decode_steps,
+        kv_bytes=args.kv_bytes,
+        kv_cache_dtype=args.kv_cache_dtype,
     )
     started_s = time.perf_counter()
     model, tokenizer = make_model(name, dtype=dtype, device=device, attention=engine_path(device))
     config = EngineConfig(max_sequences=max(batches), max_context=context)
-    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    token_bytes = block_bytes(measure_cache(model).shapes, block_tokens=1, dtype=dtype)
     prompt_flops = flops_of(model, np.array([prompt_tokens]), num_targets=1)
+    if args.quantization == "fp8":
+        quantize_layers(model)
+    kv_dtype = FP8 if args.kv_cache_dtype == "fp8" else dtype
+    token_bytes = block_bytes(measure_cache(model).shapes, block_tokens=1, dtype=kv_dtype)
     routing = find_routing(model) if args.routes else None
     more: dict[str, Any] = {"routing": routing, "options": options, "exact": args.exact}
     engine = engine_of(model, tokenizer, config=config, version=0, **more)
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     _check_room(engine, max(batches), context=context, block_tokens=options.block_tokens)
     _generate(engine, _prompts(engine, 1, prompt_tokens), Sampling(max_new_tokens=1))
     start_s = time.perf_counter() - started_s
@@ -118,6 +128,8 @@ def measure(
                 "batch": batch,
                 "prompt_tokens": prompt_tokens,
                 "new_tokens": new_tokens,
+                "quantization": args.quantization,
+                "kv_cache_dtype": args.kv_cache_dtype,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
                 **measured,

@@ -104,6 +104,7 @@ def wire(
         interrupt=config.weights.interrupt,
         capabilities=load_backend(config.engine).capabilities,
         report_s=min(REPORT_S, max(MIN_REPORT_S, config.journal.partial_every_s or REPORT_S)),
+        in_fp8="quantization" in config.engine.in_fp8,
     )
 
 
@@ -130,13 +131,15 @@ class EngineWorker(ModelWorker):
         interrupt: Interrupt = "swap",
         capabilities: frozenset[Capability] = frozenset(Capability),
         report_s: float = REPORT_S,
+        in_fp8: bool = False,
     ) -> None:
-        """`receivers`: of further policies. `report_s`: interval of coalesced reports, in s."""
+        """`receivers`: of further policies. `report_s`: interval of coalesced reports, in s.
+        `in_fp8`: the engine's layers compute in FP8."""
         super().__init__(link, timeline=timeline)
         self._arrived: deque[WorkerCall] = deque()  # during a step, not yet handled
         self._engine = engine
         self._policies: HasPolicies | None = engine if isinstance(engine, HasPolicies) else None
-        self._capabilities = capabilities
+        self._capabilities, self._in_fp8 = capabilities, in_fp8
         self._interrupt = WeightInterrupt(interrupt, engine)
         self._receivers = {DEFAULT_POLICY: receiver, **(receivers or {})}
         self._checksums: dict[str, int] = {}  # of the newest update of each policy
@@ -373,7 +376,7 @@ class EngineWorker(ModelWorker):
             if (probe := staging.update.probe) is not None:
                 # Raises EngineLost, which ends this process, if the weights are not the trainer's.
                 (scored,) = self._engine.score([probe_request(probe)])
-                check_probe(staging.update, scored.logprobs)
+                check_probe(staging.update, scored.logprobs, in_fp8=self._in_fp8)
         except WeightError as error:
             for call in staging.calls:
                 call.fail(error)

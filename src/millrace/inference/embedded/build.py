@@ -14,8 +14,10 @@ from millrace.config import EngineConfig, LoraConfig
 from millrace.core.errors import ConfigError
 from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.adapters import AdapterMerger
+from millrace.inference.embedded.decode.fp8_layers import quantize_layers
 from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.embedded.fp8 import FP8
 from millrace.inference.embedded.kv.cache import block_bytes
 from millrace.inference.embedded.kv.paged_attention import measure_cache
 from millrace.inference.embedded.kv.states import CacheProbe
@@ -52,12 +54,14 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
             attention=engine_path(device, exact=spec.exact),
             trust_remote_code=spec.trust_remote_code,
         )
+        policies = [*spec.policies]
+        merger, adapters = applied_adapters(model, config=config, lora=spec.lora, policies=policies)
+        if options.quantization == "fp8":
+            quantize_layers(model)  # the merger has copied the 16-bit weights
         memory = None
         if spec.sleeps and device.type == "cuda":
             memory = EngineMemory(device)
             memory.adopt(model)
-        policies = [*spec.policies]
-        merger, adapters = applied_adapters(model, config=config, lora=spec.lora, policies=policies)
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"The weights of {model_path!r} do not fit on {device} ({_free(device)}); free some"
@@ -86,7 +90,7 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
 
 
 def engine_of(
-    model: PreTrainedModel,  # loaded with PAGED_ATTENTION
+    model: PreTrainedModel,  # loaded with PAGED_ATTENTION, and quantised if it is to be
     tokenizer: PreTrainedTokenizerBase,
     *,
     config: EngineConfig,
@@ -104,7 +108,8 @@ def engine_of(
     block_tokens, setting = options.block_tokens, "engine.max_context"
     text_config, path = model.config.get_text_config(), str(model.name_or_path)
     context = context_limit(text_config, path, wanted=config.max_context, setting=setting)
-    of_block = block_bytes(probe.shapes, block_tokens=block_tokens, dtype=model.dtype)
+    kv_dtype = FP8 if options.kv_cache_dtype == "fp8" else model.dtype
+    of_block = block_bytes(probe.shapes, block_tokens=block_tokens, dtype=kv_dtype)
     of_block = max(1, of_block + (0 if routing is None else block_tokens * routing.token_bytes))
     states = (config.max_sequences, probe.slot_bytes)
     kv_bytes, num_snapshots = _room(options, size=of_block, states=states, device=model.device)
@@ -127,6 +132,7 @@ def engine_of(
                 block_tokens=block_tokens,
                 prefill_tokens=options.prefill_tokens or (16384 if on_gpu else 2048),
                 kv=config.kv,
+                kv_cache_dtype=options.kv_cache_dtype,
                 prefix_cache=options.prefix_cache,
                 num_snapshots=num_snapshots,
                 decode_steps=_decode_steps(model, options.launch_steps, probe),

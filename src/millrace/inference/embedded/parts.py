@@ -14,6 +14,7 @@ from millrace.inference.embedded.decode.layers import (
     prepare,
 )
 from millrace.inference.embedded.device_memory import EngineMemory
+from millrace.inference.embedded.fp8 import FP8
 from millrace.inference.embedded.kv.blocks import BlockPool, BlockTables
 from millrace.inference.embedded.kv.cache import KVCache
 from millrace.inference.embedded.kv.paged_attention import measure_cache
@@ -38,6 +39,7 @@ class EngineSizes:
     block_tokens: int
     prefill_tokens: int
     kv: Literal["keep", "recompute"] = "keep"
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     prefix_cache: bool = True
     num_snapshots: int = 0  # of recurrent states, for the prefix cache
     decode_steps: int = 1  # per launch on the device, at most; 1 = no decode loop
@@ -80,7 +82,7 @@ class EngineParts:
                 probe.shapes,
                 num_blocks=num_blocks,
                 block_tokens=sizes.block_tokens,
-                dtype=model.dtype,
+                dtype=FP8 if sizes.kv_cache_dtype == "fp8" else model.dtype,
                 device=model.device,
             )
         self.drafts: DraftProposer | None = None  # None = no speculation

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace.inference.embedded.kv.cache import KVCache
+from millrace.inference.embedded.kv.cache import KVCache, from_entries, to_entries
 from millrace.models.attention.flash import add_sinks, flash_obstacle
 from millrace.models.attention.layout import FLASH_CAPABILITY, ScoreRules
 from millrace.models.attention.packed import attend_masked
@@ -51,7 +51,7 @@ class DecodeLayer(NamedTuple):
     reason to compile the next layer again. The tables and lengths may have rows to spare, so that
     their shapes are the same for every B."""
 
-    cache: Tensor  # [slots, K, D + E]
+    cache: Tensor  # [slots, K, D + E], or entries of kv/cache.py in FP8
     tables: Tensor  # [B or more, W] int32; blocks of each row
     lengths: Tensor  # [B or more] int64; tokens of each row with the new one; 0 = the row is idle
     block_tokens: int
@@ -66,7 +66,7 @@ class DecodeLayer(NamedTuple):
 class PrefillLayer(NamedTuple):
     """What the attention of one layer needs in a prefill pass; a NamedTuple like DecodeLayer."""
 
-    cache: Tensor  # [slots, K, 2 D]
+    cache: Tensor  # [slots, K, 2 D], or entries of kv/cache.py in FP8
     slot_mapping: Tensor  # [T] int64; where each token's key and value go
     context_slots: Tensor  # [L] int64; [0] = every chunk begins its sequence
     query_starts: Tensor  # [S + 1] int32
@@ -126,20 +126,20 @@ def plain_decode(
     sinks: Tensor | None,  # [H]
 ) -> Tensor:  # [B, H, E]
     """Decode attention in plain PyTorch, on any device."""
-    key_dim = key.shape[2]
     tables, lengths = tables[: len(query)], lengths[: len(query)]
     busy = lengths > 0
     rows = torch.arange(len(lengths), device=lengths.device)
     at = (lengths - 1).clamp_min(0).long()
     slots = tables[rows, at // block_tokens].long() * block_tokens + at % block_tokens
-    cache[slots[busy]] = torch.cat([key, value], dim=-1)[busy]
+    cache[slots[busy]] = to_entries(key, value, cache)[busy]
     context = max(int(lengths.max()), 1)
     at = torch.arange(context, device=lengths.device)
     slots = tables[:, at // block_tokens].long() * block_tokens + at % block_tokens  # [B, L]
-    entries = cache[slots].transpose(1, 2)  # [B, K, L, D + E]
+    entries = cache[slots].transpose(1, 2)  # [B, K, L, D + E], or in FP8
     ends = lengths[:, None].long()
     seen = (at < ends) & (at >= ends - window) if window else at < ends
-    keys, values = entries[..., :key_dim], entries[..., key_dim:]
+    dims = {"key_dim": key.shape[2], "value_dim": value.shape[2]}
+    keys, values = from_entries(entries, **dims, dtype=value.dtype)
     rules, visible = ScoreRules(scale, softcap=cap or None, sinks=sinks), seen[:, None, None]
     output = attend_masked(query[:, :, None], keys, values, visible=visible, rules=rules)
     return output[:, :, 0].nan_to_num(0.0)  # NaN: a row that sees nothing
@@ -160,9 +160,13 @@ def _flash_prefill(
     window: int,  # 0 = none
     sinks: Tensor | None,  # [H]
 ) -> Tensor:  # [T, H, D]
-    cache.index_copy_(0, slot_mapping, torch.cat([key, value], dim=-1))
+    entries = to_entries(key, value, cache)
+    cache.index_copy_(0, slot_mapping, entries)
     if len(context_slots):
-        key, value = cache.index_select(0, context_slots).chunk(2, dim=-1)
+        entries = cache.index_select(0, context_slots)
+    if len(context_slots) or cache.dtype == torch.uint8:
+        dims = {"key_dim": key.shape[2], "value_dim": value.shape[2]}
+        key, value = from_entries(entries, **dims, dtype=value.dtype)
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
         query.contiguous(),
         key.contiguous(),

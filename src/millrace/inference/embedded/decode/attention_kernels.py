@@ -4,6 +4,10 @@ Only live KV is read: a program walks the blocks of one row, one KV head and one
 context. All query heads that share the KV head are the rows of one matrix product. A second kernel
 joins the splits, so that a few long rows occupy the GPU as well as many short ones.
 
+Keys and values of an FP8 cache become float16, which represents them exactly, and so do the query
+and the weights; scales of keys multiply scores, and scales of values the weights. Weights are
+divided by the largest scale of the tile before they are rounded, so that none of them underflows.
+
 Imported on machines with CUDA only. B = rows, H = query heads, K = KV heads, G = H / K,
 D = head size of keys, E = of values, W = blocks per row in the table, S = splits.
 """
@@ -12,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from millrace.inference.embedded.fp8 import FP8
 
 _TILE = 64  # tokens that a program handles at a time
 _SPLIT_TILES = 8  # of a split at least, if there are enough rows to fill the GPU
@@ -29,7 +35,8 @@ def _attend_kernel(
     query,  # [B, H, D]
     key,  # [B, K, D]; of the newest token of each row
     value,  # [B, K, E]
-    cache,  # [slots, K, D + E]; the newest token is stored there
+    cache,  # [slots, K, WIDTH]; the newest token is stored there
+    scales,  # float32; the same memory if IS_FP8, else unused
     tables,  # [B, W] int32
     lengths,  # [B] int64; 0 = the row is idle
     out,  # [B, H, E] if SPLITS == 1, else float32 [B, H, S, E]
@@ -46,6 +53,8 @@ def _attend_kernel(
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IS_FP8: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     GROUP_PAD: tl.constexpr,  # at least 16: the smallest matrix product
     KEY_PAD: tl.constexpr,
@@ -81,18 +90,31 @@ def _attend_kernel(
         mask=own[:, None] & (key_dim < KEY_DIM)[None, :],
         other=0.0,
     )
+    if IS_FP8 and q.dtype != tl.float32:
+        q = q.to(tl.float16)
     table = tables + row.to(tl.int64) * table_width
     if (start < stop) & (stop == length):
         # This split holds the newest token: store it before anything of the split is read.
         at = length - 1
         block = tl.load(table + at // BLOCK_TOKENS).to(tl.int64)
         slot = block * BLOCK_TOKENS + at % BLOCK_TOKENS
-        entry = cache + (slot * HEADS + head) * (KEY_DIM + VALUE_DIM)
+        entry = cache + (slot * HEADS + head) * WIDTH
+        is_key, is_value = key_dim < KEY_DIM, value_dim < VALUE_DIM
         source = key + row.to(tl.int64) * key_stride + head * KEY_DIM + key_dim
-        tl.store(entry + key_dim, tl.load(source, mask=key_dim < KEY_DIM), mask=key_dim < KEY_DIM)
+        new_key = tl.load(source, mask=is_key, other=0.0)
         source = value + row.to(tl.int64) * value_stride + head * VALUE_DIM + value_dim
-        is_value = value_dim < VALUE_DIM
-        tl.store(entry + KEY_DIM + value_dim, tl.load(source, mask=is_value), mask=is_value)
+        new_value = tl.load(source, mask=is_value, other=0.0)
+        if IS_FP8:
+            new_key, new_value = new_key.to(tl.float32), new_value.to(tl.float32)
+            key_scale = tl.maximum(tl.max(tl.abs(new_key), 0), 1e-12) / 448.0
+            value_scale = tl.maximum(tl.max(tl.abs(new_value), 0), 1e-12) / 448.0
+            place = scales + (slot * HEADS + head) * (WIDTH // 4) + (WIDTH - 16) // 4
+            tl.store(place, key_scale)
+            tl.store(place + 1, value_scale)
+            new_key, new_value = new_key / key_scale, new_value / value_scale
+        tl.store(entry + key_dim, new_key.to(cache.dtype.element_ty), mask=is_key)
+        place = entry + KEY_DIM + value_dim
+        tl.store(place, new_value.to(cache.dtype.element_ty), mask=is_value)
         tl.debug_barrier()
     best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
@@ -106,7 +128,7 @@ def _attend_kernel(
         live = at < stop
         block = tl.load(table + at // BLOCK_TOKENS, mask=live, other=0).to(tl.int64)
         slot = block * BLOCK_TOKENS + at % BLOCK_TOKENS
-        entry = cache + (slot * HEADS + head) * (KEY_DIM + VALUE_DIM)
+        entry = cache + (slot * HEADS + head) * WIDTH
         k = tl.load(
             entry[None, :] + key_dim[:, None],
             mask=live[None, :] & (key_dim < KEY_DIM)[:, None],
@@ -117,7 +139,14 @@ def _attend_kernel(
             mask=live[:, None] & (value_dim < VALUE_DIM)[None, :],
             other=0.0,
         )
-        scores = tl.dot(q, k, input_precision=PRECISION) * scale
+        if IS_FP8:
+            place = scales + (slot * HEADS + head) * (WIDTH // 4) + (WIDTH - 16) // 4
+            key_scales = tl.load(place, mask=live, other=0.0)
+            value_scales = tl.load(place + 1, mask=live, other=0.0)
+            k, v = k.to(q.dtype), v.to(q.dtype)
+            scores = tl.dot(q, k, input_precision=PRECISION) * (key_scales * scale)[None, :]
+        else:
+            scores = tl.dot(q, k, input_precision=PRECISION) * scale
         if HAS_CAP:
             # tanh by exp2; scores become base-2 logarithms here, without a cap they already are.
             squashed = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634) / cap) + 1.0)
@@ -127,7 +156,13 @@ def _attend_kernel(
         shrink = tl.exp2(best - new_best)
         weights = tl.exp2(scores - new_best[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        if IS_FP8:
+            largest = tl.max(value_scales, 0)
+            weights = weights * (value_scales / largest)[None, :]
+            part = tl.dot(weights.to(v.dtype), v, input_precision=PRECISION) * largest
+        else:
+            part = tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        acc = acc * shrink[:, None] + part
         best = new_best
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # idle rows: 0
@@ -183,7 +218,7 @@ def paged_decode(
     query: Tensor,  # [B, H, D]
     key: Tensor,  # [B, K, D]
     value: Tensor,  # [B, K, E]
-    cache: Tensor,  # [slots, K, D + E]; written
+    cache: Tensor,  # [slots, K, D + E], or bytes of an FP8 cache; written
     tables: Tensor,  # [B, W] int32; row stride may exceed W
     lengths: Tensor,  # [B] int64
     block_tokens: int,
@@ -194,6 +229,7 @@ def paged_decode(
     sinks: Tensor | None,  # [H]
 ) -> Tensor:  # [B, H, E]
     num_rows, num_heads, key_dim = query.shape
+    is_fp8, width = cache.dtype == torch.uint8, cache.shape[2]
     num_kv_heads, value_dim = value.shape[1:]
     query, key, value = (_rows_of_heads(x) for x in (query, key, value))
     pad = triton.next_power_of_2
@@ -205,7 +241,8 @@ def paged_decode(
         query,
         key,
         value,
-        cache,
+        cache.view(FP8) if is_fp8 else cache,
+        cache.view(torch.float32) if is_fp8 else lengths,
         tables,
         lengths,
         parts,
@@ -222,6 +259,8 @@ def paged_decode(
         GROUP=group,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
+        WIDTH=width,
+        IS_FP8=is_fp8,
         BLOCK_TOKENS=block_tokens,
         GROUP_PAD=max(16, pad(group)),
         KEY_PAD=max(16, pad(key_dim)),
