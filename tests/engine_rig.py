@@ -73,8 +73,6 @@ def make_engine(
     """Small blocks and chunks, so that a few tokens cross many boundaries."""
     model = cast(tiny_model(architecture, seed=seed, num_layers=num_layers).to(device), dtype)
     model.set_attn_implementation(PAGED_ATTENTION)
-    if memory is not None:
-        memory.adopt(model)
     merger, adapters = None, {**(residents or {})}
     if lora is not None and lora.apply == "unmerged":
         adapters = {None: adapter_of(model, lora), **adapters}

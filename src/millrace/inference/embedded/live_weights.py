@@ -25,7 +25,7 @@ from millrace.weights.packing import check_shapes, copy_all
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PreparedWeights:
-    """A complete version on the engine's device, to be committed or dropped. Several may exist."""
+    """A complete version, to be committed or dropped. Several may exist."""
 
     version: int
     pairs: list[tuple[Tensor, Tensor]]  # live tensors, and their new values; none if they stay
@@ -40,14 +40,16 @@ class LiveWeights:
         version: int,
         merger: AdapterMerger | None,
         bank: AdapterBank | None,
+        stages: bool = True,
     ) -> None:
         """`version`: of the model's weights. With a `merger`, or a `bank` that holds the policy's
-        adapter, updates are adapters."""
+        adapter, updates are adapters. `stages`: prepare() copies whole models to the device; else
+        commit() does, which takes longer and needs no room for a second copy."""
         names = [] if bank is None else bank.policies
         # By policy, where None is the only or first; None after an update that failed half-way.
         self.versions: dict[str | None, int | None] = dict.fromkeys([None, *names], version)
         self._device, self._parameters = model.device, policy_tensors(model)
-        self._merger, self._bank = merger, bank
+        self._merger, self._bank, self._stages = merger, bank, stages
         policy = bank and bank.policy if merger is None else merger.adapter
         shapes = {name: tuple(tensor.shape) for name, tensor in self._parameters.items()}
         # Shapes of the tensors that an update must bring.
@@ -107,6 +109,7 @@ class LiveWeights:
             return self._merger.prepare(tensors, live=self._parameters)
         if self._bank is not None and self._bank.policy is not None:
             return self._bank.prepare(tensors, name=policy)
-        live = self._parameters.items()
-        pairs = [(own, tensors[name].to(own.device, own.dtype)) for name, own in live]
+        pairs = [(own, tensors[name]) for name, own in self._parameters.items()]
+        if self._stages:
+            pairs = [(own, new.to(own.device, own.dtype)) for own, new in pairs]
         return pairs if self._bank is None else pairs + self._bank.prepare_gains(tensors)
