@@ -54,14 +54,11 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
             attention=engine_path(device, exact=spec.exact),
             trust_remote_code=spec.trust_remote_code,
         )
+        memory = EngineMemory(device) if spec.sleeps and device.type == "cuda" else None
         policies = [*spec.policies]
         merger, adapters = applied_adapters(model, config=config, lora=spec.lora, policies=policies)
         if options.quantization == "fp8":
             quantize_layers(model)  # the merger has copied the 16-bit weights
-        memory = None
-        if spec.sleeps and device.type == "cuda":
-            memory = EngineMemory(device)
-            memory.adopt(model)
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"The weights of {model_path!r} do not fit on {device} ({_free(device)}); free some"
@@ -79,6 +76,7 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
         on_warm_up=spec.on_warm_up,
         options=options,
         memory=memory,
+        trainer_bytes=spec.trainer_bytes,
         exact=spec.exact,
     )
     if spec.adapter_path is not None:
@@ -101,9 +99,10 @@ def engine_of(
     on_warm_up: Callable[[], None] = lambda: None,
     options: EmbeddedBackend = DEFAULTS,
     memory: EngineMemory | None = None,
+    trainer_bytes: int = 0,
     exact: bool = False,
 ) -> EmbeddedEngine:
-    """An engine with these settings, ready for its first request."""
+    """An engine with these settings, ready for its first request; see EngineSpec."""
     on_gpu, probe = model.device.type == "cuda", measure_cache(model)
     block_tokens, setting = options.block_tokens, "engine.max_context"
     text_config, path = model.config.get_text_config(), str(model.name_or_path)
@@ -112,7 +111,9 @@ def engine_of(
     of_block = block_bytes(probe.shapes, block_tokens=block_tokens, dtype=kv_dtype)
     of_block = max(1, of_block + (0 if routing is None else block_tokens * routing.token_bytes))
     states = (config.max_sequences, probe.slot_bytes)
-    kv_bytes, num_snapshots = _room(options, size=of_block, states=states, device=model.device)
+    kv_bytes, num_snapshots = _room(
+        options, size=of_block, states=states, device=model.device, trainer_bytes=trainer_bytes
+    )
     # Enough for all sequences at full context, within kv_bytes.
     num_blocks = min(config.max_sequences * -(-context // block_tokens), kv_bytes // of_block)
     try:
@@ -215,14 +216,22 @@ def _single_steps(model: PreTrainedModel, wanted: int | None, probe: CacheProbe)
 
 
 def _room(
-    options: EmbeddedBackend, *, size: int, states: tuple[int, int], device: torch.device
+    options: EmbeddedBackend,
+    *,
+    size: int,
+    states: tuple[int, int],
+    device: torch.device,
+    trainer_bytes: int,
 ) -> tuple[int, int]:
     """Limit of the KV cache in bytes, without recurrent states, and the number of their snapshots.
     A block has `size` bytes; `states`: how many sequences have one, and its bytes."""
     bound = options.kv_bytes or _CPU_KV_BYTES
     of_states = states[0] * states[1]
     if options.kv_bytes is None and device.type == "cuda":
-        bound = int(torch.cuda.mem_get_info(device)[0] * _GPU_KV_SHARE)
+        free, total = torch.cuda.mem_get_info(device)
+        if trainer_bytes:  # which it may not hold yet
+            free = min(free, total - trainer_bytes - torch.cuda.memory_reserved(device))
+        bound = int(free * _GPU_KV_SHARE)
     if bound < size + of_states:
         others = f" and the recurrent states of {of_states} bytes" if of_states else ""
         remedy = "raise it, or lower engine.max_sequences" if of_states else "raise it"
