@@ -125,7 +125,7 @@ def test_runs_of_several_turns_are_reproducible_whatever_the_timing(model, tmp_p
             tasks=TASKS,
             eval_tasks=TASKS[:6],
             evaluate={"every_steps": 1},
-            environment={"function": delayed_turns, "max_turns": 2, "num_workers": i},
+            environment={"function": delayed_turns, "max_turns": 2},
             engine={"count": 2},
             trainer={"steps": 2, "groups_per_step": 3},
             sampling={"max_new_tokens": 12},

@@ -77,16 +77,21 @@ class TurnBarrier:
             self._stall = None
         if not self._waiting or self._num_sampling or self._round is not None:
             return
-        if self._is_off or self._running <= {turn[:2] for turn in self._waiting}:
+        if self._may_start:
             self._round = asyncio.create_task(self._start())
         else:
             self._stall = asyncio.get_running_loop().call_later(self.stall_s, self._give_up)
+
+    @property
+    def _may_start(self) -> bool:
+        return self._is_off or self._running <= {turn[:2] for turn in self._waiting}
 
     async def _start(self) -> None:
         try:
             async with self.together():
                 lowest = {turn[:2]: turn for turn in sorted(self._waiting, reverse=True)}
-                for turn in sorted(lowest.values()):
+                # An episode may have begun since.
+                for turn in sorted(lowest.values() if self._may_start else ()):
                     self._waiting.pop(turn).set_result(None)
                     self._num_sampling += 1
         except Exception as error:  # noqa: BLE001 - raised in the episodes
