@@ -144,20 +144,6 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def router_modules(model: nn.Module) -> list[nn.Module]:
-    """Routers with a matrix of their own, which stand beside their experts. Engines and trainer
-    compute their scores in float32: the few scores of a token weigh all of its experts."""
-    return [
-        child
-        for parent in model.modules()
-        if isinstance(getattr(parent, "experts", None), nn.Module)
-        for name, child in parent.named_children()
-        if name != "experts"
-        and type(child) is not nn.Linear
-        and any(parameter.ndim == 2 for parameter in child.parameters(recurse=False))
-    ]
-
-
 def check_adaptable(modules: Iterable[nn.Module]) -> None:
     """Raise ConfigError unless forward_with_lora computes what these experts compute."""
     for module in modules:
