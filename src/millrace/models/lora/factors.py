@@ -271,6 +271,17 @@ def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, tuple[
     return {name: shape for name, shape in layers.items() if name in chosen}
 
 
+def describe_layers(layers: Mapping[str, tuple[int, ...]], *, rank: int) -> str:
+    """What an adapter of these layers trains, in a sentence; `layers` as of adapted_layers()."""
+    experts = {name.rpartition(".")[0]: s[0] for name, s in layers.items() if len(s) == 3}
+    num_linear = sum(len(shape) == 2 for shape in layers.values())
+    parts = [f"{num_linear} linear layers"] if num_linear else []
+    if experts:
+        parts.append(f"{sum(experts.values())} experts in {len(experts)} layers")
+    weights = sum(math.prod(s[:-2]) * rank * sum(s[-2:]) for s in layers.values())
+    return f"LoRA of rank {rank} adapts {' and '.join(parts)}; it has {weights:,} weights."
+
+
 def tensor_names(layer: str, *, dora: bool) -> tuple[str, ...]:
     """Names of a layer's A [R, I], B [O, R] and, with DoRA, magnitude [O]. Those of experts are
     [E, R, I] and [E, O, R]."""
