@@ -200,7 +200,8 @@ def test_dry_run_says_what_an_adapter_trains(tmp_path, capsys):
         "[engine]\nmax_context = 64\n"
     )
     assert main(["train", str(tmp_path / "run.toml"), "--dry-run"]) == 0
-    assert capsys.readouterr().out.startswith("LoRA of rank 2 adapts 14 linear layers; it has ")
+    lines = capsys.readouterr().out.splitlines()
+    assert "LoRA of rank 2 adapts 14 linear layers; it has 2,048 weights." in lines
 
 
 class Elsewhere(HostLauncher):

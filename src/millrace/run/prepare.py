@@ -145,8 +145,7 @@ def prepare(
     resume: bool = False,
     trains: bool = True,  # False: there is no trainer, which would need memory
 ) -> PreparedRun:
-    config = expand_policies(config)
-    checks.check_settings(config)
+    checks.check_settings(config := expand_policies(config))
     sources = load_sources(config.tasks, tasks)
     train_tasks = [task for source in sources for task in source.tasks]
     held_out = load_section(config.evaluate, eval_tasks, section="evaluate")
