@@ -213,6 +213,19 @@ def test_dry_run_prints_the_placement_and_starts_nothing(tmp_path, capsys, has_a
     assert not run_dir.exists()
 
 
+def test_dry_run_says_what_an_adapter_trains(tmp_path, capsys):
+    make_tiny_model(tmp_path / "model")
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1 2", "answer": "2"}\n')
+    (tmp_path / "run.toml").write_text(
+        'model = "model"\nrun_dir = "run"\nscorers = ["exact"]\n[tasks]\npath = "tasks.jsonl"\n'
+        '[placement]\ntrainer = "cpu"\nengines = "cpu"\n[lora]\nrank = 2\n'
+        "[engine]\nmax_context = 64\n"
+    )
+    assert main(["train", str(tmp_path / "run.toml"), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "LoRA of rank 2 adapts 14 linear layers; it has 2,048 weights." in lines
+
+
 class Elsewhere(HostLauncher):
     """A launcher that starts nothing."""
 

@@ -117,8 +117,8 @@ class ClusterConfig(Section):
     "tcp://HOST:PORT", where HOST is a name or interface of this machine, or * for all. TCP is
     always encrypted, and only workers with the run's keys can connect."""
     advertise: str | None = None
-    """Host name by which other hosts reach the controller. By default the HOST of address, and
-    with * this machine's own name."""
+    """Host name by which other hosts reach the controller. By default the HOST of
+    cluster.address, and with * this machine's own name."""
     ticket: str | None = None
     """Path of the file that `millrace join` needs, written while the run lasts. It is a secret and
     must be outside run_dir."""

@@ -106,14 +106,16 @@ class Correction:
     """
 
     correction: Literal["none", "truncate", "mask", "reject"] = "none"
-    """Importance sampling correction: "truncate" weighs by w within the bounds, "mask" by w inside
-    of them and 0 outside, "reject" by 1 inside and 0 outside (rejection sampling)."""
+    """Importance sampling correction from the engine's distribution to the anchor's: "truncate"
+    weighs by their ratio w within correction_low and correction_high, "mask" by w inside of them
+    and 0 outside, "reject" by 1 inside and 0 outside (rejection sampling)."""
     correction_level: Level = "token"
-    """Level of w: "token", "turn", "sequence" or "geometric"; see ratio."""
+    """Level of the ratio w of the importance sampling correction: "token", "turn", "sequence" or
+    "geometric", as in the key ratio."""
     correction_low: UnitInterval = 0.0
-    """Lower bound of w, from 0 to 1."""
+    """Lower bound of the ratio w of the importance sampling correction, from 0 to 1."""
     correction_high: AtLeastOne = 2.0
-    """Upper bound of w, at least 1."""
+    """Upper bound of the ratio w of the importance sampling correction, at least 1."""
 
     def weights(self, tokens: TokenBatch, *, target: "Tensor") -> "Tensor | None":  # [N]
         """`target` [N] are the logprobs to correct to; None = all weights are 1."""
@@ -133,7 +135,8 @@ class StalenessWeight:
     """Largest staleness of a token with full weight, in versions; inf = no limit. Staler tokens are
     masked, or decay if staleness_half_life is above 0."""
     staleness_half_life: NonNegative = 0.0
-    """Versions beyond max_token_staleness in which a token's weight halves; 0 = mask at once."""
+    """Number of versions beyond max_token_staleness in which a token's weight halves; 0 = such
+    tokens are masked."""
 
     def __post_init__(self) -> None:
         if self.staleness_half_life > 0 and math.isinf(self.max_token_staleness):
