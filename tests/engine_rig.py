@@ -83,8 +83,6 @@ def make_engine(
         merger = AdapterMerger(model, adapter_of(model, lora))
     if in_fp8:
         quantize_layers(model)
-    if memory is not None:
-        memory.adopt(model)
     sizes = {
         "max_context": 128,
         "max_sequences": 8,

@@ -37,7 +37,7 @@ LOSS_KEYS = """## Keys of `[loss]`
 
 [Losses](losses.md) has the formulas. `sft` takes no keys. The other recipes take those without an
 entry under "only with" and those of their surrogate. Their defaults are in the last column where
-they differ.
+they differ. A is the advantage of a token.
 
 | key | only with | type | default | | other defaults |
 |---|---|---|---|---|---|"""

@@ -18,7 +18,12 @@ from transformers import (
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.core.microbatch import MeshSizes
-from millrace.run.mesh_checks import check_mesh, check_model_mesh, rank_warnings
+from millrace.run.mesh_checks import (
+    check_has_plans,
+    check_mesh,
+    check_model_mesh,
+    rank_warnings,
+)
 
 
 def dense(**settings) -> Qwen3Config:
@@ -157,6 +162,13 @@ def test_mesh_that_shares_the_model_evenly_is_accepted():
     for model in WITHOUT_ATTENTION:
         check_model_mesh(MeshSizes(), model, path="m")
         check_model_mesh(MeshSizes(dp_replicate=2, dp_shard=2), model, path="m")
+
+
+def test_transformers_without_plans_is_refused_with_the_version_that_has_them():
+    check_has_plans()
+    message = refusal_of(check_has_plans, module="transformers.distributed.of_no_version")
+    assert message.startswith("trainer.mesh.tp and ep need transformers 5.22, and ")
+    assert version("transformers") in message
 
 
 def test_several_ranks_warn_about_versions_that_were_not_tried():

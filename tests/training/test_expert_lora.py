@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from millrace.config import LoraConfig
 from millrace.core.errors import ConfigError
 from millrace.models.loading import write_model
-from millrace.models.lora.factors import adapted_layers, adapter_of
+from millrace.models.lora.factors import adapted_layers, adapter_of, describe_layers
 from millrace.models.lora.folders import read_checkpoint, read_resident
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.routing import RouteReplay, find_routing
@@ -128,6 +128,22 @@ def test_all_linear_includes_experts_and_names_select_them():
     assert only == {f"model.layers.{i}.mlp.experts.down_proj": (8, 32, 16) for i in (0, 1)}
     both = adapted_layers(model, LoraConfig(target_modules=("down_proj",)))
     assert len(both) == 4
+
+
+def test_description_of_an_adapter_counts_linear_layers_experts_and_weights():
+    layers = {"q_proj": (8, 4), "k_proj": (2, 4), "0.experts.down_proj": (3, 4, 6)}
+    layers["1.experts.down_proj"] = (3, 4, 6)
+    assert describe_layers(layers, rank=2) == (
+        "LoRA of rank 2 adapts 2 linear layers and 6 experts in 2 layers; it has 156 weights."
+    )
+    model = tiny_model("qwen2_moe")
+    assert " and 16 experts in 2 layers; " in describe_layers(
+        adapted_layers(model, LoraConfig()), rank=4
+    )
+    of_attention = adapted_layers(model, LoraConfig(target_modules=("q_proj", "v_proj")))
+    assert describe_layers(of_attention, rank=4).startswith(
+        "LoRA of rank 4 adapts 4 linear layers; it has "
+    )
 
 
 def test_dora_and_experts_of_another_layout_are_refused():

@@ -5,7 +5,8 @@ from the same uneven batches. Compared are the metrics and the clipped gradient 
 in the first step, and every parameter after the second. The table shows the worst of them:
 max |difference| / max |value|. Equal losses alone would not show a wrong gradient. Ranks round to
 16 bits where one rank does and add up in float32, so 16-bit compute has the same limit, unless
-ranks share microbatches.
+ranks share microbatches, or one rank that repeats its own work gets other numbers: on GPUs, some
+kernels add in an order that varies, and 16-bit compute may round the sums differently.
 """
 
 import math
@@ -31,6 +32,7 @@ from millrace.core.records import Group, Kept, Rollout, Sampling, TeacherLogprob
 from millrace.environments.token_record import rollout_of
 from millrace.models.routing import policy_tensors
 from millrace.models.sharding import whole
+from millrace.run.mesh_checks import check_has_plans
 from millrace.training.build import build_trainer, seed_everything
 from millrace.training.losses.recipes import PREFERENCE, RECIPES
 from millrace.training.packing.packer import minibatches_of, pack
@@ -49,7 +51,9 @@ SGD = {"type": "torch.optim:SGD", "learning_rate": 2e-3, "momentum": 0.9}
 SMOOTH = {"loss": {"type": "grpo", "low": 1.0, "high": math.inf}}  # rounding clips no other token
 BFLOAT16 = {"trainer": {"dtype": "bfloat16"}, **SMOOTH}
 CRITIC = {"scoring": {"advantages": {"type": "gae"}}, "critic": {"learning_rate": 1e-3}}
+ONE_RANK = "one rank"  # compared with itself: it does the same work in another process
 MESHES = {
+    ONE_RANK: MeshSizes(),
     "fsdp 1": MeshSizes(),  # the code of several ranks; on a GPU, over NCCL
     "fsdp 2": MeshSizes(dp_shard=2),
     "fsdp 4": MeshSizes(dp_shard=4),
@@ -159,6 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     print(", ".join(f"{name} {version}" for name, version in versions.items()))
     meshes = {name: MESHES[name] for name in args.mesh}
+    if any(sizes.tp * sizes.ep > 1 for sizes in meshes.values()):
+        check_has_plans()
     features = {name: FEATURES[name] for name in args.feature}
     if args.dtype == "float64":
         table = compare_in_float64([n for n, f in features.items() if f.has_float64], [*meshes])
@@ -185,15 +191,17 @@ def are_rounding(cells: Mapping[tuple[str, str], float]) -> bool:
 def exceeded(table: Mapping[str, Mapping[str, float]]) -> dict[tuple[str, str], float]:
     """Differences that are too large, by feature and mesh."""
 
-    def limit(feature: Feature, sizes: MeshSizes) -> float:
-        rounds_sums = feature.is_half and sizes.cp * sizes.tp * sizes.ep > 1
+    def limit(feature: Feature, sizes: MeshSizes, *, repetition: float) -> float:
+        is_shared = sizes.cp * sizes.tp * sizes.ep > 1
+        rounds_sums = feature.is_half and (is_shared or repetition > 0)
         return HALF_LIMIT if rounds_sums or feature.rounds_updates else LIMIT
 
     return {
         (feature, mesh): worst
         for feature, row in table.items()
         for mesh, worst in row.items()
-        if not worst < limit(FEATURES[feature], MESHES[mesh])  # also if it is NaN
+        # Also if it is NaN.
+        if not worst < limit(FEATURES[feature], MESHES[mesh], repetition=row.get(ONE_RANK, 0.0))
     }
 
 
@@ -211,7 +219,8 @@ def compare(
             settings = (Path(folder), sizes.num_data_ranks, device)
             if sizes.num_data_ranks not in alone:
                 alone[sizes.num_data_ranks] = run(features, *settings, sizes=MeshSizes())
-            found[name] = run(chosen, *settings, sizes=sizes, sharded=True) if chosen else {}
+            sharded = name != ONE_RANK
+            found[name] = run(chosen, *settings, sizes=sizes, sharded=sharded) if chosen else {}
     return {
         feature: {
             name: _difference(found[name][feature], alone[sizes.num_data_ranks][feature])

@@ -88,13 +88,14 @@ class McpConfig(Section):
     url: str | None = None
     """URL of a server that speaks MCP over streamable HTTP."""
     env: dict[str, str] = Field(default={})
-    """Environment variables of the program, besides PATH, HOME and the like. "env:NAME" in a value
-    stands for the variable NAME of the run, so that the settings hold no secret."""
+    """Environment variables of the MCP server's program, besides PATH, HOME and the like.
+    "env:NAME" in a value stands for the variable NAME of the run, so that the settings hold no
+    secret."""
     headers: dict[str, str] = Field(default={})
-    """HTTP headers of requests to the url, such as {Authorization = "Bearer env:TOKEN"}, where
-    env:TOKEN stands for the variable TOKEN of the run."""
+    """HTTP headers of requests to the MCP server's url, such as {Authorization = "Bearer
+    env:TOKEN"}, where env:TOKEN stands for the variable TOKEN of the run."""
     tools: tuple[str, ...] | None = None
-    """Names of the server's tools that the model may call. By default all of them."""
+    """Names of the MCP server's tools that the model may call. By default all of them."""
 
 
 class _RoleEngineConfig(EngineConfig):
@@ -244,17 +245,17 @@ class ScorerConfig(Section):
     """Condition on another scorer's score, such as "format >= 1". Only episodes that meet it are
     scored."""
     timeout_s: PositiveFloat | None = None
-    """Time limit in seconds for one call; for a function from the moment a scorer process is free.
-    By default 30, and 300 for models."""
+    """Time limit in seconds for one call of the scorer; for a function from the moment a scorer
+    process is free. By default 30, and 300 for models."""
     concurrency: PositiveInt | None = None
-    """Maximum number of calls in flight. By default 64, and for a function the number of scorer
-    processes."""
+    """Maximum number of calls of this scorer at the same time. By default 64; for a function
+    scoring.workers, and 64 times that if it is async."""
     batch: NonNegativeInt | None = None
-    """Maximum number of episodes of a group per call; 0 = the whole group. By default 0 for
-    functions and 1 for services."""
+    """Maximum number of episodes of a group per call of the scorer; 0 = the whole group. By default
+    0 for functions and 1 for services."""
     retries: NonNegativeInt | None = None
-    """Number of retries of a call that failed temporarily. By default 5, and 1 for functions,
-    where it covers a lost process."""
+    """Number of retries of a scorer's call that failed temporarily. By default 5, and 1 for
+    functions, where it covers a lost process."""
 
     @property
     def type_settings(self) -> dict[str, Any]:

@@ -152,8 +152,8 @@ class WeightsConfig(Section):
     transport: Literal["auto", "shm", "ipc", "collective", "disk"] = "auto"
     """Transport of new weights to the engines: "shm" = shared memory of one host, "ipc" = GPU
     memory of one host, "collective" = one broadcast to all engines, "disk" = files in a shared
-    directory. "auto" is ipc between GPUs of one host, shm on one host otherwise and for servers,
-    and collective with ranks or engines on other hosts."""
+    directory. "auto" is ipc between GPUs of one host, shm on one host otherwise, for servers and
+    for engines that sleep, and collective with ranks or engines on other hosts."""
     payload: Literal["full", "delta"] = "full"
     """Content of an update: "full" = every value, "delta" = only the values that changed in
     engine.dtype since the last version."""

@@ -277,8 +277,8 @@ class WeightsSettings(TypedDict, total=False):
     transport: Literal["auto", "shm", "ipc", "collective", "disk"]
     """Transport of new weights to the engines: "shm" = shared memory of one host, "ipc" = GPU
     memory of one host, "collective" = one broadcast to all engines, "disk" = files in a
-    shared directory. "auto" is ipc between GPUs of one host, shm on one host otherwise and
-    for servers, and collective with ranks or engines on other hosts."""
+    shared directory. "auto" is ipc between GPUs of one host, shm on one host otherwise, for
+    servers and for engines that sleep, and collective with ranks or engines on other hosts."""
     payload: Literal["full", "delta"]
     """Content of an update: "full" = every value, "delta" = only the values that changed in
     engine.dtype since the last version."""
@@ -393,8 +393,8 @@ class ClusterSettings(TypedDict, total=False):
     "tcp://HOST:PORT", where HOST is a name or interface of this machine, or * for all. TCP is
     always encrypted, and only workers with the run's keys can connect."""
     advertise: str | None
-    """Host name by which other hosts reach the controller. By default the HOST of address, and
-    with * this machine's own name."""
+    """Host name by which other hosts reach the controller. By default the HOST of
+    cluster.address, and with * this machine's own name."""
     ticket: str | None
     """Path of the file that `millrace join` needs, written while the run lasts. It is a secret
     and must be outside run_dir."""
@@ -409,8 +409,8 @@ class ClusterSettings(TypedDict, total=False):
     whose daemon the run starts and stops; "time_slices" = without MPS; "auto" = MPS where it
     is installed and several workers use a GPU; "take_turns" = as auto, and engines on GPUs of
     the trainer pause while it steps; "sleep" = as take_turns, and paused engines give the
-    memory of their weights and KV back, which needs as much host memory. See docs/how-
-    to/share-one-gpu.md."""
+    memory of their weights and KV back; host memory holds both, and new versions. See
+    docs/how-to/share-one-gpu.md."""
 
 class SupervisionSettings(TypedDict, total=False):
     max_restarts: int

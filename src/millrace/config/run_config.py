@@ -117,8 +117,8 @@ class ClusterConfig(Section):
     "tcp://HOST:PORT", where HOST is a name or interface of this machine, or * for all. TCP is
     always encrypted, and only workers with the run's keys can connect."""
     advertise: str | None = None
-    """Host name by which other hosts reach the controller. By default the HOST of address, and
-    with * this machine's own name."""
+    """Host name by which other hosts reach the controller. By default the HOST of
+    cluster.address, and with * this machine's own name."""
     ticket: str | None = None
     """Path of the file that `millrace join` needs, written while the run lasts. It is a secret and
     must be outside run_dir."""
@@ -133,7 +133,7 @@ class ClusterConfig(Section):
     daemon the run starts and stops; "time_slices" = without MPS; "auto" = MPS where it is installed
     and several workers use a GPU; "take_turns" = as auto, and engines on GPUs of the trainer pause
     while it steps; "sleep" = as take_turns, and paused engines give the memory of their weights and
-    KV back, which needs as much host memory. See docs/how-to/share-one-gpu.md."""
+    KV back; host memory holds both, and new versions. See docs/how-to/share-one-gpu.md."""
 
     @property
     def is_local(self) -> bool:

@@ -37,6 +37,7 @@ class EngineSpec:
     )
     records_routes: bool = False  # record the experts of each token of a mixture of experts
     sleeps: bool = False  # sleep() will be called
+    trainer_bytes: int = 0  # of the device that the trainer needs while the engine is awake
     exact: bool = False  # logprobs are bit for bit those of the trainer
     reproducible: bool = False  # the same requests get the same bits, whatever was served before
     on_warm_up: Callable[[], None] = lambda: None  # called before compilation, if there is any

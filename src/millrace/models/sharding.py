@@ -3,13 +3,15 @@
 Promise: no rank ever holds the whole model, and gradients are sums over the ranks, never means:
 losses divide by the totals of the whole batch.
 
-A unit of FSDP is a decoder layer, its experts if they have ranks of their own, or all else:
-embeddings, final norm and head. The head is used once per chunk of tokens, so a caller does that
-inside() one forward pass of the root module, in which these are whole.
+A unit of FSDP is a decoder layer, its experts if they have ranks of their own, its router if it has
+float32 weights and compute has 16 bits, or all else: embeddings, final norm and head. The head is
+used once per chunk of tokens, so a caller does that inside() one forward pass of the root module,
+in which these are whole.
 
 With 16-bit compute, the matrices of a layer are gathered in 16 bits and used as they are: autocast
 would keep a 16-bit copy of every layer until the backward pass. Embeddings and head, which the root
-gathers, stay float32, and so do vectors such as the gains of norms, which are not sharded.
+gathers, stay float32, and so do routers, which compute in float32, and vectors such as the gains of
+norms, which are not sharded.
 """
 
 import functools
@@ -37,6 +39,20 @@ Result = TypeVar("Result")
 
 def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def router_modules(model: nn.Module) -> list[nn.Module]:
+    """Routers with a matrix of their own, which stand beside their experts. Engines and trainer
+    compute their scores in float32: the few scores of a token weigh all of its experts."""
+    return [
+        child
+        for parent in model.modules()
+        if isinstance(getattr(parent, "experts", None), nn.Module)
+        for name, child in parent.named_children()
+        if name != "experts"
+        and type(child) is not nn.Linear
+        and any(parameter.ndim == 2 for parameter in child.parameters(recurse=False))
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,10 +89,14 @@ def shard(
     # layers until then, as autocast does; those of its experts may be large.
     keeps = False if meshes.fsdp.size() == 1 else None
     options: dict[nn.Module, dict[str, Any]] = {m: {"mesh": meshes.expert_fsdp} for m in experts}
-    options |= {m: {"mesh": meshes.fsdp, "reshard_after_forward": keeps} for m in layers}
+    # Routers compute in float32, and the gradients of 16-bit weights would be rounded.
+    routers = [m for m in router_modules(root) if is_half and _is_float32(m)]
+    of_layers = {"mesh": meshes.fsdp, "reshard_after_forward": keeps}
+    options |= {m: {**of_layers, "dtype": torch.float32} for m in routers}
+    options |= dict.fromkeys(layers, of_layers)
     units: list[FSDPModule] = []
     for module, own in options.items():
-        units.append(_make_unit(module, dtype=dtype, ignored_params=vectors, **own))
+        units.append(_make_unit(module, **{"dtype": dtype, "ignored_params": vectors, **own}))
         if expert_lists(module):
             units[-1].set_reduce_scatter_unused_params(True)
     units.append(_make_unit(root, mesh=meshes.fsdp, ignored_params=vectors))
@@ -95,6 +115,10 @@ def shard(
                 unit.reshard()
 
     root.register_forward_hook(reshard_unless_backward_does)
+
+
+def _is_float32(module: nn.Module) -> bool:
+    return all(parameter.dtype is torch.float32 for parameter in module.parameters())
 
 
 def _check_experts(model: PreTrainedModel) -> None:

@@ -116,11 +116,7 @@ def _check_even(number: int, what: str, num_ranks: int, dimension: str, *, path:
 
 def _check_plans(sizes: MeshSizes, model: "PreTrainedConfig", *, path: str) -> None:
     """Check that transformers can divide layers over tp, and experts over ep."""
-    if find_spec("transformers.distributed.expert_parallel") is None:
-        raise ConfigError(
-            f"trainer.mesh.tp and ep need transformers {TRIED['transformers']}, and"
-            f" {version('transformers')} is installed; upgrade it, or set both to 1."
-        )
+    check_has_plans()
     of_experts = (model.base_model_ep_plan or {}).values()
     is_known = {
         "tensor": sizes.tp == 1 or bool(model.base_model_tp_plan),
@@ -136,6 +132,15 @@ def _check_plans(sizes: MeshSizes, model: "PreTrainedConfig", *, path: str) -> N
         from millrace.models.parallel_plans import check_division  # only here: it imports torch
 
         check_division(model, tp=sizes.tp)
+
+
+def check_has_plans(*, module: str = "transformers.distributed.expert_parallel") -> None:
+    """Check that the installed transformers has the code of tensor and expert parallelism."""
+    if find_spec(module) is None:
+        raise ConfigError(
+            f"trainer.mesh.tp and ep need transformers {TRIED['transformers']}, and"
+            f" {version('transformers')} is installed; upgrade it, or set both to 1."
+        )
 
 
 def rank_warnings(config: RunConfig, *, tried: Mapping[str, str] = TRIED) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from millrace.cluster.launchers.launcher import HostDevice
 from millrace.cluster.process import available_cores
-from millrace.config import ALL_LINEAR, ModelConfig, RunConfig
+from millrace.config import ModelConfig, RunConfig
 from millrace.config.training import ADAMW_8BIT
 from millrace.controller.orders import check_room
 from millrace.core.errors import ConfigError
@@ -62,6 +62,7 @@ class PreparedRun:
     checkpoint: Path | None  # to resume from
     cursor: Cursor
     history: JournalHistory | None  # what the journal holds; None = the run keeps no journal
+    notes: tuple[str, ...] = ()  # sentences for the user
     warnings: tuple[str, ...] = ()
     advantages: Advantages = field(default_factory=lambda: build_advantages({}))
     shaping: Shaping = field(default_factory=Shaping)
@@ -144,8 +145,7 @@ def prepare(
     resume: bool = False,
     trains: bool = True,  # False: there is no trainer, which would need memory
 ) -> PreparedRun:
-    config = expand_policies(config)
-    checks.check_settings(config)
+    checks.check_settings(config := expand_policies(config))
     sources = load_sources(config.tasks, tasks)
     train_tasks = [task for source in sources for task in source.tasks]
     held_out = load_section(config.evaluate, eval_tasks, section="evaluate")
@@ -165,7 +165,7 @@ def prepare(
     # Files of the model are read from here on, which imports torch.
     tokenizer, max_context = read_model(config.model, wanted=config.engine.max_context)
     given, (config, processes, devices) = config, place(config, specs, trains=trains)
-    warnings = check_files(config)
+    notes, warnings = check_lora(config), check_files(config)
     _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
     renderer.check(all_tasks)
@@ -190,6 +190,7 @@ def prepare(
         models=load_models(config, has_roles=function is not None),
         policies=further_policies(config, checkpoint=point.checkpoint),
         max_context=max_context,
+        notes=notes,
         **point._replace(warnings=(*point.warnings, *warnings))._asdict(),
     )
     _check_teachers(prepared)
@@ -249,19 +250,22 @@ def place(
     return config, processes, devices
 
 
+def check_lora(config: RunConfig) -> tuple[str, ...]:
+    """Check [lora] against the model; returns what the user should see."""
+    if config.lora is None:
+        return ()
+    from millrace.models.loading import empty_model
+    from millrace.models.lora.factors import adapted_layers, describe_layers, require_peft
+
+    require_peft()
+    empty = empty_model(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    return (describe_layers(adapted_layers(empty, config.lora), rank=config.lora.rank),)
+
+
 def check_files(config: RunConfig) -> tuple[str, ...]:
-    """Check adapters, and what mesh and engine backends must offer for this model; returns warnings
-    about the policy's backend and the ranks."""
+    """Check what optimizer, mesh and engine backends must offer for this model, and resident
+    adapters; returns warnings about the policy's backend and the ranks."""
     model = config.model
-    if config.lora is not None:
-        from millrace.models.lora.factors import adapted_layers, require_peft
-
-        require_peft()
-        if config.lora.target_modules != (ALL_LINEAR,):
-            from millrace.models.loading import empty_model
-
-            empty = empty_model(model.path, trust_remote_code=model.trust_remote_code)
-            adapted_layers(empty, config.lora)  # raises ConfigError for layers that it lacks
     if config.optimizer.type == ADAMW_8BIT:
         from millrace.training.optimizer import require_torchao
 

@@ -79,7 +79,7 @@ def describe_placement(config: RunConfig, *, resume: bool = False) -> str:
     if config.environment.workers:
         scorers += f", {config.environment.workers} environment workers"
     end = f"Beside them on the CPU: the controller, {scorers}. Nothing was started."
-    return "\n".join([*lines, end])
+    return "\n".join([*prepared.notes, *lines, end])
 
 
 class Run:

@@ -29,10 +29,9 @@ from millrace.models.exact.mode import ExactMode, find_norms, use_exact_norms
 from millrace.models.lora.factors import (
     expert_modules,
     local_forward,
-    router_modules,
     set_forward,
 )
-from millrace.models.sharding import decoder_layers
+from millrace.models.sharding import decoder_layers, router_modules
 from millrace.training.optimizer import TrainSettings
 
 

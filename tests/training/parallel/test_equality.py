@@ -13,7 +13,7 @@ from millrace.core.microbatch import MeshSizes
 
 FAST = (
     *("grpo", "critic", "lora", "minibatches", "one group", "route replay", "lora of experts"),
-    *("baseline", "bfloat16", "bfloat16 lora", "router loss"),
+    *("baseline", "bfloat16", "bfloat16 mixture", "bfloat16 lora", "router loss"),
 )
 
 
@@ -40,6 +40,23 @@ def test_large_differences_that_float64_cannot_explain_are_not_rounding():
     assert are_rounding({})
     assert not are_rounding({("mixture", "tp 2"): 1e-5})
     assert not are_rounding({("bfloat16", "fsdp 2"): 1e-5})
+
+
+def test_16_bit_compute_may_differ_more_only_if_one_rank_alone_differs_when_it_repeats_its_work():
+    assert not exceeded({"bfloat16": {"one rank": 1e-8, "fsdp 2": 1e-3}})
+    for table in (
+        {"bfloat16": {"one rank": 0.0, "fsdp 2": 1e-3}},
+        {"bfloat16": {"fsdp 2": 1e-3}},
+        {"grpo": {"one rank": 1e-8, "fsdp 2": 1e-3}},
+    ):
+        ((feature, _),) = exceeded(table)
+        assert feature in table
+
+
+def test_one_rank_that_repeats_its_work_on_a_cpu_gets_the_same_bits():
+    assert compare({"grpo": FEATURES["grpo"]}, {"one rank": MESHES["one rank"]}) == {
+        "grpo": {"one rank": 0.0}
+    }
 
 
 @pytest.mark.slow

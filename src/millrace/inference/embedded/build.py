@@ -55,14 +55,11 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
             attention=engine_path(device, exact=spec.exact),
             trust_remote_code=spec.trust_remote_code,
         )
+        memory = EngineMemory(device) if spec.sleeps and device.type == "cuda" else None
         policies = [*spec.policies]
         merger, adapters = applied_adapters(model, config=config, lora=spec.lora, policies=policies)
         if options.quantization == "fp8":
             quantize_layers(model)  # the merger has copied the 16-bit weights
-        memory = None
-        if spec.sleeps and device.type == "cuda":
-            memory = EngineMemory(device)
-            memory.adopt(model)
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"The weights of {model_path!r} do not fit on {device} ({_free(device)}); free some"
@@ -80,6 +77,7 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
         on_warm_up=spec.on_warm_up,
         options=options,
         memory=memory,
+        trainer_bytes=spec.trainer_bytes,
         exact=spec.exact,
     )
     if spec.adapter_path is not None:
@@ -102,16 +100,17 @@ def engine_of(
     on_warm_up: Callable[[], None] = lambda: None,
     options: EmbeddedBackend = DEFAULTS,
     memory: EngineMemory | None = None,
+    trainer_bytes: int = 0,
     exact: bool = False,
 ) -> EmbeddedEngine:
-    """An engine with these settings, ready for its first request."""
+    """An engine with these settings, ready for its first request; see EngineSpec."""
     on_gpu, probe = model.device.type == "cuda", measure_cache(model)
     block_tokens, kv_dtype = options.block_tokens, kv_dtype_of(options, model)
     wanted: Any = {"wanted": config.max_context, "setting": "engine.max_context"}
     context = context_limit(model.config.get_text_config(), str(model.name_or_path), **wanted)
     of_block = _size_of_block(probe, routing, block_tokens=block_tokens, kv_dtype=kv_dtype)
-    states = (config.max_sequences, probe.slot_bytes)
-    bound, num_snapshots = _room(options, size=of_block, states=states, device=model.device)
+    room: Any = {"states": (config.max_sequences, probe.slot_bytes), "device": model.device}
+    bound, num_snapshots = _room(options, size=of_block, trainer_bytes=trainer_bytes, **room)
     # At most enough for all sequences at full context.
     num_blocks = min(config.max_sequences * -(-context // block_tokens), bound // of_block)
     try:
@@ -143,9 +142,8 @@ def engine_of(
         on_warm_up()
         engine.warm_up()
     except torch.OutOfMemoryError:
-        size = num_blocks * of_block / _GIB
         raise ConfigError(
-            f"The KV cache of {num_blocks} blocks takes {size:.1f} GiB, which leaves too little"
+            f"The KV cache takes {num_blocks * of_block / _GIB:.1f} GiB, which leaves too little"
             f" memory for decoding on {model.device} ({_free(model.device)}); lower"
             " engine.options.kv_bytes or engine.max_sequences."
         ) from None
@@ -226,14 +224,22 @@ def _single_steps(model: PreTrainedModel, wanted: int | None, probe: CacheProbe)
 
 
 def _room(
-    options: EmbeddedBackend, *, size: int, states: tuple[int, int], device: torch.device
+    options: EmbeddedBackend,
+    *,
+    size: int,
+    states: tuple[int, int],
+    device: torch.device,
+    trainer_bytes: int,
 ) -> tuple[int, int]:
     """Limit of the KV cache in bytes, without recurrent states, and the number of their snapshots.
     A block has `size` bytes; `states`: how many sequences have one, and its bytes."""
     bound = options.kv_bytes or _CPU_KV_BYTES
     of_states = states[0] * states[1]
     if options.kv_bytes is None and device.type == "cuda":
-        bound = int(torch.cuda.mem_get_info(device)[0] * _GPU_KV_SHARE)
+        free, total = torch.cuda.mem_get_info(device)
+        if trainer_bytes:  # which it may not hold yet
+            free = min(free, total - trainer_bytes - torch.cuda.memory_reserved(device))
+        bound = int(free * _GPU_KV_SHARE)
     if bound < size + of_states:
         others = f" and the recurrent states of {of_states} bytes" if of_states else ""
         remedy = "raise it, or lower engine.max_sequences" if of_states else "raise it"

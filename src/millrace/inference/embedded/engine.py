@@ -89,7 +89,9 @@ class EmbeddedEngine(EngineCore):
         has_loop = sizes.decode_steps > 1 and not self._has_states
         self._decode_loop = DecodeLoop(parts, eos_ids=eos_ids) if has_loop else None
         self._runner, self._scorer = ModelRunner(parts), ScoringEngine(model)
-        self._weights = LiveWeights(model, version=version, merger=merger, bank=self.bank)
+        self._weights = LiveWeights(
+            model, version=version, merger=merger, bank=self.bank, stages=memory is None
+        )
         self._has_new = False  # requests arrived since the last launch of the decode loop
         self._grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size, eos_ids=eos_ids)
         self._stop_rules = StopRules(tokenizer, eos_ids=eos_ids)

@@ -28,7 +28,7 @@ from millrace.weights.packing import check_shapes, copy_all
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PreparedWeights:
-    """A complete version on the engine's device, to be committed or dropped. Several may exist."""
+    """A complete version, to be committed or dropped. Several may exist."""
 
     version: int
     pairs: list[tuple[Tensor, Tensor]]  # live tensors, and their new values; none if they stay
@@ -43,15 +43,17 @@ class LiveWeights:
         version: int,
         merger: AdapterMerger | None,
         bank: AdapterBank | None,
+        stages: bool = True,
     ) -> None:
         """`version`: of the model's weights. With a `merger`, or a `bank` that holds the policy's
-        adapter, updates are adapters."""
+        adapter, updates are adapters. `stages`: prepare() copies whole models to the device; else
+        commit() does, which takes longer and needs no room for a second copy."""
         names = [] if bank is None else bank.policies
         # By policy, where None is the only or first; None after an update that failed half-way.
         self.versions: dict[str | None, int | None] = dict.fromkeys([None, *names], version)
         self._device, self._parameters = model.device, policy_tensors(model)
         self._row_scales = row_scales_of(model)
-        self._merger, self._bank = merger, bank
+        self._merger, self._bank, self._stages = merger, bank, stages
         policy = bank and bank.policy if merger is None else merger.adapter
         shapes = {name: tuple(tensor.shape) for name, tensor in self._parameters.items()}
         # Shapes of the tensors that an update must bring.
@@ -119,7 +121,7 @@ class LiveWeights:
     def _staged(self, name: str, value: Tensor) -> list[tuple[Tensor, Tensor]]:
         own = self._parameters[name]
         if own.dtype != FP8:
-            return [(own, value.to(own.device, own.dtype))]
+            return [(own, value.to(own.device, own.dtype) if self._stages else value)]
         values, scales = quantize_rows(value.to(own.device))
         # Eight at a time: single bytes are copied at a fraction of the memory's bandwidth.
         words = own.view(torch.int64), values.view(torch.int64)

@@ -71,11 +71,8 @@ class EngineParts:
         self.slots = BatchSlots(num_slots, max_context=context)
         room = {"num_slots": num_slots, "max_context": context}
         self.tables = BlockTables(BlockPool(num_blocks), block_tokens=sizes.block_tokens, **room)
-        # Memory of weights is saved while the engine sleeps.
-        for_weights = nullcontext if memory is None else memory.weights.allocating
         if not sizes.exact:
-            with for_weights():
-                keep_residual_in_float32(model)
+            keep_residual_in_float32(model)
         probe = measure_cache(model)
         with nullcontext() if memory is None else memory.kv.allocating():
             self.cache = KVCache(
@@ -102,13 +99,16 @@ class EngineParts:
             refuse("a recurrent state")
         if sizes.exact and on_gpu:
             use_exact_norms(model)
-        with for_weights():
-            if probe.layers:
+        if probe.layers:
+            # Like weights, states are saved while the engine sleeps.
+            with nullcontext() if memory is None else memory.weights.allocating():
                 self.states = StatePool(probe, num_rows=num_slots + num_snapshots)
-            elif sizes.exact and on_gpu:
-                fuse_projections(model)  # the kernels compute each output by itself
-            elif sizes.decode_steps > 1 and not sizes.exact:
-                prepare(model, self.cache.layers, compile_layers=sizes.compile_layers)
+        elif sizes.exact and on_gpu:
+            fuse_projections(model)  # the kernels compute each output by itself
+        elif sizes.decode_steps > 1 and not sizes.exact:
+            prepare(model, self.cache.layers, compile_layers=sizes.compile_layers)
+        if memory is not None:
+            memory.adopt(model)
         self.bank = AdapterBank(model, adapters) if adapters else None  # of unmerged adapters
 
     def numerics(self) -> AbstractContextManager[Any]:

@@ -144,20 +144,6 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def router_modules(model: nn.Module) -> list[nn.Module]:
-    """Routers with a matrix of their own, which stand beside their experts. Engines and trainer
-    compute their scores in float32: the few scores of a token weigh all of its experts."""
-    return [
-        child
-        for parent in model.modules()
-        if isinstance(getattr(parent, "experts", None), nn.Module)
-        for name, child in parent.named_children()
-        if name != "experts"
-        and type(child) is not nn.Linear
-        and any(parameter.ndim == 2 for parameter in child.parameters(recurse=False))
-    ]
-
-
 def check_adaptable(modules: Iterable[nn.Module]) -> None:
     """Raise ConfigError unless forward_with_lora computes what these experts compute."""
     for module in modules:
@@ -283,6 +269,17 @@ def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, tuple[
             " lora.target_modules, or set it to false."
         )
     return {name: shape for name, shape in layers.items() if name in chosen}
+
+
+def describe_layers(layers: Mapping[str, tuple[int, ...]], *, rank: int) -> str:
+    """What an adapter of these layers trains, in a sentence; `layers` as of adapted_layers()."""
+    experts = {name.rpartition(".")[0]: s[0] for name, s in layers.items() if len(s) == 3}
+    num_linear = sum(len(shape) == 2 for shape in layers.values())
+    parts = [f"{num_linear} linear layers"] if num_linear else []
+    if experts:
+        parts.append(f"{sum(experts.values())} experts in {len(experts)} layers")
+    weights = sum(math.prod(s[:-2]) * rank * sum(s[-2:]) for s in layers.values())
+    return f"LoRA of rank {rank} adapts {' and '.join(parts)}; it has {weights:,} weights."
 
 
 def tensor_names(layer: str, *, dora: bool) -> tuple[str, ...]:

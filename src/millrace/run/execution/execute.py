@@ -30,7 +30,6 @@ from millrace.controller.policies import OtherPolicy
 from millrace.controller.preemption import SIGTERM, Preemption
 from millrace.core import files as storage
 from millrace.core.errors import Preempted, RunFailed, first_cause
-from millrace.core.files import private_files, private_folder
 from millrace.core.records import DEFAULT_POLICY, Sampling
 from millrace.environments.rollouts.player import Environment, Player
 from millrace.journal import Journal, NoJournal
@@ -102,10 +101,12 @@ def execute(
     progress.starting("run", "reading the model's settings and the tasks")
     with contextlib.ExitStack() as stack:
         stack.callback(progress.stop)
-        stack.enter_context(private_files())
+        stack.enter_context(storage.private_files())
         # The server imports torch while this process prepares the run.
         stack.enter_context(shared_fork_server())
         prepared = kind.prepare(config, resume=resume, **objects)
+        for sentence in prepared.notes:
+            progress.note(sentence)
         run_dir = RunDir(prepared.config.run_dir)
         run_dir.open(prepared.portable_config, resume=resume)
         stack.callback(run_dir.close)
@@ -159,8 +160,7 @@ class RunProcesses:
             callbacks=self._callbacks,
             curve=self.curve,
         )
-        newest = self.prepared.version
-        self._broadcaster = VersionBroadcaster(version=newest, policy=cursor.policy)
+        self._broadcaster = VersionBroadcaster(version=self.prepared.version, policy=cursor.policy)
         self._broadcasters = {
             name: VersionBroadcaster(version=version, policy=self._name_of(name))
             for name, version in self.prepared.sent_versions.items()
@@ -192,7 +192,7 @@ class RunProcesses:
             stack.push_async_callback(self._monitor.recorder.written)
             self._callbacks.call("on_start", config)
             gpu_env = await stack.enter_async_context(self._shared_gpu())
-            private = stack.enter_context(private_folder())
+            private = stack.enter_context(storage.private_folder())
             if not config.cluster.is_local:
                 self._monitor.starting("run", "reaching the cluster")
             hub, launcher = await stack.enter_async_context(

@@ -54,12 +54,13 @@ class Distillation:
     """Divergence from the teacher: "none", "reverse_kl", "forward_kl" or "jsd". By default as the
     teacher's [[scorers]] says, or none."""
     distil_weight: NonNegative = 1.0
-    """Coefficient of the divergence, at least 0."""
+    """Coefficient of the divergence from the teacher, at least 0."""
     distil_beta: Annotated[float, Field(ge=0.001, le=0.999)] = 0.5
-    """Interpolation of "jsd", from 0.001 to 0.999: near 0 it is proportional to forward_kl, near 1
-    to reverse_kl."""
+    """Interpolation of distil = "jsd", from 0.001 to 0.999: near 0 it is proportional to
+    forward_kl, near 1 to reverse_kl."""
     reward_weight: NonNegative = 1.0
-    """Coefficient of the advantages from rewards, at least 0; 0 = learn from the teacher alone."""
+    """Coefficient of the advantages from rewards beside a teacher, at least 0; 0 = learn from the
+    teacher alone."""
 
     @property
     def is_on(self) -> bool:
@@ -117,7 +118,8 @@ class ReferenceKl:
     """Whether each token's KL is weighted by its importance ratio, which makes it unbiased
     off-policy (DeepSeek-V3.2, arXiv 2512.02556)."""
     kl_aggregation: Denominator = "policy"
-    """Average of the KL term: "token", "sequence", or "policy" = as the policy's own term."""
+    """Average of the KL term over a batch: "token", "sequence" (as in aggregation), or "policy" =
+    as the key aggregation says."""
 
     def per_token(self, tokens: TokenBatch, *, log_ratio: "Tensor") -> "Tensor":  # [N]
         """Estimates of KL(policy || reference), from tokens that the policy sampled, without the
@@ -146,14 +148,15 @@ class EntropyBonus:
     entropy_bonus: NonNegative = 0.0
     """Entropy coefficient, at least 0; with entropy_target, its first value."""
     entropy_target: NonNegative = 0.0
-    """Target entropy in nats per token; 0 = the coefficient is fixed. Otherwise the coefficient
+    """Target entropy in nats per token; 0 = entropy_bonus is fixed. Otherwise this coefficient
     grows after each step with less entropy and shrinks after each step with more."""
     entropy_bonus_step: Positive = 1e-3
-    """Change of an adaptive coefficient per step, above 0."""
+    """Change of the entropy coefficient per step, above 0, if entropy_target makes it adaptive."""
     entropy_bonus_max: NonNegative = 0.05
-    """Largest value of an adaptive coefficient; the smallest is 0."""
+    """Largest entropy coefficient if entropy_target makes it adaptive; the smallest is 0."""
     entropy_aggregation: Denominator = "token"
-    """Average of the entropy: "token", "sequence", or "policy" = as the policy's own term."""
+    """Average of the entropy over a batch: "token", "sequence" (as in aggregation), or "policy" =
+    as the key aggregation says."""
 
     def __post_init__(self) -> None:
         if self.is_adaptive and not self.entropy_bonus <= self.entropy_bonus_max:
@@ -267,8 +270,11 @@ class PolicyLoss:
         is_engine = self.ratio.anchor == "engine"
         target = tokens.trainer_logprobs.detach() if is_engine else anchor
         product = self.correction.weights(tokens, target=target)
-        for part in (self.staleness, self.off_policy, self.second_moment):
-            weights = part.weights(tokens)
+        for weights in (
+            self.staleness.weights(tokens),
+            self.off_policy.weights(tokens),
+            self.second_moment.weights(tokens, target=target),
+        ):
             if weights is not None:
                 product = weights if product is None else product * weights
         return product

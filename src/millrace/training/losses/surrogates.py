@@ -39,12 +39,15 @@ class Clip:
     """Upper clip range: the ratio is clipped at 1 + high; above 0, inf disables it. DAPO (arXiv
     2503.14476) sets it higher than low."""
     dual: Positive = math.inf
-    """Dual clip for A < 0, at least 1 + high; inf disables it."""
+    """Ratio beyond which a token with A < 0 has no gradient (dual clip), at least 1 + high; inf
+    disables it."""
     max_ratio: Positive = math.inf
-    """Largest weight of a token with A < 0, at least 1 + high; inf disables it."""
+    """Largest importance ratio of a token with A < 0, at least 1 + high: larger ones are truncated,
+    and their tokens keep a gradient; inf disables it."""
     entropy_exponent: NonNegative = 0.0
-    """Scales the clip range of a token by (its entropy / mean entropy of its sequence) to this
-    power, within 1/4 and 4: tokens that the policy is sure of move less; 0 disables it."""
+    """Exponent of the factor (entropy of a token / mean entropy of its sequence), within 1/4 and 4,
+    by which its clip range is scaled: tokens that the policy is sure of move less; 0 disables
+    it."""
 
     def __post_init__(self) -> None:
         for name, bound in (("dual", self.dual), ("max_ratio", self.max_ratio)):
@@ -100,11 +103,14 @@ class Reinforce:
     """
 
     floor: UnitInterval = 0.0
-    """Smallest importance weight, from 0 to 1."""
+    """Smallest importance weight of a token, from 0 to 1; the key outside says what happens
+    below."""
     cap: AtLeastOne = math.inf
-    """Largest importance weight, at least 1; inf disables it."""
+    """Largest importance weight of a token, at least 1; the key outside says what happens above;
+    inf disables it."""
     outside: Literal["truncate", "zero"] = "truncate"
-    """Weight of tokens outside of floor and cap: "truncate" = the bound; "zero" masks them."""
+    """Weight of tokens whose importance weight is below floor or above cap: "truncate" = the bound;
+    "zero" masks them."""
 
     def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         ratio = policy.log_ratio.detach().exp()
@@ -118,16 +124,21 @@ class Reinforce:
 
 @plugin
 class Topr:
-    """Tapered off-policy REINFORCE (arXiv 2503.14286): A log pi where A > 0, else
+    """Tapered off-policy REINFORCE (arXiv 2503.14286): A log pi for good tokens, else
     sg(min(r, cap)) A log pi. Good tokens have full weight however unlikely they have become; bad
     ones only as far as they are still likely."""
 
     cap: Positive = 1.0
-    """Largest importance weight of tokens with A <= 0, above 0."""
+    """Largest importance weight of bad tokens, above 0."""
+    good_by: Literal["advantage", "score"] = "advantage"
+    """What makes a token good: "advantage", A > 0; "score", an episode with a score above 0, which
+    ROLL's TOPR asks for, so that tokens of a good episode have full weight where A < 0."""
 
     def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         ratio = policy.log_ratio.detach().exp()
-        is_good = policy.advantages > 0
+        decisive = policy.tokens.scores if self.good_by == "score" else policy.advantages
+        assert decisive is not None, "batches of such a loss are packed with scores=True"
+        is_good = decisive > 0
         weight = ratio.clamp(max=self.cap).masked_fill(is_good, 1.0)
         is_capped = ~is_good & (ratio > self.cap)
         return weight * policy.advantages * policy.logprobs, {"clip_ratio": is_capped.float()}
@@ -138,7 +149,7 @@ class Kimi:
     """Policy mirror descent (Kimi k1.5, arXiv 2501.12599): A log pi - tau / 2 (log r)^2."""
 
     tau: NonNegative = 0.1
-    """Coefficient of the squared log ratio, at least 0."""
+    """Coefficient of the squared log ratio, which holds the policy near its anchor, at least 0."""
 
     def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         penalty = self.tau / 2 * policy.log_ratio.square()
@@ -151,9 +162,11 @@ class Sapo:
     gradient fades as r leaves 1, faster at a higher temperature t."""
 
     good_temperature: Positive = 1.0
-    """Gate temperature of tokens with A > 0, above 0."""
+    """Temperature of the gate of tokens with A > 0, above 0: the higher, the sooner their gradient
+    fades as the ratio leaves 1."""
     bad_temperature: Positive = 1.05
-    """Gate temperature of the other tokens, above 0."""
+    """Temperature of the gate of tokens with A <= 0, above 0: the higher, the sooner their gradient
+    fades as the ratio leaves 1."""
 
     def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         advantages = policy.advantages
@@ -169,9 +182,10 @@ class PrimeRl:
     probability has already moved by more than max_difference in the direction of A, else 1."""
 
     max_difference: Positive = 0.2
-    """Largest change of a token's probability, above 0."""
+    """Largest change of a token's probability in the direction of A, above 0; tokens that have
+    moved further are masked."""
     tau: NonNegative = 1e-3
-    """Coefficient of the squared log ratio, at least 0."""
+    """Coefficient of the squared log ratio, which holds the policy near its anchor, at least 0."""
 
     def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         log_ratio, advantages = policy.log_ratio, policy.advantages
@@ -190,13 +204,13 @@ class Vespo:
     sg(r^k exp(lambda (1 - r))) A log pi. The weight is 1 at r = 1 and fades on both sides of it."""
 
     good_power: NonNegative = 2.0
-    """Exponent k of the ratio where A > 0, at least 0."""
+    """Exponent of the importance ratio in the weight of tokens with A > 0, at least 0."""
     good_decay: NonNegative = 3.0
-    """Decay lambda where A > 0, at least 0."""
+    """Decay rate of the weight of tokens with A > 0 as their ratio grows, at least 0."""
     bad_power: NonNegative = 3.0
-    """Exponent k of the ratio elsewhere, at least 0."""
+    """Exponent of the importance ratio in the weight of tokens with A <= 0, at least 0."""
     bad_decay: NonNegative = 2.0
-    """Decay lambda elsewhere, at least 0."""
+    """Decay rate of the weight of tokens with A <= 0 as their ratio grows, at least 0."""
 
     def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         log_ratio, advantages = policy.log_ratio.detach(), policy.advantages

@@ -21,7 +21,8 @@ from millrace.core.errors import ConfigError
 from millrace.inference.embedded.decode.attention import define_operator
 from millrace.inference.embedded.fp8 import quantize_rows
 from millrace.models.attention.recurrent import mixers_of
-from millrace.models.lora.factors import expert_modules, router_modules
+from millrace.models.lora.factors import expert_modules
+from millrace.models.sharding import router_modules
 
 _MULTIPLE = 16  # of both sizes of a matrix that FP8 tensor cores take
 _CAPABILITY = (9, 0)  # of a GPU whose tensor cores take scales per row

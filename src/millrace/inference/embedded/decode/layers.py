@@ -28,6 +28,7 @@ from millrace.inference.embedded.decode import attention
 from millrace.inference.embedded.decode.fp8_layers import Fp8Linear, Fp8Matrix
 from millrace.inference.embedded.fp8 import FP8
 from millrace.models.lora import factors
+from millrace.models.sharding import router_modules
 
 _Forward = Callable[..., Any]  # a layer's forward; the first argument is the layer
 _SHORT_PREFILL = 8  # tokens; torch.compile would recompile for a pass of one token
@@ -162,7 +163,7 @@ def keep_residual_in_float32(model: PreTrainedModel) -> None:
     def as_experts(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (inputs[0].to(dtype), *inputs[1:])
 
-    for router in factors.router_modules(model):
+    for router in router_modules(model):
         router.float()
     for module in model.base_model.modules():
         if isinstance(module, nn.LayerNorm):  # it takes inputs of its own dtype only
