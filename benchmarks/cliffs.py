@@ -128,8 +128,8 @@ def _rate(engine: EmbeddedEngine, case: DecodeCase, args: argparse.Namespace) ->
     settings = dict(case.sampling)
     if "grammar" in settings:
         try:
-            schema = SCHEMAS[settings["grammar"]]
-            settings["grammar"] = grammar_of({"type": "json_schema", "json_schema": {"schema": schema}})
+            schema = {"schema": SCHEMAS[settings["grammar"]]}
+            settings["grammar"] = grammar_of({"type": "json_schema", "json_schema": schema})
         except TaskError as error:
             print(f"{case.name:<28}{error}")
             return None

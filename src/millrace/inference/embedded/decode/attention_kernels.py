@@ -222,10 +222,7 @@ def paged_decode(
         window,
         cap,
         lengths if sinks is None else sinks,
-        tables.stride(0),
-        query.stride(0),
-        key.stride(0),
-        value.stride(0),
+        *(x.stride(0) for x in (tables, query, key, value)),
         HEADS=num_kv_heads,
         GROUP=group,
         KEY_DIM=key_dim,
@@ -243,18 +240,24 @@ def paged_decode(
         num_stages=3,
     )
     if num_splits > num_rows:
-        _join_kernel[(num_heads, min(num_rows, num_splits - num_rows))](
-            parts,
-            normalizers,
-            joins,
-            out,
-            NUM_HEADS=num_heads,
-            VALUE_DIM=value_dim,
-            VALUE_PAD=pad(value_dim),
-            JOINED=_JOINED,
-            num_warps=2,
-        )
+        _join(parts, normalizers, joins, out)
     return out
+
+
+def _join(parts: Tensor, normalizers: Tensor, joins: Tensor, out: Tensor) -> None:
+    """Join the splits of the rows that have several; each of these rows has one in excess."""
+    num_rows, num_heads, value_dim = out.shape
+    _join_kernel[(num_heads, min(num_rows, len(parts) - num_rows))](
+        parts,
+        normalizers,
+        joins,
+        out,
+        NUM_HEADS=num_heads,
+        VALUE_DIM=value_dim,
+        VALUE_PAD=triton.next_power_of_2(value_dim),
+        JOINED=_JOINED,
+        num_warps=2,
+    )
 
 
 def _rows_of_heads(x: Tensor) -> Tensor:

@@ -246,7 +246,8 @@ def decode_result(drawn: SamplerOutput, counts: np.ndarray) -> DecodeResult:
         num_kept = np.zeros(tokens.T.shape, dtype=np.int32)
         num_kept[row, step] = drawn.kept.offsets.diff().cpu().numpy()
     if drawn.top is not None:
-        assert len(tokens) == 1, "no drafts beside top logprobs"
-        ids, top_logprobs = drawn.top
-        top = ids.cpu().numpy()[None], top_logprobs.cpu().numpy()[None]
+        found = [part.cpu().numpy() for part in drawn.top]
+        ids, top_logprobs = (np.zeros((*tokens.shape, *p.shape[1:]), dtype=p.dtype) for p in found)
+        ids[step, row], top_logprobs[step, row] = found
+        top = ids, top_logprobs
     return DecodeResult(tokens, logprobs, counts, kept, num_kept, top)
