@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 
@@ -28,14 +27,13 @@ from millrace.controller.batches import Batches, TakenBatch
 from millrace.controller.checkpointing import RunCheckpoints
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.evaluation import EvalScheduler
-from millrace.controller.policies import PREFIX, OtherPolicy, step_all
+from millrace.controller.policies import PREFIX, OtherPolicy, VersionBroadcasts, step_all
 from millrace.controller.preemption import Preemption
 from millrace.controller.reporting import RunReporter, TrainingState
 from millrace.core.errors import Preempted
 from millrace.inference.lending import GpuLending
 from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.training.group import TrainerGroup
-from millrace.weights.broadcaster import Subscription, VersionBroadcaster
 
 
 @dataclass(kw_only=True, eq=False)
@@ -45,14 +43,11 @@ class Controller:
     dispatcher: Dispatcher
     batches: Batches
     trainer: TrainerGroup
-    broadcaster: VersionBroadcaster
-    engine_versions: Subscription  # of the rollout engines
-    notified_versions: Subscription | None  # of external engines
+    broadcasts: VersionBroadcasts
     eval_scheduler: EvalScheduler
     checkpoints: RunCheckpoints
     reporter: RunReporter
-    others: Sequence[OtherPolicy] = ()  # besides the first policy, whose parts are those above
-    lagged: Sequence[VersionBroadcaster] = ()  # of earlier versions, which roles play
+    others: Sequence[OtherPolicy] = ()  # besides the first policy, which `trainer` trains
     lending: GpuLending = field(default_factory=GpuLending)
     preemption: Preemption = field(default_factory=Preemption)
 
@@ -61,7 +56,7 @@ class Controller:
             limit_s=self.config.supervision.stall_timeout_s,
             explain=self.reporter.standstill,
             moved=lambda: sum(
-                trainer.num_redone for trainer in {p.trainer for p in (self, *self.others)}
+                trainer.num_redone for trainer in {self.trainer, *(p.trainer for p in self.others)}
             ),
             warn=self.reporter.monitor.warn,
         )
@@ -76,25 +71,18 @@ class Controller:
                 await self.eval_scheduler.begin(activities)
                 monitor.begin_training()
                 dispatching = activities.create_task(self.dispatcher.run(waiting))
-                sources = [(p.broadcaster, p.trainer) for p in (self, *self.others)]
-                sources += [(broadcaster, self.trainer) for broadcaster in self.lagged]
-                broadcasting = [
-                    activities.create_task(broadcaster.run(trainer))
-                    for broadcaster, trainer in sources
-                ]
+                broadcasting = self.broadcasts.begin(activities)
                 self.checkpoints.writer.begin_uploads()
                 if self._has_next:  # False after a crash that followed the last step
                     with self.preemption.deferred():
                         await self._train(activities)
                 await self.lending.finish()
                 dispatching.cancel()  # cancelling a group aborts its requests in the engines
-                newest = partial(self.batches.tracker.versions.at, self.state.version)
-                await self.engine_versions.reached(newest())
-                for policy in self.others:
-                    await policy.versions.reached(newest(policy=policy.name))
+                versions = self.batches.tracker.versions
+                await self.broadcasts.reached(self.state.version, versions=versions)
                 await self.eval_scheduler.finish()
-                if self.notified_versions is not None:
-                    await self.notified_versions.idle()
+                if self.broadcasts.notified is not None:
+                    await self.broadcasts.notified.idle()
                 await self.checkpoints.writer.finish_uploads()
                 for task in (*broadcasting, reporting):
                     task.cancel()

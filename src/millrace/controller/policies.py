@@ -1,5 +1,6 @@
-"""The policies of a run besides the first: each has its own trainer, engines and checkpoints. With
-[lora], trainer and engines are those of the first, and have an adapter of each.
+"""The policies of a run besides the first, and the broadcasts of all. Each other policy has
+its own trainer, engines and checkpoints. With [lora], trainer and engines are those of the first,
+and have an adapter of each.
 
 Promise: a step makes a version of each policy that sampled some of its tokens, and each trains only
 the rollouts that its own engines sampled. A checkpoint of the first policy is written after those
@@ -19,6 +20,7 @@ import msgspec
 from millrace.cluster.messages import Stepped
 from millrace.controller.batches import TakenBatch
 from millrace.core.errors import CheckpointError
+from millrace.core.staleness import PolicyVersions
 from millrace.inference.pool import EnginePool
 from millrace.training.checkpoints.directory import keep_steps
 from millrace.training.group import TrainerGroup
@@ -36,6 +38,26 @@ class OtherPolicy:
     engines: EnginePool
     versions: Subscription  # of its engines
     checkpoints: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class VersionBroadcasts:
+    """How new versions of all policies leave their trainers, while the run lasts."""
+
+    sources: Sequence[tuple[VersionBroadcaster, TrainerGroup]]
+    engines: Mapping[str | None, Subscription]  # of the rollouts, by policy; None = the first
+    notified: Subscription | None  # of external engines
+
+    def begin(self, activities: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        return [
+            activities.create_task(broadcaster.run(trainer))
+            for broadcaster, trainer in self.sources
+        ]
+
+    async def reached(self, step: int, *, versions: PolicyVersions) -> None:
+        """Wait until engines hold the versions after a step."""
+        for policy, held in self.engines.items():
+            await held.reached(versions.at(step, policy=policy))
 
 
 async def step_all(

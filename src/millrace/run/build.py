@@ -16,7 +16,7 @@ from millrace.controller.controller import Controller
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.group_tracker import GroupTracker
 from millrace.controller.orders import InOrder, build_group_order
-from millrace.controller.policies import OtherPolicy
+from millrace.controller.policies import OtherPolicy, VersionBroadcasts
 from millrace.controller.preemption import Preemption
 from millrace.controller.reporting import RunReporter, TrainingState
 from millrace.core.records import Task
@@ -77,15 +77,15 @@ def build_controller(run: RunParts) -> Controller:
         journal=run.journal,
     )
     _record_steps(run, batches)
-    engine_versions = _follow_engines(run, dispatcher.admission, dispatcher.tracker.versions)
+    held = _follow_engines(run, dispatcher.admission, dispatcher.tracker.versions)
     for scorer in run.scorers.version_subscribers:
         run.broadcaster.subscribe(scorer.swap)
-    notifier, notified_versions = None, None
+    notifier, notified = None, None
     if urls := run.config.weights.notify:
         timeout_s = run.config.supervision.transfer_timeout_s
         notifier = HttpNotifier(urls, timeout_s=timeout_s, warn=warn)
-        notified_versions = run.broadcaster.subscribe(notifier.receive)
-    eval_set, eval_scheduler = _build_evaluation(run, engine_versions)
+        notified = run.broadcaster.subscribe(notifier.receive)
+    eval_set, eval_scheduler = _build_evaluation(run, held[None])
     writer = _build_writer(run)
     return Controller(
         config=run.config,
@@ -93,12 +93,17 @@ def build_controller(run: RunParts) -> Controller:
         dispatcher=dispatcher,
         batches=batches,
         trainer=run.trainer,
-        broadcaster=run.broadcaster,
-        engine_versions=engine_versions,
-        notified_versions=notified_versions,
-        eval_scheduler=eval_scheduler,
         others=run.others,
-        lagged=run.lagged,
+        broadcasts=VersionBroadcasts(
+            sources=[
+                (run.broadcaster, run.trainer),
+                *((other.broadcaster, other.trainer) for other in run.others),
+                *((broadcaster, run.trainer) for broadcaster in run.lagged),
+            ],
+            engines=held,
+            notified=notified,
+        ),
+        eval_scheduler=eval_scheduler,
         checkpoints=RunCheckpoints(
             config=run.config,
             writer=writer,
@@ -179,22 +184,25 @@ def _build_lending(run: RunParts) -> GpuLending:
     )
 
 
-def _follow_engines(run: RunParts, admission: Admission, versions: PolicyVersions) -> Subscription:
+def _follow_engines(
+    run: RunParts, admission: Admission, versions: PolicyVersions
+) -> dict[str | None, Subscription]:
     """Send versions to the engines; those of a step are visible once the engines of all policies
     hold them."""
     own = run.broadcaster.subscribe(run.engines.swap)
+    held: dict[str | None, Subscription] = {None: own}
+    held |= {other.name: other.versions for other in run.others}
     for broadcaster in run.lagged:
         broadcaster.subscribe(run.engines.swap)
-    followed = [(None, own), *((other.name, other.versions) for other in run.others)]
 
     def advance(_version: int | None = None) -> None:
-        held = [versions.through(one.version, policy=policy) for policy, one in followed]
-        admission.advance(min(held))
+        steps = [versions.through(one.version, policy=policy) for policy, one in held.items()]
+        admission.advance(min(steps))
 
-    for _, one in followed:
+    for one in held.values():
         one.on_version = advance
     versions.on_record = advance
-    return own
+    return held
 
 
 def build_dispatcher(run: RunParts) -> Dispatcher:
