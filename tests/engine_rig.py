@@ -22,6 +22,7 @@ from millrace.core.records import Completion, Request, Sampling
 from millrace.inference.backend import FinishedCompletions
 from millrace.inference.embedded.adapters import AdapterMerger
 from millrace.inference.embedded.decode.fp8_layers import quantize_layers
+from millrace.inference.embedded.decode.splits import plan_splits
 from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
@@ -247,3 +248,13 @@ def assert_same(left: Completion, right: Completion) -> None:
     if left.kept is not None and right.kept is not None:
         np.testing.assert_array_equal(left.kept.ids, right.kept.ids)
         np.testing.assert_array_equal(left.kept.offsets, right.kept.offsets)
+
+
+def split_work(num_rows: int, splits: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Splits and joins of a decode step in which most rows have this many splits, and their
+    number; some programs do nothing if there are several."""
+    counts = np.full(num_rows, splits)
+    counts[::5] = 1
+    num_splits = int(counts.sum()) + (0 if splits == 1 else 5)
+    plan = plan_splits(counts, num_rows=num_rows, num_splits=num_splits)
+    return torch.from_numpy(plan.splits), torch.from_numpy(plan.joins), num_splits

@@ -12,11 +12,11 @@ from engine_rig import (
     make_request,
     plain_logits,
     prompt_of,
+    split_work,
     weights,
 )
 
 from millrace.inference.embedded.decode.attention import plain_decode
-from millrace.inference.embedded.decode.splits import plan_splits
 from millrace.inference.embedded.sampler import (
     SamplingBatch,
     allowed_ids,
@@ -84,11 +84,7 @@ def test_decode_attention_matches_float64_reference(
     tensors = [tensor.to(dtype) for tensor in tensors]
     exact = [tensor.double() for tensor in tensors]
     sinks = torch.randn(heads, generator=torch.Generator().manual_seed(1)) if has_sinks else None
-    counts = np.full(len(LENGTHS), splits)
-    counts[::5] = 1
-    num_splits = int(counts.sum()) + (0 if splits == 1 else 5)  # some do nothing
-    plan = plan_splits(counts, num_rows=len(LENGTHS), num_splits=num_splits)
-    work = [torch.from_numpy(array) for array in plan]
+    *work, num_splits = split_work(len(LENGTHS), splits)
     settings = (block_tokens, num_splits, dim**-0.5, window, cap)
     expected = plain_decode(*exact, tables, lengths, *work, *settings, sinks)
     query, key, value, cache = (tensor.cuda() for tensor in tensors)

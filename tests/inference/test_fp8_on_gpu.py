@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from engine_rig import finish_all, make_engine, make_request, plain_logits, prompt_of, weights
+from engine_rig import (
+    finish_all,
+    make_engine,
+    make_request,
+    plain_logits,
+    prompt_of,
+    split_work,
+    weights,
+)
 from fp8_reference import fp8_model
 
 from millrace.inference.embedded.decode.attention import plain_decode
@@ -65,13 +73,13 @@ def test_decode_attention_matches_float64_reference(
     on_gpu = cache.cuda()
     sinks = random(heads, seed=5) if has_sinks else None
     exact = (query.double(), key.double(), value.double())
-    expected = plain_decode(
-        *exact, cache, tables, lengths, block_tokens, 1, dim**-0.5, window, cap, sinks
-    )
+    *work, num_splits = split_work(rows, splits)
+    settings = (block_tokens, num_splits, dim**-0.5, window, cap)
+    expected = plain_decode(*exact, cache, tables, lengths, *work, *settings, sinks)
+    places = (x.cuda() for x in (query, key, value, on_gpu, tables, lengths, *work))
     output = torch.ops.millrace.paged_decode(
-        query.cuda(), key.cuda(), value.cuda(), on_gpu, tables.cuda(), lengths.cuda(),
-        block_tokens, splits, dim**-0.5, window, cap, None if sinks is None else sinks.cuda(),
-    )  # fmt: skip
+        *places, *settings, None if sinks is None else sinks.cuda()
+    )
     output = output.double().cpu()
     error = (output - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
     assert output.isfinite().all()
