@@ -21,6 +21,7 @@ from engine_rig import (
     plain_logits,
     prompt_of,
     save_model,
+    split_work,
     weights,
 )
 from fp8_reference import fp8_model, logits_with_rounded_kv, rounded
@@ -260,7 +261,8 @@ def test_decode_attention_of_an_fp8_cache_equals_that_of_its_numbers():
     old = random(100, 2, 32, seed=3)
     cache = torch.zeros(100, 2, 48, dtype=torch.uint8)
     cache.copy_(to_entries(old[..., :16], old[..., 16:], cache))
-    settings = (tables, lengths, 4, 1, 0.25, 0, 0.0, None)
+    *work, num_splits = split_work(5, 1)
+    settings = (tables, lengths, *work, 4, num_splits, 0.25, 0, 0.0, None)
     output = plain_decode(query, key, value, cache, *settings)
     plain = torch.cat([rounded(old[..., :16]), rounded(old[..., 16:])], -1)
     expected = plain_decode(query, rounded(key), rounded(value), plain, *settings)
