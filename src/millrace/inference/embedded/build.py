@@ -52,7 +52,9 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
             attention=engine_path(device, exact=spec.exact),
             trust_remote_code=spec.trust_remote_code,
         )
-        memory = EngineMemory(device) if spec.sleeps and device.type == "cuda" else None
+        memory = None
+        if spec.sleeps and device.type == "cuda":
+            memory = EngineMemory(device, trainer_bytes=spec.trainer_bytes)
         policies = [*spec.policies]
         merger, adapters = applied_adapters(model, config=config, lora=spec.lora, policies=policies)
     except torch.OutOfMemoryError:
@@ -72,7 +74,6 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
         on_warm_up=spec.on_warm_up,
         options=options,
         memory=memory,
-        trainer_bytes=spec.trainer_bytes,
         exact=spec.exact,
     )
     if spec.adapter_path is not None:
@@ -95,10 +96,9 @@ def engine_of(
     on_warm_up: Callable[[], None] = lambda: None,
     options: EmbeddedBackend = DEFAULTS,
     memory: EngineMemory | None = None,
-    trainer_bytes: int = 0,
     exact: bool = False,
 ) -> EmbeddedEngine:
-    """An engine with these settings, ready for its first request; see EngineSpec."""
+    """An engine with these settings, ready for its first request."""
     on_gpu, probe = model.device.type == "cuda", measure_cache(model)
     block_tokens, setting = options.block_tokens, "engine.max_context"
     text_config, path = model.config.get_text_config(), str(model.name_or_path)
@@ -106,9 +106,8 @@ def engine_of(
     of_block = block_bytes(probe.shapes, block_tokens=block_tokens, dtype=model.dtype)
     of_block = max(1, of_block + (0 if routing is None else block_tokens * routing.token_bytes))
     states = (config.max_sequences, probe.slot_bytes)
-    kv_bytes, num_snapshots = _room(
-        options, size=of_block, states=states, device=model.device, trainer_bytes=trainer_bytes
-    )
+    bound = options.kv_bytes or default_kv_bytes(model.device, memory)
+    kv_bytes, num_snapshots = _room(options, bound, size=of_block, states=states)
     # Enough for all sequences at full context, within kv_bytes.
     num_blocks = min(config.max_sequences * -(-context // block_tokens), kv_bytes // of_block)
     try:
@@ -139,11 +138,10 @@ def engine_of(
         on_warm_up()
         engine.warm_up()
     except torch.OutOfMemoryError:
-        size = num_blocks * of_block / _GIB
         raise ConfigError(
-            f"The KV cache of {num_blocks} blocks takes {size:.1f} GiB, which leaves too little"
-            f" memory for decoding on {model.device} ({_free(model.device)}); lower"
-            " engine.options.kv_bytes or engine.max_sequences."
+            f"The KV cache of {num_blocks} blocks takes {num_blocks * of_block / _GIB:.1f} GiB,"
+            f" which leaves too little memory for decoding on {model.device}"
+            f" ({_free(model.device)}); lower engine.options.kv_bytes or engine.max_sequences."
         ) from None
     return engine
 
@@ -209,23 +207,24 @@ def _single_steps(model: PreTrainedModel, wanted: int | None, probe: CacheProbe)
     return ""
 
 
+def default_kv_bytes(device: torch.device, memory: EngineMemory | None) -> int:
+    """Limit of the KV cache without a setting. An engine that sleeps shares its GPU with a trainer,
+    which may not hold yet what it keeps while the engine is awake."""
+    if device.type != "cuda":
+        return _CPU_KV_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    if memory is not None and memory.trainer_bytes:
+        free = min(free, total - memory.trainer_bytes - torch.cuda.memory_reserved(device))
+    return int(free * _GPU_KV_SHARE)
+
+
 def _room(
-    options: EmbeddedBackend,
-    *,
-    size: int,
-    states: tuple[int, int],
-    device: torch.device,
-    trainer_bytes: int,
+    options: EmbeddedBackend, bound: int, *, size: int, states: tuple[int, int]
 ) -> tuple[int, int]:
-    """Limit of the KV cache in bytes, without recurrent states, and the number of their snapshots.
-    A block has `size` bytes; `states`: how many sequences have one, and its bytes."""
-    bound = options.kv_bytes or _CPU_KV_BYTES
+    """Limit of the KV cache in bytes, without recurrent states, and the number of their snapshots;
+    all within `bound`. A block has `size` bytes; `states`: how many sequences have one, and its
+    bytes."""
     of_states = states[0] * states[1]
-    if options.kv_bytes is None and device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        if trainer_bytes:  # which it may not hold yet
-            free = min(free, total - trainer_bytes - torch.cuda.memory_reserved(device))
-        bound = int(free * _GPU_KV_SHARE)
     if bound < size + of_states:
         others = f" and the recurrent states of {of_states} bytes" if of_states else ""
         remedy = "raise it, or lower engine.max_sequences" if of_states else "raise it"
