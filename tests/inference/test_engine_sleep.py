@@ -13,9 +13,8 @@ from test_engine_pause import UPDATE, serve
 from millrace.bench.workloads import make_model
 from millrace.cluster.messages import Generate, Pause, Resume, SwapWeights
 from millrace.config import EngineConfig
-from millrace.core.errors import ConfigError
 from millrace.inference.backend import EmbeddedBackend
-from millrace.inference.embedded.build import _room, engine_of
+from millrace.inference.embedded.build import default_kv_bytes, engine_of
 from millrace.inference.embedded.device_memory import EngineMemory, move_storages
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.self_test import engine_path
@@ -211,17 +210,10 @@ def test_default_kv_cache_leaves_the_trainer_what_it_keeps(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (900, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 100)
 
-    def room(trainer_bytes: int) -> int:
-        found = _room(
-            EmbeddedBackend(),
-            size=10,
-            states=(0, 0),
-            device=torch.device("cuda", 0),
-            trainer_bytes=trainer_bytes,
-        )
-        return found[0]
+    def limit(trainer_bytes: int) -> int:
+        memory: Any = LostEngineMemory()
+        memory.trainer_bytes = trainer_bytes
+        return default_kv_bytes(torch.device("cuda", 0), memory)
 
-    assert room(0) == 360
-    assert room(700) == 80
-    with pytest.raises(ConfigError, match="does not hold one KV block"):
-        room(900)
+    assert default_kv_bytes(torch.device("cuda", 0), None) == limit(0) == 360
+    assert limit(700) == 80

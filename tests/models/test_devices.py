@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.models import devices
-from millrace.models.devices import ModelSize, check_free_memory, rank_bytes
+from millrace.models.devices import ModelSize, check_free_memory, kept_bytes, rank_bytes
 from millrace.models.directory import num_weights
 
 
@@ -95,3 +95,12 @@ def test_rank_on_a_cpu_is_compared_with_the_memory_that_is_available(tmp_path, m
     monkeypatch.setattr(devices, "memory_of", lambda _: (100, total))
     with pytest.raises(ConfigError, match=r"and cpu has 0\.0 of \d+\.\d GiB free; stop what else"):
         check_free_memory(config, cpu, patience_s=0.0)
+
+
+def test_only_an_engine_that_sleeps_on_the_trainers_device_counts_what_the_trainer_keeps(tmp_path):
+    model = make_tiny_model(tmp_path)
+    kept = 12 * num_weights(str(model))
+    assert kept_bytes(config_of(model, cluster={"share_gpu": "sleep"})) == kept
+    assert kept_bytes(config_of(model, cluster={"share_gpu": "take_turns"})) == 0
+    elsewhere = {"trainer": "cuda:0", "engines": "cuda:1"}
+    assert kept_bytes(config_of(model, cluster={"share_gpu": "sleep"}, placement=elsewhere)) == 0

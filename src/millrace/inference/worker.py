@@ -35,13 +35,7 @@ from millrace.inference.backend import (
 from millrace.inference.capabilities import check_request
 from millrace.inference.interrupt import WeightInterrupt
 from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWorker
-from millrace.models.devices import (
-    ModelSize,
-    rank_bytes,
-    resolve_device,
-    resolve_dtype,
-    use_threads,
-)
+from millrace.models.devices import kept_bytes, resolve_device, resolve_dtype, use_threads
 from millrace.weights.backends import StagingReceiver
 from millrace.weights.probe import check_probe, probe_request
 from millrace.weights.transport import make_receiver, staging_device
@@ -59,8 +53,7 @@ def _start(message: messages.StartEngine, link: Link, timeline: Timeline) -> "En
     config = load_config(message.config)
     use_threads(config.cluster.threads)
     device = resolve_device(config.placement.engine(0))
-    # Streams, events and Triton kernels use the current device; a server has a process of its own.
-    if device.index and not config.engine.has_servers:
+    if device.index and not config.engine.has_servers:  # streams and kernels use the current device
         torch.cuda.set_device(device)
 
     def on_warm_up() -> None:
@@ -79,21 +72,13 @@ def _start(message: messages.StartEngine, link: Link, timeline: Timeline) -> "En
         policies=message.policies,
         records_routes=message.records_routes,
         sleeps=config.cluster.share_gpu == "sleep",
-        trainer_bytes=_trainer_bytes(config),
+        trainer_bytes=kept_bytes(config),
         exact=config.is_exact,
         reproducible=config.weights.interrupt == "barrier",
         on_warm_up=on_warm_up,
     )
     engine = load_backend(config.engine).load(spec)
     return wire(engine, config, link=link, timeline=timeline, role=message.role)
-
-
-def _trainer_bytes(config: RunConfig) -> int:
-    """What the trainer keeps on the device of an engine that sleeps during its steps."""
-    placement, sleeps = config.placement, config.cluster.share_gpu == "sleep"
-    if not sleeps or config.spans_hosts or placement.engine(0) not in placement.trainer:
-        return 0
-    return rank_bytes(config, ModelSize.read(config), in_step=False)
 
 
 def wire(
@@ -158,14 +143,13 @@ class EngineWorker(ModelWorker):
         self._checksums: dict[str, int] = {}  # of the newest update of each policy
         self._calls: dict[str, WorkerCall] = {}  # Generate calls by request id
         self._score_calls: deque[WorkerCall] = deque()
-        self._num_scored = 0  # tokens
+        self._num_scored = self._num_swaps = 0  # tokens, and versions
         self._owed_s = 0.0  # time to generate before the next tokens are scored
         self._staging: _Staging | None = None
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
         self._is_paused = self._is_asleep = False
         # Arrived while the engine was asleep, or while an update of another policy was staged.
         self._early_swaps: list[WorkerCall] = []
-        self._num_swaps = 0
         self._report_s = report_s
         self._coalesced_s = time.monotonic()  # of the last coalesced report
 

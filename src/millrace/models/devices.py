@@ -162,6 +162,14 @@ def rank_bytes(config: RunConfig, size: ModelSize, *, in_step: bool = True) -> i
     return shared * sizes.dp_replicate // sizes.num_ranks + own
 
 
+def kept_bytes(config: RunConfig) -> int:
+    """What a rank keeps on the device of an engine that sleeps during its steps."""
+    placement, sleeps = config.placement, config.cluster.share_gpu == "sleep"
+    if not sleeps or config.spans_hosts or placement.engine(0) not in placement.trainer:
+        return 0
+    return rank_bytes(config, ModelSize.read(config), in_step=False)
+
+
 def check_free_memory(
     config: RunConfig,
     device: torch.device,

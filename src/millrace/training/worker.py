@@ -96,22 +96,24 @@ class TrainerWorker:
         self._link, self._timeline = link, timeline
         self._reported_at = time.monotonic()
         reference, address = self._reference(config, device), message.own_address
-        # Adapters are small, and ranks publish together, so none of them may drop a version.
-        reads_live = self._gives_memory_back and self._ranks.is_alone
-        copies = not reads_live or config.lora is not None
         self._publishers = {
             policy: Publisher(
                 build_sender(own, ranks=self._ranks, reference=reference, own_address=address),
                 emit=self._announce,
                 patience_s=config.supervision.transfer_timeout_s,
                 policy=policy,
-                copies=copies,
+                copies=self._takes_snapshots,
             )
             for policy, own in {**configs, **dict.fromkeys(self._lagged, config)}.items()
         }
 
         # The newest version of each that was published; engines begin with what is loaded here.
         self._sent = {policy: self._weights(policy)[0] for policy in self._publishers}
+
+    @property
+    def _takes_snapshots(self) -> bool:
+        """Adapters are small, and ranks publish together, so none of them may drop a version."""
+        return not self._gives_memory_back or self._has_adapter or not self._ranks.is_alone
 
     def _restore(self, checkpoints: Sequence[str | None], *, several: bool) -> int:
         """Load the checkpoint of each policy, which are of one step; returns the step. Each trainer

@@ -16,7 +16,7 @@ PIECE_BYTES = 2**26
 Pair = tuple[torch.Tensor, torch.Tensor]  # target and source
 
 
-class Buffer(NamedTuple):
+class PinnedBuffer(NamedTuple):
     flat: torch.Tensor  # [PIECE_BYTES] uint8
     copied: torch.Event  # recorded when the GPU was told to copy
 
@@ -25,10 +25,12 @@ def copy_through_buffers(pairs: Iterable[Pair]) -> None:
     """Copy each source, cast, into its target; one of the two is on a GPU. What goes to the host
     has arrived on return."""
     buffers = [
-        Buffer(torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+        PinnedBuffer(
+            torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
+        )
         for _ in range(2)
     ]
-    leaving: deque[tuple[Buffer, torch.Tensor]] = deque()  # the GPU, with their targets
+    leaving: deque[tuple[PinnedBuffer, torch.Tensor]] = deque()  # the GPU, with their targets
 
     def arrive() -> None:
         buffer, target = leaving.popleft()

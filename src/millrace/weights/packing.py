@@ -90,7 +90,8 @@ def copy_all(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -
     for target, source in zip(targets, sources, strict=True):
         (near if target.is_cuda == source.is_cuda else far).append((target, source))
     if near:
-        torch._foreach_copy_(*map(list, zip(*near, strict=True)))  # pyright: ignore[reportPrivateImportUsage]
+        places, values = map(list, zip(*near, strict=True))
+        torch._foreach_copy_(places, values)  # pyright: ignore[reportPrivateImportUsage]
     if far:
         copy_through_buffers(far)
 

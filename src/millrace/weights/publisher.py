@@ -77,8 +77,8 @@ class WeightSnapshot:
 
     def _record(self) -> None:
         if self._device is not None:
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(self._device))
+            copied = self._copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(self._device))
             self._stream = self._stream or torch.cuda.Stream(self._device)
 
     def reading(self) -> contextlib.AbstractContextManager[Any]:

@@ -55,7 +55,9 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
             attention=engine_path(device, exact=spec.exact),
             trust_remote_code=spec.trust_remote_code,
         )
-        memory = EngineMemory(device) if spec.sleeps and device.type == "cuda" else None
+        memory = None
+        if spec.sleeps and device.type == "cuda":
+            memory = EngineMemory(device, trainer_bytes=spec.trainer_bytes)
         policies = [*spec.policies]
         merger, adapters = applied_adapters(model, config=config, lora=spec.lora, policies=policies)
         if options.quantization == "fp8":
@@ -77,7 +79,6 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
         on_warm_up=spec.on_warm_up,
         options=options,
         memory=memory,
-        trainer_bytes=spec.trainer_bytes,
         exact=spec.exact,
     )
     if spec.adapter_path is not None:
@@ -100,19 +101,19 @@ def engine_of(
     on_warm_up: Callable[[], None] = lambda: None,
     options: EmbeddedBackend = DEFAULTS,
     memory: EngineMemory | None = None,
-    trainer_bytes: int = 0,
     exact: bool = False,
 ) -> EmbeddedEngine:
-    """An engine with these settings, ready for its first request; see EngineSpec."""
+    """An engine with these settings, ready for its first request."""
     on_gpu, probe = model.device.type == "cuda", measure_cache(model)
     block_tokens, kv_dtype = options.block_tokens, kv_dtype_of(options, model)
     wanted: Any = {"wanted": config.max_context, "setting": "engine.max_context"}
     context = context_limit(model.config.get_text_config(), str(model.name_or_path), **wanted)
     of_block = _size_of_block(probe, routing, block_tokens=block_tokens, kv_dtype=kv_dtype)
-    room: Any = {"states": (config.max_sequences, probe.slot_bytes), "device": model.device}
-    bound, num_snapshots = _room(options, size=of_block, trainer_bytes=trainer_bytes, **room)
+    states = (config.max_sequences, probe.slot_bytes)
+    bound = options.kv_bytes or default_kv_bytes(model.device, memory)
+    kv_bytes, num_snapshots = _room(options, bound, size=of_block, states=states)
     # At most enough for all sequences at full context.
-    num_blocks = min(config.max_sequences * -(-context // block_tokens), bound // of_block)
+    num_blocks = min(config.max_sequences * -(-context // block_tokens), kv_bytes // of_block)
     try:
         engine = EmbeddedEngine(
             model,
@@ -223,23 +224,24 @@ def _single_steps(model: PreTrainedModel, wanted: int | None, probe: CacheProbe)
     return ""
 
 
+def default_kv_bytes(device: torch.device, memory: EngineMemory | None) -> int:
+    """Limit of the KV cache without a setting. An engine that sleeps shares its GPU with a trainer,
+    which may not hold yet what it keeps while the engine is awake."""
+    if device.type != "cuda":
+        return _CPU_KV_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    if memory is not None and memory.trainer_bytes:
+        free = min(free, total - memory.trainer_bytes - torch.cuda.memory_reserved(device))
+    return int(free * _GPU_KV_SHARE)
+
+
 def _room(
-    options: EmbeddedBackend,
-    *,
-    size: int,
-    states: tuple[int, int],
-    device: torch.device,
-    trainer_bytes: int,
+    options: EmbeddedBackend, bound: int, *, size: int, states: tuple[int, int]
 ) -> tuple[int, int]:
-    """Limit of the KV cache in bytes, without recurrent states, and the number of their snapshots.
-    A block has `size` bytes; `states`: how many sequences have one, and its bytes."""
-    bound = options.kv_bytes or _CPU_KV_BYTES
+    """Limit of the KV cache in bytes, without recurrent states, and the number of their snapshots;
+    all within `bound`. A block has `size` bytes; `states`: how many sequences have one, and its
+    bytes."""
     of_states = states[0] * states[1]
-    if options.kv_bytes is None and device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        if trainer_bytes:  # which it may not hold yet
-            free = min(free, total - trainer_bytes - torch.cuda.memory_reserved(device))
-        bound = int(free * _GPU_KV_SHARE)
     if bound < size + of_states:
         others = f" and the recurrent states of {of_states} bytes" if of_states else ""
         remedy = "raise it, or lower engine.max_sequences" if of_states else "raise it"

@@ -134,8 +134,10 @@ class ReleasableMemory:
 class EngineMemory:
     """What an engine gives back while it sleeps: its weights and its KV cache."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, trainer_bytes: int = 0) -> None:
+        """`trainer_bytes`: of the device that the trainer needs while the engine is awake."""
         self.weights, self.kv = ReleasableMemory(device), ReleasableMemory(device)
+        self.trainer_bytes = trainer_bytes
 
     def adopt(self, model: torch.nn.Module) -> None:
         """Move the parameters of a model there. Nothing may replace them later: what becomes unused

@@ -59,15 +59,14 @@ class EmbeddedEngine(EngineCore):
         """Updates bring adapters if there is a `merger`, or an adapter under the name None.
         `adapters`: applied without merging, by their name in requests. `routing`: of this model, if
         routes are recorded. `memory`: where the weights are, if the engine sleeps on a GPU."""
-        self._max_context = sizes.usable_context
         self._model = model.requires_grad_(False)
         self._vocab_size = model.config.get_text_config().vocab_size
-        self._kv, self._is_exact = sizes.kv, sizes.exact
+        self._max_context, self._kv, self._is_exact = sizes.usable_context, sizes.kv, sizes.exact
         parts = EngineParts(model, sizes, adapters=adapters, routing=routing, memory=memory)
         self._memory, self._cache, self._numerics = memory, parts.cache, parts.numerics
         self._saved_kv: tuple[dict[int, Tensor], np.ndarray] | None = None  # and their blocks
         self._slots, self.bank, self._routes = parts.slots, parts.bank, parts.routes
-        self._pool = parts.tables.pool
+        self._pool, self._has_states = parts.tables.pool, parts.states is not None
         prefixes = PrefixCache(
             self._pool,
             block_tokens=sizes.block_tokens,
@@ -87,7 +86,6 @@ class EmbeddedEngine(EngineCore):
             snapshots=parts.snapshots,
             drafts=parts.drafts,
         )
-        self._has_states = parts.states is not None
         has_loop = sizes.decode_steps > 1 and not self._has_states
         self._decode_loop = DecodeLoop(parts, eos_ids=eos_ids) if has_loop else None
         self._runner, self._scorer = ModelRunner(parts), ScoringEngine(model)
