@@ -3,15 +3,16 @@
     python benchmarks/largest_model.py --limit-s 180
 
 Models are stacks of layers of one shape. An attempt is a whole run in processes of its own; a model
-trains if the run finishes STEPS steps. The sizes of both settings are searched in turn until the
-time is up: four layers more or fewer until one attempt trains and one fails, then halves. Prints a
-line of JSON for each attempt, and one for each setting at the end. Attempts write no checkpoint.
+trains if the run finishes STEPS steps. The sizes of the settings are searched in turn until the
+time is up. The first is an estimate of what fits; then two layers more or fewer until one attempt
+trains and one fails, then halves. Prints a line of JSON for each attempt, with the whole errors of
+the processes that failed, and one line for each setting at the end. Attempts write no checkpoint.
+This process uses no memory of the GPU.
 """
 
 import argparse
 import json
 import shutil
-import signal
 import string
 import subprocess
 import sys
@@ -28,11 +29,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from millrace.bench.workloads import shape_named
 from millrace.compare.runs import used_gpu_mib
 from millrace.demo.model import build_tokenizer
-from millrace.models.devices import resolve_device
 
 STEPS = 3  # the third has optimizer state, and engines have staged two versions
-STRIDE = 4  # layers
-ATTEMPT_S = 80.0
+STRIDE = 2  # layers
+ATTEMPT_S = 120.0
+# For the first sizes: bytes on the GPU per weight, as docs/how-to/share-one-gpu.md counts them, and
+# what does not depend on the layers: head, activations, CUDA contexts and graphs.
+BYTES_PER_WEIGHT = {"sleep": 16, "take_turns": 26}
+OTHER_BYTES = 10 * 2**30
 MIN_ATTEMPT_S = 25.0  # an attempt is not begun with less time left
 FREE_MIB = 2048.0  # of GPU memory that is in use without a run
 SHARED_MEMORY = Path("/dev/shm")
@@ -73,14 +77,18 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, default=12.0, help="of the KV cache (12)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="of a completion (128)")
     parser.add_argument("--max-context", type=int, default=2048, help="of the engine (2048)")
-    parser.add_argument("--sleep", type=int, default=26, help="first layers, with sleep (26)")
-    parser.add_argument("--keep", type=int, default=18, help="first layers, without (18)")
+    settings = [*BYTES_PER_WEIGHT]
+    parser.add_argument("--share-gpu", nargs="+", choices=settings, default=settings)
+    parser.add_argument("--layers", type=int, help="of the first attempts, instead of an estimate")
     parser.add_argument("--limit-s", type=float, default=180.0, help="of all attempts (180)")
     args = parser.parse_args()
     deadline_s = time.monotonic() + args.limit_s
-    searches = [Search("sleep", first=args.sleep), Search("take_turns", first=args.keep)]
     with tempfile.TemporaryDirectory(dir=_scratch()) as folder:
         models = Models(shape_named(args.model), Path(folder))
+        searches = [
+            Search(name, first=args.layers or models.estimate(name, kv_gib=args.kv_gib))
+            for name in args.share_gpu
+        ]
         while open_searches := [search for search in searches if search.next_layers]:
             for search in open_searches:
                 left_s = deadline_s - time.monotonic()
@@ -125,11 +133,10 @@ class Models:
     def __init__(self, config: PreTrainedConfig, folder: Path) -> None:
         self.folder = folder
         self._shape = config
-        torch.manual_seed(0)
-        with torch.device(resolve_device("auto")):
+        with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self._config(1), dtype=torch.bfloat16)
         tied = set(getattr(model, "all_tied_weights_keys", ()))
-        state = {name: t.cpu() for name, t in model.state_dict().items() if name not in tied}
+        state = {name: drawn(t) for name, t in model.state_dict().items() if name not in tied}
         self._layer = {n: t for n, t in state.items() if ".layers.0." in n}
         self._rest = {n: t for n, t in state.items() if n not in self._layer}
         self._write("rest", self._rest)
@@ -137,6 +144,13 @@ class Models:
     def num_parameters(self, layers: int) -> int:
         each, rest = (sum(t.numel() for t in of.values()) for of in (self._layer, self._rest))
         return layers * each + rest
+
+    def estimate(self, share_gpu: str, *, kv_gib: float) -> int:
+        """Layers of the largest model that should train."""
+        others = OTHER_BYTES + (0 if share_gpu == "sleep" else kv_gib * 2**30)
+        room = (total_gpu_bytes() - others) / BYTES_PER_WEIGHT[share_gpu]
+        rest = self.num_parameters(0)
+        return max(1, int((room - rest) / (self.num_parameters(1) - rest)))
 
     def write(self, layers: int) -> Path:
         folder = self.folder / f"model-{layers}"
@@ -168,6 +182,22 @@ class Models:
         file = self.folder / f"{part}.safetensors"
         if not file.exists():
             save_file(tensors, file, metadata={"format": "pt"})
+
+
+def drawn(shape: torch.Tensor) -> torch.Tensor:
+    """Weights that a model can begin with; drawing each number would take the host too long."""
+    if shape.ndim < 2:  # of a norm
+        return torch.ones(shape.shape, dtype=shape.dtype)
+    generator = torch.Generator().manual_seed(shape.numel())
+    few = torch.empty(1_000_003).normal_(std=0.02, generator=generator).to(shape.dtype)
+    return few.repeat(-(-shape.numel() // len(few)))[: shape.numel()].view(shape.shape).clone()
+
+
+def total_gpu_bytes() -> float:
+    """The memory of the first GPU, as nvidia-smi reports it."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    reply = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return float(reply.split()[0]) * 2**20
 
 
 def attempt(search: Search, models: Models, args: argparse.Namespace, *, limit_s: float) -> None:
@@ -219,21 +249,27 @@ def run(folder: Path, *, until_s: float) -> dict[str, Any]:
                 time.sleep(0.25)
         finally:
             stop(process)
-    text = log.read_text()
-    said = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+    said = errors(folder)
+    text = " ".join(said.values())
     if trains is False and "memory" not in text.lower() and "GiB" not in text:
         trains = None
-    return {"trains": trains, "peak_mib": peak_mib, **({} if trains else {"said": said[-400:]})}
+    return {"trains": trains, "peak_mib": peak_mib, **({} if trains else {"said": said})}
+
+
+def errors(folder: Path) -> dict[str, str]:
+    """The last line of the run's own output, and of the log of each process that failed."""
+    said: dict[str, str] = {}
+    for log in [folder / "train.log", *sorted((folder / "run" / "logs").glob("*.log"))]:
+        text = log.read_text(errors="replace")
+        if log.stem == "train" or "Traceback" in text:
+            said[log.stem] = next((x for x in reversed(text.splitlines()) if x.strip()), "")
+    return said
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Without a checkpoint; returns when the GPU is free again."""
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    """Without a checkpoint: workers die with the controller. Returns when the GPU is free again."""
+    process.kill()
+    process.wait()
     patience_s = time.monotonic() + 10
     while used_gpu_mib() > FREE_MIB and time.monotonic() < patience_s:
         time.sleep(0.25)

@@ -3,21 +3,24 @@ calibrated it.
 
     python benchmarks/plan_error.py --folder plan_error
     python benchmarks/plan_error.py --folder plan_error --only 4
+    python benchmarks/plan_error.py --folder plan_error --jobs 4
     python benchmarks/plan_error.py --folder plan_error_gpu --device cuda
 
 Each configuration is a run of a model whose lengths have a long tail: one of 1M parameters on a
 CPU, and one with the layers of SmolLM2-135M on a GPU, which engine and trainer share. The machine
-is calibrated once with other settings (`millrace plan --calibrate`). The prediction gets the
-lengths that the run had, so its error is that of costs and simulation, not of a guess about
-lengths. The policy learns nothing, or its completions would grow longer during the run. Rates and
-staleness are means after the first steps. Memory is that of all processes together, on the GPU if
-there is one.
+is calibrated once with other settings (`millrace plan --calibrate`). With `--jobs`, several runs
+are made at a time, each on its own cores, which have a calibration of their own. The prediction
+gets the lengths that the run had, so its error is that of costs and simulation, not of a guess
+about lengths. The policy learns nothing, or its completions would grow longer during the run. Rates
+and staleness are means of 16 (CPU) or 20 (GPU) steps, after those in which kernels are tuned and
+the buffer fills. Memory is that of all processes together, on the GPU if there is one.
 
 Rows in FOLDER/rows.json are not measured again, so the script may be stopped at any time.
 """
 
 import argparse
 import json
+import os
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -26,15 +29,16 @@ from typing import Any
 from resumable_sweep import sweep
 
 from millrace.bench.workloads import make_long_tailed_model, shape_named
-from millrace.compare.runs import train_process
+from millrace.compare.runs import side_by_side, train_process
 from millrace.config import load_config, settings_table
 from millrace.monitoring.run_dir import RunDir
 from millrace.plan.calibrate import calibrate, microbatch_tokens, predict, read_calibration
 from millrace.plan.command import measured
 from millrace.plan.lengths import read_lengths
-from millrace.plan.model_costs import ModelShape
+from millrace.plan.model_costs import Calibration, ModelShape
 
-STEPS, WARM_UP = {"cpu": 20, "cuda": 40}, 4
+# Steps that count, and steps before them, to which the staleness limit is added.
+STEPS, WARM_UP = {"cpu": 16, "cuda": 20}, {"cpu": 3, "cuda": 6}
 # Groups per step, episodes per group, sequences per engine, staleness limit, engines. Those of the
 # CPU are held out: no version of the model was fitted to one of them, or compared with it, before
 # the table of docs/how-to/plan.md was made.
@@ -71,26 +75,24 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("plan_error"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--only", type=int, help="the first N")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, on cores of their own")
     args = parser.parse_args()
     folder, device = args.folder.resolve(), args.device
-    toml, calibration = prepare(folder, device)
-    found = CONFIGURATIONS[device]
-    if not calibration.is_file():
-        print("calibrating ...", flush=True)
-        calibrate(settings_table(toml), file=calibration)
+    toml, found = prepare(folder, device), CONFIGURATIONS[device]
     # Spread over the list, so that a few differ in everything.
     order = sorted(range(len(found)), key=lambda i: i * 7 % len(found))
     rows = sweep(
         [found[i] for i in order[: args.only]],
-        lambda *v: measure(toml, calibration, dict(zip(KEYS, v, strict=True)), STEPS[device]),
+        lambda *v: measure(toml, dict(zip(KEYS, v, strict=True)), device),
         key=KEYS,
         file=folder / "rows.json",
+        pool=side_by_side(args.jobs),
     )
     print(table(rows))
 
 
-def prepare(folder: Path, device: str) -> tuple[Path, Path]:
-    """The settings that all runs share, and the file of the calibration."""
+def prepare(folder: Path, device: str) -> Path:
+    """The settings that all runs share."""
     toml = folder / "run.toml"
     if not toml.is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,10 +105,23 @@ def prepare(folder: Path, device: str) -> tuple[Path, Path]:
             '[tasks]\npath = "tasks.jsonl"\n[scoring]\nworkers = 1\n'
             f"[optimizer]\nlearning_rate = 1e-12\n[sampling]\n{SETTINGS[device]}"
         )
-    return toml, folder / "calibration.json"
+    return toml
 
 
-def measure(toml: Path, calibration: Path, values: dict[str, int], steps: int) -> dict[str, Any]:
+def calibrated(toml: Path) -> Calibration:
+    """The measurement of the cores of this thread."""
+    cores = "_".join(map(str, sorted(os.sched_getaffinity(0))))
+    file = toml.parent / f"calibration_{cores}.json"
+    if not file.is_file():
+        print(f"calibrating cores {cores} ...", flush=True)
+        calibrate(settings_table(toml), file=file)
+    return read_calibration(file)
+
+
+def measure(toml: Path, values: dict[str, int], device: str) -> dict[str, Any]:
+    found = calibrated(toml)
+    warm_up = WARM_UP[device] + values["staleness"]
+    steps = STEPS[device] + warm_up
     run_dir = toml.parent / "_".join(str(value) for value in values.values())
     options = {
         "run_dir": str(run_dir),
@@ -123,17 +138,17 @@ def measure(toml: Path, calibration: Path, values: dict[str, int], steps: int) -
     ended = train_process(command, log=run_dir.with_suffix(".log"))
     assert ended.error is None, ended.error
     config = load_config(toml, overrides=options)
-    shape, found = ModelShape.read(config.model.path), read_calibration(calibration)
+    shape = ModelShape.read(config.model.path)
     lengths = read_lengths(str(run_dir), max_new_tokens=1)
-    predicted = predict(found, config, shape, lengths, steps=steps, warm_up=WARM_UP)
-    real = measured(RunDir(run_dir), warm_up=WARM_UP)
+    predicted = predict(found, config, shape, lengths, steps=steps, warm_up=warm_up)
+    real = measured(RunDir(run_dir), warm_up=warm_up)
     return {
         **values,
         "samples_per_s": real["samples_per_s"],
         "predicted_samples_per_s": predicted.samples_per_s,
         "staleness_mean": real["staleness_mean"],
         "predicted_staleness_mean": predicted.staleness_mean,
-        "memory_mib": ended.peak_gpu_mib or ended.peak_mib,
+        "memory_mib": ended.peak_mib if device == "cpu" else ended.peak_gpu_mib,
         "predicted_memory_mib": found.run_mib(
             config, shape, tokens=microbatch_tokens(config, lengths)
         ),

@@ -34,7 +34,6 @@ def main() -> None:
         args.model, dtype=torch.bfloat16, device=device, attention=engine_path(device)
     )
     memory = EngineMemory(device)
-    memory.adopt(model)
     engine = engine_of(
         model,
         tokenizer,

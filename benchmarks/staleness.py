@@ -14,6 +14,8 @@ import argparse
 import functools
 import itertools
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +54,13 @@ def main() -> None:
             warm_start_model(Path(folder), seed=seed, quick=args.quick)
         # The longest runs first, so that all processes end together.
         limits = sorted(args.limits, reverse=True)
+        pool = ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"))
         rows = sweep(
             itertools.product(range(args.seeds), limits, args.losses),
             functools.partial(measure, Path(folder), steps=args.steps, quick=args.quick),
             key=("seed", "max_staleness", "loss"),
             file=args.json,
-            jobs=args.jobs,
+            pool=pool,
         )
     print(table(rows))
     if args.plot:

@@ -21,6 +21,8 @@ from millrace.config import LoraConfig
 from millrace.core.records import Completion, Request, Sampling
 from millrace.inference.backend import FinishedCompletions
 from millrace.inference.embedded.adapters import AdapterMerger
+from millrace.inference.embedded.decode.fp8_layers import quantize_layers
+from millrace.inference.embedded.decode.splits import plan_splits
 from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
@@ -68,18 +70,20 @@ def make_engine(
     records_routes: bool = False,
     version: int = 0,
     memory: EngineMemory | None = None,
+    in_fp8: bool = False,
     **settings: Any,
 ) -> EmbeddedEngine:
-    """Small blocks and chunks, so that a few tokens cross many boundaries."""
+    """Small blocks and chunks, so that a few tokens cross many boundaries. `in_fp8`: the products
+    of its layers."""
     model = cast(tiny_model(architecture, seed=seed, num_layers=num_layers).to(device), dtype)
     model.set_attn_implementation(PAGED_ATTENTION)
-    if memory is not None:
-        memory.adopt(model)
     merger, adapters = None, {**(residents or {})}
     if lora is not None and lora.apply == "unmerged":
         adapters = {None: adapter_of(model, lora), **adapters}
     elif lora is not None:
         merger = AdapterMerger(model, adapter_of(model, lora))
+    if in_fp8:
+        quantize_layers(model)
     sizes = {
         "max_context": 128,
         "max_sequences": 8,
@@ -244,3 +248,13 @@ def assert_same(left: Completion, right: Completion) -> None:
     if left.kept is not None and right.kept is not None:
         np.testing.assert_array_equal(left.kept.ids, right.kept.ids)
         np.testing.assert_array_equal(left.kept.offsets, right.kept.offsets)
+
+
+def split_work(num_rows: int, splits: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Splits and joins of a decode step in which most rows have this many splits, and their
+    number; some programs do nothing if there are several."""
+    counts = np.full(num_rows, splits)
+    counts[::5] = 1
+    num_splits = int(counts.sum()) + (0 if splits == 1 else 5)
+    plan = plan_splits(counts, num_rows=num_rows, num_splits=num_splits)
+    return torch.from_numpy(plan.splits), torch.from_numpy(plan.joins), num_splits

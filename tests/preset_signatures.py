@@ -135,6 +135,7 @@ SIGNATURES = {
         capacity="2 batches",
         loss={
             "type": "topr",
+            "good_by": "score",
             "ratio": "token",
             "anchor": "proximal",
             "aggregation": "sequence",

@@ -16,7 +16,14 @@ from millrace.core.errors import ConfigError
 PROMPT_TOKENS, NEW_TOKENS, BATCH = 49, 40, 3
 
 
-@pytest.mark.parametrize("loop", [[], ["--decode-steps", "4"]], ids=["single steps", "decode loop"])
+FP8 = ["--quantization", "fp8", "--kv-cache-dtype", "fp8"]
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [[], ["--decode-steps", "4"], ["--decode-steps", "4", *FP8]],
+    ids=["single steps", "decode loop", "FP8"],
+)
 def test_prefill_and_decoding_are_measured_alone(tmp_path, capsys, loop):
     file = tmp_path / "rows.json"
     sizes = ["--prompt-tokens", str(PROMPT_TOKENS), "--new-tokens", str(NEW_TOKENS)]

@@ -1,8 +1,11 @@
 """`millrace compare`: which runs it plans, what it measures, and what becomes of a failed run."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -11,8 +14,9 @@ from project import Command, make_project, steps_in
 from synthetic_run import make_run
 
 from millrace.cli.main import main
+from millrace.cluster.process import core_shares
 from millrace.compare.report import markdown, page
-from millrace.compare.runs import measure_run, plan_designs
+from millrace.compare.runs import measure_run, plan_designs, side_by_side, used_gpu_mib
 from millrace.core.errors import ConfigError
 
 TOGETHER = """
@@ -215,6 +219,41 @@ def test_run_whose_directory_was_removed_is_made_again(made, capsys):
     assert "There are no tasks" in result_of(file)[0][0]["error"]
     kept = json.loads(file.read_text())
     assert (kept["status"], kept["settings"]) == ("failed", row["settings"])
+
+
+def test_runs_side_by_side_have_cores_of_their_own():
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("there is one core")
+    together = threading.Barrier(2, timeout=20)
+    show = [sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"]
+
+    def cores_of_a_child(_):
+        together.wait()
+        output = subprocess.run(show, capture_output=True, text=True, check=True).stdout
+        return {int(core) for core in output.split()}
+
+    with side_by_side(2) as pool:
+        first, second = pool.map(cores_of_a_child, range(2))
+    assert not first & second
+    assert len(first) == len(second) == len(cores) // 2
+    assert sorted(os.sched_getaffinity(0)) == cores
+
+
+def test_more_runs_than_cores_share_all_of_them():
+    available = os.sched_getaffinity(0)
+    assert core_shares(len(available) + 1) == [available] * (len(available) + 1)
+
+
+def test_memory_of_gpus_that_are_hidden_is_not_counted(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 512\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert used_gpu_mib() == 512
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert used_gpu_mib() == 0
 
 
 def test_comparison_without_runs_is_refused(toml, capsys):

@@ -10,9 +10,15 @@ import torch
 from engine_rig import assert_same, finish_all, make_engine, make_request, prompt_of, weights
 from test_engine_pause import UPDATE, serve
 
+from millrace.bench.workloads import make_model
 from millrace.cluster.messages import Generate, Pause, Resume, SwapWeights
-from millrace.inference.embedded.device_memory import EngineMemory
+from millrace.config import EngineConfig
+from millrace.core.errors import ConfigError
+from millrace.inference.backend import EmbeddedBackend
+from millrace.inference.embedded.build import _room, engine_of
+from millrace.inference.embedded.device_memory import EngineMemory, move_storages
 from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.embedded.self_test import engine_path
 from millrace.weights.transport import make_receiver, make_sender
 
 
@@ -140,3 +146,82 @@ def test_memory_of_a_gpu_is_given_back_and_restored_at_the_same_addresses():
     for member, completion in enumerate(expected):
         assert_same(done[member], completion)
     assert np.isfinite(done[0].logprobs).all()
+
+
+class Allocations:
+    """Counts allocating(), and how often memory is freed."""
+
+    def __init__(self) -> None:
+        self.num_moved = self.num_freed = 0
+
+    @contextlib.contextmanager
+    def allocating(self) -> Any:
+        self.num_moved += 1
+        yield
+
+    def free(self) -> None:
+        self.num_freed += 1
+
+
+def test_views_stay_views_of_one_memory_when_it_is_moved():
+    whole, other = torch.arange(12.0), torch.ones(3)
+    parts = [whole[:4].view(2, 2), whole[4:]]
+    memory = Allocations()
+    move_storages([*parts, other], allocating=memory.allocating, free=memory.free, free_every=32)
+    assert (memory.num_moved, memory.num_freed) == (2, 2)
+    assert whole.tolist() == [*range(12)]
+    assert other.tolist() == [1.0] * 3
+    whole.zero_()
+    assert not parts[0].any()
+    assert not parts[1].any()
+
+
+def test_engine_that_sleeps_copies_new_weights_when_it_commits_them():
+    engine = sleeping_engine()
+    new = weights(seed=5)
+    prepared = engine.prepare(new, version=1)
+    assert all(any(value is tensor for tensor in new.values()) for _, value in prepared.pairs)
+    engine.commit(prepared)
+    for own, value in prepared.pairs:
+        assert torch.equal(own, value)
+    assert engine.version == 1
+
+
+@pytest.mark.gpu
+def test_sleep_saves_no_more_than_the_weights_of_the_model():
+    """Projections that were fused leave nothing behind."""
+    device = torch.device("cuda", 0)
+    model, tokenizer = make_model(
+        "300e6", dtype=torch.bfloat16, device=device, attention=engine_path(device)
+    )
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    memory = EngineMemory(device)
+    engine_of(
+        model,
+        tokenizer,
+        config=EngineConfig(max_sequences=4, max_context=256),
+        version=0,
+        options=EmbeddedBackend(kv_bytes=2**26, compile=False),
+        memory=memory,
+    )
+    assert num_bytes <= memory.weights.num_bytes < 1.15 * num_bytes
+
+
+def test_default_kv_cache_leaves_the_trainer_what_it_keeps(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (900, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 100)
+
+    def room(trainer_bytes: int) -> int:
+        found = _room(
+            EmbeddedBackend(),
+            size=10,
+            states=(0, 0),
+            device=torch.device("cuda", 0),
+            trainer_bytes=trainer_bytes,
+        )
+        return found[0]
+
+    assert room(0) == 360
+    assert room(700) == 80
+    with pytest.raises(ConfigError, match="does not hold one KV block"):
+        room(900)

@@ -43,6 +43,13 @@ def test_ranks_share_the_state_except_for_replicas(sections, per_weight):
     assert rank_bytes(config_of(**sections), size) == 1000 * per_weight
 
 
+def test_trainer_keeps_everything_but_gradients_between_two_steps():
+    lora = config_of(lora={}, trainer={"dtype": "bfloat16"})
+    size = ModelSize(num_weights=1000, linear_factors=10)
+    assert rank_bytes(config_of(), size, in_step=False) == 12_000
+    assert rank_bytes(lora, size, in_step=False) == 2000 + 10 * 12
+
+
 def test_ranks_share_a_critic_and_adapters_of_experts_but_not_those_of_linear_layers():
     size = ModelSize(num_weights=1000, num_outside=100, linear_factors=10, expert_factors=40)
     lora = {"lora": {}, "trainer": {"dtype": "bfloat16", "ranks": 2}}

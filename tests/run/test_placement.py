@@ -167,6 +167,28 @@ def test_device_that_cannot_hold_its_processes_is_refused(tmp_path):
     assert engine.endswith("GiB and the KV cache")
 
 
+@pytest.mark.parametrize(("dtype", "per_weight"), [("bfloat16", 16), ("float32", 16)])
+def test_device_holds_the_trainer_and_its_engines_in_turn_if_they_sleep(
+    tmp_path, dtype, per_weight
+):
+    path = str(make_tiny_model(tmp_path))
+    table = {
+        "model": path,
+        "engine": {"dtype": dtype},
+        "evaluate": {"engines": 0},
+        "cluster": {"share_gpu": "sleep"},
+    }
+    needed = per_weight * num_weights(path)
+    devices = host(1, total_bytes=needed)
+    processes = placed_processes(placed(load_config(table), devices=devices), devices=devices)
+    check_memory(processes, devices)  # a step needs 16 bytes, and 12 are kept beside 2 or 4
+    table["engine"]["count"] = 3
+    processes = placed_processes(placed(load_config(table), devices=devices), devices=devices)
+    if dtype == "float32":
+        with pytest.raises(ConfigError, match="trainer, engine-0, engine-1, engine-2"):
+            check_memory(processes, devices)
+
+
 @pytest.mark.parametrize("has_attention", [True, False])
 def test_dry_run_prints_the_placement_and_starts_nothing(tmp_path, capsys, has_attention):
     make_tiny_model(tmp_path / "model")  # with a tokenizer

@@ -129,6 +129,10 @@ def test_explicit_advantages_override_those_of_the_recipe(model):
             ({"fidelity": {"mode": "exact"}, **part}, f"'exact' does not support {name}")
             for part, name in (
                 ({"engine": {"type": "vllm"}}, "engine.type = 'vllm'"),
+                (
+                    {"engine": {"options": {"kv_cache_dtype": "fp8", "quantization": "fp8"}}},
+                    "FP8 in engine.options (quantization, kv_cache_dtype), which",
+                ),
                 ({"lora": {}}, "[lora]"),
                 ({"trainer": {"ranks": 2}}, "trainer.ranks = 2"),
                 ({"engine": {"dtype": "float32"}}, "engine.dtype = 'float32' beside"),

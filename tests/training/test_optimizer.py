@@ -179,3 +179,13 @@ def test_8_bit_state_without_torchao_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(ConfigError, match=r"needs torchao, .* run `pip install torchao`"):
         build_optimizer(torch.nn.Linear(2, 2), TrainSettings(optimizer=ADAMW_8BIT))
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_a_pass_that_checkpoints_layers_keeps_no_16_bit_copies_of_weights(gradient_checkpointing):
+    settings = TrainSettings(
+        compute_dtype=torch.bfloat16, gradient_checkpointing=gradient_checkpointing
+    )
+    with settings.numerics(torch.device("cpu")):
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_cache_enabled() == (not gradient_checkpointing)

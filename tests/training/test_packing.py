@@ -22,6 +22,7 @@ from millrace.models.attention.layout import PackedLayout
 from millrace.training.packing.bins import fill_bins, fill_rank_bins
 from millrace.training.packing.packer import minibatches_of, pack
 from millrace.training.packing.prefix_trees import Sample, grow_trees
+from millrace.training.packing.splitting import by_rollout
 
 
 def rollout_of(tokens: list[int], *, prompt: int) -> Rollout:
@@ -213,6 +214,20 @@ def test_rollouts_without_trained_tokens_are_counted_but_not_packed():
     assert batch.num_trained_tokens == 2
     (micro,) = batch.microbatches
     assert micro.tokens.tolist() == [1, 2, 3]
+
+
+def test_tokens_have_the_score_of_their_episode_if_the_loss_needs_it():
+    group = group_of(*(rollout_of([5, 6, i, i], prompt=2) for i in range(3)))
+    group = dataclasses.replace(
+        group, scores=tuple(Score(total=total, parts={}) for total in (0.5, 0.0, -1.0))
+    )
+    (whole,) = pack([group], microbatch_tokens=100, scores=True).microbatches
+    assert whole.scores is not None
+    expected = {0: 0.5, 1: 0.0, 2: -1.0}  # by token
+    for part in (whole, *by_rollout(whole)):
+        assert part.scores.tolist() == [expected[token] for token in part.targets.tolist()]
+    (without,) = pack([group], microbatch_tokens=100).microbatches
+    assert without.scores is None
 
 
 def test_minibatches_hold_whole_groups_in_order():

@@ -1,6 +1,7 @@
 import queue
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -32,11 +33,12 @@ from millrace.cluster.messages import (
 )
 from millrace.config import load_config
 from millrace.core.microbatch import Batch
-from millrace.core.records import Request, Sampling
+from millrace.core.records import DEFAULT_POLICY, Request, Sampling, WeightUpdate
 from millrace.training.build import build_trainer
 from millrace.training.checkpoints.directory import damage_to, read_run_state
 from millrace.training.checkpoints.snapshot import CheckpointWriter
 from millrace.training.worker import TrainerWorker, main
+from millrace.weights.backends import PackingSender
 from millrace.weights.transport import make_receiver
 
 TIMEOUT_S = 30.0
@@ -130,7 +132,9 @@ def staged(update) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_each_step_is_answered_and_its_weights_published(link, config):
+@pytest.mark.parametrize("share_gpu", ["auto", "sleep"])
+def test_each_step_is_answered_and_its_weights_published(link, config, share_gpu):
+    config["cluster"]["share_gpu"] = share_gpu
     assert link.call(StartTrainer(config=config, checkpoint=None)) == Done()
     expected = build_trainer(load_config(config), path=config["model"]["path"])
     for version in (1, 2):
@@ -144,6 +148,60 @@ def test_each_step_is_answered_and_its_weights_published(link, config):
         for name, weight in expected.policy.weights().items():
             assert torch.equal(weights[name], weight), name
         assert link.call(Release(version=version)) == Done()
+
+
+class SlowReadingSender:
+    """Reads the weights long after it was asked to publish them."""
+
+    def __init__(self, sender: PackingSender) -> None:
+        self._sender = sender
+        self.dtype, self.has_room = sender.dtype, True
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> WeightUpdate:
+        time.sleep(0.2)
+        return self._sender.publish(version, tensors)
+
+    def release(self, version: int) -> None:
+        self._sender.release(version)
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+class ObservedWorker(TrainerWorker):
+    """Sees the memory of the trainer after each step, and publishes slowly."""
+
+    has_gradients: ClassVar[list[bool]] = []
+
+    def _publish(self) -> None:
+        module = self._trainers[DEFAULT_POLICY].policy.module
+        self.has_gradients.append(any(p.grad is not None for p in module.parameters()))
+        for publisher in self._publishers.values():
+            if not isinstance(publisher._sender, SlowReadingSender):
+                publisher._sender = SlowReadingSender(publisher._sender)
+        super()._publish()
+
+
+def test_trainer_whose_engines_sleep_keeps_no_gradients_and_no_copy_of_its_weights(config):
+    """Versions are whole although each step begins before the one before it was read."""
+    link, ObservedWorker.has_gradients[:] = InProcessLink(), []
+    config["cluster"]["share_gpu"] = "sleep"
+    serving = partial(serve, message=StartTrainer, start=ObservedWorker)
+    thread = threading.Thread(target=serving, args=(link, "trainer"))
+    thread.start()
+    assert link.call(StartTrainer(config=config, checkpoint=None)) == Done()
+    expected = build_trainer(load_config(config), path=config["model"]["path"])
+    for version in (1, 2, 3):
+        link.send(TrainStep(batch=batch(version), version=version))
+    for version in (1, 2, 3):
+        metrics = expected.step(batch(version))
+        assert link.reply() == Stepped(version=version, metrics=metrics)
+        weights = staged(link.event(Published).update)
+        for name, weight in expected.policy.weights().items():
+            assert torch.equal(weights[name], weight), (version, name)
+    assert ObservedWorker.has_gradients == [False] * 3
+    assert link.call(Stop()) == Done()
+    thread.join(TIMEOUT_S)
 
 
 def test_with_lora_only_the_adapter_is_published(link, config):

@@ -88,6 +88,8 @@ def test_no_step_waits_for_the_reference():
         ("float16", 0.1, True),
         ("bfloat16", 0.1, False),
         ("bfloat16", 0.3, True),
+        ("float8", 0.9, False),
+        ("float8", 1.1, True),
     ],
 )
 def test_difference_beyond_the_tolerance_of_its_dtype_is_found(

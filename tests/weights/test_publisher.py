@@ -214,6 +214,56 @@ def test_without_space_for_too_long_the_publisher_fails(emitted: "queue.Queue[We
         publisher.check()
 
 
+def live_publisher(sender: SlowSender, emitted: "queue.Queue[WeightUpdate]") -> Publisher:
+    return Publisher(sender, emit=emitted.put, copies=False)
+
+
+def test_without_copies_weights_may_change_only_after_they_were_read(
+    slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
+):
+    publisher, live = live_publisher(slow, emitted), weights(1)
+    publisher.finish_reading()  # nothing is read before the first step
+    publisher.publish(1, live)
+    assert slow.is_publishing.wait(5)
+    threading.Timer(0.1, slow.may_publish.set).start()
+    publisher.finish_reading()
+    live["weight"].fill_(99)
+    assert slow.published[1]["weight"].tolist() == [1, 1, 1]
+    assert slow.published[1]["weight"].dtype is torch.float32  # the sender converts it
+    assert versions(emitted, 1) == [1]
+    publisher.close()
+
+
+def test_without_copies_a_version_that_waits_for_room_is_dropped_for_the_next(
+    slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
+):
+    publisher = live_publisher(slow, emitted)
+    slow.may_publish.set()
+    publisher.publish(1, weights(1))
+    assert versions(emitted, 1) == [1]
+    publisher.publish(2, weights(2))  # version 1 is held
+    publisher.finish_reading()
+    assert publisher.superseded == 1
+    publisher.publish(3, weights(3))
+    publisher.release(1)
+    assert versions(emitted, 1) == [3]
+    publisher.close()
+
+
+def test_without_copies_a_step_waits_neither_for_space_nor_for_a_dead_thread(
+    emitted: "queue.Queue[WeightUpdate]",
+):
+    full = FullSender()
+    publisher = live_publisher(full, emitted)
+    publisher.publish(1, weights(1))
+    publisher.finish_reading()
+    assert publisher.superseded == 1
+    publisher.release(7)
+    publisher._thread.join(5)
+    with pytest.raises(WeightError, match="Version 7 is not held"):
+        publisher.finish_reading()
+
+
 def test_shapes_may_change_between_snapshots(
     publisher: Publisher, slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
 ):

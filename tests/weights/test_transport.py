@@ -10,7 +10,7 @@ from millrace.config import load_config
 from millrace.core.spans import Timeline
 from millrace.inference.worker import wire
 from millrace.training.build import build_sender
-from millrace.weights.transport import listening_address, resolve_transport
+from millrace.weights.transport import listening_address, resolve_transport, staging_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 SHM = {"transport": "shm"}
@@ -99,3 +99,24 @@ def test_trainer_listens_where_the_engines_reach_it(
     is_one_host: bool, cluster_address: str, expected: str
 ):
     assert listening_address(cluster_address, is_one_host=is_one_host) == expected
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, "cuda"),
+        ({"cluster": {"share_gpu": "take_turns"}}, "cuda"),
+        ({"cluster": {"share_gpu": "sleep"}}, "cpu"),
+        ({"cluster": {"share_gpu": "sleep"}, "weights": {"transport": "ipc"}}, "cuda"),
+        ({"engine": {"type": "vllm"}}, "cpu"),
+    ],
+)
+def test_weights_wait_in_host_memory_where_gpus_have_no_room_for_them(
+    sections: dict[str, Any], expected: str
+):
+    config = load_config({"model": "m", **sections})
+    staged_on = staging_device(config, GPU)
+    assert staged_on.type == expected
+    on_gpu = {"cuda": "ipc", "cpu": "shm"}
+    transport = resolve_transport("auto", device=GPU, engine_device=staged_on, is_one_host=True)
+    assert transport == on_gpu[expected]

@@ -34,7 +34,8 @@ from millrace.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.core.records import Request, Sampling
 from millrace.inference.backend import EmbeddedBackend
-from millrace.inference.embedded.build import engine_of
+from millrace.inference.embedded.build import engine_of, kv_dtype_of
+from millrace.inference.embedded.decode.fp8_layers import quantize_layers
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.cache import block_bytes
 from millrace.inference.embedded.kv.paged_attention import measure_cache
@@ -56,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--kv-bytes", type=lambda text: int(float(text)), help="of the KV cache, such as 120e9"
     )
+    parser.add_argument("--quantization", choices=["fp8"], help="of the layers' products")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--no-compile", action="store_true", help="do not fuse layers")
     parser.add_argument(
         "--routes", action="store_true", help="record the routes of a mixture of experts"
@@ -84,18 +87,19 @@ def measure(
     new_tokens = args.new_tokens or (512 if on_gpu else 64)
     context = prompt_tokens + new_tokens
     sampling = Sampling(max_new_tokens=new_tokens, top_p=args.top_p, top_k=args.top_k)
-    options = EmbeddedBackend(
-        compile=not args.no_compile, decode_steps=args.decode_steps, kv_bytes=args.kv_bytes
-    )
+    options = _options(args)
     started_s = time.perf_counter()
     model, tokenizer = make_model(name, dtype=dtype, device=device, attention=engine_path(device))
     config = EngineConfig(max_sequences=max(batches), max_context=context)
-    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    token_bytes = block_bytes(measure_cache(model).shapes, block_tokens=1, dtype=dtype)
     prompt_flops = flops_of(model, np.array([prompt_tokens]), num_targets=1)
+    if options.quantization == "fp8":
+        quantize_layers(model)
+    kv_dtype = kv_dtype_of(options, model)
+    token_bytes = block_bytes(measure_cache(model).shapes, block_tokens=1, dtype=kv_dtype)
     routing = find_routing(model) if args.routes else None
     more: dict[str, Any] = {"routing": routing, "options": options, "exact": args.exact}
     engine = engine_of(model, tokenizer, config=config, version=0, **more)
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     _check_room(engine, max(batches), context=context, block_tokens=options.block_tokens)
     _generate(engine, _prompts(engine, 1, prompt_tokens), Sampling(max_new_tokens=1))
     start_s = time.perf_counter() - started_s
@@ -118,6 +122,8 @@ def measure(
                 "batch": batch,
                 "prompt_tokens": prompt_tokens,
                 "new_tokens": new_tokens,
+                "quantization": args.quantization,
+                "kv_cache_dtype": args.kv_cache_dtype,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
                 **measured,
@@ -131,6 +137,16 @@ def measure(
             }
         )
     return rows
+
+
+def _options(args: argparse.Namespace) -> EmbeddedBackend:
+    return EmbeddedBackend(
+        compile=not args.no_compile,
+        decode_steps=args.decode_steps,
+        kv_bytes=args.kv_bytes,
+        quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
+    )
 
 
 def _check_room(engine: EmbeddedEngine, batch: int, *, context: int, block_tokens: int) -> None:

@@ -71,8 +71,8 @@ Run several designs on the same work, and write one table (table.md, results.jso
 (page.html): presets, several settings files, or values of a setting. A design that sets the same
 key as RUN.toml loses: leave out of RUN.toml what the designs decide.
 
-Runs at the same time share the cores: compare speeds without --parallel. A run that fails is a row.
-The same command again makes what is missing.
+With --parallel N, each of the N runs has its own share of the cores, but they share caches, memory
+and GPUs. A run that fails is a row. The same command again makes what is missing.
 """
 COMPARE_MORE = """\
 examples:

@@ -6,6 +6,7 @@ for hosts that join alike.
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 from dataclasses import dataclass
@@ -82,6 +83,24 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def core_shares(count: int) -> list[set[int]]:
+    """Disjoint shares of the available cores, of equal size, in which the hyperthreads of a core
+    are together; with fewer cores than shares, each share is all of them."""
+    available = os.sched_getaffinity(0)
+    cores = sorted(available, key=_first_sibling)
+    size = len(cores) // count
+    return [set(cores[n * size : (n + 1) * size]) or available for n in range(count)]
+
+
+def _first_sibling(cpu: int) -> tuple[int, int]:
+    file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    try:
+        siblings = [int(number) for number in re.findall(r"\d+", file.read_text())]
+    except OSError:  # not every virtual machine says it
+        siblings = []
+    return min(siblings, default=cpu), cpu
 
 
 def describe_exit(code: int) -> str:

@@ -7,6 +7,7 @@ interrupted has the rows so far. What it reports of a run comes from the files i
 import argparse
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from millrace.cluster.parent_death import with_parent_death_signal
+from millrace.cluster.process import core_shares
 from millrace.compare.report import markdown, page
 from millrace.config import load_config, parse_overrides
 from millrace.core.errors import ConfigError, MillraceError, printable
@@ -117,10 +119,11 @@ def compare(args: argparse.Namespace) -> bool:
     notes = list(dict.fromkeys(note for design in designs for note in design.notes))
     for note in notes:
         print(printable(note))
-    pairs = itertools.product(designs, range(args.seeds))
-    runs = [_Run(design, seed, folder=folder) for design, seed in pairs]
+    # All designs with one seed first, so that an interrupted comparison has run each of them.
+    pairs = itertools.product(range(args.seeds), designs)
+    runs = [_Run(design, seed, folder=folder) for seed, design in pairs]
     folder.mkdir(parents=True, exist_ok=True)
-    pool = ThreadPoolExecutor(max_workers=args.parallel)
+    pool = side_by_side(args.parallel)
     try:
         rows = list(pool.map(lambda run: run.row(target=args.target), runs))
     finally:
@@ -133,6 +136,15 @@ def compare(args: argparse.Namespace) -> bool:
     write_atomically(folder / "page.html", page(rows, command=command, notes=notes))
     print(f"{printable(shown)}\nwrote table.md, results.json and page.html to {folder}")
     return all(row["status"] == "finished" for row in rows)
+
+
+def side_by_side(count: int) -> ThreadPoolExecutor:
+    """Threads of which each, with all processes that it starts, has its own share of the cores,
+    where the system can do that."""
+    if not hasattr(os, "sched_setaffinity"):
+        return ThreadPoolExecutor(count)
+    shares = iter(core_shares(count))
+    return ThreadPoolExecutor(count, initializer=lambda: os.sched_setaffinity(0, next(shares)))
 
 
 class _Run:
@@ -248,8 +260,10 @@ class PeakMemory(threading.Thread):
 
 
 def used_gpu_mib() -> float:
-    """The used memory of all GPUs of this host, as nvidia-smi reports it; 0 without a GPU."""
-    if shutil.which("nvidia-smi") is None:
+    """The used memory of all GPUs of this host, as nvidia-smi reports it; 0 without a GPU, or if
+    this process sees none."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if is_hidden or shutil.which("nvidia-smi") is None:
         return 0.0
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     reply = subprocess.run(command, capture_output=True, text=True, check=False).stdout

@@ -88,12 +88,14 @@ class EngineConfig(Section):
     prefix_cache (reuse of the KV cache of known prefixes, true), compile (torch.compile of the
     layers on a GPU, true), prefill_tokens (prompt tokens per forward pass; by default 2048 on a CPU
     and 16384 on a GPU), block_tokens (tokens per KV block, 16), decode_steps (decode steps per
-    launch on the device; by default 1 on a CPU and 32 on a GPU) and speculation (drafts from known
-    text: "auto" = on a CPU, "on" = also on a GPU, with decode_steps = 1, or "off"; see
-    docs/architecture.md). "vllm" and "sglang" have python (interpreter of the environment with vLLM
-    or SGLang), arguments (further arguments of the server), attach (URLs of running servers
-    instead), api_key ("env:NAME", for these) and directory (folder for new weights that the servers
-    can read). A class of your own has its fields."""
+    launch on the device; by default 1 on a CPU and 32 on a GPU), quantization ("fp8" = matrix
+    products of layers in FP8; see docs/explanation/weights.md), kv_cache_dtype ("fp8" = about half
+    of the memory for the KV cache, or "auto") and speculation (drafts from known text: "auto" = on
+    a CPU, "on" = also on a GPU, with decode_steps = 1, or "off"; see docs/architecture.md). "vllm"
+    and "sglang" have python (interpreter of the environment with vLLM or SGLang), arguments
+    (further arguments of the server), attach (URLs of running servers instead), api_key
+    ("env:NAME", for these) and directory (folder for new weights that the servers can read). A
+    class of your own has its fields."""
     count: NonNegativeIntOrAuto = "auto"
     """Number of engine processes on this host. "auto" is one for each GPU that the trainer and
     other models leave free, and 1 if they leave none."""
@@ -135,6 +137,12 @@ class EngineConfig(Section):
         return tuple(self.options.get("attach", ()))
 
     @property
+    def in_fp8(self) -> tuple[str, ...]:
+        """The options that make the embedded engine compute in FP8."""
+        options = ("quantization", "kv_cache_dtype")
+        return tuple(name for name in options if self.options.get(name) == "fp8")
+
+    @property
     def num_local(self) -> int:
         """`count`, which is 1 before "auto" is resolved."""
         return 1 if self.count == "auto" else self.count
@@ -144,8 +152,8 @@ class WeightsConfig(Section):
     transport: Literal["auto", "shm", "ipc", "collective", "disk"] = "auto"
     """Transport of new weights to the engines: "shm" = shared memory of one host, "ipc" = GPU
     memory of one host, "collective" = one broadcast to all engines, "disk" = files in a shared
-    directory. "auto" is ipc between GPUs of one host, shm on one host otherwise and for servers,
-    and collective with ranks or engines on other hosts."""
+    directory. "auto" is ipc between GPUs of one host, shm on one host otherwise, for servers and
+    for engines that sleep, and collective with ranks or engines on other hosts."""
     payload: Literal["full", "delta"] = "full"
     """Content of an update: "full" = every value, "delta" = only the values that changed in
     engine.dtype since the last version."""

@@ -236,7 +236,9 @@ class EngineSettings(TypedDict, total=False):
     prefix_cache (reuse of the KV cache of known prefixes, true), compile (torch.compile of
     the layers on a GPU, true), prefill_tokens (prompt tokens per forward pass; by default
     2048 on a CPU and 16384 on a GPU), block_tokens (tokens per KV block, 16), decode_steps
-    (decode steps per launch on the device; by default 1 on a CPU and 32 on a GPU) and
+    (decode steps per launch on the device; by default 1 on a CPU and 32 on a GPU),
+    quantization ("fp8" = matrix products of layers in FP8; see docs/explanation/weights.md),
+    kv_cache_dtype ("fp8" = about half of the memory for the KV cache, or "auto") and
     speculation (drafts from known text: "auto" = on a CPU, "on" = also on a GPU, with
     decode_steps = 1, or "off"; see docs/architecture.md). "vllm" and "sglang" have python
     (interpreter of the environment with vLLM or SGLang), arguments (further arguments of the
@@ -275,8 +277,8 @@ class WeightsSettings(TypedDict, total=False):
     transport: Literal["auto", "shm", "ipc", "collective", "disk"]
     """Transport of new weights to the engines: "shm" = shared memory of one host, "ipc" = GPU
     memory of one host, "collective" = one broadcast to all engines, "disk" = files in a
-    shared directory. "auto" is ipc between GPUs of one host, shm on one host otherwise and
-    for servers, and collective with ranks or engines on other hosts."""
+    shared directory. "auto" is ipc between GPUs of one host, shm on one host otherwise, for
+    servers and for engines that sleep, and collective with ranks or engines on other hosts."""
     payload: Literal["full", "delta"]
     """Content of an update: "full" = every value, "delta" = only the values that changed in
     engine.dtype since the last version."""
@@ -407,8 +409,8 @@ class ClusterSettings(TypedDict, total=False):
     whose daemon the run starts and stops; "time_slices" = without MPS; "auto" = MPS where it
     is installed and several workers use a GPU; "take_turns" = as auto, and engines on GPUs of
     the trainer pause while it steps; "sleep" = as take_turns, and paused engines give the
-    memory of their weights and KV back, which needs as much host memory. See docs/how-
-    to/share-one-gpu.md."""
+    memory of their weights and KV back; host memory holds both, and new versions. See
+    docs/how-to/share-one-gpu.md."""
 
 class SupervisionSettings(TypedDict, total=False):
     max_restarts: int

@@ -133,7 +133,7 @@ class ClusterConfig(Section):
     daemon the run starts and stops; "time_slices" = without MPS; "auto" = MPS where it is installed
     and several workers use a GPU; "take_turns" = as auto, and engines on GPUs of the trainer pause
     while it steps; "sleep" = as take_turns, and paused engines give the memory of their weights and
-    KV back, which needs as much host memory. See docs/how-to/share-one-gpu.md."""
+    KV back; host memory holds both, and new versions. See docs/how-to/share-one-gpu.md."""
 
     @property
     def is_local(self) -> bool:

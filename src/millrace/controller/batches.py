@@ -161,6 +161,7 @@ class Batches:
             pairs=self.config.scoring.advantages.get("type") == PAIRS,
             whole_groups=bool(self.config.loss.get("minimum_variance_baseline")),
             critic=self.config.critic is not None,
+            scores=self.config.loss.get("good_by") == "score",
             num_ranks=sizes.num_data_ranks,
             reported=reported,
         )

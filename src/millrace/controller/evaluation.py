@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -178,6 +178,9 @@ class EvalSet:
         if temperature is None:
             temperature = 0.0 if settings.samples == 1 else self.config.sampling.temperature
         self._player = self.player.evaluating(engine=self.engines, temperature=temperature)
+        if self.player.turns is not None and self.engines is not self.player.engine:
+            turns = replace(self.player.turns, together=self.engines.together)
+            self._player = replace(self._player, turns=turns)
 
     @property
     def progress(self) -> tuple[int, int] | None:

@@ -78,6 +78,7 @@ class Microbatch:
     temperatures: np.ndarray  # [N] float32; the temperature each token was sampled at
     kept: Kept | None = None  # rows = N
     routes: np.ndarray | None = None  # [T, layers, top_k] uint8 or uint16
+    scores: np.ndarray | None = None  # [N] float32; of the episode, if the loss needs it
     reference_logprobs: np.ndarray | None = None  # [N] float32; if the run has a reference
     proximal_logprobs: np.ndarray | None = None  # [N] float32; set by the trainer if needed
     # If the run has teachers; NaN for tokens without a teacher:

@@ -252,7 +252,8 @@ class EpisodeRunner:
             branching=branching,
             branch=branch,
         )
-        return await env.host(plan, policy.sample)
+        with policy.episode(index):
+            return await env.host(plan, policy.sample)
 
 
 class SingleTurn:

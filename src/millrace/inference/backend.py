@@ -37,6 +37,7 @@ class EngineSpec:
     )
     records_routes: bool = False  # record the experts of each token of a mixture of experts
     sleeps: bool = False  # sleep() will be called
+    trainer_bytes: int = 0  # of the device that the trainer needs while the engine is awake
     exact: bool = False  # logprobs are bit for bit those of the trainer
     reproducible: bool = False  # the same requests get the same bits, whatever was served before
     on_warm_up: Callable[[], None] = lambda: None  # called before compilation, if there is any
@@ -213,6 +214,13 @@ class EmbeddedBackend:
     # Decode steps in a launch on the device: more of them hide its latency, fewer notice new
     # requests and weights sooner. By default 1 on a CPU and 32 on a GPU.
     decode_steps: PositiveInt | None = None
+    # FP8 weights and activations in the matrix products of layers: "fp8" decodes faster on a Hopper
+    # GPU, with logprobs of its own, which the loss corrects. Updates bring 16-bit weights, which
+    # are quantised while they are staged. By default none.
+    quantization: Literal["fp8"] | None = None
+    # Keys and values in the cache: "auto" = in the data type of the engine; "fp8" takes about half
+    # of the memory, so twice the sequences fit.
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     # Drafts from known text, verified exactly; see docs/architecture.md. "auto" is on a CPU, "on"
     # also on a GPU, which then decodes in single steps. That was not measured.
     speculation: Literal["auto", "on", "off"] = "auto"

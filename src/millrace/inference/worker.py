@@ -35,7 +35,13 @@ from millrace.inference.backend import (
 from millrace.inference.capabilities import check_request
 from millrace.inference.interrupt import WeightInterrupt
 from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWorker
-from millrace.models.devices import resolve_device, resolve_dtype, use_threads
+from millrace.models.devices import (
+    ModelSize,
+    rank_bytes,
+    resolve_device,
+    resolve_dtype,
+    use_threads,
+)
 from millrace.weights.backends import StagingReceiver
 from millrace.weights.probe import check_probe, probe_request
 from millrace.weights.transport import make_receiver, staging_device
@@ -52,8 +58,9 @@ def main(link: Link, name: str) -> None:
 def _start(message: messages.StartEngine, link: Link, timeline: Timeline) -> "EngineWorker":
     config = load_config(message.config)
     use_threads(config.cluster.threads)
-    device = staging_device(config.engine, resolve_device(config.placement.engine(0)))
-    if device.index:  # streams, events and Triton kernels use the current device
+    device = resolve_device(config.placement.engine(0))
+    # Streams, events and Triton kernels use the current device; a server has a process of its own.
+    if device.index and not config.engine.has_servers:
         torch.cuda.set_device(device)
 
     def on_warm_up() -> None:
@@ -72,12 +79,21 @@ def _start(message: messages.StartEngine, link: Link, timeline: Timeline) -> "En
         policies=message.policies,
         records_routes=message.records_routes,
         sleeps=config.cluster.share_gpu == "sleep",
+        trainer_bytes=_trainer_bytes(config),
         exact=config.is_exact,
         reproducible=config.weights.interrupt == "barrier",
         on_warm_up=on_warm_up,
     )
     engine = load_backend(config.engine).load(spec)
     return wire(engine, config, link=link, timeline=timeline, role=message.role)
+
+
+def _trainer_bytes(config: RunConfig) -> int:
+    """What the trainer keeps on the device of an engine that sleeps during its steps."""
+    placement, sleeps = config.placement, config.cluster.share_gpu == "sleep"
+    if not sleeps or config.spans_hosts or placement.engine(0) not in placement.trainer:
+        return 0
+    return rank_bytes(config, ModelSize.read(config), in_step=False)
 
 
 def wire(
@@ -90,7 +106,7 @@ def wire(
         config.weights.transport,
         expected=engine.parameter_shapes(),
         dtype=resolve_dtype(config.transfer_dtype, device),
-        device=staging_device(config.engine, device),
+        device=staging_device(config, device),
         payload=config.weights.payload,
         timeout_s=config.supervision.transfer_timeout_s,
         role=role,

@@ -146,11 +146,12 @@ def _factors(shapes: Mapping[str, Sequence[int]], lora: LoraConfig) -> tuple[int
     return linear, experts
 
 
-def rank_bytes(config: RunConfig, size: ModelSize) -> int:
+def rank_bytes(config: RunConfig, size: ModelSize, *, in_step: bool = True) -> int:
     """Bytes of one rank, at least: weights, gradients and the state of a built-in optimizer that is
-    not offloaded, without activations. What exceeds it cannot fit."""
+    not offloaded, without activations. Gradients exist only within a step."""
     sizes, optimizer = config.trainer.mesh_sizes, config.optimizer
-    trained = 8 + (0 if optimizer.offload else _STATE_BYTES.get(optimizer.type, 0))
+    state = 0 if optimizer.offload else _STATE_BYTES.get(optimizer.type, 0)
+    trained = (8 if in_step else 4) + state
     shared, own = trained * (size.num_weights + size.critic), 0
     if config.lora is not None:
         num_adapters = 1 + len(config.adapter_policies)

@@ -30,6 +30,8 @@ from transformers import PreTrainedModel
 from millrace.models.kept_rows import KeptRows
 from millrace.models.sharding import local_part
 
+_PRODUCT_SIZE = 2**26  # float32 numbers of a part of the head's gradient, at most
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitTransform:
@@ -219,13 +221,21 @@ class FusedLogprobs(torch.autograd.Function):
             if weight_grad is not None and ctx.dtype == torch.float32:
                 weight_grad.addmm_(grad.t(), part)
             elif weight_grad is not None:
-                weight_grad += multiply(grad.t(), part)
+                _add_product(weight_grad, grad, part)
             if hidden_grad is not None:
                 hidden_grad[rows] = torch.mm(grad, factors[0])
         if hidden_grad is not None and ctx.group is not None:
             dist.all_reduce(hidden_grad, group=ctx.group)
         of_head = (None if g is None else g.to(weight.dtype) for g in (weight_grad, bias_grad))
         return hidden_grad, *of_head, *[None] * 9
+
+
+def _add_product(total: Tensor, grad: Tensor, part: Tensor) -> None:
+    """total [V, D] += grad [n, V] transposed, times part [n, D]; by rows, because a whole product
+    would be as large as the head."""
+    num_rows = max(1, _PRODUCT_SIZE // total.shape[1])
+    for rows, columns in zip(total.split(num_rows), grad.split(num_rows, 1), strict=True):
+        rows.add_(multiply(columns.t(), part))
 
 
 def _of_all_ranks(products: Tensor, group: Any) -> Tensor:

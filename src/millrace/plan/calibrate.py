@@ -198,7 +198,9 @@ class _Trial:
         ended = train_process(["train", str(toml)], log=log)
         if ended.error is not None:
             raise RunFailed(f"A short run of the calibration failed: {ended.error}")
-        self.peak_mib = ended.peak_gpu_mib or ended.peak_mib
+        self.peak_mib = ended.peak_mib
+        if device == "cuda":
+            self.peak_mib = ended.peak_gpu_mib or ended.peak_mib  # only nvidia-smi knows it
         self.config = load_config(table)
         self.lengths = read_lengths(str(folder), max_new_tokens=1)
         self._read(RunDir(folder), warm_up=_WARM_UP[device])

@@ -1,7 +1,8 @@
 """Builds the parts of a controller, in the order in which they depend on each other."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from millrace.core.records import Task
 from millrace.core.staleness import PolicyVersions
 from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.environments.rollouts.player import Player
+from millrace.environments.rollouts.turn_barrier import TurnBarrier
 from millrace.inference.lending import GpuLending
 from millrace.inference.pool import EnginePool
 from millrace.journal import Journal, NoJournal
@@ -64,6 +66,7 @@ class RunParts:
 
 def build_controller(run: RunParts) -> Controller:
     version, warn = run.cursor.version, run.monitor.warn
+    run = replace(run, player=replace(run.player, turns=_build_turn_barrier(run)))
     state = TrainingState(version=version)
     dispatcher = build_dispatcher(run)
     batches = Batches(
@@ -122,6 +125,24 @@ def build_controller(run: RunParts) -> Controller:
         lending=_build_lending(run),
         preemption=run.preemption,
     )
+
+
+def _build_turn_barrier(run: RunParts) -> TurnBarrier | None:
+    """In exact mode rounding does not depend on the batch. Programs may wait for each other."""
+    settings = run.config.environment
+    plays_programs = bool(settings.command) or settings.external is not None
+    if not run.is_synchronous or run.config.is_exact or plays_programs:
+        return None
+    others = [pool for pool in run.player.others.values() if isinstance(pool, EnginePool)]
+
+    @contextlib.asynccontextmanager
+    async def together() -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            for pool in (run.engines, *others):
+                await stack.enter_async_context(pool.together())
+            yield
+
+    return TurnBarrier(together, warn=run.monitor.warn)
 
 
 def _record_steps(run: RunParts, batches: Batches) -> None:

@@ -185,6 +185,7 @@ def _fidelity(config: RunConfig) -> None:
     engines, trainers = config.placement.engines, config.placement.trainer
     obstacles = {
         f"engine.type = {engine.type!r}": engine.type != "embedded",
+        f"FP8 in engine.options ({', '.join(engine.in_fp8)})": bool(engine.in_fp8),
         "[lora]": config.lora is not None,
         f"engine.adapters ({', '.join(engine.adapters)})": bool(engine.adapters),
         f"trainer.ranks = {trainer.ranks}": trainer.ranks != 1,

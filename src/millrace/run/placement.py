@@ -49,6 +49,8 @@ class PlacedProcess:
     device: str  # or ELSEWHERE
     min_bytes: int  # of weights, and of gradients and optimizer state where it trains
     more: str  # what else its memory is for
+    step_bytes: int | None = None  # during a step, if engines sleep then
+    idle_bytes: int | None = None  # between two steps
 
 
 def host_devices() -> tuple[HostDevice, ...]:
@@ -191,19 +193,23 @@ def placed_processes(
     placement, ranks = config.placement, config.trainer.num_ranks
     found: list[PlacedProcess] = []
 
-    def add(name: str, device: str, min_bytes: int, more: str = "") -> None:
+    def add(name: str, device: str, min_bytes: int, more: str = "", **own: int | None) -> None:
         if device == "auto" or (device == "cuda" and devices[0].is_gpu):
             device = devices[0].name
-        found.append(PlacedProcess(name=name, device=device, min_bytes=min_bytes, more=more))
+        found.append(PlacedProcess(name=name, device=device, min_bytes=min_bytes, more=more, **own))
 
-    state_bytes = _rank_bytes(config)
+    def add_rank(name: str, device: str, own: RunConfig) -> None:
+        idle_bytes = _rank_bytes(own, in_step=False)
+        add(name, device, _rank_bytes(own), "and activations", idle_bytes=idle_bytes)
+
     for rank in range(ranks if trains else 0):
         name = "trainer" if ranks == 1 else f"trainer-{rank}"
         is_here = rank < ranks - config.trainer.remote
-        add(name, placement.rank(rank) if is_here else ELSEWHERE, state_bytes, "and activations")
+        add_rank(name, placement.rank(rank) if is_here else ELSEWHERE, config)
     for policy in list(config.policies)[1:] if config.lora is None else ():
-        own_bytes = _rank_bytes(policy_config(config, policy))
-        add(f"trainer-{policy}", placement.rank(0), own_bytes, "and activations")
+        add_rank(f"trainer-{policy}", placement.rank(0), policy_config(config, policy))
+    sleeps = config.cluster.share_gpu == "sleep" and devices[0].is_gpu
+    step_bytes = 0 if sleeps else None
     num_local, tp = config.engine.num_local, config.engine.tp
     policy_bytes = _weight_bytes(config.model.path, config.engine.dtype)
     for i in range(num_local + config.evaluate.engines):
@@ -212,7 +218,7 @@ def placed_processes(
             if config.engine.attached:
                 add(name, device, 0, "passes requests to its server")
             else:
-                add(name, device, policy_bytes // tp, "and the KV cache")
+                add(name, device, policy_bytes // tp, "and the KV cache", step_bytes=step_bytes)
     for i in range(config.engine.remote):
         add(f"engine-{num_local + i}", ELSEWHERE, policy_bytes // tp, "and the KV cache")
     for model in models:
@@ -223,10 +229,10 @@ def placed_processes(
     return found
 
 
-def _rank_bytes(config: RunConfig) -> int:
+def _rank_bytes(config: RunConfig, *, in_step: bool = True) -> int:
     from millrace.models.devices import ModelSize, rank_bytes
 
-    return rank_bytes(config, ModelSize.read(config))
+    return rank_bytes(config, ModelSize.read(config), in_step=in_step)
 
 
 def _weight_bytes(path: str, dtype: str) -> int:
@@ -289,7 +295,9 @@ def check_memory(processes: Sequence[PlacedProcess], devices: Sequence[HostDevic
     """Raise ConfigError if a device cannot hold the weights of its processes."""
     for device in devices:
         here = [process for process in processes if process.device == device.name]
-        needed = sum(process.min_bytes for process in here)
+        in_step = sum(_first(process.step_bytes, process.min_bytes) for process in here)
+        idle = sum(_first(process.idle_bytes, process.min_bytes) for process in here)
+        needed = max(in_step, idle)
         if needed > device.total_bytes:
             raise ConfigError(
                 f"Device {device.name!r} has {device.total_bytes / GIB:.1f} GiB, and its processes"
@@ -297,6 +305,10 @@ def check_memory(processes: Sequence[PlacedProcess], devices: Sequence[HostDevic
                 " weights and optimizer state alone; use more devices or set optimizer.offload ="
                 " true on a GPU, or train a smaller model or a LoRA adapter."
             )
+
+
+def _first(given: int | None, default: int) -> int:
+    return default if given is None else given
 
 
 def cluster_lines(config: RunConfig, processes: Sequence[PlacedProcess]) -> Iterator[str]:

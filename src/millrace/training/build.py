@@ -224,7 +224,7 @@ def build_sender(
         name = config.placement.engine(0)
         # A named GPU need not exist here: engines may run on other hosts.
         engine_device = resolve_device(name) if name == "auto" else torch.device(name)
-        staged_on, is_one_host = staging_device(engine, engine_device), not config.spans_hosts
+        staged_on, is_one_host = staging_device(config, engine_device), not config.spans_hosts
         transport = resolve_transport(
             weights.transport, device=device, engine_device=staged_on, is_one_host=is_one_host
         )

@@ -49,7 +49,12 @@ class TrainSettings:
         if self.exact:
             return ExactMode(self.compute_dtype)
         is_half = self.compute_dtype is not torch.float32
-        return torch.autocast(device.type, dtype=self.compute_dtype, enabled=is_half)
+        # The cache would hold all weights in 16 bits until the end of the forward pass, and a pass
+        # that checkpoints layers has no other use for them.
+        caches = not self.gradient_checkpointing
+        return torch.autocast(
+            device.type, dtype=self.compute_dtype, enabled=is_half, cache_enabled=caches
+        )
 
     def before_head(self, hidden: Tensor) -> Tensor:
         """Hidden states as the head multiplies them; autocast rounds them itself."""

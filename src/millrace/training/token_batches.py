@@ -41,6 +41,7 @@ def token_batch(
         num_trained_tokens=batch.num_trained_tokens,
         num_sequences=batch.num_sequences,
         proximal_logprobs=_optional(microbatch.proximal_logprobs, device),
+        scores=_optional(microbatch.scores, device),
         reference_logprobs=_optional(microbatch.reference_logprobs, device),
         teacher_logprobs=_optional(microbatch.teacher_logprobs, device),
         topk=None if topk is None else _topk(microbatch, trainer=topk),

@@ -91,17 +91,21 @@ class TrainerWorker:
         self._has_adapter = config.lora is not None
         self._export_step = config.trainer.steps if exports else None
         # Engines that wake up need what the trainer holds for its next step.
-        self._gives_memory_back = device.type == "cuda" and config.cluster.share_gpu == "sleep"
+        self._gives_memory_back = config.cluster.share_gpu == "sleep"
         self._trained_tokens, self._num_forwards, self._is_stepping = 0.0, 0, False
         self._link, self._timeline = link, timeline
         self._reported_at = time.monotonic()
         reference, address = self._reference(config, device), message.own_address
+        # Adapters are small, and ranks publish together, so none of them may drop a version.
+        reads_live = self._gives_memory_back and self._ranks.is_alone
+        copies = not reads_live or config.lora is not None
         self._publishers = {
             policy: Publisher(
                 build_sender(own, ranks=self._ranks, reference=reference, own_address=address),
                 emit=self._announce,
                 patience_s=config.supervision.transfer_timeout_s,
                 policy=policy,
+                copies=copies,
             )
             for policy, own in {**configs, **dict.fromkeys(self._lagged, config)}.items()
         }
@@ -143,7 +147,8 @@ class TrainerWorker:
         if config.lora and not self._ranks.is_alone:  # no rank has all base weights
             module = load_base(config)
         name = dtype.removeprefix("torch.")
-        return ProbeReference(module, lora=config.lora, dtype=name)
+        in_fp8 = "quantization" in config.engine.in_fp8
+        return ProbeReference(module, lora=config.lora, dtype=name, in_fp8=in_fp8)
 
     def serve(self) -> None:
         """Answer calls until Stop. Raises errors of the publisher's thread."""
@@ -252,13 +257,17 @@ class TrainerWorker:
         for batch in (message.batch, *message.more):
             batches[batch.policy].append(batch)
         work = [(trainer, tuple(batches[policy])) for policy, trainer in self._trainers.items()]
+        for publisher in self._publishers.values():
+            publisher.finish_reading()
         found = step_together(work, pass_tokens=self._pass_tokens)
         self._steps_done = made
         for policy, past in self._past.items():
             past.add(self._trainers[policy].steps_done)
         self._is_stepping = False
         if self._gives_memory_back:
-            torch.cuda.empty_cache()
+            for trainer in self._trainers.values():
+                trainer.policy.free_gradient()
+            torch.cuda.empty_cache()  # does nothing without a GPU
         self._trained_tokens += sum(metrics["batch/trained_tokens"] for metrics in found)
         replies = {
             policy: messages.Stepped(

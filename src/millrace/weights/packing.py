@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from millrace.core.errors import WeightError
 from millrace.core.records import Delta, TensorSpec, WeightUpdate
 from millrace.models.routing import ROUTER_BIAS
+from millrace.weights.host_copies import copy_through_buffers
 
 ALIGN_BYTES = 64  # a cache line, and enough for any vector load
 _WORDS = {2: torch.int16, 4: torch.int32}
@@ -82,9 +83,16 @@ def pack(
 
 @torch.no_grad()
 def copy_all(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
-    """Copy each source, cast, into its target; one launch for all tensors on a GPU."""
-    if targets := list(targets):
-        torch._foreach_copy_(targets, list(sources))  # pyright: ignore[reportPrivateImportUsage]
+    """Copy each source, cast, into its target; one launch for all tensors on a GPU. Copies to the
+    host are complete on return."""
+    near: list[tuple[torch.Tensor, torch.Tensor]] = []
+    far: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for target, source in zip(targets, sources, strict=True):
+        (near if target.is_cuda == source.is_cuda else far).append((target, source))
+    if near:
+        torch._foreach_copy_(*map(list, zip(*near, strict=True)))  # pyright: ignore[reportPrivateImportUsage]
+    if far:
+        copy_through_buffers(far)
 
 
 def unpack(specs: Iterable[TensorSpec], payload: torch.Tensor) -> dict[str, torch.Tensor]:

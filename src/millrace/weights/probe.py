@@ -28,17 +28,23 @@ from millrace.models.lora.factors import Adapter, adapter_of, factors_of
 
 PASSAGE_TOKENS = 32
 # Mean difference of a logprob between trainer and engine, in nats, by the data type of the weights.
-TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
+TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2, "float8": 1.0}
 
 
 class ProbeReference:
     """Used by the publisher's thread, beside a trainer that uses the model."""
 
     def __init__(
-        self, model: PreTrainedModel, *, lora: LoraConfig | None = None, dtype: str = ""
+        self,
+        model: PreTrainedModel,
+        *,
+        lora: LoraConfig | None = None,
+        dtype: str = "",
+        in_fp8: bool = False,
     ) -> None:
         """`model`: of the trainer. Its weights are read with `lora` only; else they may be sharded.
-        `dtype`: of the engines; "" = that of the weights that are sent."""
+        `dtype`: of the engines; "" = that of the weights that are sent. `in_fp8`: their layers
+        round more than it does."""
         config = copy.deepcopy(model.config)  # or the trainer would compute with this attention
         with torch.device("meta"):  # weights are given with each call
             self._model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -46,7 +52,7 @@ class ProbeReference:
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         size = config.get_text_config().vocab_size
         self._tokens = np.random.default_rng(0).integers(0, size, PASSAGE_TOKENS).tolist()
-        self._dtype = dtype
+        self._dtype, self._in_fp8 = dtype, in_fp8
         self._frozen: dict[str, Tensor] = {}
         self._factors: Mapping[str, Tensor] = {}  # of the version that is being scored
         if lora is not None:
@@ -89,7 +95,8 @@ class ProbeReference:
             output = functional_call(self._model, {**buffers, **weights}, kwargs=given)
         logprobs = output.logits[0, :-1].float().log_softmax(-1)
         chosen = tuple(logprobs.gather(1, tokens[0, 1:, None]).squeeze(1).tolist())
-        return SwapProbe(tokens=tuple(self._tokens), logprobs=chosen, dtype=self._dtype)
+        computed_in = "float8" if self._in_fp8 else self._dtype
+        return SwapProbe(tokens=tuple(self._tokens), logprobs=chosen, dtype=computed_in)
 
 
 def probe_request(probe: SwapProbe) -> ScoreRequest:

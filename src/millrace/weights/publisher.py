@@ -5,10 +5,14 @@ engines. Versions are emitted in order; a version that is superseded before it i
 emitted. An engine that joins late may borrow the newest version. The memory of a version is freed
 once it has been released for its emission and for each loan.
 
-Threads: the trainer's main thread calls publish, release and close; only the publisher's own thread
-uses the sender. Bounds: two snapshots exist, one being sent and one pending. An error in the thread
-ends it and is raised by the next call. With sharded weights (DTensor), each rank has a publisher of
-its shards, and their senders gather (gathering.py).
+Without snapshots, the thread reads the trainer's own weights, which saves the memory of the copies:
+then finish_reading() must be called before the weights change. It waits for the version that is
+being sent, and drops one that waits for room: engines get the one after it.
+
+Threads: the trainer's main thread calls publish, finish_reading, release and close; only the
+publisher's own thread uses the sender. Bounds: two snapshots exist, one being sent and one pending.
+An error in the thread ends it and is raised by the next call. With sharded weights (DTensor), each
+rank has a publisher of its shards, and their senders gather (gathering.py).
 """
 
 import contextlib
@@ -32,7 +36,7 @@ RETRY_S = 1.0
 
 
 class WeightSnapshot:
-    """A copy of one version's weights; its memory is reused."""
+    """A copy of one version's weights, whose memory is reused; or the weights themselves."""
 
     def __init__(self) -> None:
         self.version = -1
@@ -63,6 +67,15 @@ class WeightSnapshot:
             self._device = next((part.device for part in self._parts if part.is_cuda), None)
             self._layout = layout
         copy_all(self._parts, parts)
+        self._record()
+
+    def refer_to(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the weights themselves instead of a copy."""
+        self.version, self.tensors, self._layout = version, dict(tensors), None
+        self._device = next((t.device for t in self.tensors.values() if t.is_cuda), None)
+        self._record()
+
+    def _record(self) -> None:
         if self._device is not None:
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(self._device))
@@ -84,15 +97,17 @@ class Publisher:
         emit: Callable[[WeightUpdate], None],
         patience_s: float = 60.0,
         policy: str = DEFAULT_POLICY,
+        copies: bool = True,
     ) -> None:
         """`emit` is called from the publisher's thread with each update that is ready. `policy`:
-        whose versions these are."""
+        whose versions these are. `copies`: snapshots are taken."""
+        self._copies = copies
         self._policy = policy
         self.superseded = 0  # versions never sent, because a newer one came first
         self._sender = sender
         self._emit = emit
         self._patience_s = patience_s
-        self._no_space_since_s: float | None = None  # monotonic; the thread's own
+        self._no_space_since_s: float | None = None  # monotonic; set by the thread
         self._changed = threading.Condition()
         # All below is guarded by the condition.
         self._spare = [WeightSnapshot(), WeightSnapshot()]
@@ -142,7 +157,10 @@ class Publisher:
                 self.superseded += snapshot.is_announced
         snapshot.is_announced = is_announced
         try:
-            snapshot.fill(version, tensors, dtype=self._sender.dtype)
+            if self._copies:
+                snapshot.fill(version, tensors, dtype=self._sender.dtype)
+            else:
+                snapshot.refer_to(version, tensors)
         except BaseException:
             with self._changed:
                 self._spare.append(snapshot)
@@ -153,6 +171,26 @@ class Publisher:
                 self.superseded += self._pending.is_announced
             self._pending = snapshot
             self._changed.notify()
+
+    def finish_reading(self) -> None:
+        """Call this before the weights change."""
+        if self._copies:
+            return
+        with self._changed:
+            while self._sending is not None or self._can_send:
+                self.check()
+                self._changed.wait()
+            self.check()
+            if self._pending is not None:
+                self._spare.append(self._pending)
+                self.superseded += self._pending.is_announced
+                self._pending = None
+
+    @property
+    def _can_send(self) -> bool:
+        """Whether the thread will send what is pending without waiting for anything."""
+        has_space = self._no_space_since_s is None and self._sender.has_room
+        return self._pending is not None and has_space
 
     def release(self, version: int) -> None:
         with self._changed:
@@ -189,6 +227,7 @@ class Publisher:
         except BaseException as error:  # noqa: BLE001 - raised by the trainer's next call
             with self._changed:
                 self._error = error
+                self._changed.notify_all()
 
     def _next_work(self) -> tuple[WeightSnapshot | None, list[int]] | None:
         """What to send and what to release; None = close."""
@@ -215,6 +254,7 @@ class Publisher:
             update = None
         with self._changed:
             self._sending = None
+            self._changed.notify_all()
             self._spare.append(snapshot)
             if update is None:
                 self.superseded += snapshot.is_announced
@@ -239,6 +279,7 @@ class Publisher:
             raise error
         with self._changed:
             self._sending = None
+            self._changed.notify_all()
             if self._pending is None:
                 self._pending = snapshot
             else:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from millrace.config import EngineConfig
+from millrace.config import RunConfig
 from millrace.core.errors import ConfigError
 from millrace.weights.backends import (
     PackingSender,
@@ -31,10 +31,11 @@ from millrace.weights.transports.memory import (
 from millrace.weights.transports.rendezvous import ENGINE, EVALUATOR
 
 
-def staging_device(engine: EngineConfig, device: torch.device) -> torch.device:
+def staging_device(config: RunConfig, device: torch.device) -> torch.device:
     """Where an engine that computes on `device` stages new weights. Servers read them from files,
-    and leave no room on their GPUs."""
-    return torch.device("cpu") if engine.has_servers else device
+    and leave no room on their GPUs; nor does a trainer whose engines sleep during a step."""
+    sleeps = config.cluster.share_gpu == "sleep" and config.weights.transport == "auto"
+    return torch.device("cpu") if config.engine.has_servers or sleeps else device
 
 
 def resolve_transport(

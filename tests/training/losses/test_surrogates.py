@@ -64,6 +64,16 @@ def test_topr_gives_full_weight_to_good_tokens_and_a_capped_ratio_to_bad_ones():
     check(loss_of("topr"), 2.0, -2.0, -2 * math.log(1 / 8), -2.0, 1)
 
 
+def test_topr_by_score_gives_full_weight_to_episodes_that_scored_above_0():
+    tokens = tokens_of(
+        [2.0, 0.5, 2.0, 0.5], [-1.0, 3.0, -2.0, 3.0], scores=torch.tensor([0.5, 0.5, 0.0, -1.0])
+    )
+    found = gradient(loss_of("topr", ratio="token", good_by="score"), tokens)
+    assert (-4 * found).tolist() == pytest.approx([-1.0, 3.0, -2.0, 1.5])  # weights 1, 1, cap, r
+    by_advantage = gradient(loss_of("topr", ratio="token", cap=4.0), tokens)
+    assert (-4 * by_advantage).tolist() == pytest.approx([-2.0, 3.0, -4.0, 3.0])
+
+
 def test_kimi_penalises_the_squared_log_ratio():
     tau, log_ratio = 0.1, math.log(2)
     value = 3 * math.log(1 / 8) - tau / 2 * log_ratio**2

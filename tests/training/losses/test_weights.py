@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -118,6 +119,34 @@ def test_second_moment_masks_what_moved_furthest_in_each_sequence(seed):
     found = gradient(loss_of("m2po"), tokens)
     assert {place for place, slope in enumerate(found.tolist()) if slope == 0} == expected
     assert expected
+
+
+MOVES = [0.1, 0.4, 0.2, 0.3, -0.5]  # squares 0.01, 0.16, 0.04, 0.09, 0.25; the last moved back
+
+
+@pytest.mark.parametrize(
+    ("rule", "most", "masked"),
+    [
+        ("sequence", 0.035, {1, 2, 3}),  # means 0.01 | 0.085; 0.04 | 0.065
+        ("m2po", 0.035, {1, 3}),  # (0.01 + 3 * 0.04) / 4 = 0.0325 | (0.05 + 2 * 0.09) / 4 = 0.0575
+        ("m2po", 0.03, {1, 2, 3}),  # (0.01 * 4) / 4 | 0.0325
+        ("areal", 0.03, {1, 3, 4}),  # means 0.01, 0.025 | 0.0467
+        ("areal", 0.005, {1, 2, 3, 4}),  # never all
+    ],
+)
+def test_rules_of_the_second_moment_count_different_tokens(rule, most, masked):
+    tokens = tokens_of([math.exp(move) for move in MOVES], [1.0] * 5, lengths=[2, 3])
+    loss = loss_of("m2po", second_moment=most, second_moment_rule=rule)
+    found = gradient(loss, tokens)
+    assert {place for place, slope in enumerate(found.tolist()) if slope == 0} == masked
+
+
+def test_second_moment_of_areal_compares_the_proximal_policy_with_the_engine():
+    tokens = tokens_of([1.0, 9.0, 5.0], [1.0] * 3)
+    tokens = dataclasses.replace(tokens, proximal_logprobs=tokens.engine_logprobs)
+    for rule, num_masked in (("areal", 0), ("m2po", 2)):
+        loss = loss_of("m2po", anchor="proximal", second_moment_rule=rule)
+        assert (gradient(loss, tokens) == 0).sum() == num_masked
 
 
 def test_second_moment_ignores_tokens_that_moved_back():

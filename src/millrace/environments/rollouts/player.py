@@ -3,6 +3,7 @@
 Runs on the controller's event loop.
 """
 
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from millrace.core.records import (
 from millrace.core.staleness import TokenVersions
 from millrace.environments.rollouts.partial_rollouts import Attempt, ReplayingEngine
 from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.rollouts.turn_barrier import TurnBarrier
 from millrace.environments.token_record import rollout_of
 from millrace.scoring.scheduling.group_scoring import GroupScoring
 from millrace.tasks.streams import LengthPredictor
@@ -50,6 +52,8 @@ class GroupPolicy:
     max_context: int
     name: str  # of the group, for messages
     seed: int  # of all draws of the group
+    number: int = 0  # of the group
+    turns: TurnBarrier | None = None  # if turns of all episodes start in rounds
     attempt: Attempt | None = None  # set if tokens are sampled for training
     scoring: GroupScoring | None = None  # receives streamed tokens and finished episodes
     priority: int = 0
@@ -134,7 +138,11 @@ class GroupPolicy:
         engine, on_tokens = self.engine if model is None else self.others[model], None
         if model is None or is_trained:
             request, on_tokens = self._streamed(request)
-        (completion,) = await engine.generate(request, on_tokens)
+        own = contextlib.nullcontext()
+        if self.turns is not None:
+            own = self.turns.turn(self.number, episode, wanted.call)
+        async with own:
+            (completion,) = await engine.generate(request, on_tokens)
         if self.attempt is not None and is_trained:
             num_known, policy = (
                 0 if partial is None else len(partial.tokens),
@@ -146,6 +154,12 @@ class GroupPolicy:
             self._token_versions.setdefault(episode, []).append(sampled)
             self.attempt.record([completion], num_known=num_known, policy=policy)
         return completion
+
+    def episode(self, index: int) -> contextlib.AbstractContextManager[None]:
+        """Enclose the episode with this index in the group."""
+        if self.turns is None:
+            return contextlib.nullcontext()
+        return self.turns.episode(self.number, index)
 
     async def entropies(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:  # [L] each
         """Entropies of the current policy at each sampled token, in nats; 0.0 elsewhere."""
@@ -211,6 +225,7 @@ class Player:
     lengths: LengthPredictor = field(default_factory=lambda: LengthPredictor(max_skips=0))
     others: EnginesByModel = field(default_factory=dict[str, SupportsGenerate])
     wants_routes: bool = False  # in groups for training, which replays the routes
+    turns: TurnBarrier | None = None  # of synchronous runs
 
     def evaluating(self, *, engine: Engine, temperature: float) -> "Player":
         """Return the same player on other engines, at this temperature; 0 = greedy."""
@@ -259,6 +274,8 @@ class Player:
             max_context=self.max_context,
             name=f"{name} {number}" + (f", try {tries + 1}" if tries else ""),
             seed=group_seed(self.seed, number, tries=tries),
+            number=number,
+            turns=self.turns,
             others=self.others,
             score_engine=self.engine,
             **more,

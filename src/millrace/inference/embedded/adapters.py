@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from millrace.core.errors import ConfigError, TaskError
 from millrace.inference.embedded.decode.layers import add_side, frozen, fused_slice_of
+from millrace.inference.embedded.fp8 import FP8
 from millrace.models.attention.recurrent import mixers_of
 from millrace.models.lora.factors import (
     Adapter,
@@ -204,6 +205,12 @@ class AdapterBank:
             for slot in slots
             for name in map(slot.adapter.weight_name, slot.adapter.layers)
         }
+        in_fp8 = any(weight.dtype == FP8 for weight in self._weights.values())
+        if in_fp8 and any(slot.adapter.is_dora for slot in slots):
+            raise ConfigError(
+                "A DoRA adapter that is not merged needs 16-bit weights; set lora.apply to"
+                " 'merged', or leave engine.options.quantization out."
+            )
         self._products = _add_products(model, slots, self._choice)
         for name, slot in self._slots.items():
             if name not in self.policies:
@@ -310,20 +317,16 @@ class AdapterBank:
 
 class AdapterMerger:
     def __init__(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        """`model`: the base model, before its projections are fused."""
+        """`model`: the base model, before its layers are quantised and its projections fused."""
         self.adapter = adapter
         self._bases = {
             layer: model.get_parameter(adapter.weight_name(layer)).detach().clone()
             for layer in adapter.layers
         }
 
-    def prepare(
-        self, tensors: Mapping[str, Tensor], *, live: Mapping[str, Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of each `live` weight that an adapter of these tensors changes, and its value."""
-        pairs: list[tuple[Tensor, Tensor]] = []
+    def merged(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Name and value of each weight that an adapter of these tensors changes."""
         for layer, base in self._bases.items():
             # Sums are float32 and are rounded once.
             value = self.adapter.merged(layer, base, tensors, dtype=base.dtype).to(base.dtype)
-            pairs.append((live[self.adapter.weight_name(layer)], value))
-        return pairs
+            yield self.adapter.weight_name(layer), value

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,8 +15,10 @@ from millrace.config import EngineConfig, LoraConfig
 from millrace.core.errors import ConfigError
 from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.adapters import AdapterMerger
+from millrace.inference.embedded.decode.fp8_layers import quantize_layers
 from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.embedded.fp8 import FP8
 from millrace.inference.embedded.kv.cache import block_bytes
 from millrace.inference.embedded.kv.paged_attention import measure_cache
 from millrace.inference.embedded.kv.states import CacheProbe
@@ -52,12 +55,11 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
             attention=engine_path(device, exact=spec.exact),
             trust_remote_code=spec.trust_remote_code,
         )
-        memory = None
-        if spec.sleeps and device.type == "cuda":
-            memory = EngineMemory(device)
-            memory.adopt(model)
+        memory = EngineMemory(device) if spec.sleeps and device.type == "cuda" else None
         policies = [*spec.policies]
         merger, adapters = applied_adapters(model, config=config, lora=spec.lora, policies=policies)
+        if options.quantization == "fp8":
+            quantize_layers(model)  # the merger has copied the 16-bit weights
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"The weights of {model_path!r} do not fit on {device} ({_free(device)}); free some"
@@ -75,6 +77,7 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
         on_warm_up=spec.on_warm_up,
         options=options,
         memory=memory,
+        trainer_bytes=spec.trainer_bytes,
         exact=spec.exact,
     )
     if spec.adapter_path is not None:
@@ -86,7 +89,7 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
 
 
 def engine_of(
-    model: PreTrainedModel,  # loaded with PAGED_ATTENTION
+    model: PreTrainedModel,  # loaded with PAGED_ATTENTION, and quantised if it is to be
     tokenizer: PreTrainedTokenizerBase,
     *,
     config: EngineConfig,
@@ -97,19 +100,19 @@ def engine_of(
     on_warm_up: Callable[[], None] = lambda: None,
     options: EmbeddedBackend = DEFAULTS,
     memory: EngineMemory | None = None,
+    trainer_bytes: int = 0,
     exact: bool = False,
 ) -> EmbeddedEngine:
-    """An engine with these settings, ready for its first request."""
+    """An engine with these settings, ready for its first request; see EngineSpec."""
     on_gpu, probe = model.device.type == "cuda", measure_cache(model)
-    block_tokens, setting = options.block_tokens, "engine.max_context"
-    text_config, path = model.config.get_text_config(), str(model.name_or_path)
-    context = context_limit(text_config, path, wanted=config.max_context, setting=setting)
-    of_block = block_bytes(probe.shapes, block_tokens=block_tokens, dtype=model.dtype)
-    of_block = max(1, of_block + (0 if routing is None else block_tokens * routing.token_bytes))
-    states = (config.max_sequences, probe.slot_bytes)
-    kv_bytes, num_snapshots = _room(options, size=of_block, states=states, device=model.device)
-    # Enough for all sequences at full context, within kv_bytes.
-    num_blocks = min(config.max_sequences * -(-context // block_tokens), kv_bytes // of_block)
+    block_tokens, kv_dtype = options.block_tokens, kv_dtype_of(options, model)
+    wanted: Any = {"wanted": config.max_context, "setting": "engine.max_context"}
+    context = context_limit(model.config.get_text_config(), str(model.name_or_path), **wanted)
+    of_block = _size_of_block(probe, routing, block_tokens=block_tokens, kv_dtype=kv_dtype)
+    room: Any = {"states": (config.max_sequences, probe.slot_bytes), "device": model.device}
+    bound, num_snapshots = _room(options, size=of_block, trainer_bytes=trainer_bytes, **room)
+    # At most enough for all sequences at full context.
+    num_blocks = min(config.max_sequences * -(-context // block_tokens), bound // of_block)
     try:
         engine = EmbeddedEngine(
             model,
@@ -127,6 +130,7 @@ def engine_of(
                 block_tokens=block_tokens,
                 prefill_tokens=options.prefill_tokens or (16384 if on_gpu else 2048),
                 kv=config.kv,
+                kv_dtype=kv_dtype,
                 prefix_cache=options.prefix_cache,
                 num_snapshots=num_snapshots,
                 decode_steps=_decode_steps(model, options.launch_steps, probe),
@@ -138,13 +142,24 @@ def engine_of(
         on_warm_up()
         engine.warm_up()
     except torch.OutOfMemoryError:
-        size = num_blocks * of_block / _GIB
         raise ConfigError(
-            f"The KV cache of {num_blocks} blocks takes {size:.1f} GiB, which leaves too little"
+            f"The KV cache takes {num_blocks * of_block / _GIB:.1f} GiB, which leaves too little"
             f" memory for decoding on {model.device} ({_free(model.device)}); lower"
             " engine.options.kv_bytes or engine.max_sequences."
         ) from None
     return engine
+
+
+def kv_dtype_of(options: EmbeddedBackend, model: PreTrainedModel) -> torch.dtype:
+    return FP8 if options.kv_cache_dtype == "fp8" else model.dtype
+
+
+def _size_of_block(
+    probe: CacheProbe, routing: Routing | None, *, block_tokens: int, kv_dtype: torch.dtype
+) -> int:
+    """Bytes of KV and routes."""
+    of_routes = 0 if routing is None else block_tokens * routing.token_bytes
+    return max(1, block_bytes(probe.shapes, block_tokens=block_tokens, dtype=kv_dtype) + of_routes)
 
 
 def applied_adapters(
@@ -209,14 +224,22 @@ def _single_steps(model: PreTrainedModel, wanted: int | None, probe: CacheProbe)
 
 
 def _room(
-    options: EmbeddedBackend, *, size: int, states: tuple[int, int], device: torch.device
+    options: EmbeddedBackend,
+    *,
+    size: int,
+    states: tuple[int, int],
+    device: torch.device,
+    trainer_bytes: int,
 ) -> tuple[int, int]:
     """Limit of the KV cache in bytes, without recurrent states, and the number of their snapshots.
     A block has `size` bytes; `states`: how many sequences have one, and its bytes."""
     bound = options.kv_bytes or _CPU_KV_BYTES
     of_states = states[0] * states[1]
     if options.kv_bytes is None and device.type == "cuda":
-        bound = int(torch.cuda.mem_get_info(device)[0] * _GPU_KV_SHARE)
+        free, total = torch.cuda.mem_get_info(device)
+        if trainer_bytes:  # which it may not hold yet
+            free = min(free, total - trainer_bytes - torch.cuda.memory_reserved(device))
+        bound = int(free * _GPU_KV_SHARE)
     if bound < size + of_states:
         others = f" and the recurrent states of {of_states} bytes" if of_states else ""
         remedy = "raise it, or lower engine.max_sequences" if of_states else "raise it"

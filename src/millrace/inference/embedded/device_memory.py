@@ -9,7 +9,8 @@ written there. One thread uses a ReleasableMemory.
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint64, c_void_p
 from typing import Any
 
@@ -137,8 +138,36 @@ class EngineMemory:
         self.weights, self.kv = ReleasableMemory(device), ReleasableMemory(device)
 
     def adopt(self, model: torch.nn.Module) -> None:
-        """Move the parameters of a model there."""
-        with self.weights.allocating():
-            for parameter in model.parameters():
-                parameter.data = parameter.data.clone()
-        torch.cuda.empty_cache()
+        """Move the parameters of a model there. Nothing may replace them later: what becomes unused
+        there is not given back to torch's other memory, and is saved at every sleep."""
+        move_storages(
+            model.parameters(), allocating=self.weights.allocating, free=torch.cuda.empty_cache
+        )
+
+
+@torch.no_grad()
+def move_storages(
+    tensors: Iterable[torch.Tensor],
+    *,
+    allocating: Callable[[], AbstractContextManager[None]],
+    free: Callable[[], None],
+    free_every: int = _GIB,
+) -> None:
+    """Move the memory of tensors to what is allocated in a context. Views of one memory stay views
+    of one memory. `free` is called at the end, and whenever that many bytes were moved: otherwise
+    the device would hold everything twice."""
+    storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}
+    num_moved = 0
+    for storage in storages.values():
+        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        values, num_bytes = flat.clone(), storage.nbytes()
+        storage.resize_(0)
+        with allocating():
+            storage.resize_(num_bytes)
+        flat.copy_(values)
+        del values
+        num_moved += num_bytes
+        if num_moved >= free_every:
+            free()
+            num_moved = 0
+    free()

@@ -5,11 +5,12 @@ Promise: all or nothing. An update that does not fit, or cannot be prepared, is 
 weight changes. An update that fails half-way leaves no version until a complete one is committed.
 Weights are written in place, so CUDA graphs and fused projections stay valid.
 
-A staging thread calls prepare(), which does as much as possible while decoding continues. The
+A staging thread calls prepare(), which does as much as possible while decoding continues: it also
+quantises what layers hold in FP8, so a commit copies fewer bytes. The
 engine's thread calls commit() between two forward passes: one operation for all tensors of a dtype.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,13 +20,15 @@ from transformers import PreTrainedModel
 
 from millrace.core.errors import WeightError
 from millrace.inference.embedded.adapters import AdapterBank, AdapterMerger
+from millrace.inference.embedded.decode.layers import row_scales_of
+from millrace.inference.embedded.fp8 import FP8, quantize_rows
 from millrace.models.routing import policy_tensors
 from millrace.weights.packing import check_shapes, copy_all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PreparedWeights:
-    """A complete version on the engine's device, to be committed or dropped. Several may exist."""
+    """A complete version, to be committed or dropped. Several may exist."""
 
     version: int
     pairs: list[tuple[Tensor, Tensor]]  # live tensors, and their new values; none if they stay
@@ -40,14 +43,17 @@ class LiveWeights:
         version: int,
         merger: AdapterMerger | None,
         bank: AdapterBank | None,
+        stages: bool = True,
     ) -> None:
         """`version`: of the model's weights. With a `merger`, or a `bank` that holds the policy's
-        adapter, updates are adapters."""
+        adapter, updates are adapters. `stages`: prepare() copies whole models to the device; else
+        commit() does, which takes longer and needs no room for a second copy."""
         names = [] if bank is None else bank.policies
         # By policy, where None is the only or first; None after an update that failed half-way.
         self.versions: dict[str | None, int | None] = dict.fromkeys([None, *names], version)
         self._device, self._parameters = model.device, policy_tensors(model)
-        self._merger, self._bank = merger, bank
+        self._row_scales = row_scales_of(model)
+        self._merger, self._bank, self._stages = merger, bank, stages
         policy = bank and bank.policy if merger is None else merger.adapter
         shapes = {name: tuple(tensor.shape) for name, tensor in self._parameters.items()}
         # Shapes of the tensors that an update must bring.
@@ -103,10 +109,20 @@ class LiveWeights:
     def _pairs(
         self, tensors: Mapping[str, Tensor], policy: str | None
     ) -> list[tuple[Tensor, Tensor]]:
+        bank = self._bank
+        if bank is not None and bank.policy is not None:
+            return bank.prepare(tensors, name=policy)
+        values: Iterable[tuple[str, Tensor]] = ((name, tensors[name]) for name in self._parameters)
         if self._merger is not None:
-            return self._merger.prepare(tensors, live=self._parameters)
-        if self._bank is not None and self._bank.policy is not None:
-            return self._bank.prepare(tensors, name=policy)
-        live = self._parameters.items()
-        pairs = [(own, tensors[name].to(own.device, own.dtype)) for name, own in live]
-        return pairs if self._bank is None else pairs + self._bank.prepare_gains(tensors)
+            values = self._merger.merged(tensors)
+        pairs = [pair for name, value in values for pair in self._staged(name, value)]
+        return pairs if bank is None else pairs + bank.prepare_gains(tensors)
+
+    def _staged(self, name: str, value: Tensor) -> list[tuple[Tensor, Tensor]]:
+        own = self._parameters[name]
+        if own.dtype != FP8:
+            return [(own, value.to(own.device, own.dtype) if self._stages else value)]
+        values, scales = quantize_rows(value.to(own.device))
+        # Eight at a time: single bytes are copied at a fraction of the memory's bandwidth.
+        words = own.view(torch.int64), values.view(torch.int64)
+        return [words, (self._row_scales[name], scales)]

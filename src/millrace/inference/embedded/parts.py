@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedModel
 
 from millrace.inference.embedded.adapters import AdapterBank
@@ -38,6 +39,7 @@ class EngineSizes:
     block_tokens: int
     prefill_tokens: int
     kv: Literal["keep", "recompute"] = "keep"
+    kv_dtype: torch.dtype | None = None  # of the KV cache; None = that of the model
     prefix_cache: bool = True
     num_snapshots: int = 0  # of recurrent states, for the prefix cache
     decode_steps: int = 1  # per launch on the device, at most; 1 = no decode loop
@@ -69,18 +71,15 @@ class EngineParts:
         self.slots = BatchSlots(num_slots, max_context=context)
         room = {"num_slots": num_slots, "max_context": context}
         self.tables = BlockTables(BlockPool(num_blocks), block_tokens=sizes.block_tokens, **room)
-        # Memory of weights is saved while the engine sleeps.
-        for_weights = nullcontext if memory is None else memory.weights.allocating
         if not sizes.exact:
-            with for_weights():
-                keep_residual_in_float32(model)
+            keep_residual_in_float32(model)
         probe = measure_cache(model)
         with nullcontext() if memory is None else memory.kv.allocating():
             self.cache = KVCache(
                 probe.shapes,
                 num_blocks=num_blocks,
                 block_tokens=sizes.block_tokens,
-                dtype=model.dtype,
+                dtype=sizes.kv_dtype or model.dtype,
                 device=model.device,
             )
         self.drafts: DraftProposer | None = None  # None = no speculation
@@ -100,13 +99,16 @@ class EngineParts:
             refuse("a recurrent state")
         if sizes.exact and on_gpu:
             use_exact_norms(model)
-        with for_weights():
-            if probe.layers:
+        if probe.layers:
+            # Like weights, states are saved while the engine sleeps.
+            with nullcontext() if memory is None else memory.weights.allocating():
                 self.states = StatePool(probe, num_rows=num_slots + num_snapshots)
-            elif sizes.exact and on_gpu:
-                fuse_projections(model)  # the kernels compute each output by itself
-            elif sizes.decode_steps > 1 and not sizes.exact:
-                prepare(model, self.cache.layers, compile_layers=sizes.compile_layers)
+        elif sizes.exact and on_gpu:
+            fuse_projections(model)  # the kernels compute each output by itself
+        elif sizes.decode_steps > 1 and not sizes.exact:
+            prepare(model, self.cache.layers, compile_layers=sizes.compile_layers)
+        if memory is not None:
+            memory.adopt(model)
         self.bank = AdapterBank(model, adapters) if adapters else None  # of unmerged adapters
 
     def numerics(self) -> AbstractContextManager[Any]:

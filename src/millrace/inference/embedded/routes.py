@@ -131,9 +131,15 @@ def _record_routes(chosen: Tensor, pool: Tensor, kv_slots: Tensor) -> Tensor:
     return chosen.clone()
 
 
+def _record_on_cuda(chosen: Tensor, pool: Tensor, kv_slots: Tensor) -> Tensor:
+    from millrace.inference.embedded.decode import expert_kernels
+
+    return expert_kernels.record_routes(chosen, pool, kv_slots)
+
+
 define_operator(
     "record_routes(Tensor chosen, Tensor pool, Tensor kv_slots) -> Tensor",
-    cuda=_record_routes,
+    cuda=_record_on_cuda,
     cpu=_record_routes,
     shape=lambda chosen, *_: torch.empty_like(chosen),
 )

@@ -72,6 +72,8 @@ class TokenBatch:
     proximal_logprobs: "Tensor | None" = None
     """[N] float32; the trainer's logprobs before the first update of the step. None in the first
     update, where they equal trainer_logprobs."""
+    scores: "Tensor | None" = None
+    """[N] float32; of the token's episode, if the loss needs it."""
     reference_logprobs: "Tensor | None" = None
     """[N] float32; of the reference model, if the run has one."""
     teacher_logprobs: "Tensor | None" = None

@@ -270,8 +270,11 @@ class PolicyLoss:
         is_engine = self.ratio.anchor == "engine"
         target = tokens.trainer_logprobs.detach() if is_engine else anchor
         product = self.correction.weights(tokens, target=target)
-        for part in (self.staleness, self.off_policy, self.second_moment):
-            weights = part.weights(tokens)
+        for weights in (
+            self.staleness.weights(tokens),
+            self.off_policy.weights(tokens),
+            self.second_moment.weights(tokens, target=target),
+        ):
             if weights is not None:
                 product = weights if product is None else product * weights
         return product

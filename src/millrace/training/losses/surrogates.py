@@ -124,16 +124,21 @@ class Reinforce:
 
 @plugin
 class Topr:
-    """Tapered off-policy REINFORCE (arXiv 2503.14286): A log pi where A > 0, else
+    """Tapered off-policy REINFORCE (arXiv 2503.14286): A log pi for good tokens, else
     sg(min(r, cap)) A log pi. Good tokens have full weight however unlikely they have become; bad
     ones only as far as they are still likely."""
 
     cap: Positive = 1.0
-    """Largest importance weight of tokens with A <= 0, above 0."""
+    """Largest importance weight of bad tokens, above 0."""
+    good_by: Literal["advantage", "score"] = "advantage"
+    """What makes a token good: "advantage", A > 0; "score", an episode with a score above 0, which
+    ROLL's TOPR asks for, so that tokens of a good episode have full weight where A < 0."""
 
     def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         ratio = policy.log_ratio.detach().exp()
-        is_good = policy.advantages > 0
+        decisive = policy.tokens.scores if self.good_by == "score" else policy.advantages
+        assert decisive is not None, "batches of such a loss are packed with scores=True"
+        is_good = decisive > 0
         weight = ratio.clamp(max=self.cap).masked_fill(is_good, 1.0)
         is_capped = ~is_good & (ratio > self.cap)
         return weight * policy.advantages * policy.logprobs, {"clip_ratio": is_capped.float()}

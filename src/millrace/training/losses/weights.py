@@ -21,6 +21,7 @@ from millrace.training.losses.loss import (
     NonNegative,
     Positive,
     TokenBatch,
+    TokenSegments,
     UnitInterval,
     aggregate,
 )
@@ -173,25 +174,41 @@ class SecondMomentMask:
     """The trust region of M2PO (arXiv 2510.01161), which masks few tokens however stale they are.
 
     Here it holds for each sequence, there for a batch: so it does not depend on how the batch is
-    split."""
+    split. The published implementations take a microbatch."""
 
     second_moment: Positive = math.inf
     """Largest mean of (log r)^2 over the tokens of a sequence that have moved in the direction of
     A: those that moved furthest are masked until it holds; above 0, inf disables it. M2PO: 0.04."""
+    second_moment_rule: Literal["sequence", "m2po", "areal"] = "sequence"
+    """Tokens that the second moment counts: "sequence", those of second_moment that are kept;
+    "m2po", the authors' code, all of these in the microbatch, where a masked one counts as far as
+    the furthest one that is kept; "areal", all kept tokens of the microbatch in either direction,
+    with r = anchor / engine if the anchor is the proximal policy."""
 
-    def weights(self, tokens: TokenBatch) -> "Tensor | None":  # [N]
+    def weights(self, tokens: TokenBatch, *, target: "Tensor") -> "Tensor | None":  # [N]
+        """`target` [N] are the logprobs that AReaL compares with those of the engine."""
         if math.isinf(self.second_moment):
             return None
-        moved = tokens.trainer_logprobs.detach() - tokens.engine_logprobs
-        has_moved = moved * tokens.advantages > 0
-        squares = moved.square() * has_moved
-        # By sequence, the nearest first: the mean over a token and all before it grows along them.
+        is_areal, segments = self.second_moment_rule == "areal", tokens.sequences
+        if self.second_moment_rule != "sequence":
+            ids = segments.ids.new_zeros(len(segments.ids))
+            segments = TokenSegments(ids=ids, lengths=ids.new_full((1,), len(ids)))
+        current = target if is_areal else tokens.trainer_logprobs.detach()
+        moved = current - tokens.engine_logprobs
+        is_counted = (moved * tokens.advantages > 0) | is_areal
+        squares = (moved.square() * is_counted).double()
+        # By segment, the nearest first: the mean over a token and all before it grows along them.
         order = squares.argsort(stable=True)
-        order = order[tokens.sequences.ids[order].argsort(stable=True)]
-        ids, counted = tokens.sequences.ids[order], has_moved[order].to(squares.dtype)
-        begins = tokens.sequences.lengths.cumsum(0)[ids] - tokens.sequences.lengths[ids]
-        sums, counts = (_sum_from(begins, x) for x in (squares[order].double(), counted.double()))
-        is_kept = (sums <= self.second_moment * counts) | (counted == 0)
+        order = order[segments.ids[order].argsort(stable=True)]
+        ids, squares, counted = segments.ids[order], squares[order], is_counted[order]
+        begins = segments.lengths.cumsum(0)[ids] - segments.lengths[ids]
+        sums, counts = (_sum_from(begins, x) for x in (squares, counted.double()))
+        if self.second_moment_rule == "m2po":
+            total = counted.sum()
+            sums, counts = sums + squares * (total - counts), total
+        is_kept = (sums <= self.second_moment * counts) | ~counted
+        if is_areal:
+            is_kept[:1] = True  # AReaL never masks all
         return tokens.advantages.new_empty(len(ids)).index_copy(
             0, order, is_kept.to(tokens.advantages.dtype)
         )

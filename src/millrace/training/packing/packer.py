@@ -7,6 +7,7 @@ Pure numpy, so the controller can run it in a thread. T = rows of a microbatch.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, pairwise
 from statistics import fmean
 
@@ -32,14 +33,16 @@ def pack(
     pairs: bool = False,
     whole_groups: bool = False,
     critic: bool = False,
+    scores: bool = False,
     num_ranks: int = 1,
     reported: _Numbers | None = None,
 ) -> Batch:
     """The microbatches of one optimizer update, from scored groups. With `pairs`, only rollouts
     with an advantage are packed, and those of a group together, because the loss compares them.
     With `whole_groups`, all rollouts of a group are together. With `critic`, rewards and end states
-    are included. `reported`: see Microbatch."""
+    are included, with `scores` the scores of the episodes. `reported`: see Microbatch."""
     samples = [_samples(group, critic=critic) for group in groups]
+    samples = [*map(_with_scores, samples, groups)] if scores else samples
     samples = _compared(samples) if pairs else samples
     bundles: list[_Bundle] = [grow_trees(of_group) for of_group in samples]
     together = pairs or whole_groups
@@ -119,6 +122,12 @@ def _samples(group: Group, *, critic: bool) -> list[Sample]:
     ]
 
 
+def _with_scores(samples: Sequence[Sample], group: Group) -> list[Sample]:
+    by_episode = zip(group.episodes, group.scores, strict=True)
+    scores = [score.of_agent(r.agent) for episode, score in by_episode for r in episode.rollouts]
+    return [replace(sample, score=score) for sample, score in zip(samples, scores, strict=True)]
+
+
 def _compared(samples: Sequence[list[Sample]]) -> list[list[Sample]]:
     """Rollouts with an advantage, by group; if none has one, the first, so that there is a step."""
     found = [[one for one in of_group if one.advantages.any()] for of_group in samples]
@@ -148,6 +157,7 @@ def _lay_out(bundles: Sequence[_Bundle], *, pairs: bool, reported: _Numbers) -> 
     lengths = np.array([len(tokens) for tokens in segments.tokens], np.int32)
     rollouts = [sample.rollout for sample in members]
     rewards = [sample.rewards for sample in members if sample.rewards is not None]
+    scores = [sample.score for sample in members if sample.score is not None]
     counts = [rollout.num_sampled for rollout in rollouts]
     temperatures = np.array([r.sampling.temperature for r in rollouts], np.float32)
     numbers = np.array([reported.get(rollout, -1) for rollout in rollouts], np.int32)
@@ -165,6 +175,7 @@ def _lay_out(bundles: Sequence[_Bundle], *, pairs: bool, reported: _Numbers) -> 
         temperatures=np.repeat(temperatures, counts),
         kept=join_kept([(r.kept and kept_rows(r.kept, r.mask), r.num_sampled) for r in rollouts]),
         routes=_join_routes([tree.routes for tree in owners], lengths),
+        scores=np.repeat(np.array(scores, np.float32), counts) if scores else None,
         reference_logprobs=_join_references(rollouts),
         **_join_teachers(rollouts),
         groups=np.repeat(np.array(groups, np.int32), counts) if pairs else None,

@@ -29,6 +29,7 @@ class Sample:
 
     rollout: Rollout
     advantages: np.ndarray  # [n] float32
+    score: float | None = None  # of its episode; for a loss that needs it
     rewards: np.ndarray | None = None  # [n] float64; for a critic
     was_cut: bool = False  # a critic values the state after the last trained token
 

@@ -20,7 +20,7 @@ from millrace.core.records import Kept
 _TOKEN_FIELDS = (
     *("targets", "engine_logprobs", "versions", "advantages", "temperatures"),
     *("reference_logprobs", "proximal_logprobs", "teacher_logprobs", "topk_ids", "topk_logprobs"),
-    *("groups", "reported", "rewards", "values", "returns"),
+    *("scores", "groups", "reported", "rewards", "values", "returns"),
 )
 
 MAX_GROUPS = 3  # of each joined part: roots, what is below them, and segments that share nothing

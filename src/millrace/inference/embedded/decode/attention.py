@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace.inference.embedded.kv.cache import KVCache
+from millrace.inference.embedded.kv.cache import KVCache, from_entries, to_entries
 from millrace.models.attention.flash import add_sinks, flash_obstacle
 from millrace.models.attention.layout import FLASH_CAPABILITY, ScoreRules
 from millrace.models.attention.packed import attend_masked
@@ -51,11 +51,13 @@ class DecodeLayer(NamedTuple):
     reason to compile the next layer again. The tables and lengths may have rows to spare, so that
     their shapes are the same for every B."""
 
-    cache: Tensor  # [slots, K, D + E]
+    cache: Tensor  # [slots, K, D + E], or entries of kv/cache.py in FP8
     tables: Tensor  # [B or more, W] int32; blocks of each row
     lengths: Tensor  # [B or more] int64; tokens of each row with the new one; 0 = the row is idle
+    splits: Tensor  # [S or more, 4] int32; see splits.py
+    joins: Tensor  # [B or more, 3] int32
     block_tokens: int
-    splits: int  # parts of a row's context that attend side by side; a power of two
+    num_splits: int
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rules: ScoreRules) -> Tensor:
         """[B, H, E], of query [B, H, D], key [B, K, D] and value [B, K, E]."""
@@ -66,7 +68,7 @@ class DecodeLayer(NamedTuple):
 class PrefillLayer(NamedTuple):
     """What the attention of one layer needs in a prefill pass; a NamedTuple like DecodeLayer."""
 
-    cache: Tensor  # [slots, K, 2 D]
+    cache: Tensor  # [slots, K, 2 D], or entries of kv/cache.py in FP8
     slot_mapping: Tensor  # [T] int64; where each token's key and value go
     context_slots: Tensor  # [L] int64; [0] = every chunk begins its sequence
     query_starts: Tensor  # [S + 1] int32
@@ -118,28 +120,30 @@ def plain_decode(
     cache: Tensor,
     tables: Tensor,
     lengths: Tensor,
+    _splits: Tensor,
+    _joins: Tensor,
     block_tokens: int,
-    splits: int,
+    _num_splits: int,
     scale: float,
     window: int,  # 0 = none
     cap: float,  # 0 = none
     sinks: Tensor | None,  # [H]
 ) -> Tensor:  # [B, H, E]
-    """Decode attention in plain PyTorch, on any device."""
-    key_dim = key.shape[2]
+    """Decode attention in plain PyTorch, on any device, without splits."""
     tables, lengths = tables[: len(query)], lengths[: len(query)]
     busy = lengths > 0
     rows = torch.arange(len(lengths), device=lengths.device)
     at = (lengths - 1).clamp_min(0).long()
     slots = tables[rows, at // block_tokens].long() * block_tokens + at % block_tokens
-    cache[slots[busy]] = torch.cat([key, value], dim=-1)[busy]
+    cache[slots[busy]] = to_entries(key, value, cache)[busy]
     context = max(int(lengths.max()), 1)
     at = torch.arange(context, device=lengths.device)
     slots = tables[:, at // block_tokens].long() * block_tokens + at % block_tokens  # [B, L]
-    entries = cache[slots].transpose(1, 2)  # [B, K, L, D + E]
+    entries = cache[slots].transpose(1, 2)  # [B, K, L, D + E], or in FP8
     ends = lengths[:, None].long()
     seen = (at < ends) & (at >= ends - window) if window else at < ends
-    keys, values = entries[..., :key_dim], entries[..., key_dim:]
+    dims = {"key_dim": key.shape[2], "value_dim": value.shape[2]}
+    keys, values = from_entries(entries, **dims, dtype=value.dtype)
     rules, visible = ScoreRules(scale, softcap=cap or None, sinks=sinks), seen[:, None, None]
     output = attend_masked(query[:, :, None], keys, values, visible=visible, rules=rules)
     return output[:, :, 0].nan_to_num(0.0)  # NaN: a row that sees nothing
@@ -160,9 +164,13 @@ def _flash_prefill(
     window: int,  # 0 = none
     sinks: Tensor | None,  # [H]
 ) -> Tensor:  # [T, H, D]
-    cache.index_copy_(0, slot_mapping, torch.cat([key, value], dim=-1))
+    entries = to_entries(key, value, cache)
+    cache.index_copy_(0, slot_mapping, entries)
     if len(context_slots):
-        key, value = cache.index_select(0, context_slots).chunk(2, dim=-1)
+        entries = cache.index_select(0, context_slots)
+    if len(context_slots) or cache.dtype == torch.uint8:
+        dims = {"key_dim": key.shape[2], "value_dim": value.shape[2]}
+        key, value = from_entries(entries, **dims, dtype=value.dtype)
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
         query.contiguous(),
         key.contiguous(),
@@ -183,8 +191,8 @@ def _flash_prefill(
 
 define_operator(
     "paged_decode(Tensor query, Tensor key, Tensor value, Tensor cache, Tensor tables,"
-    " Tensor lengths, SymInt block_tokens, SymInt splits, float scale, SymInt window, float cap,"
-    " Tensor? sinks) -> Tensor",
+    " Tensor lengths, Tensor splits, Tensor joins, SymInt block_tokens, SymInt num_splits,"
+    " float scale, SymInt window, float cap, Tensor? sinks) -> Tensor",
     cpu=plain_decode,
     cuda=_decode_on_cuda,
     shape=lambda query, key, value, *_: query.new_empty(*query.shape[:2], value.shape[2]),

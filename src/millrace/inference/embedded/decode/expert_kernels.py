@@ -4,6 +4,8 @@ Three kernels per layer: rows are grouped by expert; gate, up and activation are
 last product writes each row weighted. A program walks the rows of one expert for one tile of its
 weights, so that each weight is read once. Sums are float32.
 
+Routes are recorded by one kernel per layer, because steps of small batches are made of launches.
+
 Imported on machines with CUDA only. T = tokens, K = experts per token, S = T K rows, E = experts,
 I = hidden size, M = inner size of an expert.
 """
@@ -133,3 +135,27 @@ def experts(
         inner, down, *groups, weights.contiguous(), out, **sizes, **tiles
     )
     return out.view(num_tokens, top_k, hidden_size).sum(1).to(hidden.dtype)
+
+
+@triton.jit
+def _record_kernel(chosen, pool, kv_slots, out, num_rows, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = at < num_rows
+    expert = tl.load(chosen + at, mask=is_row)
+    slot = tl.load(kv_slots + at // TOP_K, mask=is_row)
+    tl.store(pool + slot * TOP_K + at % TOP_K, expert.to(pool.dtype.element_ty), mask=is_row)
+    tl.store(out + at, expert, mask=is_row)
+
+
+def record_routes(
+    chosen: Tensor,  # [T, K] int64
+    pool: Tensor,  # [KV slots, K] uint8 or int16; written
+    kv_slots: Tensor,  # [T] int64
+) -> Tensor:  # a copy of `chosen`: operators do not return their arguments
+    chosen = chosen.contiguous()
+    out = torch.empty_like(chosen)
+    num_rows, block = chosen.numel(), 1024
+    _record_kernel[(triton.cdiv(num_rows, block),)](
+        chosen, pool, kv_slots, out, num_rows, TOP_K=chosen.shape[1], BLOCK=block
+    )
+    return out

@@ -25,6 +25,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from millrace.inference.embedded.decode import attention
+from millrace.inference.embedded.decode.fp8_layers import Fp8Linear, Fp8Matrix
+from millrace.inference.embedded.fp8 import FP8
 from millrace.models.lora import factors
 from millrace.models.sharding import router_modules
 
@@ -49,8 +51,17 @@ def add_side(linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
 class FusedLinear:
     """One matrix product for several projections of one input."""
 
-    def __init__(self, parts: list[nn.Linear]) -> None:
-        self.weight = frozen(torch.cat([part.weight.detach() for part in parts]))
+    def __init__(self, parts: list[Any]) -> None:
+        """`parts`: linear layers of torch, or Fp8Linear."""
+        weights = [part.weight.detach() for part in parts]
+        self.dtype = weights[0].dtype  # of the output
+        self.matrix: Fp8Matrix | None = None  # in FP8
+        if self.dtype == FP8:
+            whole = torch.cat([weight.view(torch.uint8) for weight in weights]).view(FP8)
+            self.matrix = Fp8Matrix(whole, torch.cat([part.row_scales for part in parts]))
+            self.dtype, self.weight = parts[0].dtype, self.matrix.weight
+        else:
+            self.weight = frozen(torch.cat(weights))
         self.bias = None
         if parts[0].bias is not None:
             self.bias = frozen(torch.cat([part.bias.detach() for part in parts]))
@@ -59,6 +70,14 @@ class FusedLinear:
         self.input: Tensor | None = None
         self.output: Tensor | None = None
 
+    def multiply(self, x: Tensor) -> Tensor:
+        cast = x.to(self.dtype)
+        if self.matrix is None:
+            product = F.linear(cast, self.weight, self.bias)
+        else:
+            product = self.matrix.multiply(x, self.bias, dtype=self.dtype)
+        return product if self.side is None else self.side.add(product, cast, self.bias)
+
 
 class _LayerPart(nn.Module):
     """One of the projections; the first one computes all of them."""
@@ -66,6 +85,9 @@ class _LayerPart(nn.Module):
     def __init__(self, fused: FusedLinear, *, start: int, stop: int, is_first: bool, is_last: bool):
         super().__init__()
         self.weight = frozen(fused.weight[start:stop])
+        self.row_scales: Tensor | None = None  # of an FP8 weight
+        if fused.matrix is not None:
+            self.row_scales = fused.matrix.scales.detach()[start:stop]
         if fused.bias is not None:
             self.bias = frozen(fused.bias[start:stop])
         self.fused = fused
@@ -75,11 +97,7 @@ class _LayerPart(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         fused = self.fused
         if self._is_first:
-            cast = x.to(fused.weight.dtype)
-            product = F.linear(cast, fused.weight, fused.bias)
-            if fused.side is not None:
-                product = fused.side.add(product, cast, fused.bias)
-            fused.input, fused.output = x, product
+            fused.input, fused.output = x, fused.multiply(x)
         assert fused.input is x, "projections of one input are called one after another"
         assert fused.output is not None
         output = fused.output
@@ -88,11 +106,22 @@ class _LayerPart(nn.Module):
         return output[..., self.start : self.stop]
 
 
-def fused_slice_of(projection: nn.Module) -> tuple[nn.Linear | FusedLinear, int, int]:
+def row_scales_of(model: nn.Module) -> dict[str, Tensor]:
+    """The scales [O, 1] of FP8 weights, by the names of the weights."""
+    return {
+        f"{name}.weight": module.row_scales
+        for name, module in model.named_modules()
+        if isinstance(module, Fp8Linear | _LayerPart) and module.row_scales is not None
+    }
+
+
+def fused_slice_of(
+    projection: nn.Module,
+) -> tuple[nn.Linear | Fp8Linear | FusedLinear, int, int]:
     """The product that computes a projection, and the projection's rows start..stop of it."""
     if isinstance(projection, _LayerPart):
         return projection.fused, projection.start, projection.stop
-    assert isinstance(projection, nn.Linear)
+    assert isinstance(projection, nn.Linear | Fp8Linear)
     return projection, 0, projection.out_features
 
 
@@ -109,7 +138,7 @@ def fuse_projections(model: PreTrainedModel) -> None:
     for module in list(model.modules()):
         for names in _SIBLINGS:
             parts: list[Any] = [getattr(module, name, None) for name in names]
-            if not all(type(part) is nn.Linear for part in parts):
+            if not all(type(part) in (nn.Linear, Fp8Linear) for part in parts):
                 continue
             kinds = {(part.in_features, part.weight.dtype, part.bias is None) for part in parts}
             if len(kinds) > 1:

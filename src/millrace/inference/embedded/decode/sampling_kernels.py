@@ -1,6 +1,7 @@
 """Triton kernels that sample tokens: one pass over the logits sums them by chunk, then one chunk is
-read again for the draw. Truncation adds two passes that find the candidates of each row, and a
-search over the whole vocabulary, in about twenty passes, for rows with too many candidates.
+read again for the draw. Truncation adds two passes that find the candidates of each row. For rows
+with too many of them, two more passes find the threshold of top-p. Where that fails, and for top-k
+beyond CANDIDATES, a search over the whole vocabulary takes about twenty passes.
 
 They compute what sampler.sample() computes, which is the reference of their tests.
 
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace.inference.embedded.decode.nucleus_kernels import find_nuclei
 from millrace.inference.embedded.decode.truncation_kernels import (
     CANDIDATES,
     inverse_cdf,
@@ -29,6 +31,12 @@ _SMALLEST, _LARGEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # not the
 
 
 @triton.jit
+def _stays(x, threshold):
+    # Ids that a grammar rules out are -inf, and no threshold may let them pass.
+    return (x >= threshold) & (x > -float("inf"))
+
+
+@triton.jit
 def _summarise_kernel(
     logits,  # [B, V] float32
     temperatures,  # [B] float32
@@ -37,6 +45,7 @@ def _summarise_kernel(
     sums,  # [B, C] float32; of exp(x - the chunk's maximum)
     best,  # [B, C] int32; first token that has the maximum
     num_candidates,  # [B] int32
+    num_stay,  # [B, C] int32; tokens that stay
     vocab,
     num_chunks,
     CHUNK: tl.constexpr,
@@ -47,11 +56,13 @@ def _summarise_kernel(
         return
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = scaled(logits, row, at, temperature_of(temperatures, row), vocab)
+    place = row * num_chunks + chunk
     if TRUNCATED:
-        x = tl.where(x >= tl.load(thresholds + row), x, -float("inf"))
+        stays = _stays(x, tl.load(thresholds + row))
+        x = tl.where(stays, x, -float("inf"))
+        tl.store(num_stay + place, tl.sum(stays.to(tl.int32), 0))
     maximum = tl.max(x, 0)
     shift = tl.where(maximum == -float("inf"), 0.0, maximum)
-    place = row * num_chunks + chunk
     tl.store(maxima + place, maximum)
     tl.store(sums + place, tl.sum(tl.exp(x - shift), 0))
     tl.store(best + place, chunk * CHUNK + tl.argmax(x, 0))
@@ -172,6 +183,7 @@ def _threshold_kernel(
     top_ps,  # [B] float32; 1 = off
     min_ps,  # [B] float32; 0 = off
     maxima,  # [B, C] float32
+    is_found,  # [B] int32; 1 = the threshold is known
     thresholds,  # [B] float32; smallest scaled logit that stays
     num_candidates,  # [B] int32
     vocab,
@@ -180,7 +192,7 @@ def _threshold_kernel(
     CHUNKS_PAD: tl.constexpr,
 ):
     row = tl.program_id(0)
-    if is_sampled(num_candidates, row):
+    if is_sampled(num_candidates, row) | (tl.load(is_found + row) == 1):
         return
     chunks = tl.arange(0, CHUNKS_PAD)
     inside = chunks < num_chunks
@@ -219,41 +231,45 @@ def _list_kernel(
     temperatures,
     thresholds,
     num_candidates,
+    num_stay,  # [B, C] int32
     ids,  # [B, CAPACITY] int32; ascending, or if there are more ids, a mask as in Kept
     counts,  # [B] int32; numbers in the row
     vocab,
+    num_chunks,
     CAPACITY: tl.constexpr,
     CHUNK: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    row, chunk = tl.program_id(0), tl.program_id(1)
     if is_sampled(num_candidates, row):
+        return
+    chunks = tl.arange(0, CHUNKS_PAD)
+    number = tl.load(num_stay + row * num_chunks + chunks, mask=chunks < num_chunks, other=0)
+    count = tl.sum(number, 0)
+    # All = nothing was ruled out. A greedy row is not truncated.
+    size = tl.where((count == vocab) | (tl.load(temperatures + row) == 0.0), 0, count)
+    is_mask = size > CAPACITY
+    if chunk == 0:
+        tl.store(counts + row, tl.where(is_mask, 1 + tl.cdiv(vocab, 32), size))
+        if is_mask:
+            tl.store(ids + row * CAPACITY, -count)
+    if size == 0:
         return
     temperature = temperature_of(temperatures, row)
     threshold = tl.load(thresholds + row)
-    count = tl.full([], 0, tl.int32)
-    for begin in range(0, vocab, CHUNK):
-        at = begin + tl.arange(0, CHUNK)
-        x = scaled(logits, row, at, temperature, vocab)
-        # Ids that a grammar rules out are -inf, and no threshold may let them pass.
-        stays = (x >= threshold) & (x > -float("inf"))
-        number = stays.to(tl.int32)
-        place = count + tl.cumsum(number, 0) - number
-        tl.store(ids + row * CAPACITY + place, at, mask=stays & (place < CAPACITY))
-        count += tl.sum(number, 0)
-    # All = nothing was ruled out. A greedy row is not truncated.
-    size = tl.where((count == vocab) | (tl.load(temperatures + row) == 0.0), 0, count)
-    if size > CAPACITY:
-        tl.store(ids + row * CAPACITY, -count)
+    if is_mask:
         word, bit = tl.arange(0, CHUNK // 32), tl.arange(0, 32)
-        for begin in range(0, vocab, CHUNK):
-            at = begin + word[:, None] * 32 + bit[None, :]
-            x = scaled(logits, row, at, temperature, vocab)
-            stays = (x >= threshold) & (x > -float("inf"))
-            bits = tl.sum(stays.to(tl.int32) << bit[None, :], 1)
-            place = begin // 32 + word
-            tl.store(ids + row * CAPACITY + 1 + place, bits, mask=place * 32 < vocab)
-        size = 1 + tl.cdiv(vocab, 32)
-    tl.store(counts + row, size)
+        places = chunk * CHUNK + word[:, None] * 32 + bit[None, :]
+        is_one = _stays(scaled(logits, row, places, temperature, vocab), threshold)
+        bits = tl.sum(is_one.to(tl.int32) << bit[None, :], 1)
+        target = chunk * (CHUNK // 32) + word
+        tl.store(ids + row * CAPACITY + 1 + target, bits, mask=target * 32 < vocab)
+    else:
+        at = chunk * CHUNK + tl.arange(0, CHUNK)
+        stays = _stays(scaled(logits, row, at, temperature, vocab), threshold)
+        place = tl.sum(tl.where(chunks < chunk, number, 0), 0)
+        place += tl.cumsum(stays.to(tl.int32), 0) - 1
+        tl.store(ids + row * CAPACITY + place, at, mask=stays)
 
 
 def sample(
@@ -281,27 +297,26 @@ def sample(
     summaries = (logits, temperatures, thresholds, maxima, sums, best)
     sizes = {"vocab": vocab, "num_chunks": num_chunks, "CHUNK": _CHUNK}
     grid = (num_rows, num_chunks)
-    _summarise_kernel[grid](*summaries, None, **sizes, TRUNCATED=False)
+    _summarise_kernel[grid](*summaries, None, None, **sizes, TRUNCATED=False)
     kept = counts = num_candidates = None
     if truncation is not None:
         rules = (temperatures, *truncation)
         kept = torch.empty(num_rows, capacity, dtype=torch.int32, device=logits.device)
         counts = torch.empty_like(temperatures, dtype=torch.int32)
-        num_candidates = sample_from_candidates(
-            logits,
-            rules=rules,
-            summaries=(maxima, sums),
-            draws=draws,
-            kept=kept,
-            counts=counts,
-            chunk=_CHUNK,
+        known = {"rules": rules, "summaries": (maxima, sums), "chunk": _CHUNK}
+        histograms, *bins, num_candidates = sample_from_candidates(
+            logits, **known, draws=draws, kept=kept, counts=counts
+        )
+        is_found = find_nuclei(
+            logits, **known, bins=tuple(bins), histograms=histograms, thresholds=thresholds
         )
         found = (thresholds, num_candidates)
         search = {"CHUNKS_PAD": padded, "num_warps": 16}
-        _threshold_kernel[(num_rows,)](logits, *rules, maxima, *found, **sizes, **search)
-        _summarise_kernel[grid](*summaries, num_candidates, **sizes, TRUNCATED=True)
-        room = {"CAPACITY": capacity, "CHUNK": _CHUNK, "num_warps": 8}
-        _list_kernel[(num_rows,)](logits, temperatures, *found, kept, counts, vocab, **room)
+        _threshold_kernel[(num_rows,)](logits, *rules, maxima, is_found, *found, **sizes, **search)
+        num_stay = torch.empty_like(best)
+        _summarise_kernel[grid](*summaries, num_candidates, num_stay, **sizes, TRUNCATED=True)
+        room = {"CAPACITY": capacity, "CHUNKS_PAD": padded}
+        _list_kernel[grid](logits, temperatures, *found, num_stay, kept, counts, **sizes, **room)
     _sample_kernel[(num_rows,)](
         *summaries,
         num_candidates,

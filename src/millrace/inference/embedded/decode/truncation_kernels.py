@@ -3,13 +3,13 @@
 The first pass counts the logits by their distance from the largest one, in bins. The counts bound
 the distance of tokens that truncation may keep. The second pass lists the tokens within it: the
 candidates. They are few enough to be sorted, so the rules of sampler.py apply to them exactly.
-A row with more than CANDIDATES of them is left to the search in sampling_kernels.py. The first
-functions are those that all sampling kernels share.
+A row with more than CANDIDATES of them is left to nucleus_kernels.py and sampling_kernels.py. The
+first functions are those that all sampling kernels share.
 
 Imported on machines with CUDA only. B = rows, V = vocabulary, C = chunks of the vocabulary.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,10 +22,10 @@ CANDIDATES = tl.constexpr(1024)  # most tokens per row that can be sorted
 _GOLDEN = tl.constexpr(signed(GOLDEN))
 _FACTOR_1 = tl.constexpr(signed(FACTOR_1))
 _FACTOR_2 = tl.constexpr(signed(FACTOR_2))
-_BINS = tl.constexpr(256)  # the last one takes all greater distances
-_BIN = tl.constexpr(0.125)  # nats
+BINS = tl.constexpr(256)  # the last one takes all greater distances
+BIN = tl.constexpr(0.125)  # nats
 # Sums are rounded: one bin too many is harmless, one too few is not.
-_MARGIN = tl.constexpr(0.999)
+MARGIN = tl.constexpr(0.999)
 
 
 @triton.jit
@@ -69,12 +69,12 @@ def is_sampled(num_candidates, row):
 
 @triton.jit
 def _bin(x, top):
-    distance = (top - x) / _BIN
-    return tl.where(distance < _BINS - 1, distance, _BINS - 1).to(tl.int32)
+    distance = (top - x) / BIN
+    return tl.where(distance < BINS - 1, distance, BINS - 1).to(tl.int32)
 
 
 @triton.jit
-def _largest(maxima, sums, row, num_chunks, CHUNKS_PAD: tl.constexpr):
+def largest(maxima, sums, row, num_chunks, CHUNKS_PAD: tl.constexpr):
     """The row's largest scaled logit, and the sum of exp(x - it)."""
     chunks = tl.arange(0, CHUNKS_PAD)
     inside = chunks < num_chunks
@@ -87,18 +87,29 @@ def _largest(maxima, sums, row, num_chunks, CHUNKS_PAD: tl.constexpr):
 @triton.jit
 def _last_bin(histogram, total, top_k, top_p, min_p):
     """The last bin that may hold a kept token."""
-    bins = tl.arange(0, _BINS)
-    last = _BINS - 1
+    bins = tl.arange(0, BINS)
+    last = BINS - 1
     if top_k > 0:
         last = tl.sum((tl.cumsum(histogram, 0) < top_k).to(tl.int32), 0)
     elif top_p < 1.0:
         # No token of a bin weighs more than the bin's upper edge, which bounds the weight outside.
-        weight = histogram * tl.exp(-_BIN * bins.to(tl.float32))
+        weight = histogram * tl.exp(-BIN * bins.to(tl.float32))
         outside = tl.sum(weight, 0) - tl.cumsum(weight, 0)
-        last = tl.sum((outside > (1.0 - top_p) * total * _MARGIN).to(tl.int32), 0)
+        last = tl.sum((outside > (1.0 - top_p) * total * MARGIN).to(tl.int32), 0)
     if (min_p > 0.0) & ((top_k == 0) | (top_p >= 1.0)):  # top-p weighs all tokens that top-k keeps
-        last = tl.minimum(last, (-tl.log(min_p) / _BIN).to(tl.int32) + 1)
-    return tl.minimum(last, _BINS - 1)
+        last = tl.minimum(last, (-tl.log(min_p) / BIN).to(tl.int32) + 1)
+    return tl.minimum(last, BINS - 1)
+
+
+@triton.jit
+def _first_bin(histogram, total, top_p):
+    """The first bin that may hold the last token that top-p keeps."""
+    bins = tl.arange(0, BINS)
+    # No token of a bin weighs less than the bin's lower edge; those of the last bin may weigh none.
+    weight = histogram * tl.exp(-BIN * (bins + 1).to(tl.float32))
+    weight = tl.where(bins < BINS - 1, weight, 0.0)
+    outside = tl.sum(weight, 0) - tl.cumsum(weight, 0)
+    return tl.sum((outside > (1.0 - top_p) * total / MARGIN).to(tl.int32), 0)
 
 
 @triton.jit
@@ -114,11 +125,11 @@ def _count_kernel(
     CHUNKS_PAD: tl.constexpr,
 ):
     row, chunk = tl.program_id(0), tl.program_id(1)
-    top, _ = _largest(maxima, sums, row, num_chunks, CHUNKS_PAD)
+    top, _ = largest(maxima, sums, row, num_chunks, CHUNKS_PAD)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = scaled(logits, row, at, temperature_of(temperatures, row), vocab)
-    place = (row * num_chunks + chunk) * _BINS + tl.arange(0, _BINS)
-    tl.store(histograms + place, tl.histogram(_bin(x, top), _BINS))
+    place = (row * num_chunks + chunk) * BINS + tl.arange(0, BINS)
+    tl.store(histograms + place, tl.histogram(_bin(x, top), BINS))
 
 
 @triton.jit
@@ -130,6 +141,7 @@ def _cut_kernel(
     maxima,
     sums,
     histograms,
+    first_bins,  # [B] int32; of a search for the threshold of top-p, -1 = none is necessary
     last_bins,  # [B] int32
     starts,  # [B, C] int32; candidates in earlier chunks
     num_candidates,  # [B] int32; above CANDIDATES: too many, or nothing is ruled out
@@ -142,19 +154,26 @@ def _cut_kernel(
     top_k = tl.where(top_k < vocab, top_k, 0)
     truncates = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
     tl.store(num_candidates + row, CANDIDATES + 1)
+    tl.store(first_bins + row, -1)
     if (tl.load(temperatures + row) == 0.0) | (truncates == 0) | (top_k > CANDIDATES):
         return
-    _, total = _largest(maxima, sums, row, num_chunks, CHUNKS_PAD)
-    chunks, bins = tl.arange(0, CHUNKS_PAD), tl.arange(0, _BINS)
-    place = (row * num_chunks + chunks)[:, None] * _BINS + bins[None, :]
+    _, total = largest(maxima, sums, row, num_chunks, CHUNKS_PAD)
+    chunks, bins = tl.arange(0, CHUNKS_PAD), tl.arange(0, BINS)
+    place = (row * num_chunks + chunks)[:, None] * BINS + bins[None, :]
     counts = tl.load(histograms + place, mask=(chunks < num_chunks)[:, None], other=0)
-    last = _last_bin(tl.sum(counts, 0), total, top_k, top_p, min_p)
+    histogram = tl.sum(counts, 0)
+    last = _last_bin(histogram, total, top_k, top_p, min_p)
     near = tl.sum(tl.where(bins[None, :] <= last, counts, 0), 1)
     tl.store(last_bins + row, last)
     tl.store(
         starts + row * num_chunks + chunks, tl.cumsum(near, 0) - near, mask=chunks < num_chunks
     )
-    tl.store(num_candidates + row, tl.sum(near, 0))
+    number = tl.sum(near, 0)
+    tl.store(num_candidates + row, number)
+    if (number > CANDIDATES) & (top_k == 0) & (top_p < 1.0):
+        first = _first_bin(histogram, total, top_p)
+        is_bounded = (first <= last) & (last < BINS - 1)  # the last bin has no lower edge
+        tl.store(first_bins + row, tl.where(is_bounded, first, -1))
 
 
 @triton.jit
@@ -176,7 +195,7 @@ def _list_kernel(
     row, chunk = tl.program_id(0), tl.program_id(1)
     if is_sampled(num_candidates, row) == 0:
         return
-    top, _ = _largest(maxima, sums, row, num_chunks, CHUNKS_PAD)
+    top, _ = largest(maxima, sums, row, num_chunks, CHUNKS_PAD)
     last = tl.load(last_bins + row)
     if _bin(tl.load(maxima + row * num_chunks + chunk), top) > last:
         return
@@ -231,7 +250,7 @@ def _select_kernel(
     number = tl.load(num_candidates + row)
     top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
     top_k = tl.where(top_k < vocab, top_k, 0)
-    top, total = _largest(maxima, sums, row, num_chunks, CHUNKS_PAD)
+    top, total = largest(maxima, sums, row, num_chunks, CHUNKS_PAD)
     at = tl.arange(0, CANDIDATES)
     x = tl.load(values + row * CANDIDATES + at, mask=at < number, other=-float("inf"))
     threshold = -float("inf")
@@ -256,6 +275,15 @@ def _select_kernel(
     tl.store(logprobs + row, value - top - tl.log(sum_kept).to(tl.float32))
 
 
+class Counts(NamedTuple):
+    """What the first pass found."""
+
+    histograms: Tensor  # [B, C, BINS] int32; not needed any more
+    first_bins: Tensor  # [B] int32; between these bins lies the threshold of top-p, -1 = none
+    last_bins: Tensor  # [B] int32
+    num_candidates: Tensor  # [B] int32
+
+
 def sample_from_candidates(
     logits: Tensor,  # [B, V] float32
     *,
@@ -265,29 +293,27 @@ def sample_from_candidates(
     kept: Tensor,  # [B, capacity] int32, to fill
     counts: Tensor,  # [B] int32, to fill
     chunk: int,
-) -> Tensor:
-    """Sample the rows with few candidates; is_sampled() reads their numbers [B] int32."""
+) -> Counts:
+    """Sample the rows with few candidates; is_sampled() reads their numbers."""
     num_rows, vocab = logits.shape
-    num_chunks = summaries[0].shape[1]
+    num_chunks, capacity = summaries[0].shape[1], kept.shape[1]
     temperatures = rules[0]
-    histograms = torch.empty(num_rows, num_chunks, _BINS.value, **_integers(logits))
-    cuts = (
-        torch.empty(num_rows, **_integers(logits)),
-        torch.empty(num_rows, num_chunks, **_integers(logits)),
-        torch.empty(num_rows, **_integers(logits)),
-    )
+    histograms = torch.empty(num_rows, num_chunks, BINS.value, **_integers(logits))
+    first_bins, last_bins, num_candidates = torch.empty(3, num_rows, **_integers(logits))
+    starts = torch.empty(num_rows, num_chunks, **_integers(logits))
+    cuts = (last_bins, starts, num_candidates)
     ids = torch.empty(num_rows, CANDIDATES.value, **_integers(logits))
     found = (ids, torch.empty_like(ids, dtype=torch.float32))
     sizes = {"vocab": vocab, "num_chunks": num_chunks}
     sizes["CHUNKS_PAD"] = triton.next_power_of_2(num_chunks)
     rows, chunks = (num_rows,), (num_rows, num_chunks)
     _count_kernel[chunks](logits, temperatures, *summaries, histograms, **sizes, CHUNK=chunk)
-    _cut_kernel[rows](*rules, *summaries, histograms, *cuts, **sizes)
+    _cut_kernel[rows](*rules, *summaries, histograms, first_bins, *cuts, **sizes)
     _list_kernel[chunks](logits, temperatures, *summaries, *cuts, *found, **sizes, CHUNK=chunk)
     _select_kernel[rows](
-        *rules, *summaries, *found, cuts[-1], *draws, kept, counts, **sizes, CAPACITY=kept.shape[1]
+        *rules, *summaries, *found, num_candidates, *draws, kept, counts, **sizes, CAPACITY=capacity
     )
-    return cuts[-1]
+    return Counts(histograms, first_bins, last_bins, num_candidates)
 
 
 def _integers(like: Tensor) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from millrace.core.errors import ConfigError
 from millrace.inference.embedded.decode.attention import DecodeLayer, PrefillLayer
-from millrace.inference.embedded.kv.cache import KVCache
+from millrace.inference.embedded.kv.cache import KVCache, from_entries, to_entries
 from millrace.inference.embedded.kv.states import CacheProbe, SequenceGroup, StatePool
 from millrace.models.attention.layout import PackedLayout, ScoreRules
 from millrace.models.attention.packed import attend_masked, packed_attention
@@ -75,8 +75,12 @@ class PagedBatch:
         value: Tensor,  # [T, H // G, Dv]
         rules: ScoreRules,
     ) -> Tensor:  # [T, H, Dv]
-        kv = torch.cat([key, value], dim=-1)
-        self.cache.layers[layer].index_copy_(0, self.slot_mapping, kv)
+        cached = self.cache.layers[layer]
+        entries = to_entries(key, value, cached)
+        cached.index_copy_(0, self.slot_mapping, entries)
+        if cached.dtype == torch.uint8:
+            dims = {"key_dim": key.shape[-1], "value_dim": value.shape[-1]}
+            key, value = from_entries(entries, **dims, dtype=value.dtype)
         sizes, outputs = [bucket.num_tokens for bucket in self.buckets], []
         parts = (x.split(sizes) for x in (query, key, value))
         for bucket, q, k, v in zip(self.buckets, *parts, strict=True):
@@ -84,7 +88,8 @@ class PagedBatch:
                 keys, values = (x.transpose(0, 1)[None] for x in (k, v))
             else:
                 num_rows = len(bucket.positions)
-                keys, values = self.cache.gather(layer, blocks=bucket.blocks, num_rows=num_rows)
+                rows = {"blocks": bucket.blocks, "num_rows": num_rows}
+                keys, values = self.cache.gather(layer, **rows, dtype=q.dtype)
             outputs.append(_attend_bucket(bucket, q, keys, values, rules))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
