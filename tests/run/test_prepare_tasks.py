@@ -11,6 +11,7 @@ from tiny_model import make_tiny_model
 from millrace.config import load_config
 from millrace.core.errors import CheckpointError, ConfigError
 from millrace.environments.tools.mcp_server import WithServers
+from millrace.monitoring.run_dir import RunDir
 from millrace.run.prepare import PreparedRun, prepare
 from millrace.scoring.shaping import FirstSelection, RocSelection
 from millrace.tasks.streams import Curriculum
@@ -178,6 +179,21 @@ def test_checkpoint_of_another_model_is_refused(folder, tmp_path):
         "tasks": {"path": str(folder / "sums.jsonl")},
     }
     with pytest.raises(ConfigError, match=r"whose num_hidden_layers is 3, and that of model\.path"):
+        prepare(load_config(settings), scorers=[length], resume=True)
+
+
+def test_run_without_a_checkpoint_resumes_with_the_same_policies_only(folder, tmp_path):
+    settings = {
+        "model": str(folder / "model"),
+        "run_dir": str(tmp_path / "run"),
+        "tasks": {"path": str(folder / "sums.jsonl")},
+    }
+    started = load_config({**settings, "policies": {"proposer": {}, "solver": {}}})
+    run_dir = RunDir(started.run_dir)
+    run_dir.open(started, resume=False)
+    run_dir.close()
+    run_dir.journal.mkdir()
+    with pytest.raises(ConfigError, match=r"was trained with the policies proposer, solver; to"):
         prepare(load_config(settings), scorers=[length], resume=True)
 
 

@@ -94,15 +94,7 @@ def build_controller(run: RunParts) -> Controller:
         batches=batches,
         trainer=run.trainer,
         others=run.others,
-        broadcasts=VersionBroadcasts(
-            sources=[
-                (run.broadcaster, run.trainer),
-                *((other.broadcaster, other.trainer) for other in run.others),
-                *((broadcaster, run.trainer) for broadcaster in run.lagged),
-            ],
-            engines=held,
-            notified=notified,
-        ),
+        broadcasts=VersionBroadcasts(sources=_sources(run), engines=held, notified=notified),
         eval_scheduler=eval_scheduler,
         checkpoints=RunCheckpoints(
             config=run.config,
@@ -143,6 +135,13 @@ def _build_turn_barrier(run: RunParts) -> TurnBarrier | None:
             yield
 
     return TurnBarrier(together, warn=run.monitor.warn)
+
+
+def _sources(run: RunParts) -> list[tuple[VersionBroadcaster, TrainerGroup]]:
+    """The broadcasters of all policies and of their earlier versions, and who trains these."""
+    sources = [(run.broadcaster, run.trainer)]
+    sources += [(other.broadcaster, other.trainer) for other in run.others]
+    return [*sources, *((broadcaster, run.trainer) for broadcaster in run.lagged)]
 
 
 def _record_steps(run: RunParts, batches: Batches) -> None:

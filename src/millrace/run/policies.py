@@ -21,7 +21,7 @@ from millrace.core.files import check_file_name
 from millrace.monitoring.run_dir import RunDir
 from millrace.run import checks
 from millrace.run.mesh_checks import check_baseline
-from millrace.run.resume import check_same_model
+from millrace.run.resume import check_same_model, check_same_policies
 from millrace.scoring.pool import ScorerSpec
 from millrace.scoring.teachers.process import LogprobModelSettings
 from millrace.training.checkpoints.directory import (
@@ -193,15 +193,11 @@ def policy_config(config: RunConfig, name: str) -> RunConfig:
 
 def further_policies(config: RunConfig, *, checkpoint: Path | None) -> dict[str, FurtherPolicy]:
     """The policies besides the first, each at the step of the first policy's `checkpoint`."""
-    names = list(config.policies)
-    saved = names if checkpoint is None else read_run_state(checkpoint).get("policies", [])
-    if saved != names:
-        raise ConfigError(
-            f"{str(checkpoint)!r} was trained with the policies {', '.join(saved) or 'none'}; to"
-            " resume, keep these [policies], in this order."
-        )
+    if checkpoint is not None:
+        saved = read_run_state(checkpoint).get("policies", [])
+        check_same_policies(config, saved, source=checkpoint)
     found: dict[str, FurtherPolicy] = {}
-    for name in names[1:]:
+    for name in [*config.policies][1:]:
         own = policy_config(config, name)
         path = None if checkpoint is None else RunDir(own.run_dir).checkpoints / checkpoint.name
         if path is not None and (damage := damage_to(path)) is not None:

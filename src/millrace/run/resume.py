@@ -6,6 +6,8 @@ Called by prepare(), before any worker starts. Of the run directory it changes n
 a newer checkpoint at checkpoint.path is downloaded into it.
 """
 
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,6 +111,10 @@ def _newest_checkpoint(
                 f"{config.run_dir} has no checkpoint to resume from: {' '.join(found.refused)}"
                 " Restore one from a copy, or start a new run in another run_dir."
             )
+        run_dir = RunDir(config.run_dir)
+        if run_dir.exists and run_dir.journal.exists():  # which names the policies of its tokens
+            table = tomllib.loads(run_dir.config.read_text(encoding="utf-8"))
+            check_same_policies(config, [*table.get("policies", {})], source=run_dir.path)
         return found, Cursor()
     state = directory.read_run_state(checkpoint)
     from millrace.models.lora.folders import check_same_kind  # only here: it imports torch
@@ -131,6 +137,15 @@ def _newest_checkpoint(
         tasks=state.get("tasks", {}),
         journal=state.get("journal"),
     )
+
+
+def check_same_policies(config: RunConfig, saved: Sequence[str], *, source: Path) -> None:
+    """Refuse to resume with other policies than those that were trained so far."""
+    if list(saved) != list(config.policies):
+        raise ConfigError(
+            f"{str(source)!r} was trained with the policies {', '.join(saved) or 'none'}; to"
+            " resume, keep these [policies], in this order."
+        )
 
 
 def check_same_model(checkpoint: Path, model: ModelConfig) -> None:
