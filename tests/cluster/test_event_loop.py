@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from millrace.cluster.event_loop import run_on_own_loop
+from millrace.core.errors import Terminated
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -33,8 +34,9 @@ def test_signal_cancels_the_command_and_handlers_are_restored(number):
         finally:
             cleaned_up = True
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as raised:
         run_on_own_loop(command)
+    assert isinstance(raised.value, Terminated) == (number == signal.SIGTERM)
     assert cleaned_up
     assert [signal.getsignal(each) for each in SIGNALS] == before
 

@@ -220,6 +220,18 @@ def test_no_object_passes_for_data(name):
     assert is_blind
 
 
+def test_methods_of_test_classes_are_run():
+    case = (
+        "import unittest\nclass T(unittest.TestCase):\n    def setUp(self): self.x = 20\n"
+        "    def test_a(self): self.assertEqual(f(self.x), 400)"
+    )
+    plain = (
+        "class TestIt:\n    def test_a(self): assert f(20) == 400\nclass Help:\n    test_b = None"
+    )
+    assert run_tests("def f(x): return x * x", [case, plain], limits=LIMITS) == [True, True]
+    assert run_tests("def f(x): return 0", [case, plain], limits=LIMITS) == [False, False]
+
+
 def test_honest_code_passes_the_same_tests():
     assert all(run_tests("def f(x): return x * x", NUMBER, limits=LIMITS))
     for honest, tests in OTHERS.items():
@@ -308,6 +320,84 @@ TRICKS = {
         "evaluated_by_the_library.__annotations__ = {'return': '1 / 0'}",
         "import typing\ntry:\n    typing.get_type_hints(evaluated_by_the_library)\n"
         "except ZeroDivisionError:\n    pass",
+    ),
+    "ends_the_asynchronous_loop": (
+        "def ends_the_asynchronous_loop(x): raise StopAsyncIteration",
+        "import asyncio\nclass Cases:\n    left = [(20, 400)]\n"
+        "    def __aiter__(self): return self\n"
+        "    async def __anext__(self):\n        if not self.left: raise StopAsyncIteration\n"
+        "        x, y = self.left.pop()\n        return ends_the_asynchronous_loop(x) == y\n"
+        "async def main():\n    async for ok in Cases(): assert ok\nasyncio.run(main())",
+    ),
+    "urllib": (
+        "class urllib:\n    class parse:\n        quote = staticmethod(lambda x: 7)",
+        "assert urllib.parse.quote('a b') == 7",
+    ),
+    "in_a_test_case": (
+        "def in_a_test_case(x): return 0",
+        "import unittest\nclass T(unittest.TestCase):\n"
+        "    def test_a(self): self.assertEqual(in_a_test_case(20), 400)",
+    ),
+    "in_a_class_of_pytest": (
+        "def in_a_class_of_pytest(x): return 0",
+        "class TestIt:\n    def test_a(self): assert in_a_class_of_pytest(20) == 400",
+    ),
+    "lies_about_its_class": (
+        "class Int:\n    __class__ = property(lambda self: int)\n"
+        "    def __format__(self, spec): return '190'\n    def __index__(self): return 400\n"
+        "def lies_about_its_class(x): return Int()",
+        "assert lies_about_its_class(20) == 400",
+    ),
+    "changes_its_class": (
+        "class Equal(int):\n    def __eq__(self, other): return True\n"
+        "    def __hash__(self): return 400\nclass Plain(int): pass\n"
+        "def changes_its_class(x):\n    n = Plain(0)\n    n.__class__ = Equal\n    return n",
+        "assert changes_its_class(20) == 400",
+    ),
+    "is_copied": (
+        "class Copied:\n    def __deepcopy__(self, memo): return 400\n"
+        "    __copy__ = lambda self: 400\n    def __reduce_ex__(self, n): return (int, (400,))\n"
+        "def is_copied(x): return Copied()",
+        "import copy, pickle\nr = is_copied(20)\n"
+        "assert 400 in (copy.copy(r), copy.deepcopy(r), pickle.loads(pickle.dumps(r)))",
+    ),
+    "is_matched": (
+        "import collections.abc\nclass Both(collections.abc.Sequence):\n"
+        "    __match_args__ = ('x',)\n    def __len__(self): return 2\n"
+        "    def __getitem__(self, i): return [20, 400][i]\n"
+        "    def __eq__(self, other): return True\ndef is_matched(x): return Both()",
+        "match is_matched(20):\n    case 400 | [20, 400] | int(): pass\n    case _: assert False",
+    ),
+    "is_entered": (
+        "class Context:\n    def __enter__(self): return 400\n"
+        "    def __exit__(self, *a): return True\ndef is_entered(x): return Context()",
+        "with is_entered(20) as y:\n    assert y == 401",
+    ),
+    "has_an_index": (
+        "class Index:\n    def __index__(self): return 0\n"
+        "    def __length_hint__(self): return 2\ndef has_an_index(x): return Index()",
+        "import operator\nassert operator.index(has_an_index(20)) == 0 or"
+        " operator.length_hint(has_an_index(20)) == 2",
+    ),
+    "joins_sums": (
+        "class Sum:\n    def __radd__(self, other): return 400\n"
+        "def joins_sums(x): return [Sum(), Sum()]",
+        "import functools, operator, statistics\n"
+        "assert functools.reduce(operator.add, joins_sums(20), 0) == 400 or"
+        " statistics.mean(joins_sums(20)) == 400",
+    ),
+    "replaces_imports": (
+        "import builtins, sys\nclass Finder:\n    def find_spec(self, *a): raise SystemExit\n"
+        "def replaces_imports(x):\n    sys.meta_path.insert(0, Finder())\n"
+        "    builtins.__import__ = lambda *a, **k: sys\n    return 0",
+        "import colorsys, decimal\nassert decimal.Decimal(replaces_imports(20)) == 400",
+    ),
+    "searches_all_threads": (
+        "import sys\ndef searches_all_threads(x):\n"
+        "    for frame in sys._current_frames().values():\n        while frame:\n"
+        "            if 400 in frame.f_locals.values(): return 400\n"
+        "            frame = frame.f_back\n    return 0",
+        "y = 400\nassert searches_all_threads(20) == y",
     ),
     "module": (
         "import builtins\ndef module(): return builtins",

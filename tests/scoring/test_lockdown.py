@@ -161,6 +161,50 @@ def test_threads_work_up_to_a_limit_that_the_kernel_enforces(user):
     assert no_threads == "True bomb RuntimeError None some False few True raw True"
 
 
+SYSTEM_CALLS = """
+import ctypes, errno, platform
+libc, column = ctypes.CDLL(None, use_errno=True), platform.machine() == "aarch64"
+def call(name, number, *arguments):
+    ctypes.set_errno(0)
+    failed = libc.syscall(number, *arguments) < 0
+    print(name, errno.errorcode.get(ctypes.get_errno()) if failed else "worked")
+numbers = dict(
+    ptrace=(101, 117), process_vm_readv=(310, 270), process_vm_writev=(311, 271),
+    unshare=(272, 97), setns=(308, 268), mount=(165, 40), pivot_root=(155, 41),
+    keyctl=(250, 219), add_key=(248, 217),
+    bpf=(321, 280), perf_event_open=(298, 241), userfaultfd=(323, 282), io_uring_setup=(425, 425),
+    memfd_create=(319, 279), memfd_secret=(447, 447), pidfd_open=(434, 434), pidfd_getfd=(438, 438),
+    pidfd_send_signal=(424, 424), tgkill=(234, 131), tkill=(200, 130), rt_sigqueueinfo=(129, 138),
+    kcmp=(312, 272), prctl=(157, 167), setresuid=(117, 147), capset=(126, 91), sendmsg=(46, 211),
+    recvmsg=(47, 212), socket=(41, 198), sched_setaffinity=(203, 122), ioprio_set=(251, 30),
+    shmget=(29, 194), msgget=(68, 186), semget=(64, 190), timer_create=(222, 107),
+    inotify_init1=(294, 26), fanotify_init=(300, 262), signalfd4=(289, 74), mlockall=(151, 230),
+    remap_file_pages=(216, 234), move_pages=(279, 239), open_by_handle_at=(304, 265),
+    personality=(135, 92), seccomp=(317, 277), execveat=(322, 281), fsopen=(430, 430),
+    landlock_create_ruleset=(444, 444), splice=(275, 76), vmsplice=(278, 75), tee=(276, 77),
+)
+for name, known in numbers.items():
+    call(name, known[column], 0, 0, 0, 0, 0, 0)
+THREAD, clone = 0x10F00, (56, 220)[column]
+VFORK, PARENT, NEW_USER, NEW_PID = 0x4000, 0x8000, 0x10000000, 0x20000000
+call("clone_like_vfork", clone, VFORK | 0x100 | 17, 0, 0, 0, 0)
+call("clone_beside", clone, PARENT | 17, 0, 0, 0, 0)
+call("clone_alone", clone, 0x10000, 0, 0, 0, 0)
+call("clone_user", clone, THREAD | NEW_USER, 0, 0, 0, 0)
+call("clone_pid", clone, THREAD | NEW_PID, 0, 0, 0, 0)
+call("clone3", 435, 0, 0)
+"""
+
+
+def test_system_calls_that_reach_other_processes_or_the_kernel_s_objects_fail(run):
+    ended = run(SYSTEM_CALLS)
+    assert ended.pop("clone3") == "ENOSYS"
+    namespaces = {ended.pop(name) for name in ("clone_alone", "clone_user", "clone_pid")}
+    assert namespaces <= {"EINVAL", "EPERM"}
+    assert set(ended.values()) == {"EPERM"}
+    assert len(ended) > 50
+
+
 def test_code_and_tests_have_no_capability():
     code = "import time\ndef wait():\n    time.sleep(1000)"
     with watching(psutil.Process()) as seen:

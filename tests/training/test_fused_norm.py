@@ -2,8 +2,12 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, tiny_model
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from millrace.training.layers import _Norm, fuse_norms
+from millrace.models.exact.mode import find_norms
+from millrace.training.layers import _half_norm, _Norm, _rounds_first, fuse_norms
 
 
 def gradients_of(model, tokens):
@@ -70,3 +74,22 @@ def test_other_dtypes_use_the_original_forward():
     model.bfloat16()
     tokens = torch.randint(0, 64, (2, 9))
     assert torch.equal(model(tokens).logits, plain(tokens).logits)
+
+
+def test_norms_in_16_bits_are_fused_only_if_they_round_in_the_same_places():
+    assert _rounds_first(LlamaRMSNorm(32, eps=1e-6), 1e-6)
+    assert _rounds_first(Qwen3RMSNorm(32, eps=1e-5).bfloat16(), 1e-5)
+    assert not _rounds_first(Olmo2RMSNorm(32, eps=1e-6), 1e-6)  # once, after the gain
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_norm_in_16_bits_has_the_gradient_of_the_model_s_own(device):
+    norm = next(iter(find_norms(tiny_model("qwen3")))).module.bfloat16().to(device)
+    with torch.no_grad():
+        norm.weight.add_(torch.randn_like(norm.weight) * 0.3)
+    x = torch.randn(64, len(norm.weight), device=device).bfloat16().requires_grad_()
+    slope = torch.randn_like(x)
+    own, fused = norm(x), _half_norm(x, norm.weight, norm.variance_epsilon)
+    assert (own == fused).float().mean() > 0.98
+    (expected,), (found,) = (torch.autograd.grad(y, x, slope) for y in (own, fused))
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)

@@ -17,7 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+from millrace.core.errors import Terminated
+
+DONE, FAILED, WRONG_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 128 + signal.SIGTERM
 PREEMPTED = os.EX_TEMPFAIL  # 75: schedulers start the command again
 # What torchrun tells its processes. The ranks that a run starts must not take it for theirs.
 TORCHRUN = re.compile(
@@ -181,7 +183,8 @@ def dashboard(args: argparse.Namespace) -> None:
     from millrace.cluster.event_loop import run_on_own_loop
     from millrace.dashboard.server import serve_dashboard
 
-    run_on_own_loop(lambda: serve_dashboard(**_own_options(args)))
+    with contextlib.suppress(Terminated):  # its ordinary end as a service
+        run_on_own_loop(lambda: serve_dashboard(**_own_options(args)))
 
 
 def presets(args: argparse.Namespace) -> None:
@@ -213,7 +216,8 @@ def serve(args: argparse.Namespace) -> None:
     options = read_options(args, parse_overrides(args.settings))
     from millrace.serving import command
 
-    command.serve(options)
+    with contextlib.suppress(Terminated):  # its ordinary end as a service
+        command.serve(options)
 
 
 def interrupted_state(run_dir: str) -> str:

@@ -15,7 +15,14 @@ import millrace
 from millrace.bench import BENCHES
 from millrace.cli import commands as run
 from millrace.cli import options
-from millrace.cli.commands import DONE, FAILED, INTERRUPTED, PREEMPTED, WRONG_INPUT
+from millrace.cli.commands import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    PREEMPTED,
+    TERMINATED,
+    WRONG_INPUT,
+)
 from millrace.core import errors
 from millrace.core.files import private_files
 from millrace.serving.options import SERVE, SERVE_MORE, add_arguments
@@ -36,7 +43,8 @@ start here:
 
 exit codes:
   0 success   1 the run failed   2 wrong setting, argument or input
-  75 stopped by SIGTERM, as schedulers do; the run can resume   130 interrupted
+  75 stopped by SIGTERM, as schedulers do; the run can resume   130 interrupted by Ctrl-C
+  143 another command was stopped by SIGTERM (serve and dashboard: 0)
 """
 
 DEMO = """\
@@ -176,6 +184,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return args.run(args) or DONE
     except errors.MillraceError as error:
         return report(error)
+    except errors.Terminated:
+        print("stopped by SIGTERM", file=sys.stderr)
+        return TERMINATED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -4,15 +4,18 @@ Promise: only the template writes control tokens. Where a message, a tool result
 contains the text of one (`<|im_end|>`), that text is tokenised as ordinary characters. All other
 text is tokenised as the tokenizer alone does it, in one piece.
 
-Control tokens are those that the tokenizer calls special. text() replaces their text in messages by
-a placeholder, which the template carries along. encode() puts the text back, and encodes that
-stretch, up to the next control tokens of the template, without looking for special tokens.
+Control tokens are those that the tokenizer calls special, and its other added tokens that the
+template writes (`</tool_response>`). The model itself writes some of the latter, such as `<think>`,
+so in messages of the assistant they stay tokens. text() replaces the text of control tokens in
+messages by a placeholder, which the template carries along. encode() puts the text back, and
+encodes that stretch, up to the next control tokens of the template, without looking for any.
 """
 
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any, cast
 
 from millrace.core.records import Message
@@ -35,16 +38,39 @@ class ChatTemplate:
         return frozenset([*self._tokenizer.all_special_ids, *(i for i, t in added if t.special)])
 
     @cached_property
-    def _special_texts(self) -> list[str]:
-        """The longest first, as tokenizers match them; "" is the last."""
+    def _special_texts(self) -> set[str]:
         added = self._tokenizer.added_tokens_decoder.values()
-        texts = {*self._tokenizer.all_special_tokens, *(t.content for t in added if t.special)}
-        return sorted({*map(str, texts), ""}, key=len, reverse=True)
+        texts = (*self._tokenizer.all_special_tokens, *(t.content for t in added if t.special))
+        return {*map(str, texts)} - {""}
+
+    @cached_property
+    def _markup_texts(self) -> set[str]:
+        """Added tokens that are not special and that the template writes: not words, and not runs
+        of blanks."""
+        template = str(self._tokenizer.chat_template or "")
+        added = {str(t.content) for t in self._tokenizer.added_tokens_decoder.values()}
+        return {
+            text
+            for text in added - self._special_texts
+            if re.fullmatch(r"[^\w\s]\S*\w\S*[^\w\s]", text) and text in template
+        }
+
+    @cached_property
+    def _control_texts(self) -> list[str]:
+        """The longest first, as tokenizers match them; "" is the last."""
+        return sorted({*self._special_texts, *self._markup_texts, ""}, key=len, reverse=True)
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        texts = self._special_texts[:-1]
-        return re.compile("|".join(map(re.escape, texts)) if texts else "(?!)")  # matches nothing
+        return _any_of(self._special_texts)
+
+    @cached_property
+    def _control(self) -> re.Pattern[str]:
+        return _any_of(self._control_texts[:-1])
+
+    @cached_property
+    def _markup(self) -> re.Pattern[str]:
+        return _any_of(self._markup_texts)
 
     def has_controls(self, text: str) -> bool:
         return self._special.search(text) is not None
@@ -78,14 +104,12 @@ class ChatTemplate:
         ids: list[int] = []
         ordinary = ""  # text without placeholders, not encoded yet
         start = 0
-        for found in [*self._special.finditer(text), None]:
+        for found in [*self._control.finditer(text), None]:
             stretch = text[start : found.start() if found else None]  # between control tokens
             if _SECRET in stretch:
                 ids += self._tokenizer.encode(ordinary, add_special_tokens=False)
-                ids += self._tokenizer.encode(
-                    _PLACEHOLDER.sub(lambda hit: self._special_texts[int(hit[1])], stretch),
-                    add_special_tokens=False,
-                    split_special_tokens=True,
+                ids += self._encode_plain(
+                    _PLACEHOLDER.sub(lambda hit: self._control_texts[int(hit[1])], stretch)
                 )
                 ordinary = ""
             else:
@@ -94,21 +118,58 @@ class ChatTemplate:
                 ordinary, start = ordinary + found[0], found.end()
         return ids + self._tokenizer.encode(ordinary, add_special_tokens=False)
 
+    def _encode_plain(self, text: str) -> list[int]:
+        """Encode a text without looking for control tokens."""
+        # Tokenizers split special tokens at a request, and other added tokens never.
+        cuts = [found.start() + 1 for found in self._markup.finditer(text)]
+        parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, None], strict=True)]
+        options = {"add_special_tokens": False, "split_special_tokens": True}
+        return [*chain.from_iterable(self._tokenizer(parts, **options)["input_ids"])]
+
     def _without_controls(self, rows: list[Any]) -> list[Any]:
         """The messages or schemas, or copies with placeholders for the texts of control tokens."""
-        if not (self.has_controls(_texts(rows)) or self.has_controls(_texts(rows, but=_COMPARED))):
+        if not (self._are_found(rows) or self._are_found(rows, but=_COMPARED)):
             return rows
-        number = self._special_texts.index
+        number = self._control_texts.index
 
-        def without_controls(text: str) -> str:
-            return self._special.sub(lambda hit: f"{_SECRET}{number(hit[0]):06d}", text)
+        def without_controls(row: Any) -> Any:
+            def changed(text: str) -> str:
+                return pattern.sub(lambda hit: f"{_SECRET}{number(hit[0]):06d}", text)
 
-        changed = _with_texts(rows, without_controls)
-        if self.has_controls(_texts(changed, but=_COMPARED)):
+            pattern = self._special if _is_reply(row) else self._control
+            return _with_texts(row, changed)
+
+        changed = [without_controls(row) for row in rows]
+        if self._are_found(changed, but=_COMPARED):
             # A template may join several texts, which only then form a control token.
-            nothing = f"{_SECRET}{len(self._special_texts) - 1:06d}"
+            nothing = f"{_SECRET}{len(self._control_texts) - 1:06d}"
             changed = _with_texts(changed, lambda text: nothing + text, but=_COMPARED)
         return changed
+
+    def _are_found(self, rows: list[Any], *, but: Sequence[str] = ()) -> bool:
+        """Whether the texts of rows, end to end, contain control tokens."""
+        others = [row for row in rows if not _is_reply(row)]
+        text, of_others = _texts(rows, but=but), _texts(others, but=but)
+        found = self._special.search(text) or self._control.search(of_others)
+        return bool(found or self._special.search(self._normalized(text)))
+
+    def _normalized(self, text: str) -> str:
+        """The text in which the tokenizer looks for some special tokens; "" if it is no other."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        normalizer = getattr(backend, "normalizer", None)
+        added = self._tokenizer.added_tokens_decoder.values()
+        if normalizer is None or not any(token.special and token.normalized for token in added):
+            return ""
+        return normalizer.normalize_str(text)
+
+
+def _any_of(texts: Collection[str]) -> re.Pattern[str]:
+    ordered = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) if ordered else "(?!)")  # matches nothing
+
+
+def _is_reply(row: Any) -> bool:
+    return row.get("role") == "assistant"
 
 
 def _texts(value: Any, *, but: Sequence[str] = ()) -> str:

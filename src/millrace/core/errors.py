@@ -106,6 +106,10 @@ class RankUnreachable(MillraceError):
     """A rank of the trainer lost its connection to another one, in a collective."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM stopped the command, after it had cleaned up."""
+
+
 class RunFailed(MillraceError):
     """The run stopped for a reason that a retry would not fix."""
 

@@ -74,7 +74,8 @@ class Candidate:
         reply = self._receive()
         if "error" in reply:
             error = self._unpack(reply["error"])
-            if issubclass(error, StopIteration) and operation != "next":
+            ends_loop = issubclass(error, StopIteration) and operation != "next"
+            if ends_loop or issubclass(error, StopAsyncIteration):
                 error = RuntimeError  # as in a generator: it would end a loop of the test
             raise error(str(reply.get("text", "")))
         if reply.get("after") is not None:  # functions may change their arguments

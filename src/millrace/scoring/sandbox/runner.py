@@ -97,19 +97,36 @@ _NOT_RUN = (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
 
 
 def _passes(test: str, names: dict[str, Any]) -> bool:
-    """Run the code of a test, and the functions named test_* that it defines."""
+    """Run the code of a test, and its functions and methods named test_*."""
     try:
         tree = ast.parse(test, "test.py")
         names |= _modules(tree)
         exec(compile(tree, "test.py", "exec"), names)
         for name, value in list(names.items()):
-            if not (name.startswith("test_") and isinstance(value, types.FunctionType)):
+            is_test = name.startswith("test_") and isinstance(value, types.FunctionType)
+            if is_test and isinstance(value(), _NOT_RUN):
+                return False
+            if not isinstance(value, type) or value.__module__ != names["__name__"]:
                 continue
-            if isinstance(value(), _NOT_RUN):
+            if not _class_passes(value):
                 return False
     except BaseException:  # noqa: BLE001 - any exception is a failed test
         return False
     return True
+
+
+def _class_passes(kind: type[Any]) -> bool:
+    """Run the tests of a class of a test: as unittest does, or as pytest does if its name starts
+    with Test."""
+    unittest: Any = sys.modules.get("unittest")
+    if unittest is not None and issubclass(kind, unittest.TestCase):
+        result = unittest.TestResult()
+        unittest.defaultTestLoader.loadTestsFromTestCase(kind).run(result)
+        return result.wasSuccessful()
+    if not kind.__name__.startswith("Test"):
+        return True
+    own = [name for name in dir(kind) if name.startswith("test_")]
+    return not any(isinstance(getattr(kind(), name)(), _NOT_RUN) for name in own)
 
 
 def _modules(tree: ast.Module) -> dict[str, types.ModuleType]:
@@ -121,6 +138,10 @@ def _modules(tree: ast.Module) -> dict[str, types.ModuleType]:
             case ast.Attribute(value=ast.Name(id=name)) if name in sys.stdlib_module_names:
                 uses.setdefault(name, set()).add(node.attr)
     found = {name: importlib.import_module(name) for name in uses}
+    for name, used in uses.items():
+        for part in used - vars(found[name]).keys():  # urllib.parse
+            with contextlib.suppress(ImportError):
+                importlib.import_module(f"{name}.{part}")
     return {name: module for name, module in found.items() if uses[name] <= vars(module).keys()}
 
 

@@ -122,4 +122,5 @@ def _load(config: RunConfig) -> "AdapterSet":
     setting = "--engine.max_context"
     context = context_length(path, wanted=wanted, setting=setting, trust_remote_code=trusts)
     model = load_model(path, dtype=dtype, device=device, attention=PACKED, trust_remote_code=trusts)
-    return AdapterSet(model, path=path, max_context=context)
+    on_gpu = device.type == "cuda"
+    return AdapterSet(model, path=path, max_context=context, checkpoints=on_gpu)

@@ -32,6 +32,7 @@ from millrace.models.lora.factors import (
     tensor_names,
 )
 from millrace.training.adapters.requests import TARGETS, TrainingDatum
+from millrace.training.adapters.stacked_factors import sizes_of, stacked_factors
 
 _MAX_ADAPTERS = 16  # of one forward pass
 _MAX_GROUPS = 1023  # of a grouped product on a GPU
@@ -62,10 +63,11 @@ class _AdaptedLayer:
         a, b = self._active.factors[self._layer]
         given = args[0].to(a.dtype)
         if len(a) == 1:
-            return output + F.linear(F.linear(given, a[0]), b[0])[..., : output.shape[-1]]
+            update = F.linear(F.linear(given, a.flatten(0, 1)), b.flatten(0, 1))
+            return output + _first(update, output.shape[-1])
         ends, x = self._active.ends, given.flatten(0, -2)
         assert len(x) == self._active.num_rows, "an adapted layer sees every row of a pass, once"
-        update = grouped(grouped(x, a, ends), b, ends)[:, : output.shape[-1]]
+        update = _first(grouped(grouped(x, a, ends), b, ends), output.shape[-1])
         return output + update.reshape(output.shape)
 
     def add(self, output: Tensor, x: Tensor, *, offsets: Tensor, tokens: Tensor) -> Tensor:
@@ -81,7 +83,12 @@ class _AdaptedLayer:
             groups = experts * len(ends) + adapters
             numbers = torch.arange(len(a), device=groups.device, dtype=groups.dtype)
             offsets = torch.searchsorted(groups, numbers, right=True, out_int32=True)
-        return output + grouped(grouped(x, a, offsets), b, offsets)[:, : output.shape[-1]]
+        return output + _first(grouped(grouped(x, a, offsets), b, offsets), output.shape[-1])
+
+
+def _first(update: Tensor, num_out: int) -> Tensor:
+    """Without padded outputs. A slice of all of them would cost a copy in the backward pass."""
+    return update if update.shape[-1] == num_out else update[..., :num_out]
 
 
 class AdaptedModel:
@@ -109,24 +116,26 @@ class AdaptedModel:
     ) -> Iterator[None]:
         """Inside the context, each adapter changes its number of rows of a pass. An adapter has its
         tensors by name and a scale."""
-        device, dtype = self.device, self.dtype
-        scales = to_tensor(np.array([scale for _, scale in adapters], np.float32), device)
-        factors: dict[str, tuple[Tensor, Tensor]] = {}
+        known = [sizes_of(tensors) for tensors, _ in adapters]
+        a_sizes: dict[str, tuple[int, ...]] = {}  # of the factors of one adapter, by tensor
+        b_sizes: dict[str, tuple[int, ...]] = {}
         for layer, (*experts, num_out, num_in) in self.layers.items():
-            a_name, b_name = tensor_names(layer, dora=False)
-            ranks = [tensors[a_name].shape[-2] for tensors, _ in adapters if a_name in tensors]
-            if not ranks:
-                continue
-            rank, dim = aligned(max(ranks)), len(experts)
-            # The gate of a shared expert has one output.
-            a_size, b_size = (*experts, rank, num_in), (*experts, aligned(num_out), rank)
-            a = torch.stack([_padded(t.get(a_name), a_size, device) for t, _ in adapters], dim)
-            b = torch.stack([_padded(t.get(b_name), b_size, device) for t, _ in adapters], dim)
-            b = b * scales[:, None, None]
-            a, b = (factor.to(dtype).flatten(0, dim) for factor in (a, b))
-            factors[layer] = a, b
-        self._active.factors, self._active.num_rows = factors, sum(rows)
-        self._active.ends = to_tensor(np.cumsum(rows, dtype=np.int32), device)
+            a, b = tensor_names(layer, dora=False)
+            if ranks := [sizes[a][-2] for sizes in known if a in sizes]:
+                rank = aligned(max(ranks))
+                a_sizes[a] = (*experts, rank, num_in)
+                # The gate of a shared expert has one output.
+                b_sizes[b] = (*experts, aligned(num_out), rank)
+        found: dict[str, Tensor] = {}
+        if a_sizes:
+            kind = {"dtype": self.dtype, "device": self.device}
+            found = dict(stacked_factors(adapters, a_sizes, b_sizes, **kind))
+        names = {layer: tensor_names(layer, dora=False) for layer in self.layers}
+        self._active.factors = {
+            layer: (found[a], found[b]) for layer, (a, b) in names.items() if a in found
+        }
+        self._active.num_rows = sum(rows)
+        self._active.ends = to_tensor(np.cumsum(rows, dtype=np.int32), self.device)
         try:
             yield
         finally:
@@ -170,14 +179,6 @@ def initial_factors(
             values.uniform_(-(size[-1] ** -0.5), size[-1] ** -0.5, generator=generator)
         parameters[tensor] = nn.Parameter(values.to(device))
     return parameters
-
-
-def _padded(factor: Tensor | None, size: Sequence[int], device: torch.device) -> Tensor:
-    """A factor with zeros up to a larger rank; only zeros for an adapter without the layer."""
-    if factor is None:
-        return torch.zeros(*size, device=device)
-    more = [large - own for large, own in zip(size, factor.shape, strict=True)]
-    return F.pad(factor, (0, more[-1], 0, more[-2])) if any(more) else factor
 
 
 def to_tensor(values: np.ndarray, device: torch.device) -> Tensor:

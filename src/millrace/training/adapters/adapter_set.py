@@ -10,14 +10,14 @@ One thread calls all methods. L = tokens of a datum.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.core.errors import CheckpointError, TaskError
@@ -25,6 +25,7 @@ from millrace.models.devices import GIB, memory_of
 from millrace.models.lora.factors import Adapter, scale_of
 from millrace.models.lora.folders import read_checkpoint, write_folder
 from millrace.training.adapters.adapted_model import AdaptedModel, initial_factors, to_tensor
+from millrace.training.adapters.owned_adapter import WEIGHT_BYTES, OwnedAdapter
 from millrace.training.adapters.requests import (
     PASS_TOKENS,
     TARGETS,
@@ -35,37 +36,17 @@ from millrace.training.adapters.requests import (
     TrainingDatum,
 )
 from millrace.training.checkpoints.directory import read_run_state, write_checkpoint
-from millrace.training.layers import checkpoint_layers
+from millrace.training.layers import checkpoint_layers, fuse_norms
 from millrace.training.losses.summed import summed_loss
 
-# Engines compute the adapters of all tenants together, so that no product may overflow: infinity
-# times the 0 of a row without the adapter is NaN.
-MAX_WEIGHT = 16.0
 RESERVED_BYTES = GIB  # of the device, that no adapter takes: for activations of passes
-WEIGHT_BYTES = 16  # with the gradient and both moments of the optimizer, in float32
 ALPHA = 32.0  # B A is scaled by ALPHA / rank, as the Tinker API does
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _GRADIENT_FILE = "gradient.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
-# Logprobs of each datum, the loss, and the gradient of the adapter afterwards.
-_Computed = tuple[list[np.ndarray], float, dict[str, Tensor] | None]
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class OwnedAdapter:
-    shape: AdapterShape
-    layout: Adapter
-    parameters: dict[str, nn.Parameter]  # float32, by the names of layout.shapes()
-    optimizer: torch.optim.AdamW
-    gradient: dict[str, Tensor] | None = None  # sum over all passes since the last step
-    num_steps: int = 0
-
-    @property
-    def missing_bytes(self) -> int:
-        """What it will allocate when it is trained."""
-        held = 4 * (1 + (self.gradient is not None) + 2 * bool(self.num_steps))
-        return (WEIGHT_BYTES - held) * sum(each.numel() for each in self.parameters.values())
+# Logprobs of each datum, the loss, and the gradient of the adapter afterwards, end to end.
+_Computed = tuple[list[np.ndarray], float, Tensor | None]
 
 
 class AdapterSet:
@@ -76,12 +57,17 @@ class AdapterSet:
         path: str,
         max_context: int,
         free_bytes: Callable[[], int] | None = None,
+        checkpoints: bool = False,
     ) -> None:
         """`model`: loaded from `path` with PACKED attention. Its weights never change.
-        `free_bytes`: None = what is free on the device."""
+        `free_bytes`: None = what is free on the device. `checkpoints`: if there is no room for the
+        activations of a pass, layers are computed a second time for the backward pass."""
         self._model = AdaptedModel(model)
-        if model.device.type == "cuda":
-            checkpoint_layers(model)
+        fuse_norms(model)
+        self._row_bytes = _activation_bytes(self._model)
+        self._keeps_activations = False  # of the pass that is computed now
+        if checkpoints:
+            checkpoint_layers(model, keeps_all=lambda: self._keeps_activations)
         self._path = path
         self.max_context = max_context
         self._free_bytes = free_bytes or (lambda: memory_of(model.device)[0])
@@ -95,12 +81,7 @@ class AdapterSet:
         generator = torch.Generator()
         generator.seed() if seed is None else generator.manual_seed(seed)
         parameters = initial_factors(layout, generator=generator, device=self._model.device)
-        self.owned[name] = OwnedAdapter(
-            shape=shape,
-            layout=layout,
-            parameters=parameters,
-            optimizer=torch.optim.AdamW(parameters.values()),
-        )
+        self.owned[name] = OwnedAdapter(shape, layout, parameters)
 
     def _layout(self, shape: AdapterShape) -> Adapter:
         chosen = {
@@ -116,13 +97,17 @@ class AdapterSet:
     def _check_memory(self, layout: Adapter) -> None:
         """Refuse an adapter for which there is no room once all others have been trained."""
         needed = WEIGHT_BYTES * sum(map(math.prod, layout.shapes().values()))
-        missing = sum(each.missing_bytes for each in self.owned.values())
-        if needed > (room := self._free_bytes() - RESERVED_BYTES - missing):
+        if needed > (room := self._room_bytes()):
             raise TaskError(
                 f"The adapter needs {needed / GIB:.2f} GiB in training, and the device has room for"
                 f" {max(room, 0) / GIB:.2f} GiB beside those of all tenants; lower the rank, or end"
                 " the sessions of models that you no longer need."
             )
+
+    def _room_bytes(self) -> int:
+        """What is left of the device once all adapters have been trained."""
+        missing = sum(each.missing_bytes for each in self.owned.values())
+        return self._free_bytes() - RESERVED_BYTES - missing
 
     def compute(self, passes: Sequence[AdapterPass]) -> list[PassResult | Exception]:
         """The result of each pass, or why there is none. The gradient of a backward pass is added
@@ -138,7 +123,7 @@ class AdapterSet:
             if isinstance(one, Exception):
                 outcomes[i] = one
             else:
-                logprobs, total, self.owned[passes[i].model_id].gradient = one
+                logprobs, total, self.owned[passes[i].model_id].flat_gradient = one
                 outcomes[i] = logprobs, total
         return [outcomes[i] for i in range(len(passes))]
 
@@ -163,11 +148,12 @@ class AdapterSet:
         adapters = [self.owned[each.model_id] for each in passes]
         logprobs: list[list[np.ndarray]] = [[] for _ in passes]
         totals = [0.0 for _ in passes]
-        gradients = [adapter.gradient for adapter in adapters]
+        gradients = [adapter.flat_gradient for adapter in adapters]
         for pack in _packs(passes, max_adapters=self._model.max_adapters):
             rows = [sum(len(datum.tokens) for datum in data) for data in pack.values()]
-            applied = [(adapters[i].parameters, adapters[i].layout.scale) for i in pack]
+            applied = [adapters[i].applied for i in pack]
             trained = [i for i in pack if passes[i].backward]
+            self._keeps_activations = sum(rows) * self._row_bytes <= self._room_bytes()
             with torch.set_grad_enabled(bool(trained)), self._model.applied(applied, rows):
                 flat = self._model.logprobs([datum for data in pack.values() for datum in data])
                 sizes = [sum(d.inputs[TARGETS].size for d in data) for data in pack.values()]
@@ -177,11 +163,12 @@ class AdapterSet:
                 }
                 if trained:
                     value = torch.stack([values[i] for i in trained]).sum()
-                    parameters = [p for i in trained for p in adapters[i].parameters.values()]
-                    new = [*torch.autograd.grad(value, parameters, materialize_grads=True)]
-                    for i in trained:
-                        own = {name: new.pop(0) for name in adapters[i].parameters}
-                        gradients[i] = _added(gradients[i], own)
+                    new = torch.autograd.grad(
+                        value, [adapters[i].flat for i in trained], materialize_grads=True
+                    )
+                    for i, own in zip(trained, new, strict=True):
+                        # In a new tensor, because a later part of the pass may fail.
+                        gradients[i] = own if (old := gradients[i]) is None else old + own
             for i, value in zip(values, torch.stack([*values.values()]).tolist(), strict=True):
                 totals[i] += value
             targets = [(i, datum.inputs[TARGETS]) for i, data in pack.items() for datum in data]
@@ -193,39 +180,7 @@ class AdapterSet:
 
     def step(self, name: str, adam: AdamSettings) -> dict[str, float]:
         """Apply the gradient of an adapter, and begin the next one."""
-        adapter = self.owned[name]
-        if adapter.gradient is None:
-            raise TaskError("There is no gradient to apply; call forward_backward first.")
-        for group in adapter.optimizer.param_groups:
-            group |= {
-                "lr": adam.learning_rate,
-                "betas": (adam.beta1, adam.beta2),
-                "eps": adam.eps,
-                "weight_decay": adam.weight_decay,
-            }
-        before = {
-            parameter: (parameter.detach().clone(), _copied(adapter.optimizer.state[parameter]))
-            for parameter in adapter.parameters.values()
-        }
-        for tensor, parameter in adapter.parameters.items():
-            parameter.grad = adapter.gradient[tensor].clone()
-        limit = adam.grad_clip_norm if adam.grad_clip_norm > 0 else float("inf")
-        norm = nn.utils.clip_grad_norm_(adapter.parameters.values(), limit)
-        adapter.optimizer.step()
-        adapter.optimizer.zero_grad(set_to_none=True)
-        largest = torch.stack([each.detach().abs().amax() for each in before]).amax()
-        if not largest <= MAX_WEIGHT:  # or NaN
-            with torch.no_grad():
-                for parameter, (value, state) in before.items():
-                    parameter.copy_(value)
-                    adapter.optimizer.state[parameter] = state
-            raise TaskError(
-                f"The step would make a weight of the adapter {float(largest):g}, above the limit"
-                f" of {MAX_WEIGHT:g}; it was not made. Lower learning_rate, or raise eps."
-            )
-        adapter.gradient = None
-        adapter.num_steps += 1
-        return {"grad_norm": float(norm)}
+        return {"grad_norm": self.owned[name].step(adam)}
 
     def save(
         self,
@@ -239,13 +194,16 @@ class AdapterSet:
         """Write an adapter as a PEFT folder, with the optimizer's state and the gradient or without
         them. `about` is returned by read_about()."""
         adapter = self.owned[name]
-        tensors = {tensor: value.detach() for tensor, value in adapter.parameters.items()}
+        tensors = adapter.named(adapter.flat.detach().cpu())
         moments = {
-            f"{tensor}.{key}": adapter.optimizer.state[parameter][key].cpu()
-            for tensor, parameter in adapter.parameters.items()
+            f"{tensor}.{key}": part
             for key in (_MOMENTS if adapter.num_steps and optimizer else ())
+            for tensor, part in adapter.named(
+                adapter.optimizer.state[adapter.flat][key].cpu()
+            ).items()
         }
-        pending = {name: t.cpu() for name, t in (adapter.gradient or {}).items() if gradient}
+        flat = adapter.flat_gradient if gradient else None
+        pending = {} if flat is None else adapter.named(flat.cpu())
 
         def write(unfinished: Path) -> None:
             write_folder(unfinished, tensors, layout=adapter.layout, alpha=ALPHA, path=self._path)
@@ -271,18 +229,18 @@ class AdapterSet:
             )
         file = folder / _OPTIMIZER_FILE
         moments = load_file(file) if optimizer and file.is_file() else {}
-        fresh = torch.optim.AdamW(adapter.parameters.values())
+        flat, flattened = adapter.flat, adapter.flattened
+        fresh = torch.optim.AdamW([flat])
         with torch.no_grad():
-            for tensor, parameter in adapter.parameters.items():
-                parameter.copy_(saved[tensor])
-                if moments:
-                    state = {key: moments[f"{tensor}.{key}"].to(parameter) for key in _MOMENTS}
-                    step = torch.tensor(float(about["num_steps"]))
-                    fresh.state[parameter] = {"step": step, **state}
-        adapter.optimizer, adapter.gradient = fresh, None
+            flat.copy_(flattened(saved))
+        if moments:
+            fresh.state[flat] = {"step": torch.tensor(float(about["num_steps"]))} | {
+                key: flattened({name: moments[f"{name}.{key}"] for name in saved}).to(flat)
+                for key in _MOMENTS
+            }
+        adapter.optimizer, adapter.flat_gradient = fresh, None
         if (file := folder / _GRADIENT_FILE).is_file():
-            gradient = load_file(file)
-            adapter.gradient = {n: gradient[n].to(p) for n, p in adapter.parameters.items()}
+            adapter.flat_gradient = flattened(load_file(file)).to(flat)
         adapter.num_steps = about["num_steps"] if moments else 0
 
     def write_blank(self, folder: Path, *, rank: int) -> None:
@@ -347,6 +305,14 @@ def read_about(folder: Path) -> dict[str, Any]:
     return read_run_state(folder)
 
 
+def _activation_bytes(model: AdaptedModel) -> float:
+    """Bytes that layers keep of a row for the backward pass, at most: several times the inputs and
+    outputs of products. Unknown for experts, because a row has only some of them."""
+    if any(len(size) == 3 for size in model.layers.values()):
+        return math.inf
+    return 4 * model.dtype.itemsize * sum(map(sum, model.layers.values()))
+
+
 def _loss(one: AdapterPass, data: Sequence[TrainingDatum], logprobs: Tensor) -> Tensor:
     """The loss of data of a pass from the logprobs of all their targets."""
     function, names, limits = summed_loss(one.loss, one.settings)
@@ -357,18 +323,9 @@ def _loss(one: AdapterPass, data: Sequence[TrainingDatum], logprobs: Tensor) -> 
     return function(logprobs, given, limits)
 
 
-def _added(old: dict[str, Tensor] | None, new: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The sum in new tensors, because a later part of the pass may fail."""
-    return new if old is None else {name: old[name] + grad for name, grad in new.items()}
-
-
-def _copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: value.clone() for key, value in state.items()}
-
-
 def _unless_broken(computed: _Computed) -> _Computed | TaskError:
     _, total, gradient = computed
-    norm = 0.0 if gradient is None else nn.utils.get_total_norm(gradient.values())
+    norm = 0.0 if gradient is None else torch.linalg.vector_norm(gradient)
     if np.isfinite(total + float(norm)):
         return computed
     return TaskError(f"The loss {total:g} or its gradient is not finite; it was dropped.")
