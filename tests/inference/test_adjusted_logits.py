@@ -63,9 +63,11 @@ def assert_adjusted(done: Completion, sampling: Sampling) -> None:
         {"presence_penalty": 1.0, "top_k": 5},
     ],
 )
-def test_logprobs_and_top_tokens_are_of_the_adjusted_distribution(settings):
+@pytest.mark.parametrize("decode_steps", [1, 8])
+def test_logprobs_and_top_tokens_are_of_the_adjusted_distribution(settings, decode_steps):
     asked = request("a", **settings, top_logprobs=3)
-    (done,) = finish_all(make_engine(), [asked, request("beside")])["a"]
+    engine = make_engine(decode_steps=decode_steps)
+    (done,) = finish_all(engine, [asked, request("beside")])["a"]
     assert_adjusted(done, asked.sampling)
 
 
@@ -81,9 +83,11 @@ def test_adjusted_sequences_do_not_change_others(decode_steps):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"temperature": 0.0}])
-def test_gpu_engine_adjusts_logits_beside_multi_step_decoding(settings):
-    asked = request("a", frequency_penalty=0.8, top_logprobs=3, **settings)
-    engine = make_engine(device="cuda", decode_steps=8)
+@pytest.mark.parametrize("compile_layers", [False, True])
+def test_gpu_engine_adjusts_logits_inside_the_decode_loop(settings, compile_layers):
+    bias = ((BIASED, 1.5),)
+    asked = request("a", frequency_penalty=0.8, logit_bias=bias, top_logprobs=3, **settings)
+    engine = make_engine(device="cuda", decode_steps=8, compile_layers=compile_layers)
     (done,) = finish_all(engine, [asked, request("beside", **settings)])["a"]
     assert_adjusted(done, asked.sampling)
 

@@ -1,7 +1,10 @@
 """The decode loop against single steps, token by token."""
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 from architectures import ARCHITECTURES
 from engine_rig import (
@@ -26,12 +29,18 @@ SETTINGS = [
     {"top_p": 0.8, "temperature": 1.3},
     {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
 ]
+ADJUSTED = [
+    {"presence_penalty": 1.5, "frequency_penalty": 0.4},
+    {"logit_bias": ((5, 3.0), (9, -2.0)), "frequency_penalty": -0.5, "top_logprobs": 3},
+    {"top_logprobs": 2, "temperature": 0.0},
+    {"top_logprobs": 5, "top_k": 6, "presence_penalty": 1.0},
+]
 
 
-def mixed_requests(*, n: int = 2) -> list[Request]:
+def mixed_requests(*, n: int = 2, settings: Sequence[dict[str, Any]] = SETTINGS) -> list[Request]:
     return [
-        make_request(str(i), prompt=prompt_of(1 + 5 * i, seed=i), n=n, seed=i, **settings)
-        for i, settings in enumerate(SETTINGS)
+        make_request(str(i), prompt=prompt_of(1 + 5 * i, seed=i), n=n, seed=i, **own)
+        for i, own in enumerate(settings)
     ]
 
 
@@ -42,6 +51,10 @@ def assert_all_same(
     for id, completions in expected.items():
         for ours, theirs in zip(done[id], completions, strict=True):
             assert_same(ours, theirs)
+            assert (ours.top is None) == (theirs.top is None)
+            if ours.top is not None and theirs.top is not None:
+                np.testing.assert_array_equal(ours.top.ids, theirs.top.ids)
+                np.testing.assert_allclose(ours.top.logprobs, theirs.top.logprobs, atol=3e-5)
             assert (ours.finish, ours.text) == (theirs.finish, theirs.text)
 
 
@@ -56,6 +69,24 @@ def test_decode_loop_matches_single_steps(architecture: str, decode_steps: int):
         "stop",
         "length",
     }
+
+
+@pytest.mark.parametrize("settings", [ADJUSTED, [*SETTINGS, *ADJUSTED]], ids=["adjusted", "mixed"])
+def test_penalties_biases_and_top_logprobs_match_single_steps(settings: list[dict[str, Any]]):
+    requests = mixed_requests(settings=settings)
+    expected = finish_all(make_engine(eos_ids=(5,)), requests)
+    # Fewer slots than sequences: rows of launches change their owners.
+    engine = make_engine(eos_ids=(5,), decode_steps=7, max_sequences=6)
+    assert_all_same(finish_all(engine, requests), expected)
+
+
+@pytest.mark.parametrize("settings", ADJUSTED)
+def test_adjusted_sequences_decode_in_launches_of_several_steps(settings: dict[str, Any]):
+    engine = make_engine(eos_ids=(), decode_steps=8)
+    for request in (make_request("a", **settings), make_request("plain", seed=1)):
+        engine.add_request(request)
+    engine.step()  # prefill and a launch of four steps: half of eight after an arrival
+    assert engine.stats().generated_tokens == 2 * 5
 
 
 def test_launch_shrinks_and_preempts_when_blocks_run_out():

@@ -8,6 +8,7 @@ expert routes.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from millrace.core.errors import RunFailed
 from millrace.core.records import FinishReason
 from millrace.inference.backend import EngineCore, EngineStats, FinishedCompletions
 from millrace.inference.embedded.adapters import AdapterMerger
+from millrace.inference.embedded.adjustments import adjusted_rows, top_logprobs
 from millrace.inference.embedded.decode.loop import DecodeLoop
 from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.kv.prefix_cache import PrefixCache
@@ -31,7 +33,7 @@ from millrace.inference.embedded.scheduling.outputs import OutputProcessor, Stop
 from millrace.inference.embedded.scheduling.scheduler import Scheduler
 from millrace.inference.embedded.scheduling.sequence import BatchPlan, DecodeResult, adapter_slot
 from millrace.inference.embedded.scheduling.speculation import DraftProposer
-from millrace.inference.embedded.scoring import ScoringEngine, chunk_scores, num_rows
+from millrace.inference.embedded.scoring import ScoringEngine, num_rows
 from millrace.models.grammars import GrammarCompiler
 from millrace.models.logprobs import final_logits
 from millrace.models.lora.factors import Adapter
@@ -169,12 +171,10 @@ class EmbeddedEngine(EngineCore):
         should_stop() returns True. The next step returns sequences that the loop finished, and
         builds their records while the device works."""
         if self.version is not None:
-            # With penalties or top logprobs, the host needs the logits of each token.
-            loop = None if self._slots.any_single_step else self._decode_loop
-            start_s, num_steps = time.perf_counter(), 1
+            loop, num_steps, start_s = self._decode_loop, 1, time.perf_counter()
             with self._numerics():
                 self._forward(self._scheduler.plan(prefill_only=loop is not None))
-                if loop is not None and not self._slots.any_single_step:
+                if loop is not None:
                     num_steps = self._decode(loop, should_stop=should_stop)
             self._scheduler.shares.end_pass(time.perf_counter() - start_s, num_steps=num_steps)
         if not self._scheduler.has_work:
@@ -350,19 +350,18 @@ class EmbeddedEngine(EngineCore):
         how = self._slots.sampling_batch(
             slots, vocab_size=logits.shape[1], device=logits.device, ahead=ahead
         )
-        if self._slots.adjusts_logits[slots].any():
-            logits = self._slots.adjust_logits(logits, slots)
+        if len(adjusting := np.flatnonzero(self._slots.adjusts_logits[slots])):
+            own, vocab_size = slots[adjusting], logits.shape[1]
+            changes = self._slots.logit_changes(own, vocab_size=vocab_size)
+            logits = adjusted_rows(logits, adjusting, changes)
         if self._slots.is_guided[slots].any():
             masks = torch.from_numpy(self._slots.grammar_masks(slots, self._grammars))
             logits = mask_logits(logits, masks.to(logits.device))
         drawn = sample_batch(logits, how, exact=self._is_exact)
         if num_top := int(self._slots.num_top[slots].max()):
-            temperatures = how.temperatures.masked_fill(how.temperatures == 0, 1.0)
-            _, ids, logprobs, _ = chunk_scores(
-                logits, drawn.tokens, temperatures, kept=drawn.kept, num_top=num_top
-            )
-            ids, logprobs = ids.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy()
-            self._slots.append_top(slots, ids=ids, logprobs=logprobs)
+            allowed = None if drawn.kept is None else drawn.kept.allowed(logits.shape[1])
+            top = top_logprobs(logits, how.temperatures, allowed=allowed, num_top=num_top)
+            return replace(drawn, top=top)
         return drawn
 
     def _verify(self, plan: BatchPlan, drafts: DraftProposer, *, hidden: Tensor) -> None:

@@ -91,6 +91,7 @@ class SamplerOutput:
     tokens: Tensor  # [N] int64
     logprobs: Tensor  # [N] float32; of greedy tokens, at temperature 1
     kept: KeptRows | None  # rows = N; None if no row truncates
+    top: tuple[Tensor, Tensor] | None = None  # [N, K] likeliest ids, logprobs; if some report them
 
 
 class StepSample(NamedTuple):
@@ -100,6 +101,12 @@ class StepSample(NamedTuple):
     logprobs: Tensor  # [N] float32
     kept: Tensor | None  # [N, capacity] int32; rows as in Kept
     num_kept: Tensor | None  # [N] int32; numbers of the row; 0 = no id was ruled out
+
+    def first(self, num_rows: int) -> "StepSample":
+        tokens, logprobs, *kept = (None if rows is None else rows[:num_rows] for rows in self)
+        assert tokens is not None
+        assert logprobs is not None
+        return StepSample(tokens, logprobs, *kept)
 
 
 def mask_logits(logits: Tensor, masks: Tensor) -> Tensor:
@@ -156,18 +163,24 @@ def sample_step(logits: Tensor, rows: SamplingBatch, capacity: int = KEPT_CAPACI
 def with_exact_logprobs(drawn: StepSample, logits: Tensor, temperatures: Tensor) -> StepSample:
     """The logprobs that token_logprobs() computes in exact mode. Runs inside CUDA graphs."""
     scaled = logits / temperatures.masked_fill(temperatures == 0, 1.0)[:, None]
-    if drawn.kept is not None and drawn.num_kept is not None:
-        columns = torch.arange(drawn.kept.shape[1], device=logits.device)
-        vocab_size = logits.shape[1]
-        is_mask = ((drawn.num_kept > 0) & (drawn.kept[:, 0] < 0))[:, None]
-        is_listed = (columns < drawn.num_kept[:, None]) & ~is_mask
-        ids = torch.where(is_listed, drawn.kept, drawn.tokens[:, None])
-        allowed = (drawn.num_kept == 0)[:, None].repeat(1, vocab_size).scatter(1, ids, True)
-        masks = unpacked(drawn.kept[:, 1 : 1 + -(-vocab_size // 32)], vocab_size)
-        allowed = torch.where(is_mask, masks, allowed)
+    allowed = allowed_ids(drawn, vocab_size=logits.shape[1])
+    if allowed is not None:
         scaled = scaled.masked_fill(~allowed, -torch.inf)
     logprobs = scaled.gather(-1, drawn.tokens[:, None]).squeeze(-1) - scaled.logsumexp(-1)
     return drawn._replace(logprobs=logprobs)
+
+
+def allowed_ids(drawn: StepSample, *, vocab_size: int) -> Tensor | None:
+    """[N, V] bool, the ids that truncation kept; None if no row truncates."""
+    if drawn.kept is None or drawn.num_kept is None:
+        return None
+    columns = torch.arange(drawn.kept.shape[1], device=drawn.kept.device)
+    is_mask = ((drawn.num_kept > 0) & (drawn.kept[:, 0] < 0))[:, None]
+    is_listed = (columns < drawn.num_kept[:, None]) & ~is_mask
+    ids = torch.where(is_listed, drawn.kept, drawn.tokens[:, None])
+    allowed = (drawn.num_kept == 0)[:, None].repeat(1, vocab_size).scatter(1, ids, True)
+    masks = unpacked(drawn.kept[:, 1 : 1 + -(-vocab_size // 32)], vocab_size)
+    return torch.where(is_mask, masks, allowed)
 
 
 def joined_rows(rows: Tensor, sizes: np.ndarray) -> np.ndarray:

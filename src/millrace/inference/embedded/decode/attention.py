@@ -54,8 +54,10 @@ class DecodeLayer(NamedTuple):
     cache: Tensor  # [slots, K, D + E]
     tables: Tensor  # [B or more, W] int32; blocks of each row
     lengths: Tensor  # [B or more] int64; tokens of each row with the new one; 0 = the row is idle
+    splits: Tensor  # [S or more, 4] int32; see splits.py
+    joins: Tensor  # [B or more, 3] int32
     block_tokens: int
-    splits: int  # parts of a row's context that attend side by side; a power of two
+    num_splits: int
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rules: ScoreRules) -> Tensor:
         """[B, H, E], of query [B, H, D], key [B, K, D] and value [B, K, E]."""
@@ -118,14 +120,16 @@ def plain_decode(
     cache: Tensor,
     tables: Tensor,
     lengths: Tensor,
+    _splits: Tensor,
+    _joins: Tensor,
     block_tokens: int,
-    splits: int,
+    _num_splits: int,
     scale: float,
     window: int,  # 0 = none
     cap: float,  # 0 = none
     sinks: Tensor | None,  # [H]
 ) -> Tensor:  # [B, H, E]
-    """Decode attention in plain PyTorch, on any device."""
+    """Decode attention in plain PyTorch, on any device, without splits."""
     key_dim = key.shape[2]
     tables, lengths = tables[: len(query)], lengths[: len(query)]
     busy = lengths > 0
@@ -183,8 +187,8 @@ def _flash_prefill(
 
 define_operator(
     "paged_decode(Tensor query, Tensor key, Tensor value, Tensor cache, Tensor tables,"
-    " Tensor lengths, SymInt block_tokens, SymInt splits, float scale, SymInt window, float cap,"
-    " Tensor? sinks) -> Tensor",
+    " Tensor lengths, Tensor splits, Tensor joins, SymInt block_tokens, SymInt num_splits,"
+    " float scale, SymInt window, float cap, Tensor? sinks) -> Tensor",
     cpu=plain_decode,
     cuda=_decode_on_cuda,
     shape=lambda query, key, value, *_: query.new_empty(*query.shape[:2], value.shape[2]),

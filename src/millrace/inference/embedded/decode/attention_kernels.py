@@ -2,10 +2,11 @@
 
 Only live KV is read: a program walks the blocks of one row, one KV head and one split of its
 context. All query heads that share the KV head are the rows of one matrix product. A second kernel
-joins the splits, so that a few long rows occupy the GPU as well as many short ones.
+joins the splits of rows that have several, so that a few long rows occupy the GPU as well as many
+short ones. There are no programs for splits that a row does not have.
 
 Imported on machines with CUDA only. B = rows, H = query heads, K = KV heads, G = H / K,
-D = head size of keys, E = of values, W = blocks per row in the table, S = splits.
+D = head size of keys, E = of values, W = blocks per row in the table, S = splits of all rows.
 """
 
 import torch
@@ -14,14 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 64  # tokens that a program handles at a time
-_SPLIT_TILES = 8  # of a split at least, if there are enough rows to fill the GPU
-_FILLING = 512  # programs without splits that fill it
-
-
-@triton.jit
-def _tiles_of_split(length, first, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):
-    """Tiles of each split of a row but the last ones: a short row has fewer splits."""
-    return tl.maximum(tl.cdiv(tl.cdiv(length - first, TILE), SPLITS), LEAST)
+_JOINED = 16  # splits that are joined at a time
 
 
 @triton.jit
@@ -32,8 +26,10 @@ def _attend_kernel(
     cache,  # [slots, K, D + E]; the newest token is stored there
     tables,  # [B, W] int32
     lengths,  # [B] int64; 0 = the row is idle
-    out,  # [B, H, E] if SPLITS == 1, else float32 [B, H, S, E]
-    normalizers,  # float32 [B, H, S], log2 of the sum of exp2(scores); unused if SPLITS == 1
+    splits,  # [S, 4] int32, see splits.py
+    out,  # [B, H, E]; of rows with one split
+    parts,  # float32 [S, H, E]; of the others
+    normalizers,  # float32 [S, H]; of these, log2 of the sum of exp2(scores)
     scale,  # of the scores, times log2(e) unless capped
     window,
     cap,
@@ -51,31 +47,35 @@ def _attend_kernel(
     KEY_PAD: tl.constexpr,
     VALUE_PAD: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LEAST: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     head = tl.program_id(0)
-    row = tl.program_id(1)
-    split = tl.program_id(2)
+    place = tl.program_id(1)
+    row = tl.load(splits + place * 4)
+    split = tl.load(splits + place * 4 + 1)
+    num_splits = tl.load(splits + place * 4 + 2)
+    if num_splits == 0:
+        return
     length = tl.load(lengths + row).to(tl.int32)
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0)
-    tiles = _tiles_of_split(length, first, TILE, SPLITS, LEAST)
+    tiles = tl.cdiv(tl.cdiv(length - first, TILE), num_splits)
     start = first + split * tiles * TILE
     stop = tl.minimum(start + tiles * TILE, length)
-    if (split > 0) & (start >= length):
-        return
 
     group = tl.arange(0, GROUP_PAD)
     key_dim = tl.arange(0, KEY_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
     own = group < GROUP
     heads = head * GROUP + group
+    part = tl.load(splits + place * 4 + 3).to(tl.int64) * (HEADS * GROUP) + heads
+    if (split > 0) & (start >= length):
+        tl.store(normalizers + part, tl.full([GROUP_PAD], -float("inf"), tl.float32), mask=own)
+        return
     q = tl.load(
         query + row.to(tl.int64) * query_stride + heads[:, None] * KEY_DIM + key_dim[None, :],
         mask=own[:, None] & (key_dim < KEY_DIM)[None, :],
@@ -132,51 +132,55 @@ def _attend_kernel(
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # idle rows: 0
     kept = own[:, None] & (value_dim < VALUE_DIM)[None, :]
-    line = row.to(tl.int64) * (HEADS * GROUP) + heads
-    if SPLITS == 1:
-        place = out + line[:, None] * VALUE_DIM + value_dim[None, :]
-        tl.store(place, acc.to(out.dtype.element_ty), mask=kept)
+    if num_splits == 1:
+        line = row.to(tl.int64) * (HEADS * GROUP) + heads
+        whole = out + line[:, None] * VALUE_DIM + value_dim[None, :]
+        tl.store(whole, acc.to(out.dtype.element_ty), mask=kept)
     else:
-        line = line * SPLITS + split
-        tl.store(out + line[:, None] * VALUE_DIM + value_dim[None, :], acc, mask=kept)
-        tl.store(normalizers + line, tl.where(total == 0.0, best, best + tl.log2(total)), mask=own)
+        tl.store(parts + part[:, None] * VALUE_DIM + value_dim[None, :], acc, mask=kept)
+        tl.store(normalizers + part, tl.where(total == 0.0, best, best + tl.log2(total)), mask=own)
 
 
 @triton.jit
 def _join_kernel(
-    parts,  # float32 [B, H, S, E]
-    normalizers,  # float32 [B, H, S]
-    lengths,
+    parts,  # float32 [S, H, E]
+    normalizers,  # float32 [S, H]
+    joins,  # [J, 3] int32, see splits.py
     out,  # [B, H, E]
-    window,
     NUM_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLITS: tl.constexpr,  # a power of two
-    LEAST: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    JOINED: tl.constexpr,
 ):
-    line = tl.program_id(0).to(tl.int64)
-    length = tl.load(lengths + line // NUM_HEADS).to(tl.int32)
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(length - window, 0)
-    tiles = _tiles_of_split(length, first, TILE, SPLITS, LEAST)
-    split = tl.arange(0, SPLITS)
+    head, place = tl.program_id(0), tl.program_id(1)
+    row = tl.load(joins + place * 3).to(tl.int64)
+    first = tl.load(joins + place * 3 + 1)
+    last = first + tl.load(joins + place * 3 + 2)
+    if first == last:
+        return
     dim = tl.arange(0, VALUE_PAD)
-    is_used = first + split * tiles * TILE < length
-    normalizer = tl.load(normalizers + line * SPLITS + split, mask=is_used, other=-float("inf"))
-    best = tl.max(normalizer, 0)
-    weights = tl.exp2(normalizer - tl.where(best == -float("inf"), 0.0, best))
-    part = tl.load(
-        parts + (line * SPLITS + split[:, None]) * VALUE_DIM + dim[None, :],
-        mask=is_used[:, None] & (dim < VALUE_DIM)[None, :],
-        other=0.0,
-    )
-    total = tl.sum(weights, 0)
-    joined = tl.sum(part * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + line * VALUE_DIM + dim, joined.to(out.dtype.element_ty), mask=dim < VALUE_DIM)
+    best = tl.full([], -float("inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    acc = tl.zeros([VALUE_PAD], tl.float32)
+    for begin in range(first, last, JOINED):
+        split = begin + tl.arange(0, JOINED)
+        line = split.to(tl.int64) * NUM_HEADS + head
+        normalizer = tl.load(normalizers + line, mask=split < last, other=-float("inf"))
+        new_best = tl.maximum(best, tl.max(normalizer, 0))
+        base = tl.where(new_best == -float("inf"), 0.0, new_best)
+        weights = tl.exp2(normalizer - base)
+        part = tl.load(  # parts of splits that saw nothing hold garbage
+            parts + line[:, None] * VALUE_DIM + dim[None, :],
+            mask=(normalizer > -float("inf"))[:, None] & (dim < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        shrink = tl.exp2(best - base)
+        total = total * shrink + tl.sum(weights, 0)
+        acc = acc * shrink + tl.sum(part * weights[:, None], 0)
+        best = new_best
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    place = out + (row * NUM_HEADS + head) * VALUE_DIM + dim
+    tl.store(place, acc.to(out.dtype.element_ty), mask=dim < VALUE_DIM)
 
 
 def paged_decode(
@@ -186,8 +190,10 @@ def paged_decode(
     cache: Tensor,  # [slots, K, D + E]; written
     tables: Tensor,  # [B, W] int32; row stride may exceed W
     lengths: Tensor,  # [B] int64
+    splits: Tensor,  # [S or more, 4] int32
+    joins: Tensor,  # [B or more, 3] int32
     block_tokens: int,
-    splits: int,  # a power of two
+    num_splits: int,
     scale: float,
     window: int,  # 0 = none
     cap: float,  # 0 = none
@@ -199,25 +205,24 @@ def paged_decode(
     pad = triton.next_power_of_2
     group = num_heads // num_kv_heads
     out = query.new_empty(num_rows, num_heads, value_dim)
-    parts, normalizers = _outputs_of_splits(out, splits) if splits > 1 else (out, lengths)
-    splitting = _splitting(num_rows * num_kv_heads, key_dim, splits=splits, window=window)
-    _attend_kernel[(num_kv_heads, num_rows, splits)](
+    parts = out.new_empty(num_splits, num_heads, value_dim, dtype=torch.float32)
+    normalizers = parts.new_empty(num_splits, num_heads)
+    _attend_kernel[(num_kv_heads, num_splits)](
         query,
         key,
         value,
         cache,
         tables,
         lengths,
+        splits,
+        out,
         parts,
         normalizers,
         scale if cap else scale * 1.4426950408889634,
         window,
         cap,
         lengths if sinks is None else sinks,
-        tables.stride(0),
-        query.stride(0),
-        key.stride(0),
-        value.stride(0),
+        *(x.stride(0) for x in (tables, query, key, value)),
         HEADS=num_kv_heads,
         GROUP=group,
         KEY_DIM=key_dim,
@@ -226,56 +231,31 @@ def paged_decode(
         GROUP_PAD=max(16, pad(group)),
         KEY_PAD=max(16, pad(key_dim)),
         VALUE_PAD=max(16, pad(value_dim)),
-        **splitting,
+        TILE=_TILE if key_dim <= 128 else _TILE // 2,
+        HAS_WINDOW=window > 0,
         HAS_CAP=cap > 0,
         HAS_SINKS=sinks is not None,
         PRECISION="ieee",
         num_warps=2 if key_dim <= 128 else 4,
         num_stages=3,
     )
-    if splits > 1:
-        _join(parts, normalizers, lengths, out, window, splitting)
+    if num_splits > num_rows:
+        _join(parts, normalizers, joins, out)
     return out
 
 
-def _splitting(num_programs: int, key_dim: int, *, splits: int, window: int) -> dict[str, int]:
-    """Arguments of both kernels. `num_programs`: without splits."""
-    return {
-        "TILE": _TILE if key_dim <= 128 else _TILE // 2,
-        "SPLITS": splits,
-        "LEAST": _SPLIT_TILES if num_programs >= _FILLING else 1,
-        "HAS_WINDOW": window > 0,
-    }
-
-
-def _outputs_of_splits(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Room for the outputs [B, H, S, E] and the normalizers [B, H, S] of all splits."""
+def _join(parts: Tensor, normalizers: Tensor, joins: Tensor, out: Tensor) -> None:
+    """Join the splits of the rows that have several; each of these rows has one in excess."""
     num_rows, num_heads, value_dim = out.shape
-    shape = (num_rows, num_heads, splits)
-    parts = torch.empty(*shape, value_dim, dtype=torch.float32, device=out.device)
-    return parts, torch.empty(shape, dtype=torch.float32, device=out.device)
-
-
-def _join(
-    parts: Tensor,
-    normalizers: Tensor,
-    lengths: Tensor,
-    out: Tensor,
-    window: int,
-    splitting: dict[str, int],
-) -> None:
-    """Join the splits of each row and head in `out`."""
-    num_rows, num_heads, value_dim = out.shape
-    _join_kernel[(num_rows * num_heads,)](
+    _join_kernel[(num_heads, min(num_rows, len(parts) - num_rows))](
         parts,
         normalizers,
-        lengths,
+        joins,
         out,
-        window,
         NUM_HEADS=num_heads,
         VALUE_DIM=value_dim,
         VALUE_PAD=triton.next_power_of_2(value_dim),
-        **splitting,
+        JOINED=_JOINED,
         num_warps=2,
     )
 

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from millrace.inference.embedded import sampler
+from millrace.inference.embedded.adjustments import ExtraRows, top_logprobs
+from millrace.inference.embedded.decode import splits
 from millrace.inference.embedded.decode.attention import DecodeLayer
-from millrace.inference.embedded.kv.blocks import BlockTables
+from millrace.inference.embedded.decode.state import DecodeState
 from millrace.inference.embedded.kv.paged_attention import ExactBatch
 from millrace.inference.embedded.parts import EngineParts
-from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.sequence import NO_TOKEN, DecodePlan, DecodeResult
 from millrace.models.exact.attention import Tiles
 from millrace.models.loading import hidden_states
@@ -33,162 +34,18 @@ from millrace.models.logprobs import final_logits
 _WARMUPS = 2  # steps before a capture: the first one compiles and allocates buffers
 _MIN_ROWS = 8  # fewer cost the same, and compiled code treats 0 and 1 as special
 _AHEAD = 2  # steps queued on the device: it never waits for the host, and a launch can end soon
-_PROGRAMS = 512  # attention programs that keep a GPU busy, about
-_SPLIT_TOKENS = 2048  # of context per split, at most
-_MAX_SPLITS = 64
-
-
-class DecodeState:
-    """The tensors of the loop: inputs from the host, values that steps advance, and outputs. A
-    launch starts with load(), which overwrites everything, so nothing has to be kept in sync with
-    the host between launches. Values that are sent together lie together: the number of transfers
-    costs the host more than their bytes."""
-
-    def __init__(self, parts: EngineParts, *, max_rows: int, eos_ids: Sequence[int]) -> None:
-        device, sizes, max_steps = parts.model.device, parts.sizes, parts.sizes.decode_steps
-        max_blocks = parts.tables.rows.shape[1]
-        vocab_size = parts.model.config.get_text_config().vocab_size
-        self._kept_capacity = sampler.row_capacity(sizes.kept_capacity, vocab_size=vocab_size)
-        self._eos_ids = torch.tensor(list(eos_ids), dtype=torch.int64, device=device)
-        self._integers = torch.zeros(7, max_rows, dtype=torch.int64, device=device)
-        self._floats = torch.ones(3, max_rows, dtype=torch.float32, device=device)
-        # The token to feed next, the row's length with it (0 = idle), its index in the completion.
-        self.tokens, self.lengths, positions = self._integers[:3]
-        settings = self._integers[3:]  # as in BatchSlots
-        self.limits, _, _, self.adapters = settings
-        self.sampling = sampler.SamplingBatch.of(settings, self._floats, positions=positions)
-        self.tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
-        self._step = torch.zeros(1, dtype=torch.int64, device=device)
-        self._out = torch.zeros(max_steps, 2, max_rows, dtype=torch.int32, device=device)
-        self._out_num_kept = torch.zeros(max_steps, max_rows, dtype=torch.int32, device=device)
-        self._out_kept: Tensor | None = None  # [N, B, capacity] int32; made when first needed
-        self._vocab_size = vocab_size
-        self._grammar: tuple[Tensor, Tensor, Tensor] | None = None
-        self._advance: Callable[..., None] = _advance
-        self._mask_logits: Callable[[Tensor, Tensor], Tensor] = sampler.mask_logits
-        if sizes.compile_layers:
-            self._advance = torch.compile(_advance)
-            self._mask_logits = torch.compile(sampler.mask_logits)
-
-    def load(self, chosen: np.ndarray, slots: BatchSlots, tables: BlockTables) -> None:
-        """Start a launch with these slots in the first rows; the other rows are idle."""
-        count = len(chosen)
-        lengths = slots.num_tokens[chosen]
-        integers = np.zeros(self._integers.shape, dtype=np.int64)
-        integers[0, :count] = slots.tokens[chosen, lengths - 1]
-        integers[1, :count] = lengths
-        integers[2, :count] = lengths - slots.num_prompt[chosen]
-        integers[3:, :count] = slots.integers[:, chosen]
-        floats = np.ones(self._floats.shape, dtype=np.float32)
-        floats[:, :count] = slots.floats[:, chosen]
-        width = int(tables.sizes[chosen].max())
-        blocks = tables.rows[chosen, :width].astype(np.int32)
-        _send(integers, self._integers)
-        _send(floats, self._floats)
-        _send(blocks, self.tables[:count, :width])
-        self._step.zero_()
-
-    def set_idle(self) -> None:
-        """Make every row idle: a step then writes nothing to the cache."""
-        self.lengths.zero_()
-        self._step.zero_()
-
-    def grammar(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [B, V], masks [B, V / 32] int32 and pinned masks; made outside of CUDA graphs."""
-        if self._grammar is None:
-            device, max_rows = self._out.device, len(self.tables)
-            logits = torch.zeros(max_rows, self._vocab_size, device=device)
-            masks = torch.zeros(max_rows, -(-self._vocab_size // 32), dtype=torch.int32)
-            host = masks.pin_memory() if device.type == "cuda" else masks.clone()
-            self._grammar = logits, masks.to(device), host
-        return self._grammar
-
-    def keep_logits(self, logits: Tensor) -> None:
-        """Keep them for masked_logits(). Both run inside CUDA graphs."""
-        self.grammar()[0][: len(logits)] = logits
-
-    def masked_logits(self, num_rows: int) -> Tensor:
-        logits, masks, _ = self.grammar()
-        return self._mask_logits(logits[:num_rows], masks[:num_rows])
-
-    def load_masks(self, fill: Callable[[np.ndarray], Any], *, count: int) -> None:
-        """The ids that the next samples of the first rows may be: fill() writes [count, V / 32]."""
-        _, masks, host = self.grammar()
-        fill(host[:count].numpy())
-        masks[:count].copy_(host[:count], non_blocking=True)
-
-    def advance(self, drawn: sampler.StepSample, *, num_rows: int) -> None:
-        """Record the sample of one step. Runs inside CUDA graphs: no shape depends on a value."""
-        if drawn.kept is not None and drawn.num_kept is not None:
-            self._kept()[:, :num_rows].index_copy_(0, self._step, drawn.kept[None])
-            self._out_num_kept[:, :num_rows].index_copy_(0, self._step, drawn.num_kept[None])
-        self._advance(
-            self.tokens[:num_rows],
-            self.lengths[:num_rows],
-            self.limits[:num_rows],
-            self.sampling.positions[:num_rows],
-            self._step,
-            self._out[:, :, :num_rows],
-            drawn.tokens,
-            drawn.logprobs,
-            self._eos_ids,
-        )
-
-    def read(self, count: int, *, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and logprobs [N, count] of the launch; NO_TOKEN where a row had ended."""
-        out = self._out[:num_steps, :, :count].cpu().numpy()
-        return out[:, 0], out[:, 1].view(np.float32)
-
-    def read_kept(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The kept ids of the tokens [N, count] that read() returned, row after row, and how many
-        belong to each token [count, N]."""
-        num_steps, count = tokens.shape
-        sizes = self._out_num_kept[:num_steps, :count].T.cpu().numpy() * (tokens.T != NO_TOKEN)
-        rows = self._kept()[:num_steps, :count].transpose(0, 1)
-        return sampler.joined_rows(rows, sizes), sizes
-
-    def _kept(self) -> Tensor:
-        if self._out_kept is None:
-            shape = (*self._out_num_kept.shape, self._kept_capacity)
-            self._out_kept = torch.zeros(shape, dtype=torch.int32, device=self._out.device)
-        return self._out_kept
-
-
-def _advance(
-    tokens: Tensor,  # [B]; this and the next five are written
-    lengths: Tensor,
-    limits: Tensor,
-    positions: Tensor,
-    step: Tensor,  # [1]
-    out: Tensor,  # [N, 2, B] int32; tokens, and the bits of logprobs
-    drawn: Tensor,  # [B] int64
-    logprobs: Tensor,  # [B] float32
-    eos_ids: Tensor,
-) -> None:
-    counts = lengths > 0
-    tokens_out = torch.where(counts, drawn, NO_TOKEN).int()
-    out.index_copy_(0, step, torch.stack([tokens_out, logprobs.view(torch.int32)])[None])
-    ends = (drawn[:, None] == eos_ids).any(1) | (lengths + 1 >= limits)
-    lengths.copy_(torch.where(counts & ~ends, lengths + 1, 0))
-    tokens.copy_(drawn)
-    positions.add_(1)
-    step.add_(1)
-
-
-def _send(array: np.ndarray, target: Tensor) -> None:
-    tensor = torch.from_numpy(array)
-    if target.is_cuda:
-        tensor = tensor.pin_memory()
-    target.copy_(tensor, non_blocking=True)
 
 
 class StepShape(NamedTuple):
     """What a captured graph of a step is specific to."""
 
     num_rows: int
-    splits: int  # see DecodeLayer
-    truncates: bool
-    is_guided: bool  # some rows have a grammar
+    num_splits: int  # see DecodeLayer
+    truncates: bool = False
+    is_guided: bool = False  # some rows have a grammar
+    num_adjusted: int = 0  # first rows, some of which have penalties or biases
+    num_reported: int = 0  # first rows, some of which report top logprobs
+    num_top: int = 0  # of these
 
 
 class DecodeLoop:
@@ -205,14 +62,21 @@ class DecodeLoop:
         self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         # The parts of a step: with grammars one up to the logits, and one from the masks on.
         self._steps: dict[StepShape, list[Callable[[], None]]] = {}
+        self._vocab_size = parts.model.config.get_text_config().vocab_size
+        self._extras = ExtraRows(
+            self._vocab_size,
+            num_steps=self.max_steps,
+            device=self._device,
+            compiles=parts.sizes.compile_layers,
+        )
 
     def warm_up(self) -> None:
         """Capture plain steps of powers of two rows; a start would wait long for all others."""
         with self._parts.numerics():
             for num_rows in reversed(self._sizes):  # largest first: the others fit into its memory
                 if num_rows == self._sizes[-1] or not num_rows & (num_rows - 1):
-                    splits = self._splits(num_rows, 0)
-                    self._prepare(StepShape(num_rows, splits, truncates=False, is_guided=False))
+                    num_splits = self._num_splits(num_rows, np.empty(0, dtype=np.int64))
+                    self._prepare(StepShape(num_rows, num_splits))
 
     def run(
         self,
@@ -228,13 +92,16 @@ class DecodeLoop:
         slots, count = self._parts.slots, len(plan.slots)
         self._parts.begin_pass(plan)
         num_rows = next(size for size in self._sizes if size >= count)
-        context = int(slots.num_tokens[plan.slots].max()) + plan.num_steps
-        truncates = bool(slots.truncates[plan.slots].any())
-        is_guided = bool(slots.is_guided[plan.slots].any())
-        assert plan.num_steps == 1 or not is_guided
-        shape = StepShape(num_rows, self._splits(num_rows, context), truncates, is_guided)
+        lengths = slots.num_tokens[plan.slots] + plan.num_steps
+        counts = self._split_counts(lengths, num_rows)
+        shape = self._shape(plan.slots, num_rows, counts)
+        assert plan.num_steps == 1 or not shape.is_guided
         self._prepare(shape)
         self._state.load(plan.slots, slots, self._parts.tables)
+        self._state.load_splits(counts, num_rows=num_rows, num_splits=shape.num_splits)
+        if size := shape.num_adjusted:
+            own, sizes = plan.slots[:size], {"vocab_size": self._vocab_size, "num_rows": size}
+            self._extras.adjuster(size).load(slots.logit_changes(own, **sizes))
         first, *rest = self._steps[shape]
         launched: deque[torch.Event] = deque()  # at most _AHEAD steps are queued on the device
         num_steps = 0
@@ -251,13 +118,34 @@ class DecodeLoop:
                 if len(launched) > _AHEAD:
                     launched.popleft().synchronize()
         tokens, logprobs = self._state.read(count, num_steps=num_steps)
-        kept, num_kept = self._state.read_kept(tokens) if truncates else (None, None)
-        return DecodeResult(tokens, logprobs, (tokens != NO_TOKEN).sum(0), kept, num_kept)
+        kept, num_kept = self._state.read_kept(tokens) if shape.truncates else (None, None)
+        top = None
+        if shape.num_top:
+            recorder = self._extras.recorder(shape.num_reported, shape.num_top)
+            top = recorder.read(num_steps=num_steps)
+        return DecodeResult(tokens, logprobs, (tokens != NO_TOKEN).sum(0), kept, num_kept, top)
+
+    def _shape(self, chosen: np.ndarray, num_rows: int, split_counts: np.ndarray) -> StepShape:
+        slots = self._parts.slots
+        num_top = int(slots.num_top[chosen].max())
+        return StepShape(
+            num_rows,
+            self._num_splits(num_rows, split_counts),
+            truncates=bool(slots.truncates[chosen].any()),
+            is_guided=bool(slots.is_guided[chosen].any()),
+            num_adjusted=_num_first(slots.adjusts_logits[chosen], num_rows),
+            num_reported=_num_first(slots.num_top[chosen] > 0, num_rows),
+            num_top=min(1 << (num_top - 1).bit_length(), self._vocab_size) if num_top else 0,
+        )
 
     def _prepare(self, shape: StepShape) -> None:
         """Capture graphs of this shape, if there are none. Everything they compute is garbage."""
         if shape in self._steps:
             return
+        if shape.num_adjusted:
+            self._extras.adjuster(shape.num_adjusted)
+        if shape.num_top:
+            self._extras.recorder(shape.num_reported, shape.num_top)
         parts = [lambda: self._sample(shape, self._logits(shape))]
         if shape.is_guided:
             self._state.grammar()
@@ -266,7 +154,7 @@ class DecodeLoop:
                 lambda: self._sample(shape, self._state.masked_logits(shape.num_rows)),
             ]
         if self._pool is not None:
-            self._state.set_idle()
+            self._state.set_idle(num_rows=shape.num_rows, num_splits=shape.num_splits)
             parts = [self._captured(part) for part in parts]
         self._steps[shape] = parts
 
@@ -301,11 +189,16 @@ class DecodeLoop:
                 cache=cache.layers[0],
                 tables=state.tables,
                 lengths=state.lengths,
+                splits=state.splits,
+                joins=state.joins,
                 block_tokens=cache.block_tokens,
-                splits=shape.splits,
+                num_splits=shape.num_splits,
             ),
         )
-        return final_logits(model, hidden.to(model.dtype))
+        logits = final_logits(model, hidden.to(model.dtype))
+        if count := shape.num_adjusted:
+            self._extras.adjust(logits, num_rows=count)
+        return logits
 
     def _sample(self, shape: StepShape, logits: Tensor) -> None:
         """Draw the next token of each row. Runs inside CUDA graphs."""
@@ -313,6 +206,14 @@ class DecodeLoop:
         drawn = sampler.sample_step(logits, rows, capacity=self._kept_capacity)
         if self._is_exact:
             drawn = sampler.with_exact_logprobs(drawn, logits, rows.temperatures)
+        if count := shape.num_adjusted:
+            self._extras.adjuster(count).count(drawn.tokens[:count])
+        if count := shape.num_reported:
+            allowed = sampler.allowed_ids(drawn.first(count), vocab_size=self._vocab_size)
+            own = logits[:count], rows.temperatures[:count]
+            ids, logprobs = top_logprobs(*own, allowed=allowed, num_top=shape.num_top)
+            recorder = self._extras.recorder(count, shape.num_top)
+            recorder.record(self._state.step, ids=ids, logprobs=logprobs)
         self._state.advance(drawn, num_rows=shape.num_rows)
 
     def _exact_batch(self, num_rows: int) -> ExactBatch:
@@ -323,13 +224,25 @@ class DecodeLoop:
         slots = torch.where(lengths > 0, slots, -1)
         return ExactBatch(cache=cache, slot_mapping=slots, tiles=tiles)
 
-    def _splits(self, num_rows: int, context: int) -> int:
-        """Enough splits to fill the GPU and to keep a long row from outlasting all others."""
-        num_heads = max(shape.num_heads for shape in self._parts.cache.shapes.values())
-        to_fill = _PROGRAMS // (num_rows * num_heads)
-        to_share = context // _SPLIT_TOKENS
-        wanted = min(max(to_fill, to_share, 1), _MAX_SPLITS)
-        return 1 << (wanted - 1).bit_length()
+    def _split_counts(self, lengths: np.ndarray, num_rows: int) -> np.ndarray:
+        if self._is_exact:  # attention without splits
+            return np.ones_like(lengths)
+        return splits.split_counts(lengths, num_rows=num_rows, num_heads=self._state.num_heads)
+
+    def _num_splits(self, num_rows: int, counts: np.ndarray) -> int:
+        return splits.num_splits_of(counts, num_rows=num_rows, num_heads=self._state.num_heads)
+
+
+def _num_first(is_special: np.ndarray, num_rows: int) -> int:
+    """The number of first rows that steps treat specially, so that all these [R] are among them. It
+    has few values, because steps are captured for each of them."""
+    if not is_special.any():
+        return 0
+    wanted = int(np.flatnonzero(is_special)[-1]) + 1
+    size = _MIN_ROWS
+    while size < wanted:
+        size *= 4
+    return min(size, num_rows)
 
 
 def row_sizes(max_rows: int) -> list[int]:

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from millrace.core.records import TopTokens
+from millrace.inference.embedded.adjustments import LogitChanges
 from millrace.inference.embedded.sampler import SamplerOutput, SamplingBatch, stream_key
 from millrace.inference.embedded.scheduling.sequence import (
     NO_TOKEN,
@@ -22,6 +22,7 @@ from millrace.models.grammars import GrammarCompiler
 
 _MANY_IDS = 2**18  # kept ids of a launch that threads copy
 _NUM_COPIERS = 4
+_NO_PLACES = np.empty(0, dtype=np.int64)
 
 
 class BatchSlots:
@@ -49,17 +50,12 @@ class BatchSlots:
         self.is_guided = np.zeros(num_slots, dtype=bool)  # by a grammar
         self.adjusts_logits = np.zeros(num_slots, dtype=bool)  # by penalties or biases
         self.num_top = np.zeros(num_slots, dtype=np.int64)  # likeliest ids to report per token
+        self.is_plain = np.ones(num_slots, dtype=bool)  # neither adjusts nor reports
         self._copiers = ThreadPoolExecutor(_NUM_COPIERS, thread_name_prefix="kept")
 
     @property
     def num_free(self) -> int:
         return len(self._free)
-
-    @property
-    def any_single_step(self) -> bool:
-        """True if the host needs the logits of each token of a sequence."""
-        needed = self.adjusts_logits | (self.num_top > 0)
-        return bool((self.occupied & needed).any())
 
     def sequence(self, slot: int) -> Sequence:
         sequence = self._sequences[slot]
@@ -101,6 +97,7 @@ class BatchSlots:
         self.is_guided[slot] = sequence.guide is not None
         self.adjusts_logits[slot] = sampling.adjusts_logits
         self.num_top[slot] = sampling.top_logprobs
+        self.is_plain[slot] = not (sampling.adjusts_logits or sampling.top_logprobs)
         sequence.slot = slot
         return slot
 
@@ -133,6 +130,8 @@ class BatchSlots:
         self.num_cached[slots] = at + counts - 1
         if result.kept is not None and result.num_kept is not None:
             self._append_kept(slots, counts, ids=result.kept, num_kept=result.num_kept)
+        if result.top is not None:
+            self._append_top(slots, counts, *result.top)
 
     def _append_kept(
         self, slots: np.ndarray, counts: np.ndarray, *, ids: np.ndarray, num_kept: np.ndarray
@@ -154,11 +153,16 @@ class BatchSlots:
             self._reserve(start + len(draft))
             self.tokens[slot, start : start + len(draft)] = draft
 
-    def append_top(self, slots: np.ndarray, *, ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Record the likeliest ids [R, K] of one sampled token for each slot that reports them."""
+    def _append_top(
+        self, slots: np.ndarray, counts: np.ndarray, ids: np.ndarray, logprobs: np.ndarray
+    ) -> None:
+        """Record the likeliest ids [N, R or fewer, K], one array per token, of slots that report
+        them."""
         for row in np.flatnonzero(self.num_top[slots]):
-            own = slice(row, row + 1), slice(self.num_top[slots[row]])
-            self.sequence(slots[row]).top.append(TopTokens(ids=ids[own], logprobs=logprobs[own]))
+            top, num_top = self.sequence(slots[row]).top, int(self.num_top[slots[row]])
+            for step in range(counts[row]):
+                own = slice(step, step + 1), row, slice(num_top)
+                top.append(TopTokens(ids=ids[own], logprobs=logprobs[own]))
 
     def sampling_batch(
         self,
@@ -206,22 +210,22 @@ class BatchSlots:
         sampled = [self.sampled_by(sequence)[0] for sequence in sequences]
         return grammars.masks([sequence.guide for sequence in sequences], sampled, out=out)
 
-    def adjust_logits(self, logits: Tensor, slots: np.ndarray) -> Tensor:
-        """Logits [R, V] of these slots [R], with their penalties and biases."""
-        adjusted = logits.clone()
+    def logit_changes(
+        self, slots: np.ndarray, *, vocab_size: int, num_rows: int | None = None
+    ) -> LogitChanges:
+        """The penalties and biases of these slots [R], for `num_rows` rows that begin with theirs;
+        a slot without any has the changes of a plain row."""
+        penalties = np.zeros((2, num_rows or len(slots)), dtype=np.float32)
+        sampled, biased, biases = [_NO_PLACES], [_NO_PLACES], np.empty(0, dtype=np.float32)
         for row in np.flatnonzero(self.adjusts_logits[slots]):
             sequence = self.sequence(slots[row])
-            sampling = sequence.request.sampling
-            sampled, _, _ = self.sampled_by(sequence)
-            ids, counts = np.unique(sampled, return_counts=True)
-            penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
-            biases = dict(sampling.logit_bias)
-            ids = np.concatenate([ids, np.array(list(biases), ids.dtype)]).astype(np.int64)
-            changes = np.concatenate([-penalties, np.array(list(biases.values()))])
-            changed = (ids, changes.astype(np.float32))
-            added = (torch.from_numpy(x).to(logits.device) for x in changed)
-            adjusted[row].index_add_(0, *added)
-        return adjusted
+            sampling, first = sequence.request.sampling, row * vocab_size
+            penalties[:, row] = sampling.presence_penalty, sampling.frequency_penalty
+            sampled.append(first + self.sampled_by(sequence)[0].astype(np.int64))
+            own = dict(sampling.logit_bias)
+            biased.append(first + np.array(list(own), dtype=np.int64))
+            biases = np.append(biases, np.array(list(own.values()), dtype=np.float32))
+        return LogitChanges(np.concatenate(sampled), np.concatenate(biased), biases, penalties)
 
 
 def within(counts: np.ndarray) -> np.ndarray:
@@ -236,10 +240,14 @@ def decode_result(drawn: SamplerOutput, counts: np.ndarray) -> DecodeResult:
     logprobs = np.zeros(tokens.shape, dtype=np.float32)
     tokens[step, row] = drawn.tokens.cpu().numpy()
     logprobs[step, row] = drawn.logprobs.cpu().numpy()
-    if drawn.kept is None:
-        return DecodeResult(tokens, logprobs, counts)
-    num_kept = np.zeros(tokens.T.shape, dtype=np.int32)
-    num_kept[row, step] = drawn.kept.offsets.diff().cpu().numpy()
-    return DecodeResult(
-        tokens, logprobs, counts, drawn.kept.ids.to(torch.int32).cpu().numpy(), num_kept
-    )
+    kept = num_kept = top = None
+    if drawn.kept is not None:
+        kept = drawn.kept.ids.to(torch.int32).cpu().numpy()
+        num_kept = np.zeros(tokens.T.shape, dtype=np.int32)
+        num_kept[row, step] = drawn.kept.offsets.diff().cpu().numpy()
+    if drawn.top is not None:
+        found = [part.cpu().numpy() for part in drawn.top]
+        ids, top_logprobs = (np.zeros((*tokens.shape, *p.shape[1:]), dtype=p.dtype) for p in found)
+        ids[step, row], top_logprobs[step, row] = found
+        top = ids, top_logprobs
+    return DecodeResult(tokens, logprobs, counts, kept, num_kept, top)

@@ -127,6 +127,8 @@ class Scheduler:
         slots = slots[~self.slots.leads[slots]]
         if not len(slots):
             return None
+        # Those with penalties, biases or top logprobs first: the loop then treats no other rows so.
+        slots = slots[np.argsort(self.slots.is_plain[slots], kind="stable")]
         num_cached, limits = self.slots.num_cached[slots], self.slots.limits[slots]
         num_steps = min(max_steps, int((limits - num_cached).max()) - 1)
         while num_steps > 1 and not self.tables.has_room(

@@ -257,6 +257,8 @@ class DecodeResult(NamedTuple):
     # how many of them belong to each token, [R, N] int32; 0 = no id was ruled out.
     kept: np.ndarray | None = None
     num_kept: np.ndarray | None = None
+    # If some slots report top logprobs: ids int32 and logprobs [N, R or the first of them, K].
+    top: tuple[np.ndarray, np.ndarray] | None = None
 
 
 def check_request(
