@@ -35,6 +35,11 @@ from millrace.models.lora.factors import Adapter, adapter_of
 
 PROMPT_TOKENS = 64
 STOP = ("a string that never comes",)
+# Random weights end any JSON that may end: half of all objects without required keys would be {}.
+SCHEMAS: Mapping[str, Any] = {
+    "text": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
+    "numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 2000},
+}
 
 
 class DecodeCase(NamedTuple):
@@ -57,12 +62,14 @@ CASES = (
     DecodeCase("streaming", stream=True),
     DecodeCase("odd batch", extra=1),
     DecodeCase("one long sequence", long_tokens=16384),
-    # The host needs the logits of these sequences, so all sequences decode in single steps.
     DecodeCase("penalty, one sequence", {"presence_penalty": 0.5}, one=True),
+    DecodeCase("penalty", {"presence_penalty": 0.5}),
     DecodeCase("logit bias, one sequence", {"logit_bias": ((5, 1.0),)}, one=True),
     DecodeCase("top logprobs, one sequence", {"top_logprobs": 5}, one=True),
-    DecodeCase("grammar, one sequence", {"grammar": "json"}, one=True),
-    DecodeCase("grammar", {"grammar": "json"}),
+    DecodeCase("top logprobs", {"top_logprobs": 5}),
+    DecodeCase("grammar, one sequence", {"grammar": "text"}, one=True),
+    DecodeCase("grammar", {"grammar": "text"}),
+    DecodeCase("grammar of numbers", {"grammar": "numbers"}),
 )
 
 
@@ -121,7 +128,8 @@ def _rate(engine: EmbeddedEngine, case: DecodeCase, args: argparse.Namespace) ->
     settings = dict(case.sampling)
     if "grammar" in settings:
         try:
-            settings["grammar"] = grammar_of({"type": "json_object"})
+            schema = {"schema": SCHEMAS[settings["grammar"]]}
+            settings["grammar"] = grammar_of({"type": "json_schema", "json_schema": schema})
         except TaskError as error:
             print(f"{case.name:<28}{error}")
             return None
