@@ -20,7 +20,7 @@ from millrace.core.errors import RunFailed
 from millrace.core.records import FinishReason
 from millrace.inference.backend import EngineCore, EngineStats, FinishedCompletions
 from millrace.inference.embedded.adapters import AdapterMerger
-from millrace.inference.embedded.adjustments import adjusted_rows, top_logprobs
+from millrace.inference.embedded.decode.adjustments import adjusted_rows, top_logprobs
 from millrace.inference.embedded.decode.loop import DecodeLoop
 from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.kv.prefix_cache import PrefixCache

@@ -237,8 +237,7 @@ def paged_decode(
     (num_rows, num_heads, key_dim), is_fp8 = query.shape, cache.dtype == torch.uint8
     num_kv_heads, value_dim = value.shape[1:]
     query, key, value = (_rows_of_heads(x) for x in (query, key, value))
-    pad = triton.next_power_of_2
-    group = num_heads // num_kv_heads
+    pad, group = triton.next_power_of_2, num_heads // num_kv_heads
     out = query.new_empty(num_rows, num_heads, value_dim)
     parts = out.new_empty(num_splits, num_heads, value_dim, dtype=torch.float32)
     normalizers = parts.new_empty(num_splits, num_heads)
@@ -248,12 +247,7 @@ def paged_decode(
         value,
         cache.view(FP8) if is_fp8 else cache,
         cache.view(torch.float32) if is_fp8 else lengths,
-        tables,
-        lengths,
-        splits,
-        out,
-        parts,
-        normalizers,
+        *(tables, lengths, splits, out, parts, normalizers),
         scale if cap else scale * 1.4426950408889634,
         window,
         cap,

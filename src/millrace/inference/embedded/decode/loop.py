@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from millrace.inference.embedded import sampler
-from millrace.inference.embedded.adjustments import ExtraRows, top_logprobs
 from millrace.inference.embedded.decode import splits
+from millrace.inference.embedded.decode.adjustments import ExtraRows, top_logprobs
 from millrace.inference.embedded.decode.attention import DecodeLayer
 from millrace.inference.embedded.decode.state import DecodeState
 from millrace.inference.embedded.kv.paged_attention import ExactBatch

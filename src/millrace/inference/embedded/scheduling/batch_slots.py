@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from millrace.core.records import TopTokens
-from millrace.inference.embedded.adjustments import LogitChanges
+from millrace.inference.embedded.decode.adjustments import LogitChanges
 from millrace.inference.embedded.sampler import SamplerOutput, SamplingBatch, stream_key
 from millrace.inference.embedded.scheduling.sequence import (
     NO_TOKEN,
