@@ -146,7 +146,7 @@ def test_sampling_kernels_match_plain_sampler(vocab: int, truncates: bool, is_gu
 @pytest.mark.parametrize("spread", [0.3, 1.0, 2.5])
 @pytest.mark.parametrize("vocab", [20_000, 151_936])
 @pytest.mark.parametrize("is_guided", [False, True], ids=["free", "guided"])
-def test_top_p_of_flat_rows_keeps_the_ids_of_the_plain_sampler(
+def test_top_p_of_flat_rows_keeps_the_ids_of_the_plain_sampler_in_float64(
     vocab: int, spread: float, is_guided: bool
 ):
     """Rows whose nucleus cannot be sorted; with a bound of 1,000 kept ids, and beyond it."""
@@ -173,11 +173,14 @@ def test_top_p_of_flat_rows_keeps_the_ids_of_the_plain_sampler(
     drawn = sample_step(logits.cuda(), SamplingBatch(**on_gpu))
     assert drawn.num_kept is not None
     assert expected.num_kept is not None
+    # In float32, the plain sampler keeps up to thousands of other ids in the tail of such rows.
+    exact = {n: t.double() if t.is_floating_point() else t for n, t in settings.items()}
     allowed = allowed_ids(drawn, vocab_size=vocab)
-    expected_ids = allowed_ids(expected, vocab_size=vocab)
+    expected_ids = allowed_ids(
+        sample_step(logits.double(), SamplingBatch(**exact)), vocab_size=vocab
+    )
     assert allowed is not None
     assert expected_ids is not None
-    # The float32 weights of the reference leave one id at the bound of some rows open.
     differing = (allowed.cpu() != expected_ids).sum(1)
     assert differing.max() <= 1
     assert differing.sum() <= num_rows // 4

@@ -39,9 +39,12 @@ def test_product_matches_reference(num_out: int, num_in: int, num_rows: int):
     )
     expected = plain_product(*x, *weight)
     output = torch.ops.millrace.fp8_product(*(t.cuda() for t in (*x, *weight))).float().cpu()
-    # Rows of the weight differ in size, and each of them has its own scale.
-    error = (output - expected).norm(dim=0) / expected.norm(dim=0)
-    assert error.max() < 1e-2
+    # Rows of the weight differ in size, and each of them has its own scale. An output that happens
+    # to be near 0 has the error of its neighbours.
+    sizes = [(values.float() * scales).norm(dim=1) for values, scales in (x, weight)]
+    error = (output - expected).abs() / (sizes[0][:, None] * sizes[1] / num_in**0.5)
+    assert error.max() < 0.05
+    assert error.square().mean().sqrt() < 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -113,7 +116,9 @@ def test_swap_on_gpu_equals_an_engine_with_those_weights():
     engine = make_engine(seed=0, **settings)
     engine.warm_up()
     finish_all(engine, [make_request("before")])
-    engine.swap({name: tensor.cuda() for name, tensor in weights(seed=1).items()}, version=1)
+    new = {name: tensor.to("cuda", torch.bfloat16) for name, tensor in weights(seed=1).items()}
+    torch.cuda.synchronize()  # as a receiver does before it hands over a version
+    engine.swap(new, version=1)
     request = make_request("after")
     (completion,) = finish_all(engine, [request])["after"]
     other = make_engine(seed=1, **settings)
