@@ -15,26 +15,36 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from forked_workers import Spare, set_standard_files, start_fork_server
 
-from millrace.cluster.fork_server import shared_fork_server
+from millrace.cluster.fork_server import is_supported, shared_fork_server
 
 CONNECT_TIMEOUT_S = 60.0
 TESTS = Path(__file__).parent
 
 
-class ForkedCommand(subprocess.Popen[str]):
+def start_command(
+    *arguments: str, folder: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """`millrace ARGUMENTS`, with pipes for stdout and stderr, in a session of its own.
 
-    Without the fixture `warm_fork_server`, each imports torch once more."""
+    Without the fixture `warm_fork_server`, each call imports torch once more."""
+    pipe = subprocess.PIPE
+    every: dict[str, Any] = {"stdout": pipe, "stderr": pipe, "text": True}
+    every |= {"cwd": folder or Path.cwd(), "env": dict(env or os.environ)}
+    if is_supported():
+        return ForkedCommand(arguments, **every)
+    command = [sys.executable, "-m", "millrace.cli.main", *arguments]
+    return subprocess.Popen(command, start_new_session=True, **every)
 
-    def __init__(self, arguments: list[str], *, folder: Path, env: dict[str, str]) -> None:
-        pipe = subprocess.PIPE
-        super().__init__(arguments, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
+
+class ForkedCommand(subprocess.Popen[str]):
+    """As a subprocess.Popen that was started with these arguments."""
 
     def _execute_child(self, args: Any, *settings: Any) -> None:
         """Where subprocess.Popen forks and executes. The order of `settings` is Python's."""

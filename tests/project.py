@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from forked_command import ForkedCommand
+from forked_command import start_command
 from tiny_model import make_tiny_model
-
-from millrace.cluster.fork_server import is_supported
 
 REPOSITORY = Path(__file__).parents[1]
 STARTS_WORKERS = ("eval", "join", "sft", "train")
@@ -73,8 +71,8 @@ class Command:
             "TMPDIR": str(self.temp),
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch"),  # else a folder in TMPDIR
         }
-        if command[0] in STARTS_WORKERS and not (env or within) and is_supported():
-            self.process = ForkedCommand(command, folder=folder, env=every)
+        if command[0] in STARTS_WORKERS and not (env or within):
+            self.process = start_command(*command, folder=folder, env=every)
             return
         self.process = subprocess.Popen(
             [*within, sys.executable, "-m", "millrace.cli.main", *command],
