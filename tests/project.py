@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from forked_command import start_command
 from tiny_model import make_tiny_model
 
 REPOSITORY = Path(__file__).parents[1]
+STARTS_WORKERS = ("eval", "join", "sft", "train")
 SETTINGS: dict[str, Any] = {
     "run_dir": "run",
     "model": "model",
@@ -57,24 +59,29 @@ class Command:
         env: Mapping[str, str] | None = None,
         within: Sequence[str] = (),
     ) -> None:
-        """`within`: a command that runs it, such as `ip netns exec NAME`."""
+        """`within`: a command that runs it, such as `ip netns exec NAME`. With `env` or `within`,
+        it is started afresh, and forked otherwise if it starts workers."""
         self.temp = folder / "tmp"
         self.temp.mkdir(parents=True, exist_ok=True)
+        command = [*map(str, arguments)]
+        every = {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(REPOSITORY / "src"),
+            "HOME": str(folder),
+            "TMPDIR": str(self.temp),
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch"),  # else a folder in TMPDIR
+        }
+        if command[0] in STARTS_WORKERS and not (env or within):
+            self.process = start_command(*command, folder=folder, env=every)
+            return
         self.process = subprocess.Popen(
-            [*within, sys.executable, "-m", "millrace.cli.main", *map(str, arguments)],
+            [*within, sys.executable, "-m", "millrace.cli.main", *command],
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,  # so that all of it can be killed at once
-            env={
-                "PATH": os.environ["PATH"],
-                "PYTHONPATH": str(REPOSITORY / "src"),
-                "HOME": str(folder),
-                "TMPDIR": str(self.temp),
-                "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch"),  # else a folder in TMPDIR
-                **(env or {}),
-            },
+            env={**every, **(env or {})},
         )
 
     def wait_for(self, path: Path, *, lines: int = 0) -> None:

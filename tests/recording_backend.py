@@ -21,6 +21,7 @@ class Recording:
     updates: int = 0  # versions that it began to serve
     in_flight: int = 0  # of these, updates that changed the weights under running sequences
     held: int = 0  # announcements that held back new sequences while some were running
+    draining: int = 0  # passes while new sequences were held back
     paused: int = 0  # running sequences that an announcement has paused
     interrupted: int = 0  # requests that were returned unfinished
     resumed: int = 0  # requests that begin with sampled tokens
@@ -54,6 +55,10 @@ class RecordingEngine:
     def hold_new(self) -> None:
         self._total.held += self._engine.has_work
         self._engine.hold_new()
+
+    def step(self, **options: Any) -> list[FinishedCompletions]:
+        self._total.draining += self._engine.has_held
+        return self._engine.step(**options)
 
     def preempt_all(self) -> list[FinishedCompletions]:
         self._total.paused += self._engine.stats().running

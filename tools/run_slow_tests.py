@@ -28,7 +28,7 @@ def run(*arguments: str) -> tuple[int, list[str]]:
 
 def main() -> int:
     # Three files at a time, because many tests wait for processes that they started.
-    code, failed = run("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
+    code, failed = run("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "--fork-workers")
     if code == 0 or not failed:
         return code
     print(f"\n{len(failed)} tests failed; running them again, one at a time.\n", flush=True)

@@ -1,15 +1,9 @@
 """benchmarks/cliffs.py on a tiny model."""
 
 import json
-import sys
-from pathlib import Path
 
+import cliffs
 import torch
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import cliffs  # noqa: E402
 
 torch.set_num_threads(1)
 

@@ -1,16 +1,10 @@
 """benchmarks/crash_and_resume.py: what it counts in the files of recorded trainings."""
 
 import json
-import sys
-from pathlib import Path
 
+import crash_and_resume
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import crash_and_resume  # noqa: E402
-from crash_and_resume import Training  # noqa: E402
+from crash_and_resume import Training
 
 
 def recorded(folder, *, steps, handed_out, num_kills=1, wall_s=30.0):

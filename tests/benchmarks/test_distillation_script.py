@@ -4,12 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+import distillation
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import distillation  # noqa: E402
 
 
 def test_runs_differ_only_in_their_scorers():

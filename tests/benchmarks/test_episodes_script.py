@@ -1,15 +1,10 @@
 """benchmarks/episodes.py with few episodes."""
 
 import json
-import sys
 from pathlib import Path
 
+import episodes
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import episodes  # noqa: E402
 
 
 @pytest.mark.slow

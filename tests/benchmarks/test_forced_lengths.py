@@ -2,25 +2,20 @@
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import grpo_on_gpu
 import pytest
-
-from millrace.core.records import Task
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import grpo_on_gpu  # noqa: E402
-from forced_lengths import (  # noqa: E402
+from forced_lengths import (
     force_lengths,
     long_tailed_lengths,
     make_environment,
     make_tasks,
     vowel_share,
 )
+
+from millrace.core.records import Task
 
 PROMPTS, GROUP, LONGEST = 2, 2, 16
 

@@ -1,19 +1,14 @@
 """benchmarks/grpo_on_gpu.py as a user runs it, on a tiny model, and its parts."""
 
 import json
-import sys
 from pathlib import Path
 
+import grpo_on_gpu
 import pytest
+from grpo_run import Measurement, compare, load_measurement
+from sums import exact_sum, make_tasks
 from tiny_model import make_tiny_model
 from transformers import AutoTokenizer
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import grpo_on_gpu  # noqa: E402
-from grpo_run import Measurement, compare, load_measurement  # noqa: E402
-from sums import exact_sum, make_tasks  # noqa: E402
 
 STEPS, PROMPTS, GROUP = 2, 2, 2
 

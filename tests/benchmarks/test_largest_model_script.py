@@ -1,19 +1,14 @@
 """The search of benchmarks/largest_model.py, and the models that it writes."""
 
 import argparse
-import sys
 from pathlib import Path
 
+import largest_model
 import pytest
+from largest_model import Models, Search, attempt, errors
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import largest_model  # noqa: E402
-from largest_model import Models, Search, attempt, errors  # noqa: E402
-
-from millrace.bench.workloads import shape_named  # noqa: E402
-from millrace.models.directory import num_weights  # noqa: E402
+from millrace.bench.workloads import shape_named
+from millrace.models.directory import num_weights
 
 
 @pytest.mark.parametrize("limit", [1, 9, 20, 21, 33])

@@ -5,16 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import shaping_speed
+import staleness
+import truncation
+from lockstep import QUICK, LockstepSettings, train
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import shaping_speed  # noqa: E402
-import staleness  # noqa: E402
-import truncation  # noqa: E402
-from lockstep import QUICK, LockstepSettings, train  # noqa: E402
-
-from millrace.demo.model import make_model  # noqa: E402
+from millrace.demo.model import make_model
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,12 @@
 import json
 import random
 import sys
-from pathlib import Path
 
+import chains
+import pipelined_scoring
+import process_rewards
 import pytest
 from transformers import AutoModelForTokenClassification
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import chains  # noqa: E402
-import pipelined_scoring  # noqa: E402
-import process_rewards  # noqa: E402
 
 
 def test_step_is_correct_if_it_continues_with_the_next_digit_and_adds_correctly():

@@ -1,14 +1,7 @@
 """benchmarks/recipes.py in small sizes."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import recipes  # noqa: E402
+import recipes
 
 SHORT = {"steps": 10, "examples": 9600, "held_out": 128, "every": 10}
 

@@ -1,13 +1,8 @@
 """The workload of benchmarks/shared_prefixes.py, and the gradient that it compares."""
 
-import sys
 from argparse import Namespace
-from pathlib import Path
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from shared_prefixes import measure  # noqa: E402
+from shared_prefixes import measure
 
 
 def test_trees_compute_fewer_rows_and_the_same_gradient():

@@ -1,13 +1,8 @@
 """benchmarks/speculation.py on a tiny model with random prompts."""
 
 import json
-import sys
-from pathlib import Path
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import speculation  # noqa: E402
+import speculation
 
 
 def test_retries_are_drafted_and_give_the_same_tokens(tmp_path):

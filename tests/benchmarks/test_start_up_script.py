@@ -1,14 +1,7 @@
 """benchmarks/start_up.py on a tiny model: the phases of a run, from the command to the prompt."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import start_up  # noqa: E402
+import start_up
 
 
 @pytest.mark.slow

@@ -1,13 +1,7 @@
 """benchmarks/turns.py with few turns."""
 
-import sys
-from pathlib import Path
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import torch  # noqa: E402
-import turns  # noqa: E402
+import torch
+import turns
 
 torch.set_num_threads(1)
 

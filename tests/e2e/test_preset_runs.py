@@ -3,7 +3,7 @@
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,9 @@ LONG = 4  # versions; a staleness that a run without a limit must reach
 class Watch(mr.Callback):
     """What a run trains on, and what it has written for its engines."""
 
-    def __init__(self, folder: Path, *, until: Callable[[Mapping[str, Any]], bool]) -> None:
-        """`until`: whether the metrics of a step show the design, so that the run may end."""
+    def __init__(self, folder: Path, design: Signature) -> None:
         self.folder, self.weights = folder, folder / "run" / "weights"
-        self.until, self.is_shown = until, False
+        self.design, self.has_outcome = design, False
         self.batches: list[list[int]] = [[]]
         self.mixed = self.whole = 0  # rollouts of several versions, and of one
         self.files: dict[str, set[str]] = {}  # tensors, by file name
@@ -52,9 +51,15 @@ class Watch(mr.Callback):
     def on_step(self, metrics) -> None:
         self.batches.append([])
         version_file(self.folder, metrics["version"]).touch()
-        self.is_shown |= self.until(metrics)
-        if self.is_shown and metrics["step"] >= FEWEST_STEPS:
+        self.has_outcome |= has_outcome(self.design, metrics)
+        if self.has_outcome and metrics["step"] >= FEWEST_STEPS and self.has_drained():
             raise mr.StopTraining
+
+    def has_drained(self) -> bool:
+        """Whether sequences have waited for others to finish, if the design wants it."""
+        if self.design.interrupt != "drain":
+            return True
+        return read_recording(self.folder / "recording").draining > 0
 
     def look(self, has_ended: threading.Event) -> None:
         """Versions are removed as soon as all engines have read them."""
@@ -74,7 +79,7 @@ class Watch(mr.Callback):
 def test_run_shows_the_design(name: str, tmp_path: Path):
     design = SIGNATURES[name]
     held_until = version_to_hold_until(design)
-    watch = Watch(tmp_path, until=lambda metrics: has_outcome(design, metrics))
+    watch = Watch(tmp_path, design)
     has_ended = threading.Event()
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
         stack.callback(has_ended.set)

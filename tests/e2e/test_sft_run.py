@@ -90,7 +90,16 @@ class CtrlC(mr.Callback):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
+@pytest.fixture
+def ctrl_c_interrupts():
+    """As in a notebook. A command in the background of a shell ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_ctrl_c_in_a_notebook_stops_a_fine_tuning_with_a_checkpoint(tmp_path):
     make_tiny_model(tmp_path / "model")
     settings = settings_of(tmp_path, tasks={"epochs": 25.0})

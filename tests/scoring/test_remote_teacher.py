@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 import aiohttp
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 from architectures import VOCAB, tiny_model
 from engine_rig import letter_tokenizer, save_model
+from forked_command import start_command
 from scoring_service import FakeService, running
 
 from millrace.core.errors import ConfigError, ScoreError, TransientScoreError
@@ -267,24 +266,20 @@ async def test_invalid_answer_is_retried(monkeypatch, answer, said):
 
 
 @pytest.fixture
-def served_url(tmp_path) -> Iterator[str]:
+def served_url(tmp_path, warm_fork_server) -> Iterator[str]:
     """A server that reads and never answers."""
     save_model(tmp_path / "model")
-    command = [sys.executable, "-m", "millrace.cli.main", "serve", str(tmp_path / "model")]
     options = ["--engines", "0", "--scorers", "1", "--port", "0", "--log-dir", str(tmp_path)]
-    process = subprocess.Popen(
-        [*command, *options, "--placement.engines", "cpu"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "MILLRACE_API_KEY": KEY},
-    )
+    options += ["--placement.engines", "cpu"]
+    env = {**os.environ, "MILLRACE_API_KEY": KEY}
+    process = start_command("serve", str(tmp_path / "model"), *options, env=env)
     assert process.stdout is not None
     found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
     assert found
     yield found[0]
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0  # as services end
-    process.stdout.close()
+    process.communicate(timeout=20)
+    assert process.returncode == 0  # as services end
 
 
 @pytest.mark.slow

@@ -3,18 +3,16 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from forked_command import start_command
 
 KEY = "a-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-_COMMAND = [sys.executable, "-m", "millrace.cli.main", "serve"]
 _ENGINE = "millrace.inference.worker"
 
 
@@ -38,18 +36,14 @@ def server_process(model: Path, *options: str, logs: Path) -> Iterator[ServerPro
     """A server named "tiny" that ends cleanly with all its processes."""
     general = ["--port", "0", "--name", "tiny", "--log-dir", str(logs)]
     engine = ["--placement.engines", "cpu", "--cluster.threads=1"]
-    process = subprocess.Popen(
-        [*_COMMAND, str(model), *general, *engine, *options],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "MILLRACE_API_KEY": KEY},
-    )
+    env = {**os.environ, "MILLRACE_API_KEY": KEY}
+    process = start_command("serve", str(model), *general, *engine, *options, env=env)
     with process:
         try:
             assert process.stdout is not None
             said = process.stdout.readline()
             found = re.fullmatch(r"Serving tiny at (http://127\.0\.0\.1:\d+)/v1\n", said)
-            assert found, said
+            assert found, said or process.communicate()
             server = ServerProcess(url=found[1], process=psutil.Process(process.pid))
             yield server
             children = server.process.children(recursive=True)

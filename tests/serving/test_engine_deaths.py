@@ -136,9 +136,10 @@ async def test_streams_survive_killed_engines_even_all_at_once(tmp_path: Path):
         ) as client:
             whole = await asyncio.gather(*(Listening(client, seed).task for seed in range(6)))
             for victims, status in ((["engine-0"], "degraded"), (["engine-0", "engine-1"], "down")):
+                engines = [server.engine(name) for name in victims]  # found before they are busy
                 streams = [Listening(client, seed) for seed in range(6)]
                 await until(lambda: any(stream.tokens for stream in streams))  # noqa: B023
-                for engine in [server.engine(name) for name in victims]:
+                for engine in engines:
                     engine.kill()
                 assert sum(not stream.task.done() for stream in streams) > 2  # few end that soon
                 dead = {"status": status, "engines": 2, "serving": 2 - len(victims)}

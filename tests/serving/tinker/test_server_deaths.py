@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import random
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import aiohttp
 import psutil
 import pytest
 from chat_model import make_chat_model
+from forked_command import start_command
 from safetensors.numpy import load_file
 from test_training_api import KEYS, Caller, a_pass, callers
 
@@ -128,19 +127,19 @@ async def killed_server(
 ) -> AsyncIterator[tuple[list[Caller], psutil.Process]]:
     """`millrace serve --train`, killed at the end."""
     (folder / "keys").write_text("\n".join(KEYS))
-    command = [sys.executable, "-m", "millrace.cli.main", "serve", str(model), "--train"]
+    command = ["serve", str(model), "--train"]
     command += ["--train-dir", str(folder / "states"), "--port", str(port), "--name", "tiny"]
     command += ["--api-key-file", str(folder / "keys"), "--log-dir", str(folder / "logs")]
     command += ["--placement.engines", "cpu", "--cluster.threads=1"]
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    process = start_command(*command)
     try:
         assert process.stdout is not None
-        assert b"Serving" in await process.stdout.readline()
+        assert "Serving" in await asyncio.to_thread(process.stdout.readline)
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
             yield [Caller(http, key) for key in KEYS], psutil.Process(process.pid)
     finally:
         process.kill()
-        await process.wait()
+        await asyncio.to_thread(process.communicate)
 
 
 def free_port() -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_model import make_chat_model
+from forked_command import start_command
 
 types = pytest.importorskip("tinker.types", reason="make test-tinker installs it")
 import tinker  # noqa: E402
@@ -37,12 +38,12 @@ GREEDY = types.SamplingParams(max_tokens=8, temperature=0.0)
 def training_server(folder: Path, *, port: int = 0) -> Iterator[tuple[str, subprocess.Popen]]:
     """A server on the model and the states in `folder`, killed at the end."""
     (folder / "keys").write_text("\n".join(KEYS))
-    command = [sys.executable, "-m", "millrace.cli.main", "serve", str(folder / "model")]
+    command = ["serve", str(folder / "model")]
     command += ["--train", "--train-dir", str(folder / "states"), "--name", NAME]
     command += ["--port", str(port)]
     command += ["--api-key-file", str(folder / "keys"), "--log-dir", str(folder / "logs")]
     command += ["--placement.engines", "cpu", "--cluster.threads=1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = start_command(*command)
     try:
         assert process.stdout is not None
         found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
@@ -50,8 +51,7 @@ def training_server(folder: Path, *, port: int = 0) -> Iterator[tuple[str, subpr
         yield found[0], process
     finally:
         process.send_signal(signal.SIGKILL)
-        process.wait(20)
-        process.stdout.close()
+        process.communicate(timeout=20)
 
 
 @pytest.fixture(scope="module")

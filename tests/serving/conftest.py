@@ -1,0 +1,6 @@
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm(warm_fork_server: None) -> None:
+    """Servers in this folder are forked from one server."""
