@@ -54,14 +54,14 @@ def main() -> None:
             warm_start_model(Path(folder), seed=seed, quick=args.quick)
         # The longest runs first, so that all processes end together.
         limits = sorted(args.limits, reverse=True)
-        pool = ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"))
-        rows = sweep(
-            itertools.product(range(args.seeds), limits, args.losses),
-            functools.partial(measure, Path(folder), steps=args.steps, quick=args.quick),
-            key=("seed", "max_staleness", "loss"),
-            file=args.json,
-            pool=pool,
-        )
+        with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+            rows = sweep(
+                itertools.product(range(args.seeds), limits, args.losses),
+                functools.partial(measure, Path(folder), steps=args.steps, quick=args.quick),
+                key=("seed", "max_staleness", "loss"),
+                file=args.json,
+                pool=pool,
+            )
     print(table(rows))
     if args.plot:
         plot(rows, args.plot)

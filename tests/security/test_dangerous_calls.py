@@ -56,6 +56,7 @@ ALLOWED = {
     "cluster/fork_server.py: import_module(module)",
     # Imported for a test in the sandbox, in the confined process.
     "scoring/sandbox/runner.py: import_module(name)",
+    "scoring/sandbox/runner.py: import_module(f'{name}.{part}')",
 }
 
 
