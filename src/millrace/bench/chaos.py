@@ -24,6 +24,7 @@ from typing import Any
 from millrace.bench import bench_parser, write_result
 from millrace.bench.faults import target_run
 from millrace.bench.faults.injector import FaultInjector, Kill, Stuck
+from millrace.core.files import has_owner
 from millrace.journal.ledger import TRAINED
 from millrace.monitoring.files.metrics import read_metrics
 from millrace.monitoring.report.summary import read_report
@@ -204,7 +205,8 @@ def check_accuracy(undisturbed: float, disturbed: float) -> Promise:
 def check_leftovers(target: target_run.TargetRun) -> Promise:
     left = [f"process {worker.name}" for worker in target_run.workers_of(*target.controllers)]
     left += [f"{path}" for path in target.temp.glob("millrace-*")]
-    left += [f"{path}" for path in SHARED_MEMORY.glob("millrace*")]
+    # Those with an owner are of other runs: all processes of this one have ended.
+    left += [f"{path}" for path in SHARED_MEMORY.glob("millrace*") if not has_owner(path)]
     return Promise(
         what="no process, socket, temporary folder or shared memory is left",
         holds=not left,

@@ -111,6 +111,18 @@ def private_folder(parent: Path | None = None) -> Generator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def has_owner(folder: Path) -> bool:
+    """Whether a living process owns this private folder."""
+    try:
+        with (folder / _LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _sweep(parent: Path) -> None:
     """Remove the folders of this user's killed processes."""
     for lock in parent.glob(f"{PREFIX}*/{_LOCK}"):
