@@ -1,6 +1,7 @@
 """Runs with an engine that joins as if from another host, on one machine."""
 
 import json
+import time
 from pathlib import Path
 
 import psutil
@@ -57,14 +58,18 @@ def test_run_trains_with_a_joined_engine_alone(project, commands, transport):
 def test_dead_joined_engine_is_replaced_by_its_host_and_a_dead_host_by_another(project, commands):
     run, host = start(project, commands, "--weights.transport", "disk", "--trainer.steps", "8")
     run.wait_for(project / "run" / "metrics.jsonl", lines=2)
-    (engine,) = psutil.Process(host.process.pid).children()
+    children = psutil.Process(host.process.pid).children()
+    (engine,) = [child for child in children if "--name" in child.cmdline()]
     engine.kill()
     run.wait_for(project / "run" / "metrics.jsonl", lines=5)
     host.process.kill()
-    # A host that joins before the run has noticed the loss finds no free place.
+    # A host that joins before the run has noticed the loss, and has paused, finds no free place.
     run.wait_for(project / "run" / "logs" / "warnings.log", lines=2)
     ticket = project / "secret" / "ticket.json"
-    commands.append(Command("join", ticket, folder=project.parent / "elsewhere"))
+    while run.process.poll() is None:
+        if commands[-1].process.poll():
+            commands.append(Command("join", ticket, folder=project.parent / "elsewhere"))
+        time.sleep(0.1)
     code, stdout, stderr = run.finish()
     assert code == 0, stderr
     assert "'engine-0' was killed by SIGKILL" in stdout + stderr
