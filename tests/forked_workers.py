@@ -12,6 +12,7 @@ multiprocessing, so that neither imports torch again.
 """
 
 import gc
+import logging
 import os
 import socket
 import sys
@@ -145,6 +146,11 @@ def set_standard_files() -> None:
     sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
     sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, closefd=False)
+    for reference in logging._handlerList:  # libraries made theirs when they were imported
+        handler = reference()
+        if type(handler) is logging.StreamHandler:
+            vars(handler).pop("flush", None)  # transformers sets that of the stream
+            handler.stream = sys.stderr
 
 
 def become_fork_server(worker: int) -> None:
@@ -178,6 +184,7 @@ def fork_multiprocessing_server(not_its: Sequence[int]) -> None:
         if pid == 0:
             for descriptor in (writer, *not_its):
                 os.close(descriptor)
+            set_standard_files()
             try:
                 forkserver.main(listener.fileno(), reader, [])
             finally:
