@@ -302,6 +302,8 @@ def test_a_client_and_its_models_outlive_the_server(tmp_path: Path):
 def test_the_script_of_the_guide_runs(server: str):
     (script,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     environment = {**os.environ, "TINKER_BASE_URL": server, "TINKER_API_KEY": KEYS[0]}
+    # Threads of the client may abort the interpreter while it ends, after the script.
+    script += "\nimport sys\n\nsys.stdout.flush()\nos._exit(0)\n"
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
     )
