@@ -30,6 +30,7 @@ from millrace.cluster.messages import (
     Join,
     Message,
     ProcessExit,
+    SignalWorker,
     WorkerExited,
 )
 from millrace.cluster.wire import encode
@@ -496,6 +497,30 @@ async def test_a_controller_that_was_busy_does_not_take_joined_workers_for_dead(
     assert not ended.done()
     joined.on_exit(ProcessExit(reason="was stopped"))
     assert (await ended).reason == "was stopped"
+
+
+async def test_process_that_its_host_starts_late_is_killed_all_the_same():
+    orders: list[Message] = []
+
+    async def order(message: Message) -> None:
+        orders.append(message)
+        kills = [each for each in orders if isinstance(each, SignalWorker)]
+        if len(kills) == 2:  # the host did not know the process when the first one came
+            joined.on_exit(ProcessExit(reason="was killed"))
+
+    async def answer(_message: Message) -> None:
+        joined.on_message()
+
+    joined = JoinedProcess(
+        name="echo-0",
+        host="there",
+        send_to_worker=answer,
+        send_to_host=order,
+        heartbeat_timeout_s=0.4,
+    )
+    joined.kill()
+    ended = await asyncio.wait_for(joined.exited(), 20)
+    assert ended.reason == "was killed"
 
 
 # What a host may say

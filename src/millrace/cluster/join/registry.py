@@ -55,6 +55,7 @@ class JoinedProcess(WorkerProcess):
         self._exit: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
         self._is_connected = False  # after its first message; the hub limits the time until then
         self._has_answered = False  # since the last heartbeat
+        self._is_killed = False
         self._sending: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
 
     async def exited(self) -> ProcessExit:
@@ -65,6 +66,8 @@ class JoinedProcess(WorkerProcess):
             try:
                 # To the host as well: without heartbeats it takes the controller for dead.
                 await self.send_to_host(messages.Heartbeat())
+                if self._is_killed:  # the host may not have started the process before
+                    self._signal("kill")
                 if self._is_connected:
                     await self.send_to_worker(messages.Heartbeat())
             except zmq.ZMQError:
@@ -104,6 +107,7 @@ class JoinedProcess(WorkerProcess):
         self._signal("terminate")
 
     def kill(self) -> None:
+        self._is_killed = True
         self._signal("kill")
 
     async def _wait_for_exit(self, timeout_s: float) -> None:
