@@ -32,6 +32,7 @@ NAME = "my-model"  # as in the guide
 TEXT = "hello world, hello sea"
 ADAM = types.AdamParams(learning_rate=0.02, grad_clip_norm=10.0)
 GREEDY = types.SamplingParams(max_tokens=8, temperature=0.0)
+ROUNDING = 1e-6  # another process may add in another order
 
 
 @contextmanager
@@ -267,7 +268,7 @@ def test_training_continues_with_equal_losses_after_kill_9(tmp_path: Path):
     with training_server(tmp_path) as (url, _):
         client = tinker.ServiceClient(base_url=url, api_key=KEYS[0])
         resumed = client.create_training_client_from_state_with_optimizer(path)
-        assert train(resumed, steps=3) == expected
+        assert train(resumed, steps=3) == pytest.approx(expected, rel=ROUNDING)
 
 
 def test_a_client_and_its_models_outlive_the_server(tmp_path: Path):
@@ -294,7 +295,7 @@ def test_a_client_and_its_models_outlive_the_server(tmp_path: Path):
     with training_server(tmp_path, port=port):
         losses.append(stepped[0].result().metrics["loss:sum"])
         losses += train(model, steps=1)
-        assert losses == expected
+        assert losses == pytest.approx(expected, rel=ROUNDING)
         assert same(greedy(sampler), base)
         assert same(greedy(model.save_weights_and_get_sampling_client()), sampled)
 
