@@ -212,6 +212,21 @@ def test_connections_of_strangers_do_not_use_up_the_files_of_a_trainer():
         assert _is_admitted(server, stack.enter_context(_connection(server)))
 
 
+def test_a_stranger_that_speaks_when_it_is_dropped_does_not_end_the_broadcasts_of_a_trainer():
+    server = RendezvousServer("127.0.0.1", num_members={"engine": 1}, timeout_s=20.0)
+    with contextlib.closing(server), contextlib.ExitStack() as stack:
+        first, *_ = [stack.enter_context(_connection(server)) for _ in range(64)]
+        while any(server.poll() for _ in range(64)):
+            pass
+        # One more drops the oldest, whose bytes arrive with it.
+        first.sendall(b"x")
+        stack.enter_context(_connection(server))
+        select.select([], [], [], 0.1)
+        while not select.select([first], [], [], 0)[0]:  # until it is disconnected
+            server.poll()
+        assert _is_admitted(server, stack.enter_context(_connection(server)))
+
+
 def _connection(server: RendezvousServer) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port))
 

@@ -142,6 +142,8 @@ class RendezvousServer:
         self._drop(caller)
 
     def _drop(self, caller: RendezvousCaller) -> None:
+        if caller.socket.fileno() < 0:
+            return  # dropped before its event of the same poll() was handled
         self._requests.pop(caller, None)
         self._selector.unregister(caller.socket)
         caller.socket.close()
