@@ -1,10 +1,12 @@
 """Runs that train several policies, each from its own tokens."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from metrics_page import unknown_metrics
 from safetensors.numpy import load_file
@@ -149,6 +151,26 @@ def test_adapters_of_policies_share_one_trainer_and_one_engine(tmp_path):
             for rollout in sample.rollouts:
                 assert rollout.policy == rollout.agent
                 assert set(rollout.versions) == {-1, step - 1}
+
+
+@pytest.mark.slow
+def test_engine_of_several_adapters_restarts_after_the_first_checkpoint_is_gone(tmp_path):
+    settings = lora_settings(tmp_path, checkpoint={"every_steps": 1, "keep": 1})
+    first = mr.train(**settings).checkpoint
+    killed: list[int] = []
+
+    class KillEngine(mr.Callback):
+        def on_step(self, metrics: Mapping[str, Any]) -> None:
+            if not killed and not first.exists():
+                workers = psutil.Process().children(recursive=True)
+                (engine,) = (worker for worker in workers if "engine-0" in worker.cmdline())
+                engine.kill()
+                killed.append(engine.pid)
+
+    settings["trainer"]["steps"] = 8
+    result = mr.train(**settings, resume=True, callbacks=[KillEngine()])
+    assert killed
+    assert result.steps == 8
 
 
 @pytest.mark.slow

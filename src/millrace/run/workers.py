@@ -283,8 +283,10 @@ class RunWorkers:
 
     def _adapters(self, *, is_late: bool) -> dict[str, tuple[str | None, int]]:
         """Adapters besides the first policy's, as far as an engine needs them when it starts."""
+        if is_late:  # their folders may be gone, too
+            return dict.fromkeys(self._config.further_adapters, (None, 0))
         return {
-            name: (None, 0) if is_late or path is None else (absolute(str(path)), version)
+            name: (None if path is None else absolute(str(path)), version)
             for name, (path, version) in self.prepared.adapters.items()
         }
 
