@@ -147,11 +147,11 @@ class SelfTeacherWeights:
         merger = None if lora is None else AdapterMerger(model, adapter_of(model, lora))
         self._live = LiveWeights(model, version=version, merger=merger, bank=None)
         start: Mapping[str, Tensor] | None = policy_tensors(model)
-        if lora is not None:
-            start = None if adapter is None else read_checkpoint(adapter)
         if saved_path.exists():
             version, tensors = read_weights(saved_path)
             start = {name: tensor.to(model.device) for name, tensor in tensors.items()}
+        elif lora is not None:
+            start = None if adapter is None else read_checkpoint(adapter)
         if start is not None and (adapter is not None or version != self._live.version):
             with torch.no_grad():
                 self._live.commit(self._live.prepare(start, version=version))
@@ -226,9 +226,12 @@ class TeacherWorker(ModelWorker):
         config, settings = load_config(message.config), LogprobModelSettings(**message.settings)
         use_threads(settings.threads)
         device = resolve_device(message.device)
+        path = message.model_path
+        if message.history is not None and Path(message.saved_path).exists():
+            path = config.model.path  # saved weights replace its own; a checkpoint may be gone
         try:
             model = load_model(
-                message.model_path,
+                path,
                 dtype=resolve_dtype(settings.dtype, device),
                 device=device,
                 attention=PACKED,
@@ -236,7 +239,7 @@ class TeacherWorker(ModelWorker):
             )
         except torch.OutOfMemoryError:
             raise ConfigError(
-                f"The weights of {message.model_path!r} do not fit on {device}; set the scorer's"
+                f"The weights of {path!r} do not fit on {device}; set the scorer's"
                 " dtype to bfloat16, or use another device."
             ) from None
         policy = text_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
