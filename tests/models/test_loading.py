@@ -12,7 +12,12 @@ from millrace.core.errors import ConfigError
 from millrace.models.attention.packed import PACKED, PACKED_ATTENTION, PackedLayout
 from millrace.models.devices import resolve_device, use_threads
 from millrace.models.directory import check_directory, context_length, load_tokenizer
-from millrace.models.loading import hidden_states, load_model, stop_token_ids
+from millrace.models.loading import (
+    generation_stop_ids,
+    hidden_states,
+    load_model,
+    stop_token_ids,
+)
 
 CPU = torch.device("cpu")
 
@@ -171,6 +176,20 @@ def test_stop_ids_join_the_generation_settings_and_the_tokenizer():
     assert stop_token_ids(model.generation_config, SimpleNamespace(eos_token_id=2)) == (2,)
     model.generation_config.eos_token_id = None
     assert stop_token_ids(model.generation_config, SimpleNamespace(eos_token_id=None)) == ()
+
+
+def test_stop_ids_of_a_model_with_code_of_its_own_are_read_if_it_is_trusted(tmp_path):
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}, "eos_token_id": 7}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = ["from transformers import LlamaConfig", "class Own(LlamaConfig): model_type = 'own'"]
+    (tmp_path / "own.py").write_text("\n".join(code))
+    tokenizer = SimpleNamespace(eos_token_id=2)
+    found = generation_stop_ids(str(tmp_path), tokenizer, trust_remote_code=True)
+    assert found == (2, 7)
+    with pytest.raises(ConfigError, match="contains custom code"):
+        generation_stop_ids(str(tmp_path), tokenizer)
 
 
 def test_devices_are_resolved_or_refused():

@@ -146,12 +146,16 @@ def hidden_states(
     return output.last_hidden_state[0]
 
 
-def generation_stop_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def generation_stop_ids(
+    path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
+) -> tuple[int, ...]:
     """The stop_token_ids() of a model that is not loaded."""
     try:
         config = GenerationConfig.from_pretrained(path)
     except OSError:  # it has none, and transformers makes one of the model's configuration
-        config = GenerationConfig.from_model_config(read_config(path))
+        config = GenerationConfig.from_model_config(
+            read_config(path, trust_remote_code=trust_remote_code)
+        )
     return stop_token_ids(config, tokenizer)
 
 

@@ -50,7 +50,7 @@ def build_server_engine(spec: EngineSpec, *, options: VllmBackend) -> ServerEngi
         path, folder, trust_remote_code=trust, lora=spec.lora, engine_type=options.dialect
     )
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
-    stop_ids = generation_stop_ids(path, tokenizer)
+    stop_ids = generation_stop_ids(path, tokenizer, trust_remote_code=trust)
     server = None
     if options.attach:
         client = _attached(dialect, options)
