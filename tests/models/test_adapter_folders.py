@@ -118,3 +118,11 @@ def test_a_damaged_weights_file_is_refused(folder):
     (folder / "adapter_model.safetensors").write_bytes(b"\0" * 5)
     with pytest.raises(ConfigError, match=r"judge = .* cannot be read"):
         read_resident("judge", folder, model=tiny_model("qwen3"))
+
+
+def test_tensors_that_do_not_fit_each_other_are_refused(folder):
+    change_settings(folder, target_parameters=["mlp.experts.down_proj"])
+    experts = {"base_model.model.model.layers.0.mlp.experts.lora_A.weight": torch.zeros(7, 4)}
+    save_file(experts, folder / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"judge = .* cannot be read"):
+        read_resident("judge", folder, model=tiny_model("qwen3"))

@@ -47,13 +47,15 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     # Other initializations also change the weights of the base model.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
+# What reading tensors raises; RuntimeError if shapes do not fit each other.
+_UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, RuntimeError)
 
 
 def read_checkpoint(folder: Path) -> dict[str, Tensor]:
     """The tensors of a trained adapter, on the host."""
     try:
         return _read_tensors(folder)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+    except _UNREADABLE as error:
         raise CheckpointError(
             f"The adapter in {str(folder)!r} cannot be read ({type(error).__name__}); remove that"
             " checkpoint to resume from the one before it."
@@ -121,7 +123,7 @@ def read_resident(name: str, folder: Path, *, model: PreTrainedModel) -> Adapter
     setting = f"engine.adapters.{name} = {str(folder)!r}"
     try:
         tensors = _read_tensors(folder)
-    except (OSError, SafetensorError) as error:
+    except _UNREADABLE as error:
         raise ConfigError(
             f"{setting} cannot be read ({type(error).__name__}); save the adapter again."
         ) from error
