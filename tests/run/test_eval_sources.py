@@ -10,6 +10,7 @@ from millrace.controller.evaluation import Evaluation
 from millrace.core.errors import ConfigError
 from millrace.core.records import Group, Score, Task
 from millrace.monitoring.run_dir import RunDir
+from millrace.run.checks import check_settings
 from millrace.run.execution.evaluate import EvalOptions, _result, read_source
 
 
@@ -42,9 +43,27 @@ def test_checkpoints_of_a_run_are_chosen_by_their_steps(run, wanted, steps):
     assert config.trainer.ranks == 1
 
 
-def test_unknown_checkpoints_are_refused(run):
-    with pytest.raises(ConfigError, match=r"--checkpoints 3: choose last, all, or steps of 2, 10"):
-        read_source(EvalOptions(source=run.path, checkpoints="3"))
+@pytest.mark.parametrize("wanted", ["3", "²", "newest"])
+def test_unknown_checkpoints_are_refused(run, wanted):
+    with pytest.raises(ConfigError, match=rf"--checkpoints {wanted}: choose last, all, or"):
+        read_source(EvalOptions(source=run.path, checkpoints=wanted))
+
+
+def test_device_of_the_engines_is_no_obstacle_to_exact_evaluation(tmp_path):
+    file = tmp_path / "run.toml"
+    settings = {
+        "model": "m",
+        "tasks": {"path": "tasks.jsonl"},
+        "evaluate": {"path": "held_out.jsonl"},
+        "scorers": ["exact"],
+        "fidelity": {"mode": "exact"},
+        "placement": {"engines": "cuda:0", "trainer": "cuda:0"},
+    }
+    file.write_text(tomli_w.dumps(settings))
+    config, _ = read_source(EvalOptions(source=file))
+    with pytest.raises(ConfigError, match=r"placement\.engines = .* beside placement\.trainer"):
+        check_settings(config)
+    check_settings(config, trains=False)
 
 
 def test_another_model_replaces_the_checkpoints_of_a_run(run):

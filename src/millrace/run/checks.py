@@ -27,12 +27,12 @@ from millrace.training.losses.recipes import PREFERENCE, PreferenceLoss
 TeacherSpecs = Sequence[tuple[ScorerSpec, Teacher | SelfTeacher]]
 
 
-def check_settings(config: RunConfig) -> None:
-    """Check what needs nothing but the settings."""
+def check_settings(config: RunConfig, *, trains: bool = True) -> None:
+    """Check what needs nothing but the settings. `trains`: there is a trainer."""
     check_tasks(config)
     for check in (_evaluation, _steps, _buffer, _replay, _engines, _adapters, check_mesh):
         check(config)
-    _fidelity(config)
+    _fidelity(config, trains=trains)
     check_cluster(config)
 
 
@@ -178,7 +178,7 @@ def _adapters(config: RunConfig) -> None:
         )
 
 
-def _fidelity(config: RunConfig) -> None:
+def _fidelity(config: RunConfig, *, trains: bool) -> None:
     if not config.is_exact:
         return
     trainer, engine = config.trainer, config.engine
@@ -193,7 +193,8 @@ def _fidelity(config: RunConfig) -> None:
             engine.dtype != trainer.dtype
         ),
         f"placement.engines = {[*engines]} beside placement.trainer = {[*trainers]}": (
-            len({device == "cpu" for device in (*engines, *trainers) if device != "auto"}) > 1
+            trains
+            and len({device == "cpu" for device in (*engines, *trainers) if device != "auto"}) > 1
         ),
     }
     if obstacle := next((name for name, is_set in obstacles.items() if is_set), None):

@@ -120,7 +120,7 @@ def _chosen(wanted: str, steps: Sequence[int]) -> Sequence[int]:
         raise ConfigError("The run has no checkpoint yet; wait for one, or give --model PATH.")
     if wanted in (LAST, ALL):
         return steps if wanted == ALL else steps[-1:]
-    numbers = [int(part) if part.strip().isdigit() else -1 for part in wanted.split(",")]
+    numbers = [int(part) if part.strip().isdecimal() else -1 for part in wanted.split(",")]
     for number in numbers:
         if number not in steps:
             known = ", ".join(map(str, steps))
