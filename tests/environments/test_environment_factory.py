@@ -16,6 +16,7 @@ from millrace.environments.adapters import (
 from millrace.environments.replay.schema import EpisodeLimits
 from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.environments.threads import LoopThread
+from millrace.environments.tools.functions import tool_of
 from millrace.scoring.pool import function_scorer
 
 TASK = Task(prompt="Count to 2.", columns={"goal": 2})
@@ -86,6 +87,26 @@ def play():
             return group.episodes, engine
 
         yield play
+
+
+async def double(number: int) -> int:
+    """Double a number.
+
+    Args:
+        number: The number.
+    """
+    return 2 * number
+
+
+async def test_tools_of_the_run_are_offered_beside_the_methods(play):
+    class Served(EnvironmentFactory):
+        async def __call__(self, task, agent):
+            agent.tools = (tool_of(double),)  # as environment.mcp does
+            return await super().__call__(task, agent)
+
+    _, engine = await play(Served(Counter), clicking(2))
+    assert '"name": "double"' in engine.prompts[0]
+    assert '"name": "click"' in engine.prompts[0]
 
 
 def with_scorers(environment, *functions):

@@ -13,6 +13,7 @@ from chat_engine import ChatEngine, player_of
 
 from millrace.core.errors import ConfigError
 from millrace.core.records import Task
+from millrace.environments.agent import Agent
 from millrace.environments.function_environment import lifetime, use_tools
 from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.environments.threads import LoopThread
@@ -154,3 +155,35 @@ async def test_all_episodes_share_one_server_that_ends_with_the_run(tmp_path):
     assert [episode.turns[-1].completion for episode in group.episodes] == ["5"] * 3
     assert '"name": "add"' in engine.prompts[0]
     assert '"name": "die"' not in engine.prompts[0]  # only selected tools are offered
+
+
+class Counted:
+    """An environment that counts what it was asked to do."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def open(self) -> None:
+        self.calls.append("open")
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+    async def __call__(self, task: Task, agent: Agent) -> float:
+        self.calls.append("play")
+        await agent.complete("?")
+        return float(len(agent.tools))
+
+
+async def test_environment_with_servers_is_opened_and_closed(tmp_path):
+    environment = Counted()
+    servers = [McpServer(COMMAND, tools=["add"], log=tmp_path / "mcp.log")]
+    wrapped = WithServers(environment, servers)
+    with LoopThread("environments") as thread:
+        async with lifetime(wrapped, thread=thread):
+            player = player_of(wrapped, ChatEngine(caller), thread=thread)
+            group = await player.play_for_training(
+                Task(prompt="2+3?"), attempt=Attempt(0), group_size=1
+            )
+    assert [episode.reward for episode in group.episodes] == [1.0]
+    assert environment.calls == ["open", "play", "close"]

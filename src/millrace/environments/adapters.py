@@ -74,7 +74,7 @@ class EnvironmentFactory:
             )
         async with self._objects[name].lend() as env:
             prompt = await self._reset(env, task)
-            tools = [*self._tools, *await _tools_of(env)]
+            tools = [*self._tools, *await _tools_of(env), *agent.tools]
             replies, sampled = await _converse(agent, prompt, tools)
             return await self._reward(
                 env,

@@ -46,7 +46,7 @@ from millrace.environments.replay.schema import (
 from millrace.environments.rollouts.partial_rollouts import Expired
 from millrace.environments.rollouts.player import GroupPolicy
 from millrace.environments.rollouts.renderer import History, Renderer, RoleModel, role_model
-from millrace.environments.threads import LoopThread, on_loop
+from millrace.environments.threads import LoopThread, call_hook, on_loop
 from millrace.environments.tools.calls import ToolFormatName
 from millrace.environments.tools.functions import run_tool
 from millrace.scoring.functions.user_function import is_async
@@ -342,14 +342,8 @@ def check_function(function: Any) -> EnvironmentFunction:
 @contextlib.asynccontextmanager
 async def lifetime(function: Any, *, thread: LoopThread) -> AsyncGenerator[None]:
     """Await the environment's open() and, at the end, close(), if it defines them."""
-
-    async def call(name: str) -> None:
-        method = getattr(function, name, None)
-        if inspect.iscoroutinefunction(method):
-            await thread.run(method())
-
     try:
-        await call("open")
+        await thread.run(call_hook(function, "open"))
         yield
     finally:
-        await call("close")
+        await thread.run(call_hook(function, "close"))

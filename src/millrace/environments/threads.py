@@ -9,6 +9,7 @@ need it. An object is reused if its episode ended normally and it is idle.
 
 import asyncio
 import contextlib
+import inspect
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -52,6 +53,13 @@ class LoopThread:
 async def on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on another thread's loop, and return its result."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
+
+
+async def call_hook(owner: object, name: str) -> None:
+    """Await an async method without arguments that a user's object may define."""
+    method = getattr(owner, name, None)
+    if inspect.iscoroutinefunction(method):
+        await method()
 
 
 def complete_future(future: Future[T], call: Callable[[], T]) -> None:

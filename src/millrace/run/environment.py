@@ -43,7 +43,8 @@ PROMPTS_CHECKED = 64  # rendered at start; a run whose first prompts are all too
 def build_environment(
     config: RunConfig, given: Callable[..., Any] | None
 ) -> function_environment.EnvironmentFunction | None:
-    """The function that plays an episode; None if an episode is one prompt and one completion."""
+    """The function that plays an episode, without MCP servers; None if an episode is one prompt and
+    one completion."""
     settings, logs = config.environment, Path(config.run_dir) / "logs"
     if settings.external is not None:
         if given is not None:
@@ -61,19 +62,27 @@ def build_environment(
             max_running=settings.max_programs,
             log=logs / "programs.log",
         )
-    servers = [McpServer(**row.model_dump(), log=logs / "mcp.log") for row in settings.mcp]
     function = given
     if function is None and settings.function is not None:
         function = resolve_function(settings.function)
     if function is not None:
         function_environment.check_function(function)
-        return WithServers(function, servers) if servers else function
-    if servers:
-        return WithServers(function_environment.use_tools, servers)
+        return function
+    if settings.mcp:
+        return function_environment.use_tools
     if settings.recipe is not None:
         return function_environment.answer
     _check_single_turn(config)
     return None
+
+
+def with_servers(
+    config: RunConfig, function: function_environment.EnvironmentFunction
+) -> function_environment.EnvironmentFunction:
+    """The environment with the tools of environment.mcp."""
+    log = Path(config.run_dir) / "logs" / "mcp.log"
+    servers = [McpServer(**row.model_dump(), log=log) for row in config.environment.mcp]
+    return WithServers(function, servers) if servers else function
 
 
 def _check_single_turn(config: RunConfig) -> None:

@@ -27,7 +27,13 @@ from millrace.inference.capabilities import check_capabilities, seed_warnings
 from millrace.journal import JournalHistory
 from millrace.models import directory
 from millrace.run import checks, placement
-from millrace.run.environment import build_environment, check_prompts, load_models, resolve_recipe
+from millrace.run.environment import (
+    build_environment,
+    check_prompts,
+    load_models,
+    resolve_recipe,
+    with_servers,
+)
 from millrace.run.mesh_checks import check_baseline, check_mesh, check_model_mesh, rank_warnings
 from millrace.run.policies import (
     FurtherPolicy,
@@ -145,7 +151,7 @@ def prepare(
     resume: bool = False,
     trains: bool = True,  # False: there is no trainer, which would need memory
 ) -> PreparedRun:
-    checks.check_settings(config := expand_policies(config))
+    checks.check_settings(config := expand_policies(config), trains=trains)
     sources = load_sources(config.tasks, tasks)
     train_tasks = [task for source in sources for task in source.tasks]
     held_out = load_section(config.evaluate, eval_tasks, section="evaluate")
@@ -184,7 +190,7 @@ def prepare(
         shaping=shaping,
         tokenizer=tokenizer,
         renderer=renderer,
-        environment=function,
+        environment=None if function is None else with_servers(config, function),
         given_environment=function if isinstance(function, EnvironmentFactory) else environment,
         recipe=recipe,
         models=load_models(config, has_roles=function is not None),

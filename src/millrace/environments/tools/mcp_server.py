@@ -25,6 +25,7 @@ from millrace.core.records import Task
 from millrace.core.secrets import Secrets, check_headers
 from millrace.environments.agent import Agent
 from millrace.environments.function_environment import EnvironmentFunction, name_of
+from millrace.environments.threads import call_hook
 from millrace.environments.tools.functions import Tool, ToolError, tools_of
 
 CONNECT_TIMEOUT_S = 30.0
@@ -253,21 +254,25 @@ class WithServers:
     """Wraps an environment function; its agents get the tools of MCP servers as `agent.tools`."""
 
     def __init__(self, function: EnvironmentFunction, servers: Sequence[McpServer]) -> None:
-        self._function = function
+        self.function = function
         self._servers = tuple(servers)
         self.__name__ = name_of(function)
 
     async def open(self) -> None:
         """Connect to all servers before any worker starts; raises ConfigError."""
         tools_of(await self._tools())
+        await call_hook(self.function, "open")
 
     async def close(self) -> None:
-        for server in self._servers:
-            await server.close()
+        try:
+            await call_hook(self.function, "close")
+        finally:
+            for server in self._servers:
+                await server.close()
 
     async def __call__(self, task: Task, agent: Agent) -> Any:
         agent.tools = tuple(await self._tools())
-        return await self._function(task, agent)
+        return await self.function(task, agent)
 
     async def _tools(self) -> list[Tool]:
         return [tool for server in self._servers for tool in await server.tools()]

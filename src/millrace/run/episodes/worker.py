@@ -26,7 +26,7 @@ from millrace.environments.replay.schema import EpisodeOver
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.threads import LoopThread
 from millrace.models.directory import load_tokenizer
-from millrace.run.environment import build_environment, load_models
+from millrace.run.environment import build_environment, load_models, with_servers
 from millrace.scoring.functions.user_function import load_function
 
 PROGRESS_S = 0.25
@@ -147,7 +147,7 @@ def load_environment(config: RunConfig, location: str | None) -> LoadedEnvironme
     assert function is not None, "checked with the config"
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     return LoadedEnvironment(
-        function=function,
+        function=with_servers(config, function),
         renderer=Renderer(tokenizer, template_settings=settings.template),
         others=load_models(config, has_roles=True),
         records=config.monitoring.record_episodes > 0,
