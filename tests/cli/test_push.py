@@ -170,7 +170,7 @@ def test_wrong_arguments_are_one_sentence(tmp_path, monkeypatch, capsys):
         return capsys.readouterr().err
 
     assert "has no config.toml" in error_of(tmp_path)
-    assert "has no checkpoint yet" in error_of(empty.path)
+    assert "has no checkpoint yet; checkpoint.every_steps sets" in error_of(empty.path)
     assert "no checkpoint of step 30; it has 20, 40" in error_of(run_dir.path, "--step=30")
     assert "is not OWNER/NAME" in error_of(run_dir.path, "--repo", "sorter")
     assert "--license 'My own' is not" in error_of(run_dir.path, "--license", "My own")

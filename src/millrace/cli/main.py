@@ -229,10 +229,7 @@ def split_settings(
         if not equals:
             value = next(remaining, "--")
             if value.startswith("--"):
-                hint = (
-                    "" if only_dotted else "; only --resume, --auto-resume and --dry-run have none"
-                )
-                raise errors.ConfigError(f"--{key} needs a value{hint}.")
+                raise errors.ConfigError(f"--{key} needs a value.")
         table = key.partition(".")[0]
         if table in ("scorers", "tracker") and table != key:
             raise errors.ConfigError(

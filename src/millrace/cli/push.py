@@ -81,7 +81,8 @@ def _checkpoint(run_dir: RunDir, step: int | None) -> Path:
     found = run_dir.checkpoint_paths
     if not found:
         raise ConfigError(
-            f"{run_dir.path} has no checkpoint yet; checkpoint.every sets when a run writes one."
+            f"{run_dir.path} has no checkpoint yet; checkpoint.every_steps sets when a run writes"
+            " one."
         )
     chosen = found[-1] if step is None else run_dir.checkpoints / f"step_{step}"
     if chosen not in found:

@@ -73,7 +73,7 @@ def read_options(args: argparse.Namespace, settings: Mapping[str, object]) -> Se
         config=config.model_copy(update={"cluster": cluster}),
         engines=args.engines,
         scorers=args.scorers,
-        name=args.name or Path(args.model).name,
+        name=args.name or Path(args.model).name or Path(args.model).resolve().name,
         host=args.host,
         port=args.port,
         keys=keys,

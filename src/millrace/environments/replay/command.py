@@ -76,7 +76,7 @@ async def replay(
 
 def _tool_result(text: str) -> tuple[int, str | None]:
     number, equals, result = text.partition("=")
-    if not number.isdigit():
+    if not number.isdecimal():
         raise ConfigError(
             f"--tool-result {text!r} does not begin with the number of a call; write NUMBER=TEXT,"
             " or NUMBER."

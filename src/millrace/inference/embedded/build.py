@@ -232,7 +232,7 @@ def default_kv_bytes(device: torch.device, memory: EngineMemory | None) -> int:
     free, total = torch.cuda.mem_get_info(device)
     if memory is not None and memory.trainer_bytes:
         free = min(free, total - memory.trainer_bytes - torch.cuda.memory_reserved(device))
-    return int(free * _GPU_KV_SHARE)
+    return max(0, int(free * _GPU_KV_SHARE))
 
 
 def _room(
