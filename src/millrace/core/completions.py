@@ -132,10 +132,6 @@ def unknown_routes(num_rows: int, *, like: np.ndarray) -> np.ndarray:  # [num_ro
     return np.full((num_rows, *like.shape[1:]), unknown_id(like.dtype), like.dtype)
 
 
-def padded(routes: np.ndarray, num_rows: int) -> np.ndarray:  # [num_rows, layers, top_k]
-    return np.concatenate([routes, unknown_routes(num_rows - len(routes), like=routes)])
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StreamedTokens:
     """The next tokens of one completion of a request."""

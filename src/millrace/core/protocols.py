@@ -154,7 +154,8 @@ class VersionSubscriber(Protocol):
 
 
 class Advantages(Protocol):
-    """Estimates the advantage of each episode of a scored group."""
+    """Estimates the advantage of each episode of a scored group. If its `handles_agents` is true,
+    it gets all agents of an episode at once."""
 
     def __call__(self, group: Group) -> Sequence[float] | Sequence[np.ndarray] | np.ndarray:
         """Return a number per episode, or an array [L] per rollout."""
@@ -168,13 +169,6 @@ class AdvantagesOverBatch(Protocol):
     def over_batch(self, groups: Sequence[Group]) -> Sequence[Any]:
         """Return for each group what __call__ would return."""
         ...
-
-
-@runtime_checkable
-class AdvantagesByAgent(Protocol):
-    """An estimator that handles several agents per episode by itself."""
-
-    handles_agents: bool
 
 
 class Selection(Protocol):
@@ -197,11 +191,3 @@ class GroupOrder(Protocol):
         """Return n different indices of `waiting`, which holds at least n groups in the order of
         admission. All of them may be trained at trainer version `version`."""
         ...
-
-
-@runtime_checkable
-class NeedsColumns(Protocol):
-    """A reward function that lists required task columns that its signature does not show."""
-
-    @property
-    def needed_columns(self) -> tuple[str, ...]: ...

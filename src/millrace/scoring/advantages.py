@@ -21,7 +21,7 @@ from pydantic import Field
 from millrace.config.section import NonNegativeFloat
 from millrace.core.errors import ScoreError
 from millrace.core.plugins import build_callable, plugin
-from millrace.core.protocols import Advantages, AdvantagesByAgent, AdvantagesOverBatch
+from millrace.core.protocols import Advantages, AdvantagesOverBatch
 from millrace.core.records import Branching, Group, Rollout, Score
 
 SECTION = "scoring.advantages"
@@ -131,7 +131,7 @@ class TreeAdvantages:
     epsilon: NonNegativeFloat = 1e-4
     weigh_shared: bool = True  # multiply by the number of episodes that share the token
 
-    handles_agents = True  # see AdvantagesByAgent
+    handles_agents = True
 
     def __call__(self, group: Group) -> list[np.ndarray]:  # [L] for each rollout
         forest = _Forest(group)
@@ -271,7 +271,7 @@ def with_advantages(group: Group, found: Any) -> Group:
 def estimate_by_agent(estimator: Advantages, group: Group) -> Any:
     """Call the estimator once, or once per agent if agents are rewarded separately."""
     is_shared = not any(score.by_agent for score in group.scores)
-    if is_shared or isinstance(estimator, AdvantagesByAgent):
+    if is_shared or getattr(estimator, "handles_agents", False):
         return estimator(group)
     if isinstance(estimator, AdvantagesOverBatch):
         raise ScoreError(

@@ -27,7 +27,6 @@ import cloudpickle
 
 from millrace.core.errors import ConfigError, ScoreError, shortened
 from millrace.core.plugins import load_reference
-from millrace.core.protocols import NeedsColumns
 from millrace.core.records import Task
 
 RESERVED = ("prompts", "completions", "completion_ids")  # passed to every reward function
@@ -90,8 +89,8 @@ def inspect_reward(function: Callable[..., Any], *, name: str) -> RewardFunction
             )
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    given: object = function
-    columns = given.needed_columns if isinstance(given, NeedsColumns) else ()
+    # Columns that the signature does not show.
+    columns: tuple[str, ...] = getattr(function, "needed_columns", ())
     return RewardFunction(
         name=name,
         call=function,
