@@ -2,7 +2,8 @@
 
 The publisher's thread scores a fixed passage with the bytes that it sends, by plain transformers;
 of a LoRA adapter, together with the frozen weights of the trainer. The logprobs travel with the
-update. After its commit, an engine scores the same passage.
+update. After its commit, an engine scores the same passage. The version that engines begin with is
+checked in the same way, before they get requests.
 
 Promise: an engine whose logprobs differ raises EngineLost with both numbers before it has sent a
 token of that version; it is replaced. No step of the trainer waits for the reference.
@@ -106,8 +107,11 @@ def probe_request(probe: SwapProbe) -> ScoreRequest:
     )
 
 
-def check_probe(update: WeightUpdate, logprobs: np.ndarray) -> None:
-    """Raise EngineLost if an engine's logprobs [n] of the passage are not those of the trainer."""
+def check_probe(
+    update: WeightUpdate, logprobs: np.ndarray, *, when: str = "After the swap to"
+) -> None:
+    """Raise EngineLost if an engine's logprobs [n] of the passage are not those of the trainer.
+    `when` begins the sentence, before the version."""
     assert update.probe is not None
     wanted = np.array(update.probe.logprobs)
     dtypes = [spec.dtype for spec in update.tensors if spec.dtype in TOLERANCES]
@@ -116,7 +120,7 @@ def check_probe(update: WeightUpdate, logprobs: np.ndarray) -> None:
     difference = float(np.abs(logprobs - wanted).mean())
     if not difference <= tolerance:  # also if it is not a number
         raise EngineLost(
-            f"After the swap to version {update.version}, a fixed passage has the mean logprob"
+            f"{when} version {update.version}, a fixed passage has the mean logprob"
             f" {logprobs.mean():.4f} in this engine and {wanted.mean():.4f} in the trainer"
             f" ({difference:.4f} per token, where {tolerance:g} is allowed): the engine's weights"
             " are wrong."
