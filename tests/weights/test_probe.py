@@ -151,7 +151,8 @@ def test_weights_that_an_engine_has_loaded_itself_are_probed_before_it_serves(is
             assert isinstance(answer.result(), Swapped)
         else:
             with pytest.raises(
-                ConfigError, match=r"engine-0: At the start, with version 0, .*; serve"
+                ConfigError,
+                match=r"engine-0: At the start, with version 0, .*; if its server is one of",
             ):
                 answer.result()
         link.call(Stop()).result()

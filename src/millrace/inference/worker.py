@@ -15,15 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from millrace.cluster import messages
 from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
 from millrace.config import Interrupt, RunConfig, load_config
-from millrace.core.errors import ConfigError, EngineLost, MillraceError, TaskError, WeightError
+from millrace.core.errors import MillraceError, TaskError, WeightError
 from millrace.core.protocols import Capability
-from millrace.core.records import DEFAULT_POLICY, CompletionChunk, SwapProbe, WeightUpdate
+from millrace.core.records import DEFAULT_POLICY, CompletionChunk, WeightUpdate
 from millrace.core.spans import Timeline
 from millrace.inference.backend import (
     EngineCore,
@@ -38,7 +37,7 @@ from millrace.inference.interrupt import WeightInterrupt
 from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWorker
 from millrace.models.devices import kept_bytes, resolve_device, resolve_dtype, use_threads
 from millrace.weights.backends import StagingReceiver
-from millrace.weights.probe import check_probe, probe_request
+from millrace.weights.probe import EngineProbe
 from millrace.weights.transport import make_receiver, staging_device
 
 # Interval of the coalesced token reports. If an engine dies, its sequences resume elsewhere from
@@ -145,7 +144,7 @@ class EngineWorker(ModelWorker):
         self._calls: dict[str, WorkerCall] = {}  # Generate calls by request id
         self._score_calls: deque[WorkerCall] = deque()
         self._num_scored = self._num_swaps = 0  # tokens, and versions
-        self._is_probed = False  # whether any version was
+        self._probe = EngineProbe(engine.score, name=timeline.worker)
         self._owed_s = 0.0  # time to generate before the next tokens are scored
         self._staging: _Staging | None = None
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
@@ -335,7 +334,9 @@ class EngineWorker(ModelWorker):
             return
         visible = self._engine.version if policies is None else policies.version_of(update.policy)
         if visible is not None and visible >= update.version:
-            self._confirm(update, call, visible=visible)
+            error = self._probe.check_start(update) if visible == update.version else None
+            done = messages.Swapped(version=visible, stage_ms=0.0, gap_ms=0.0)
+            call.reply(done) if error is None else call.fail(error)
             return
         superseded = [] if under_way is None else under_way.calls
         if under_way is not None:
@@ -343,25 +344,6 @@ class EngineWorker(ModelWorker):
         staged = self._stager.submit(self._timed_stage, update)
         self._staging = _Staging(update=update, staged=staged, calls=[*superseded, call])
         self._answer(self._interrupt.announce())
-
-    def _confirm(self, update: WeightUpdate, call: WorkerCall, *, visible: int) -> None:
-        """Answer for a version that the engine serves or is beyond. The one that it has loaded by
-        itself is probed, before it gets requests; later ones are when they are committed."""
-        if visible == update.version and not self._is_probed and update.probe is not None:
-            scored = self._score_probe(update.probe)
-            try:
-                check_probe(update, scored, when="At the start, with")
-            except EngineLost as error:
-                sentence = f"{self._timeline.worker}: {str(error).rstrip('.')}"
-                remedy = "serve model.path, in engine.dtype, if it is a server of attach"
-                call.fail(ConfigError(f"{sentence}; {remedy}."))
-                return
-        call.reply(messages.Swapped(version=visible, stage_ms=0.0, gap_ms=0.0))
-
-    def _score_probe(self, probe: SwapProbe) -> np.ndarray:
-        self._is_probed = True
-        (scored,) = self._engine.score([probe_request(probe)])
-        return scored.logprobs
 
     def _timed_stage(self, update: WeightUpdate) -> tuple[Any, float]:
         """Runs in the staging thread."""
@@ -391,9 +373,7 @@ class EngineWorker(ModelWorker):
             started_s = time.perf_counter()
             self._answer(self._interrupt.land())
             self._engine.commit(prepared)
-            if (probe := staging.update.probe) is not None:
-                # Raises EngineLost, which ends this process, if the weights are not the trainer's.
-                check_probe(staging.update, self._score_probe(probe))
+            self._probe.check_swap(staging.update)  # ends this process if the weights are wrong
         except WeightError as error:
             for call in staging.calls:
                 call.fail(error)

@@ -12,7 +12,7 @@ It does not find differences below the tolerance, such as a version that is one 
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from millrace.config import LoraConfig
 from millrace.core.errors import ConfigError, EngineLost
-from millrace.core.records import ScoreRequest, SwapProbe, WeightUpdate
+from millrace.core.records import ScoreRequest, SwapProbe, TokenLogprobs, WeightUpdate
 from millrace.models.lora.factors import Adapter, adapter_of, factors_of
 
 PASSAGE_TOKENS = 32
@@ -98,6 +98,41 @@ class ProbeReference:
         chosen = tuple(logprobs.gather(1, tokens[0, 1:, None]).squeeze(1).tolist())
         computed_in = "float8" if self._in_fp8 else self._dtype
         return SwapProbe(tokens=tuple(self._tokens), logprobs=chosen, dtype=computed_in)
+
+
+class EngineProbe:
+    """What an engine's process does with the probes of updates; used by one thread."""
+
+    def __init__(
+        self, score: Callable[[Sequence[ScoreRequest]], list[TokenLogprobs]], *, name: str
+    ) -> None:
+        self._score = score
+        self._name = name  # of the engine
+        self._is_done = False  # whether any version was scored
+
+    def check_start(self, update: WeightUpdate) -> ConfigError | None:
+        """For the version that the engine has loaded by itself, before it gets requests."""
+        if self._is_done or update.probe is None:
+            return None
+        logprobs = self._logprobs(update.probe)
+        try:
+            check_probe(update, logprobs, when="At the start, with")
+        except EngineLost as error:
+            return ConfigError(
+                f"{self._name}: {str(error).rstrip('.')}; if its server is one of"
+                " engine.options.attach, serve model.path there, in engine.dtype."
+            )
+        return None
+
+    def check_swap(self, update: WeightUpdate) -> None:
+        """After a commit; raises EngineLost."""
+        if update.probe is not None:
+            check_probe(update, self._logprobs(update.probe))
+
+    def _logprobs(self, probe: SwapProbe) -> np.ndarray:
+        self._is_done = True
+        (scored,) = self._score([probe_request(probe)])
+        return scored.logprobs
 
 
 def probe_request(probe: SwapProbe) -> ScoreRequest:
