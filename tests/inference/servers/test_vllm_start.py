@@ -271,6 +271,28 @@ def test_each_engine_has_a_server_to_attach_to():
         of_engine(config.engine, 2)
 
 
+def test_server_that_is_listed_twice_is_refused_by_its_address():
+    def check(engine: list[str], judge: list[str]):
+        table: dict[str, Any] = {
+            "model": "m",
+            "engine": {"type": "vllm", "count": len(engine), "options": {"attach": engine}},
+            "environment": {
+                "function": "m:f",
+                "models": {"judge": {"path": "j", "type": "vllm", "options": {"attach": judge}}},
+            },
+        }
+        check_servers(load_config(table))
+
+    check(["http://a", "http://b"], ["http://c"])
+    with pytest.raises(ConfigError, match=r"engine\.options\.attach lists 'http://a' twice, but"):
+        check(["http://a", "http://a/"], ["http://c"])
+    with pytest.raises(
+        ConfigError,
+        match=r"judge\.options\.attach lists 'http://a', and so does engine\.options\.at",
+    ):
+        check(["http://a"], ["http://a"])
+
+
 @pytest.mark.parametrize(
     ("devices", "visible", "seen"),
     [
