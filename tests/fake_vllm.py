@@ -9,6 +9,8 @@ are switched on by name, each as it was seen on a real server or at one that was
   start
 - "broken_stream": a stream ends with an error
 
+`answers` replace those of whole paths: another program behind the port, or another version.
+
 Run as a program, it takes the arguments of `python -m vllm.entrypoints.cli.main serve`.
 """
 
@@ -18,7 +20,7 @@ import contextlib
 import json
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -54,12 +56,15 @@ class FakeVllm:
         faults: Sequence[str] = (),
         api_key: str | None = None,
         max_running: int | None = None,
+        answers: Mapping[str, tuple[int, str]] | None = None,
     ):
-        """`max_running`: requests that are sampled at the same time; the others wait."""
+        """`answers`: status and text by path. `max_running`: requests that are sampled at the same
+        time; the others wait."""
         self.faults = set(faults)
         self.num_sampled = 0  # tokens
         self.calls: list[str] = []  # paths, in order
         self.cleared: list[bool] = []  # for each pause, whether it forgot all KV
+        self.answers = dict(answers or {})
         self._api_key = api_key
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self._head = self._model.get_output_embeddings().weight.detach().clone()
@@ -79,6 +84,7 @@ class FakeVllm:
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=2**26)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/version", self._show_version)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/inference/v1/generate", self._generate)
         if "no_lora" not in self.faults:
@@ -100,10 +106,16 @@ class FakeVllm:
         given = request.headers.get("Authorization")
         if self._api_key and is_guarded and given != f"Bearer {self._api_key}":
             return _json({"error": "Unauthorized"}, status=401)
+        if request.path in self.answers:
+            status, text = self.answers[request.path]
+            return web.Response(status=status, text=text)
         return await handler(request)
 
     async def _health(self, _request: web.Request) -> web.Response:
         return _json(None)
+
+    async def _show_version(self, _request: web.Request) -> web.Response:
+        return _json({"version": "0.32.0"})
 
     async def _models(self, _request: web.Request) -> web.Response:
         limit = self._model.config.max_position_embeddings

@@ -14,9 +14,10 @@ import pytest
 from digits import TASKS, share_of_digits
 from fake_vllm import serving, write_python
 from project import Command, make_project
+from tiny_model import make_tiny_model
 
 import millrace as mr
-from millrace.core.errors import RunFailed
+from millrace.core.errors import ConfigError, RunFailed
 from millrace.monitoring.files.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -104,6 +105,22 @@ def test_run_on_torn_weights_ends_with_both_numbers(model, tmp_path):
     with pytest.raises(RunFailed, match=r"-\d\.\d+ in this engine and -\d\.\d+ in the trainer"):
         train(model, tmp_path / "run", python=python, steps=4, supervision=once)
     assert servers() == []
+
+
+@pytest.mark.parametrize(
+    ("faults", "sections"), [(["torn"], {}), ([], {"lora": {"rank": 4}})], ids=["torn", "base"]
+)
+def test_attached_server_with_other_weights_is_refused_before_the_first_sample(
+    model, tmp_path, faults, sections
+):
+    """It does not load those of the run: of an adapter's base, none are sent."""
+    other = make_tiny_model(tmp_path / "other", seed=1)
+    sentence = "engine-0: At the start, with version 0, a fixed passage"
+    with serving(other, faults=faults) as (url, fake):
+        sections["engine"] = {"type": "vllm", "options": {"attach": [url]}}
+        with pytest.raises(ConfigError, match=sentence):
+            train(model, tmp_path / "run", python=tmp_path, steps=1, **sections)
+    assert fake.num_sampled <= 3  # by the checks
 
 
 @pytest.mark.parametrize(

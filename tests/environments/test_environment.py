@@ -294,6 +294,23 @@ async def test_chat_accepts_sampling_settings_and_refuses_unknown_ones(thread):
     assert (sampling.temperature, sampling.max_new_tokens, sampling.stop) == (0.5, 7, ("\n",))
 
 
+async def test_truncated_reply_is_not_trained_if_the_engine_reports_no_kept_ids(thread):
+    """As servers of vLLM and SGLang; the scripted engine reports none either."""
+
+    async def narrow(task, agent):
+        judge = agent.role("judge", trained=False)
+        assert (await judge.complete("x", top_k=2)).text == "1"
+        with pytest.raises(
+            TaskError, match=r"top_k, top_p or min_p cannot be trained, because this"
+        ):
+            await agent.complete("x", top_p=0.5)
+        await agent.complete("x")
+        return 1.0
+
+    group, _engine = await play(narrow, lambda _: "1", thread=thread, group_size=1)
+    assert len(group.episodes[0].rollouts) == 1
+
+
 async def test_agent_run_calls_tools_until_a_reply_calls_none(thread):
     async def solve(task, agent):
         messages = await agent.run([user("What is a?")], tools=[lookup])

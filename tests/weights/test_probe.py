@@ -13,8 +13,8 @@ from architectures import MIXTURE, tiny_model
 from engine_rig import make_engine
 from queue_link import FakeLink, in_thread
 
-from millrace.cluster.messages import Swapped, SwapWeights
-from millrace.core.errors import EngineLost
+from millrace.cluster.messages import Stop, Swapped, SwapWeights
+from millrace.core.errors import ConfigError, EngineLost
 from millrace.core.records import SwapProbe, TensorSpec, WeightUpdate
 from millrace.core.spans import Timeline
 from millrace.inference.worker import EngineWorker
@@ -128,4 +128,32 @@ def test_engine_process_ends_at_a_swap_that_fails_the_probe():
         reply = link.call(SwapWeights(update=right)).result()
         assert isinstance(reply, Swapped)
         link.call(SwapWeights(update=wrong))
+    sender.close()
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_weights_that_an_engine_has_loaded_itself_are_probed_before_it_serves(is_right: bool):
+    sender = make_sender("shm", dtype=torch.float32, reference=ProbeReference(tiny_model("qwen3")))
+    first = sender.publish(
+        0, dict(tiny_model("qwen3", seed=0 if is_right else 1).named_parameters())
+    )
+    engine, link = make_engine(), FakeLink()
+    assert engine.version == first.version
+    worker = EngineWorker(
+        link,  # pyright: ignore[reportArgumentType]
+        engine=engine,
+        receiver=make_receiver("shm"),
+        timeline=Timeline("engine-0"),
+    )
+    with in_thread(worker.serve):
+        answer = link.call(SwapWeights(update=first))
+        if is_right:
+            assert isinstance(answer.result(), Swapped)
+        else:
+            with pytest.raises(
+                ConfigError,
+                match=r"engine-0: At the start, with version 0, .*; if its server is one of",
+            ):
+                answer.result()
+        link.call(Stop()).result()
     sender.close()

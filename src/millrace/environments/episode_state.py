@@ -149,6 +149,12 @@ class EpisodeState:
                 routes_from=first_routed(beginning.start),
             )
             completion = await self._sample_in_time(wanted)
+            if row.is_trained and sampling.truncates and completion.kept is None:
+                raise TaskError(
+                    f"{self.settings.name}: a reply sampled with top_k, top_p or min_p cannot be"
+                    " trained, because this engine.type does not report the ids that they kept;"
+                    " leave them out, or take a role with trained=False."
+                )
             exchange = agent.record.add(
                 beginning.given,
                 completion,

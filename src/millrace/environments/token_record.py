@@ -64,7 +64,6 @@ class TokenRecord:
         at: int | None = None,
     ) -> Exchange:
         """Add an exchange after the first `at` tokens of the parent's branch; None = after all."""
-        assert completion.kept is not None or not sampling.truncates, "truncated without kept ids"
         start = 0 if parent is None else parent.end if at is None else at
         while parent is not None and start <= parent.start:  # a fork before this exchange
             parent = parent.parent
@@ -164,6 +163,9 @@ def _joined(path: Path, sampled: Sequence[np.ndarray], *, fill: float) -> np.nda
 
 def _kept(path: Path, masks: Sequence[np.ndarray], *, num_rows: int) -> Kept | None:
     """Join the kept ids of trained tokens; all other rows are empty."""
+    for (exchange, _), mask in zip(path, masks, strict=True):
+        has_kept = exchange.completion.kept is not None or not exchange.sampling.truncates
+        assert has_kept or not mask.any(), "truncated without kept ids"
     if all(exchange.completion.kept is None for exchange, _ in path):
         return None
     ids: list[np.ndarray] = [np.empty(0, np.int32)]

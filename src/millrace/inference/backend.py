@@ -318,7 +318,17 @@ def load_backends(config: RunConfig) -> dict[str, EngineBackend]:
 
 def check_servers(config: RunConfig) -> None:
     """Refuse settings that do not fit the servers: number, key, transport, adapters and KV."""
+    of_url: dict[str, str] = {}  # the setting that lists each server
     for section, engine in config.engine_sections.items():
+        setting = f"{section}.options.attach"
+        for url in (url.rstrip("/") for url in engine.attached):
+            if url in of_url:
+                where = " twice" if of_url[url] == setting else f", and so does {of_url[url]}"
+                raise ConfigError(
+                    f"{setting} lists {url!r}{where}, but a server has the weights of one engine;"
+                    " list another server."
+                )
+            of_url[url] = setting
         servers, num_engines = engine.attached, engine.num_local + engine.remote
         remedy = f"list one for each of {section}.count"
         if section == "engine":
@@ -326,13 +336,13 @@ def check_servers(config: RunConfig) -> None:
             remedy += " and evaluate.engines, and set engine.remote to 0"
         if servers and (engine.remote or len(servers) != num_engines):
             raise ConfigError(
-                f"{section}.options.attach has {len(servers)} servers, and the run has"
+                f"{setting} has {len(servers)} servers, and the run has"
                 f" {num_engines} engines of [{section}]; {remedy}."
             )
         if servers and (most := engine.max_count or 0) > engine.num_local:
             raise ConfigError(
-                f"{section}.max_count = {most} adds engines, and {section}.options.attach has no"
-                " servers for them; leave it out."
+                f"{section}.max_count = {most} adds engines, and {setting} has no servers for them;"
+                " leave it out."
             )
         server_secrets(engine, section=section)
     if config.engine.has_servers and config.weights.transport == "ipc":

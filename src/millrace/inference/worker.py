@@ -37,7 +37,7 @@ from millrace.inference.interrupt import WeightInterrupt
 from millrace.inference.model_worker import PROGRESS_S, STAGING_POLL_S, ModelWorker
 from millrace.models.devices import kept_bytes, resolve_device, resolve_dtype, use_threads
 from millrace.weights.backends import StagingReceiver
-from millrace.weights.probe import check_probe, probe_request
+from millrace.weights.probe import EngineProbe
 from millrace.weights.transport import make_receiver, staging_device
 
 # Interval of the coalesced token reports. If an engine dies, its sequences resume elsewhere from
@@ -144,6 +144,7 @@ class EngineWorker(ModelWorker):
         self._calls: dict[str, WorkerCall] = {}  # Generate calls by request id
         self._score_calls: deque[WorkerCall] = deque()
         self._num_scored = self._num_swaps = 0  # tokens, and versions
+        self._probe = EngineProbe(engine.score, name=timeline.worker)
         self._owed_s = 0.0  # time to generate before the next tokens are scored
         self._staging: _Staging | None = None
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
@@ -333,7 +334,9 @@ class EngineWorker(ModelWorker):
             return
         visible = self._engine.version if policies is None else policies.version_of(update.policy)
         if visible is not None and visible >= update.version:
-            call.reply(messages.Swapped(version=visible, stage_ms=0.0, gap_ms=0.0))
+            error = self._probe.check_start(update) if visible == update.version else None
+            done = messages.Swapped(version=visible, stage_ms=0.0, gap_ms=0.0)
+            call.reply(done) if error is None else call.fail(error)
             return
         superseded = [] if under_way is None else under_way.calls
         if under_way is not None:
@@ -370,10 +373,7 @@ class EngineWorker(ModelWorker):
             started_s = time.perf_counter()
             self._answer(self._interrupt.land())
             self._engine.commit(prepared)
-            if (probe := staging.update.probe) is not None:
-                # Raises EngineLost, which ends this process, if the weights are not the trainer's.
-                (scored,) = self._engine.score([probe_request(probe)])
-                check_probe(staging.update, scored.logprobs)
+            self._probe.check_swap(staging.update)  # ends this process if the weights are wrong
         except WeightError as error:
             for call in staging.calls:
                 call.fail(error)

@@ -118,6 +118,17 @@ class RunWorkers:
                 starting.create_task(add(trainer, policy=joining if is_joined else None))
             for other in others:
                 starting.create_task(other)
+        if self.trains and self._config.probes_weights:
+            await self._probe_first_versions()
+
+    async def _probe_first_versions(self) -> None:
+        """Let engines compare the weights that they have loaded themselves with the trainer's; an
+        engine that dies meanwhile does so when it is replaced."""
+        for policy, replica in self._trainers.items():
+            engines = self.engines if policy is None else self.models[policy]
+            await self._load_policy(replica.trainer, DEFAULT_POLICY, engines)
+            if policy is None and self.evaluators is not None:
+                await self._load_policy(replica.trainer, DEFAULT_POLICY, self.evaluators)
 
     async def add_engine(self) -> str:
         name = f"engine-{next(self._numbers)}"

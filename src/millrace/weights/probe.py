@@ -2,7 +2,8 @@
 
 The publisher's thread scores a fixed passage with the bytes that it sends, by plain transformers;
 of a LoRA adapter, together with the frozen weights of the trainer. The logprobs travel with the
-update. After its commit, an engine scores the same passage.
+update. After its commit, an engine scores the same passage. The version that engines begin with is
+checked in the same way, before they get requests.
 
 Promise: an engine whose logprobs differ raises EngineLost with both numbers before it has sent a
 token of that version; it is replaced. No step of the trainer waits for the reference.
@@ -11,7 +12,7 @@ It does not find differences below the tolerance, such as a version that is one 
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from millrace.config import LoraConfig
 from millrace.core.errors import ConfigError, EngineLost
-from millrace.core.records import ScoreRequest, SwapProbe, WeightUpdate
+from millrace.core.records import ScoreRequest, SwapProbe, TokenLogprobs, WeightUpdate
 from millrace.models.lora.factors import Adapter, adapter_of, factors_of
 
 PASSAGE_TOKENS = 32
@@ -99,6 +100,41 @@ class ProbeReference:
         return SwapProbe(tokens=tuple(self._tokens), logprobs=chosen, dtype=computed_in)
 
 
+class EngineProbe:
+    """What an engine's process does with the probes of updates; used by one thread."""
+
+    def __init__(
+        self, score: Callable[[Sequence[ScoreRequest]], list[TokenLogprobs]], *, name: str
+    ) -> None:
+        self._score = score
+        self._name = name  # of the engine
+        self._is_done = False  # whether any version was scored
+
+    def check_start(self, update: WeightUpdate) -> ConfigError | None:
+        """For the version that the engine has loaded by itself, before it gets requests."""
+        if self._is_done or update.probe is None:
+            return None
+        logprobs = self._logprobs(update.probe)
+        try:
+            check_probe(update, logprobs, when="At the start, with")
+        except EngineLost as error:
+            return ConfigError(
+                f"{self._name}: {str(error).rstrip('.')}; if its server is one of"
+                " engine.options.attach, serve model.path there, in engine.dtype."
+            )
+        return None
+
+    def check_swap(self, update: WeightUpdate) -> None:
+        """After a commit; raises EngineLost."""
+        if update.probe is not None:
+            check_probe(update, self._logprobs(update.probe))
+
+    def _logprobs(self, probe: SwapProbe) -> np.ndarray:
+        self._is_done = True
+        (scored,) = self._score([probe_request(probe)])
+        return scored.logprobs
+
+
 def probe_request(probe: SwapProbe) -> ScoreRequest:
     return ScoreRequest(
         tokens=np.array(probe.tokens, np.int32),
@@ -106,8 +142,11 @@ def probe_request(probe: SwapProbe) -> ScoreRequest:
     )
 
 
-def check_probe(update: WeightUpdate, logprobs: np.ndarray) -> None:
-    """Raise EngineLost if an engine's logprobs [n] of the passage are not those of the trainer."""
+def check_probe(
+    update: WeightUpdate, logprobs: np.ndarray, *, when: str = "After the swap to"
+) -> None:
+    """Raise EngineLost if an engine's logprobs [n] of the passage are not those of the trainer.
+    `when` begins the sentence, before the version."""
     assert update.probe is not None
     wanted = np.array(update.probe.logprobs)
     dtypes = [spec.dtype for spec in update.tensors if spec.dtype in TOLERANCES]
@@ -116,7 +155,7 @@ def check_probe(update: WeightUpdate, logprobs: np.ndarray) -> None:
     difference = float(np.abs(logprobs - wanted).mean())
     if not difference <= tolerance:  # also if it is not a number
         raise EngineLost(
-            f"After the swap to version {update.version}, a fixed passage has the mean logprob"
+            f"{when} version {update.version}, a fixed passage has the mean logprob"
             f" {logprobs.mean():.4f} in this engine and {wanted.mean():.4f} in the trainer"
             f" ({difference:.4f} per token, where {tolerance:g} is allowed): the engine's weights"
             " are wrong."

@@ -132,6 +132,25 @@ def test_wrong_server_is_refused(model_path: Path, fault: str, sentence: str):
         load(model_path, SglangBackend(attach=[url]))
 
 
+@pytest.mark.parametrize(
+    ("server", "sentence"),
+    [
+        ({"api_key": "right"}, "SGLang server at http.* wants a key, and has got none; set engine"),
+        ({"answers": {"/model_info": (404, "")}}, "refused /model_info: .*; start SGLang of Augus"),
+        ({"answers": {"/server_info": (200, "{}")}}, "answered /server_info with '{}', in another"),
+        ({"answers": {"/generate": (200, "[]")}}, "does not take and return token ids"),
+    ],
+)
+def test_server_that_answers_wrongly_at_the_start_is_refused(
+    model_path: Path, server: dict[str, Any], sentence: str
+):
+    with (
+        serving(model_path, kind=FakeSglang, **server) as (url, _),
+        pytest.raises(ConfigError, match=sentence),
+    ):
+        load(model_path, SglangBackend(attach=[url]))
+
+
 def test_server_without_lora_is_refused(model_path: Path):
     sentence = "cannot load the adapter .* --enable-lora --max-lora-rank 9 --lora-target-modules"
     with (

@@ -1,5 +1,6 @@
 """A vLLM server that would give wrong numbers is refused in one sentence."""
 
+import re
 import shutil
 import threading
 from functools import partial
@@ -8,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_vllm import serving
+from aiohttp import web
+from engine_rig import finish_all, make_request
+from fake_vllm import FakeVllm, serving
 
 from millrace.config import EngineConfig, LoraConfig, load_config
 from millrace.core.errors import ConfigError
@@ -82,6 +85,86 @@ def test_server_of_another_kind_is_refused(
         server.shutdown()
     assert f"({reason});" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+NOT_FOUND = 404, '{"detail": "Not Found"}'
+EXTENSION = '{"results": [{"architectures": [], "logprobs_mode": "processed_logprobs"}]}'
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "sentence"),
+    [
+        ("/health", (500, "down"), r"No vLLM server can be reached at {url} \(down\); start it"),
+        ("/v1/models", (500, "<html>"), "at {url} refused /v1/models: a web page .*; start vLLM"),
+        ("/v1/models", NOT_FOUND, "at {url} refused /v1/models: Not Found .*; start vLLM"),
+        ("/v1/models", (200, "hello"), "at {url} did not answer /v1/models: the answer is not JSO"),
+        ("/v1/models", (200, '{"data": []}'), "{url} answered /v1/models with '{.*}', in another"),
+        ("/v1/models", (200, '{"data": [{}]}'), "{url} answered /v1/models with '{.*}', in an"),
+        ("/collective_rpc", (200, "{}"), "at {url} answered /collective_rpc with '{}', in another"),
+        ("/collective_rpc", (200, EXTENSION), "at {url} answered /collective_rpc with .*, in an"),
+        ("/pause", NOT_FOUND, "at {url} refused /pause: Not Found .*; start vLLM 0.32 or newer"),
+        ("/resume", (500, "no"), "at {url} refused /resume: no .*; start vLLM"),
+        (
+            "/inference/v1/generate",
+            NOT_FOUND,
+            r"ids with logprobs \(.* {url} refused .*--enable-sc",
+        ),
+        ("/inference/v1/generate", (200, "{}"), r"ids with logprobs \(.*, in another form\) "),
+    ],
+)
+def test_server_that_answers_wrongly_at_the_start_is_refused_with_its_answer(
+    model_path: Path, path: str, answer: tuple[int, str], sentence: str
+):
+    with (
+        serving(model_path, answers={path: answer}) as (url, _),
+        pytest.raises(ConfigError) as error,
+    ):
+        load(model_path, VllmBackend(attach=[url]))
+    assert re.search(sentence.replace("{url}", url), str(error.value))
+    assert "\n" not in str(error.value)
+
+
+def test_server_of_an_old_version_is_refused_with_versions_that_work(model_path: Path):
+    answers = {"/update_weight_version": NOT_FOUND, "/version": (200, '{"version": "0.24.0"}')}
+    with serving(model_path, answers=answers) as (url, fake):
+        sentence = r"/update_weight_version: Not Found \(it is vLLM 0\.24\.0\); start vLLM 0\.32 or"
+        with pytest.raises(ConfigError, match=sentence) as refused:
+            load(model_path, VllmBackend(attach=[url]))
+        assert "pip install 'vllm>=0.32'" in str(refused.value)
+        assert url in str(refused.value)
+        assert fake.calls.count("/pause") == fake.calls.count("/resume") == 1
+
+
+def test_server_that_cannot_read_the_weights_is_refused(model_path: Path):
+    class WithoutFolder(FakeVllm):
+        def _load(self, folder: Path) -> None:
+            raise web.HTTPInternalServerError(text=f"{folder} is not there")
+
+    sentence = "cannot load the weights in '.*' .*is not there.*; give it that folder under the sa"
+    with serving(model_path, kind=WithoutFolder) as (url, fake):
+        with pytest.raises(ConfigError, match=sentence):
+            load(model_path, VllmBackend(attach=[url]))
+        assert fake.calls[-1] == "/resume"
+
+
+@pytest.mark.parametrize("path", ["/update_weight_version", "/inference/v1/generate"])
+def test_server_serves_after_a_start_that_was_refused(model_path: Path, path: str):
+    with serving(model_path, answers={path: (500, "busy")}) as (url, fake):
+        with pytest.raises(ConfigError, match="busy"):
+            load(model_path, VllmBackend(attach=[url]))
+        fake.answers.clear()
+        engine = load(model_path, VllmBackend(attach=[url]))
+        ((completion,),) = finish_all(engine, [make_request()]).values()
+        assert set(completion.versions) == {0}
+        engine.close()
+
+
+def test_server_is_not_left_paused_by_an_engine_that_ends(model_path: Path):
+    with serving(model_path) as (url, fake):
+        engine = load(model_path, VllmBackend(attach=[url]))
+        engine.pause()
+        engine.close()
+        assert [path for path in fake.calls if path in ("/pause", "/resume")][-1] == "/resume"
 
 
 def test_server_with_a_key_needs_that_key(model_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -186,6 +269,28 @@ def test_each_engine_has_a_server_to_attach_to():
         check_servers(load_config({"model": "m", "engine": {**servers, "max_count": 3}}))
     with pytest.raises(ConfigError, match=r"Each of the 2 servers .* has an engine already"):
         of_engine(config.engine, 2)
+
+
+def test_server_that_is_listed_twice_is_refused_by_its_address():
+    def check(engine: list[str], judge: list[str]):
+        table: dict[str, Any] = {
+            "model": "m",
+            "engine": {"type": "vllm", "count": len(engine), "options": {"attach": engine}},
+            "environment": {
+                "function": "m:f",
+                "models": {"judge": {"path": "j", "type": "vllm", "options": {"attach": judge}}},
+            },
+        }
+        check_servers(load_config(table))
+
+    check(["http://a", "http://b"], ["http://c"])
+    with pytest.raises(ConfigError, match=r"engine\.options\.attach lists 'http://a' twice, but"):
+        check(["http://a", "http://a/"], ["http://c"])
+    with pytest.raises(
+        ConfigError,
+        match=r"judge\.options\.attach lists 'http://a', and so does engine\.options\.at",
+    ):
+        check(["http://a"], ["http://a"])
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ Promise: every refusal is one sentence, and no server that was started here is l
 import contextlib
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from millrace.config import LoraConfig
 from millrace.core.errors import ConfigError, EngineLost
 from millrace.core.files import private_folder
 from millrace.core.secrets import Secrets
@@ -79,10 +81,11 @@ def build_server_engine(spec: EngineSpec, *, options: VllmBackend) -> ServerEngi
     )
     try:
         _await(client, server)
-        _check_server(client, has_key=options.api_key is not None, max_context=max_context)
-        _check_model(client, spec, dtype=dtype)
-        _serve_version(client, spec, staging=staging, is_attached=server is None)
-        _check_logprobs(client)
+        with _refusing(client, is_attached=server is None):
+            _check_server(client, has_key=options.api_key is not None, max_context=max_context)
+            _check_model(client, spec, dtype=dtype)
+            _serve_version(client, spec, staging=staging, is_attached=server is None)
+            _check_logprobs(client)
     except BaseException:
         engine.close()
         raise
@@ -97,6 +100,36 @@ def _attached(dialect: type[ServerClient], options: VllmBackend) -> ServerClient
     return dialect(options.attach[0], headers=filled)
 
 
+@contextlib.contextmanager
+def _refusing(client: ServerClient, *, is_attached: bool) -> Iterator[None]:
+    """A server of another kind or version lacks paths, or answers in another form."""
+    try:
+        yield
+    except EngineLost as error:
+        where = "engine.options.attach" if is_attached else "engine.options.python"
+        raise ConfigError(
+            f"{str(error).rstrip('.')}{_named_version(client)}; start {client.supported}, or"
+            f" correct {where}."
+        ) from error
+
+
+@contextlib.contextmanager
+def _reading(client: ServerClient) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise EngineLost(f"{client} answered {client.last_answer}, in another form.") from error
+
+
+def _named_version(client: ServerClient) -> str:
+    """The version of the server's program, for people."""
+    try:
+        version = client.product_version()
+    except (EngineLost, AttributeError):  # no such path, or another kind of server
+        version = None
+    return f" (it is {client.product} {version})" if version else ""
+
+
 def _await(client: ServerClient, server: ServerProcess | None) -> None:
     """Wait for a server that was started here; the controller limits the time."""
     while True:
@@ -104,6 +137,8 @@ def _await(client: ServerClient, server: ServerProcess | None) -> None:
             client.call("/health", method="GET")
             return
         except EngineLost as error:
+            if isinstance(error, ServerRefused) and error.status == 401:
+                return  # _check_server() says what is wrong with the key
             if server is None:
                 reason = str(error).partition("/health: ")[2].rstrip(".")
                 raise ConfigError(
@@ -113,14 +148,17 @@ def _await(client: ServerClient, server: ServerProcess | None) -> None:
         if server.end is not None:
             raise ConfigError(
                 f"The {client.product} server {server.end} before it served; its reason is in the"
-                " log of this engine: correct the model or engine.options."
+                " log of this engine: correct the model or engine.options, or install"
+                f" {client.supported}."
             )
         time.sleep(_POLL_S)
 
 
 def _check_server(client: ServerClient, *, has_key: bool, max_context: int) -> None:
     try:
-        (model, *_) = client.call("/v1/models", method="GET")["data"]
+        with _reading(client):
+            (model, *_) = client.call("/v1/models", method="GET")["data"]
+            name, limit = str(model["id"]), model.get("max_model_len")
     except ServerRefused as error:
         if error.status != 401:
             raise
@@ -129,8 +167,8 @@ def _check_server(client: ServerClient, *, has_key: bool, max_context: int) -> N
             f"{client} wants a key, and {fault}; set engine.options.api_key to 'env:NAME', where"
             " the variable NAME holds the key."
         ) from None
-    client.model = model["id"]
-    if (limit := model.get("max_model_len")) is not None and limit < max_context:
+    client.model = name
+    if limit is not None and limit < max_context:
         raise ConfigError(
             f"{client} serves sequences of {limit} tokens, and engine.max_context is {max_context};"
             f" lower it, or start the server with a larger {client.context_flag}."
@@ -138,13 +176,15 @@ def _check_server(client: ServerClient, *, has_key: bool, max_context: int) -> N
 
 
 def _check_model(client: ServerClient, spec: EngineSpec, *, dtype: str) -> None:
-    found = client.served_model()
+    with _reading(client):
+        found = client.served_model()
+        sizes = dict(found["sizes"])
     config = read_config(spec.model_path, trust_remote_code=spec.trust_remote_code)
     text = config.get_text_config()
     wanted = {"architectures": list(config.architectures or ()), "dtype": dtype}
-    wanted |= {name: getattr(text, name, None) for name in found["sizes"]}
+    wanted |= {name: getattr(text, name, None) for name in sizes}
     for name, value in wanted.items():
-        served = found["sizes"].get(name, found.get(name))
+        served = sizes.get(name, found.get(name))
         if served != value:
             raise ConfigError(
                 f"{client} serves another model than {spec.model_path!r}: its {name} is {served},"
@@ -157,19 +197,40 @@ def _serve_version(
 ) -> None:
     """A server that was started elsewhere may hold the weights of an earlier run."""
     client.pause(forget_kv=True)
-    if spec.lora is not None:
-        first = staging.write_first(spec.adapter_path, version=spec.version)
-        try:
-            client.add_adapter(first.folder.name)
-        except ServerRefused as error:
-            raise ConfigError(
-                f"{client} cannot load the adapter of [lora] ({error}); start it with"
-                f" {client.lora_remedy(spec.lora.rank)}."
-            ) from None
-    elif is_attached:
-        client.load_weights(weight_folder(spec.model_path))
-    client.set_version(spec.version)
+    try:
+        if spec.lora is not None:
+            _serve_adapter(client, spec, spec.lora, staging=staging)
+        elif is_attached:
+            _serve_weights(client, weight_folder(spec.model_path))
+        client.set_version(spec.version)
+    except BaseException:
+        with contextlib.suppress(EngineLost):  # the first error says what is wrong
+            client.resume()  # or the server would stay paused for whoever uses it next
+        raise
     client.resume()
+
+
+def _serve_adapter(
+    client: ServerClient, spec: EngineSpec, lora: LoraConfig, *, staging: WeightStaging
+) -> None:
+    first = staging.write_first(spec.adapter_path, version=spec.version)
+    try:
+        client.add_adapter(first.folder.name)
+    except ServerRefused as error:
+        raise ConfigError(
+            f"{client} cannot load the adapter of [lora] ({error}); start it with"
+            f" {client.lora_remedy(lora.rank)}."
+        ) from None
+
+
+def _serve_weights(client: ServerClient, folder: str) -> None:
+    try:
+        client.load_weights(folder)
+    except ServerRefused as error:
+        raise ConfigError(
+            f"{client} cannot load the weights in {folder!r} ({str(error).rstrip('.')}); give it"
+            " that folder under the same path, with the model that it serves."
+        ) from None
 
 
 def _check_logprobs(client: ServerClient) -> None:
@@ -188,11 +249,12 @@ def _check_logprobs(client: ServerClient) -> None:
 def _likeliest(client: ServerClient, temperature: float) -> dict[int, float]:
     """Logprobs of the next token after a short prompt, of the likeliest ids and of one sampled."""
     try:
-        rows = client.likeliest(_CHECKED_PROMPT, temperature=temperature, top=_TOP)
-    except (ServerRefused, KeyError, TypeError, ValueError, IndexError) as error:
+        with _reading(client):
+            rows = client.likeliest(_CHECKED_PROMPT, temperature=temperature, top=_TOP)
+    except EngineLost as error:
         raise ConfigError(
-            f"{client} does not take and return token ids with logprobs ({error});"
-            f" {client.ids_remedy}."
+            f"{client} does not take and return token ids with logprobs"
+            f" ({str(error).rstrip('.')}){_named_version(client)}; {client.ids_remedy}."
         ) from None
     if (total := sum(map(math.exp, rows.values()))) > 1.01:
         raise ConfigError(

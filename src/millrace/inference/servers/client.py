@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Self
 
 import aiohttp
 
-from millrace.core.errors import EngineLost
+from millrace.core.errors import EngineLost, shortened
 from millrace.core.records import Sampling
 from millrace.inference.backend import EngineSpec, VllmBackend
 from millrace.inference.servers.process import ServerProcess
@@ -79,6 +79,7 @@ class ServerClient:
     # Whether requests stay at a paused server, which then reports the versions of their tokens.
     # Otherwise they are ended and sent again, so each has one version.
     keeps_requests: ClassVar[bool]
+    supported: ClassVar[str]  # versions, and how to install one
     # What to do about a server that was started wrongly.
     context_flag: ClassVar[str]
     ids_remedy: ClassVar[str]
@@ -96,6 +97,7 @@ class ServerClient:
         self.url = url.rstrip("/")
         self.model = model  # its name there
         self.version = 0  # that the server serves
+        self.last_answer = ""  # the path and the text of the newest answer, for messages
         self.chunks: queue.SimpleQueue[ServedChunk] = queue.SimpleQueue()
         self._socket = socket
         self._loop = asyncio.new_event_loop()
@@ -107,6 +109,10 @@ class ServerClient:
     @classmethod
     def launch(cls, launch: Launch) -> tuple[Self, ServerProcess]:
         """Start a server; the caller waits until it answers."""
+        raise NotImplementedError
+
+    def product_version(self) -> str | None:
+        """Of the server's program; None if it does not say."""
         raise NotImplementedError
 
     def served_model(self) -> dict[str, Any]:
@@ -197,6 +203,7 @@ class ServerClient:
 
         try:
             status, text = self._run(request())
+            self.last_answer = f"{path} with {shortened(text, _REASON_CHARACTERS)!r}"
             if status >= 400:
                 raise ServerRefused(f"{self} refused {path}: {_reason(text)}", status=status)
             return json.loads(text) if text and has_answer else None

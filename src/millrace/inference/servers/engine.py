@@ -207,6 +207,9 @@ class ServerEngine:
             self._stop()
 
     def close(self) -> None:
+        if self._is_paused and self.server is None:
+            with contextlib.suppress(EngineLost):  # it may be what ended this engine
+                self.client.resume()  # others may use it next
         self.client.close()
         if self.server is not None:
             self.server.close()

@@ -31,8 +31,9 @@ class SglangClient(client.ServerClient):
     path = "/generate"
     lora_path = ""
     keeps_requests = False
+    supported = "SGLang of August 2026 or newer (pip install -U sglang)"
     context_flag = "--context-length"
-    ids_remedy = "start a newer SGLang with --skip-tokenizer-init"
+    ids_remedy = f"start {supported} with --skip-tokenizer-init"
     logprobs_remedy = "start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
 
     @classmethod
@@ -62,6 +63,9 @@ class SglangClient(client.ServerClient):
         env = server_environment(launch, SGLANG_RETURN_ORIGINAL_LOGPROB="0")
         process = ServerProcess(command, env=env)
         return cls(f"http://{_HOST}:{port}", headers={"Authorization": f"Bearer {key}"}), process
+
+    def product_version(self) -> str | None:
+        return self.call("/server_info", method="GET").get("version")
 
     def served_model(self) -> dict[str, Any]:
         """Sizes are not reported: weights of other sizes are refused when they are loaded."""
@@ -107,7 +111,7 @@ class SglangClient(client.ServerClient):
         rows = [*meta["output_top_logprobs"][0], *meta["output_token_logprobs"]]
         if meta.get("weight_version") != str(self.version):
             raise ConfigError(
-                f"{self} does not report the weight version of each token; start a newer SGLang."
+                f"{self} does not report the weight version of each token; start {self.supported}."
             )
         return {token: logprob for logprob, token, _ in rows}
 

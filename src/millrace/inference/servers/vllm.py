@@ -22,8 +22,9 @@ class VllmClient(client.ServerClient):
     path = "/inference/v1/generate"
     lora_path = "/v1"
     keeps_requests = True
+    supported = "vLLM 0.32 or newer (pip install 'vllm>=0.32')"
     context_flag = "--max-model-len"
-    ids_remedy = "start vLLM 0.32 or newer with --enable-scale-out"
+    ids_remedy = f"start {supported} with --enable-scale-out"
     logprobs_remedy = f"start it with {_LOGPROBS}"
 
     @classmethod
@@ -46,6 +47,9 @@ class VllmClient(client.ServerClient):
         ]
         process = ServerProcess(command, env=_environment(launch))
         return cls("http://localhost", socket=str(socket)), process
+
+    def product_version(self) -> str | None:
+        return self.call("/version", method="GET").get("version")
 
     def served_model(self) -> dict[str, Any]:
         try:
@@ -95,8 +99,7 @@ class VllmClient(client.ServerClient):
         rows = choice["logprobs"]["content"][0]["top_logprobs"]
         if not choice.get("weight_versions"):
             raise ConfigError(
-                f"{self} does not report the weight version of each token; start vLLM 0.32 or"
-                " newer."
+                f"{self} does not report the weight version of each token; start {self.supported}."
             )
         return {row["token_id"]: row["logprob"] for row in rows}
 
