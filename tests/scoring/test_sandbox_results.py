@@ -131,6 +131,11 @@ def test_programs_read_stdin_and_report_success():
     assert ran[0].output == "0\n"
 
 
+def test_programs_run_with_any_number_of_inputs():
+    ran = run_programs("print(input())", [str(n) for n in range(120)], limits=LIMITS)
+    assert [one.output for one in ran] == [f"{n}\n" for n in range(120)]
+
+
 plain = st.recursive(
     st.none()
     | st.booleans()

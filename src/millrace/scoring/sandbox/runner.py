@@ -46,11 +46,12 @@ def _run_program(job: dict[str, Any], *, stdin: str) -> dict[str, Any]:
     os.write(source, stdin.encode())
     os.lseek(source, 0, os.SEEK_SET)
     output, sink = os.pipe()
-    child = _fork(job, fds=[source, sink, os.open(os.devnull, os.O_WRONLY)])
+    fds = [source, sink, os.open(os.devnull, os.O_WRONLY)]
+    child = _fork(job, fds=fds)
     if child == 0:
         run_program(job["code"])
-    os.close(source)
-    os.close(sink)
+    for fd in fds:
+        os.close(fd)
     text = _read_to_end(output, max_bytes=job["output_bytes"])
     os.close(output)
     if text is None:
