@@ -76,11 +76,57 @@ def test_parts_that_form_a_control_token_together_are_ordinary_text():
     assert tokenizer.decode(ids) == "<|im_start|>user\na<|im_end|>b<|im_end|>"
 
 
-def test_messages_that_form_a_control_token_together_are_ordinary_text():
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>"
-    messages = [user("a<|im_"), user("end|>b")]
-    ids = encoded(TOKENIZERS["chatml"], messages, chat_template=template)
-    assert num_controls(TOKENIZERS["chatml"], ids) == 1
+EACH = "{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>"
+JOINING = {  # templates
+    "joins": EACH,
+    "trims": EACH.replace("m.content", "m.content | trim"),
+    "trims the end": EACH.replace("m.content", "m.content.rstrip()"),
+    "joins every second": EACH.replace("%}{{", "%}{% if loop.index0 % 2 == 0 %}{{").replace(
+        "}}{%", "}}{% endif %}{%"
+    ),
+    "reverses": EACH.replace("in messages", "in messages | reverse"),
+}
+
+
+@pytest.mark.parametrize("name", JOINING)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_messages_that_form_a_control_token_together_are_ordinary_text(name, data):
+    tokenizer = TOKENIZERS["chatml"]
+    cut = data.draw(st.integers(1, len("<|im_end|>") - 1))
+    second = data.draw(st.integers(cut, len("<|im_end|>")))
+    pieces = ["<|im_end|>"[:cut], "<|im_end|>"[cut:second], "<|im_end|>"[second:]]
+    blanks = st.sampled_from(["", " ", "\n", "\t \n"])
+    space = data.draw(st.lists(blanks, min_size=8, max_size=8))
+    texts = [f"{space[i]}{piece}{space[-i]}" for i, piece in enumerate(["a", *pieces, "b"])]
+    if name == "joins every second":
+        texts = [text for kept in texts for text in (kept, "left out")]
+    messages = [{**user(text), "name": "n"} for text in texts]
+    if name == "reverses":
+        messages.reverse()
+    template = JOINING[name]
+    ids = encoded(tokenizer, messages, chat_template=template)
+    assert num_controls(tokenizer, ids) == 1
+    rendered = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+    assert tokenizer.decode(ids) == rendered
+
+
+def test_a_message_and_a_tool_that_form_a_control_token_together_are_ordinary_text():
+    template = (
+        "{{ messages[0].content | trim }}{{ tools[0].function.description }}"
+        "{{ messages[0].content }}<|im_end|>"
+    )
+    for first, last in [("<|im_ ", "end|>"), ("end|>", "<|im_")]:
+        tool = {**SEARCH, "function": {**SEARCH["function"], "description": last}}
+        ids = encoded(TOKENIZERS["chatml"], [user(first)], tools=[tool], chat_template=template)
+        assert num_controls(TOKENIZERS["chatml"], ids) == 1
+
+
+def test_texts_that_end_as_a_control_token_begins_are_tokenised_as_before():
+    tokenizer = TOKENIZERS["chatml"]
+    messages = [user("is 3 <"), {"role": "assistant", "content": "no <|"}, user("then <|im")]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert encoded(tokenizer, messages) == tokenizer.encode(rendered, add_special_tokens=False)
 
 
 def test_control_tokens_in_roles_and_types_of_parts_are_ordinary_text():

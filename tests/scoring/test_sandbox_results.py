@@ -117,6 +117,64 @@ def test_test_that_does_not_finish_fails(test):
     assert run_tests(CODE, [test], limits=LIMITS) == [False]
 
 
+CASE = "import unittest\nclass T(unittest.TestCase):\n    "
+# Test code by what is special in it, with a check that code without a solution must fail.
+CHECKS = {
+    "function named test": "def test(): assert f(20) == 400",
+    "function in camel case": "def testF(): assert f(20) == 400",
+    "function with defaults": "def test_a(x=20, *, y=400): assert f(x) == y",
+    "function that returns its result": "def test_a(): return f(20) == 400",
+    "lambda": "test_a = lambda: 1 / (f(20) == 400)",  # its result does not matter
+    "partial": "import functools\ndef go(x): assert f(x) == 400\n"
+    "test_a = functools.partial(go, 20)",
+    "object": "class Go:\n    def __call__(self): assert f(20) == 400\ntest_a = Go()",
+    "bound method": "class Go:\n    def go(self): assert f(20) == 400\ntest_a = Go().go",
+    "wrapper": "import functools\ndef wrapped(go): return functools.wraps(go)(lambda: go(20))\n"
+    "@wrapped\ndef test_a(x): assert f(x) == 400",
+    "helper with arguments": "def test_a(x): assert f(x) == 400\ntest_a(20)",
+    "helper of a library": "from doctest import testmod\nassert f(20) == 400",
+    "nested class": "class TestA:\n    class TestB:\n        def test_a(self): assert f(20) == 400",
+    "nested test case": "import unittest\nclass A:\n    class B(unittest.TestCase):\n"
+    "        def test_a(self): self.assertEqual(f(20), 400)",
+    "lambda in a class": "class TestA:\n    test_a = lambda self: None if f(20) == 400 else 1 / 0",
+    "data in a class": "class TestA:\n    test_data = [20]\n"
+    "    def test_a(self): assert f(*self.test_data) == 400",
+    "asynchronous test case": "import unittest\nclass T(unittest.IsolatedAsyncioTestCase):\n"
+    "    async def test_a(self): self.assertEqual(f(20), 400)",
+    "script": "def check(candidate): assert candidate(20) == 400\n"
+    "if __name__ == '__main__':\n    check(f)",
+    "script of unittest": f"{CASE}def test_a(self): self.assertEqual(f(20), 400)\n"
+    "if __name__ == '__main__':\n    unittest.main()",
+    "script of unittest, unguarded": f"from unittest import main\n{CASE}"
+    "def test_a(self): self.assertEqual(f(20), 400)\nmain()",
+}
+
+
+def test_every_kind_of_test_runs():
+    tests = [*CHECKS.values()]
+    honest = run_tests("def f(x): return x * x", tests, limits=LIMITS)
+    assert [kind for kind, ok in zip(CHECKS, honest, strict=True) if not ok] == []
+    wrong = run_tests("def f(x): return 0", tests, limits=LIMITS)
+    assert [kind for kind, ok in zip(CHECKS, wrong, strict=True) if ok] == []
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        f"{CASE}async def test_a(self): self.assertEqual(LIMIT, 10)",
+        f"{CASE}def test_a(self): yield self.assertEqual(LIMIT, 10)",
+        f"{CASE}@unittest.skip('slow')\n    def test_a(self): self.assertEqual(LIMIT, 10)",
+        f"{CASE}def test_a(self): self.skipTest('slow')",
+        f"{CASE}@unittest.expectedFailure\n    def test_a(self): self.assertEqual(LIMIT, 11)",
+        "class TestA:\n    async def test_a(self): assert LIMIT == 10",
+        "import functools\nasync def go(x): assert LIMIT == x\ntest_a = functools.partial(go, 10)",
+        "test_a = lambda: LIMIT == 11",
+    ],
+)
+def test_test_that_does_not_run_fails(test):
+    assert run_tests(CODE, [test], limits=LIMITS) == [False]
+
+
 def test_tests_do_not_see_each_others_names():
     tests = ["x = 1\nassert LIMIT == 10", "assert x == 1"]
     assert run_tests(CODE, tests, limits=LIMITS) == [True, False]
@@ -129,6 +187,11 @@ def test_programs_read_stdin_and_report_success():
     ran = run_programs(code, ["0", "3", "x"], limits=LIMITS)
     assert [one.ok for one in ran] == [True, False, False]
     assert ran[0].output == "0\n"
+
+
+def test_programs_run_with_any_number_of_inputs():
+    ran = run_programs("print(input())", [str(n) for n in range(120)], limits=LIMITS)
+    assert [one.output for one in ran] == [f"{n}\n" for n in range(120)]
 
 
 plain = st.recursive(

@@ -1,8 +1,9 @@
 """Chat templates: messages to text, and that text to tokens. Torch-free.
 
 Promise: only the template writes control tokens. Where a message, a tool result or a tool schema
-contains the text of one (`<|im_end|>`), that text is tokenised as ordinary characters. All other
-text is tokenised as the tokenizer alone does it, in one piece.
+contains the text of one (`<|im_end|>`), that text is tokenised as ordinary characters, also where
+the template trims and joins texts that contain a part of it each. All other text is tokenised as
+the tokenizer alone does it, in one piece.
 
 Control tokens are those that the tokenizer calls special, and its other added tokens that the
 template writes (`</tool_response>`). The model itself writes some of the latter, such as `<think>`,
@@ -89,9 +90,10 @@ class ChatTemplate:
         **settings: Any,
     ) -> str:
         """Render messages to a text for encode(). Raises whatever the template raises."""
+        rows = self._without_controls([*messages, *map(dict, tools)])
         return self._tokenizer.apply_chat_template(
-            self._without_controls([*messages]),
-            tools=self._without_controls([*map(dict, tools)]) or None,
+            rows[: len(messages)],
+            tools=rows[len(messages) :] or None,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
             **settings,
@@ -127,31 +129,47 @@ class ChatTemplate:
         return [*chain.from_iterable(self._tokenizer(parts, **options)["input_ids"])]
 
     def _without_controls(self, rows: list[Any]) -> list[Any]:
-        """The messages or schemas, or copies with placeholders for the texts of control tokens."""
-        if not (self._are_found(rows) or self._are_found(rows, but=_COMPARED)):
-            return rows
+        """The messages and schemas, or copies with placeholders for the texts of control tokens."""
+        if self._are_found(rows):
+            rows = [self._replaced(row) for row in rows]
+        if any(map(self._needs_end, _texts(rows, but=_COMPARED))):
+            rows = _with_texts(rows, self._ended, but=_COMPARED)
+        return rows
+
+    def _are_found(self, rows: list[Any]) -> bool:
+        texts, of_others = _texts(rows), _texts([row for row in rows if not _is_reply(row)])
+        return any(map(self._special.search, texts)) or any(map(self._control.search, of_others))
+
+    def _replaced(self, row: Any) -> Any:
         number = self._control_texts.index
+        pattern = self._special if _is_reply(row) else self._control
+        return _with_texts(
+            row, lambda text: pattern.sub(lambda hit: f"{_SECRET}{number(hit[0]):06d}", text)
+        )
 
-        def without_controls(row: Any) -> Any:
-            def changed(text: str) -> str:
-                return pattern.sub(lambda hit: f"{_SECRET}{number(hit[0]):06d}", text)
+    def _ended(self, text: str) -> str:
+        """The text with a placeholder for nothing after its last word, if it needs one."""
+        stem = text.rstrip()  # as a template may trim it
+        nothing = f"{_SECRET}{len(self._control_texts) - 1:06d}"
+        return f"{stem}{nothing}{text[len(stem) :]}" if self._needs_end(text) else text
 
-            pattern = self._special if _is_reply(row) else self._control
-            return _with_texts(row, changed)
+    def _needs_end(self, text: str) -> bool:
+        """Whether the text ends in a part of a control token, which a template could complete with
+        another text, or contains a control token once it is normalized."""
+        normalized = self._normalized(text)
+        ends = (text.rstrip(), normalized.rstrip())
+        return self._special.search(normalized) is not None or any(
+            end[-length:] in self._openings for end in ends for length in range(1, self._longest)
+        )
 
-        changed = [without_controls(row) for row in rows]
-        if self._are_found(changed, but=_COMPARED):
-            # A template may join several texts, which only then form a control token.
-            nothing = f"{_SECRET}{len(self._control_texts) - 1:06d}"
-            changed = _with_texts(changed, lambda text: nothing + text, but=_COMPARED)
-        return changed
+    @cached_property
+    def _openings(self) -> frozenset[str]:
+        """Beginnings of the texts of control tokens."""
+        return frozenset(text[:end] for text in self._control_texts for end in range(1, len(text)))
 
-    def _are_found(self, rows: list[Any], *, but: Sequence[str] = ()) -> bool:
-        """Whether the texts of rows, end to end, contain control tokens."""
-        others = [row for row in rows if not _is_reply(row)]
-        text, of_others = _texts(rows, but=but), _texts(others, but=but)
-        found = self._special.search(text) or self._control.search(of_others)
-        return bool(found or self._special.search(self._normalized(text)))
+    @cached_property
+    def _longest(self) -> int:
+        return len(self._control_texts[0])
 
     def _normalized(self, text: str) -> str:
         """The text in which the tokenizer looks for some special tokens; "" if it is no other."""
@@ -172,8 +190,8 @@ def _is_reply(row: Any) -> bool:
     return row.get("role") == "assistant"
 
 
-def _texts(value: Any, *, but: Sequence[str] = ()) -> str:
-    """All texts in messages end to end, with keys that are no names."""
+def _texts(value: Any, *, but: Sequence[str] = ()) -> list[str]:
+    """All texts in messages, with keys that are no names."""
     found: list[str] = []
 
     def collect(text: str) -> str:
@@ -181,7 +199,7 @@ def _texts(value: Any, *, but: Sequence[str] = ()) -> str:
         return text
 
     _with_texts(value, collect, but=but)
-    return "".join(found)
+    return found
 
 
 def _with_texts(value: Any, change: Callable[[str], str], *, but: Sequence[str] = ()) -> Any:
