@@ -65,6 +65,15 @@ async def test_an_exit_fails_all_pending_calls_with_the_end_of_the_log(hub: Hub)
         assert not error.was_killed
 
 
+async def test_death_of_a_worker_without_its_log_is_noticed(hub: Hub):
+    worker = await hub.launch("echo-0", "echo_worker")
+    assert worker.log is not None
+    worker.log.unlink()
+    (error,) = await failures_of(worker, ask("exit 7"))
+    assert "exited with code 7" in str(error)
+    assert "its log cannot be read" in error.traceback
+
+
 async def test_end_signal_ends_a_waiting_worker_cleanly(hub: Hub):
     worker = await hub.launch("echo-0", "echo_worker")
     assert worker.pid is not None
@@ -214,6 +223,16 @@ async def test_hung_worker_dumps_its_stacks_to_its_log_before_it_is_killed(hub: 
     assert worker.log is not None
     assert "echo_worker.py" in worker.log.read_text()
     assert "in handle" in (await worker.dead).traceback
+
+
+async def test_hung_worker_without_its_log_is_killed(hub: Hub):
+    worker = await hub.launch("w", "echo_worker")
+    await worker.call(ask("sleep"))
+    assert worker.log is not None
+    worker.log.unlink()
+    with pytest.raises(WorkerError, match=r"Generate within 0.1 s; it did not write its stacks"):
+        await worker.call(ask("echo"), timeout_s=0.1, kill_on_timeout=True)
+    assert await worker.is_gone_within(10)
 
 
 async def test_stopped_worker_is_killed_without_a_stack_dump(hub: Hub):

@@ -1,11 +1,14 @@
 """Messages between tests and the code under test."""
 
+import json
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.scoring.sandbox.calls import SandboxLimits, run_programs, run_tests
-from millrace.scoring.sandbox.frames import pack, unpack, write_back
+from millrace.scoring.sandbox.frames import frame, frames, pack, unpack, write_back
 
 LIMITS = SandboxLimits(time_s=30.0)
 
@@ -231,3 +234,22 @@ def test_pack_and_unpack_are_inverse(value):
 @given(plain, plain)
 def test_write_back_makes_values_equal(original, changed):
     assert write_back(original, changed) == changed
+
+
+def test_cut_off_frame_is_no_message():
+    data = frame({"ok": True}) + frame("x" * 20)
+    for size in range(len(frame({"ok": True})), len(data)):
+        assert frames(data[:size]) == [{"ok": True}]
+    assert frames(data) == [{"ok": True}, "x" * 20]
+
+
+def test_time_to_parse_frames_grows_with_their_size_alone():
+    messages = ["x" * 4096] * 4096
+    data, bodies = b"".join(map(frame, messages)), [json.dumps(m).encode() for m in messages]
+    start_s = time.thread_time()
+    for body in bodies:
+        json.loads(body)
+    json_s = time.thread_time() - start_s
+    assert frames(data) == messages
+    # A copy of the rest for each frame takes a hundred times as long as the JSON.
+    assert time.thread_time() - start_s - json_s < 15 * json_s

@@ -50,11 +50,11 @@ class Process(WorkerProcess):
         if self.is_stopped:
             outcome = "it is stopped (SIGSTOP), so its stacks are not in its log"
         else:
-            size = self._log.stat().st_size
+            size = self._log_bytes()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._child.pid, signal.SIGUSR1)
             await asyncio.sleep(DUMP_S)
-            has_written = self._log.stat().st_size > size
+            has_written = self._log_bytes() > size
             outcome = "its stacks are in its log" if has_written else "it did not write its stacks"
         self._stacks = f"{outcome}, {self._log}"
         return self._stacks, self.log_tail()
@@ -68,9 +68,15 @@ class Process(WorkerProcess):
         return status.rpartition(")")[2].split()[0] in ("T", "t")
 
     def log_tail(self) -> str:
-        with self._log.open("rb") as file:
-            file.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
-            return file.read().decode(errors="replace").strip()
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(0, self._log_bytes() - LOG_TAIL_BYTES))
+                return file.read().decode(errors="replace").strip()
+        except OSError as error:  # a user has deleted it, and the worker has to end all the same
+            return f"its log cannot be read: {error}"
+
+    def _log_bytes(self) -> int:
+        return self._log.stat().st_size if self._log.is_file() else 0
 
     def _signal_session(self, number: signal.Signals) -> None:
         # macOS raises PermissionError for a group that consists of a zombie.

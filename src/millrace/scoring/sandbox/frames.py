@@ -34,12 +34,16 @@ def frame(message: Any) -> bytes:
 
 
 def frames(data: bytes) -> list[Any]:
+    """The messages of the complete frames. The data may be large, so each frame is copied once."""
     found: list[Any] = []
-    while len(data) >= _HEADER.size:
-        (length,) = _HEADER.unpack_from(data)
-        body, data = data[_HEADER.size :][:length], data[_HEADER.size + length :]
-        if len(body) == length:
-            found.append(json.loads(body))
+    start = 0
+    while len(data) - start >= _HEADER.size:
+        (length,) = _HEADER.unpack_from(data, start)
+        end = start + _HEADER.size + length
+        if end > len(data):  # the sender was killed
+            break
+        found.append(json.loads(data[start + _HEADER.size : end]))
+        start = end
     return found
 
 
