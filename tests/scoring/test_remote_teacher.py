@@ -28,6 +28,7 @@ from millrace.scoring.teachers.process import MAX_SEQUENCES, RemoteTeacher
 from millrace.serving.api.openapi import Health
 from millrace.serving.api.replies import PIECE_BYTES
 from millrace.serving.api.score import MAX_SENT, MAX_TOP, ScorePool
+from millrace.serving.clients import TokenQuotas
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
 from millrace.serving.served_model import ServedModel
@@ -60,7 +61,9 @@ class LocalReader:
 
 
 @contextlib.asynccontextmanager
-async def serving(reader: LocalReader, *, vocabulary: str = VOCABULARY) -> AsyncIterator[str]:
+async def serving(
+    reader: LocalReader, *, vocabulary: str = VOCABULARY, max_tokens: int | None = None
+) -> AsyncIterator[str]:
     served = ServedModel(
         None,
         tokenizer=letter_tokenizer(),
@@ -68,6 +71,7 @@ async def serving(reader: LocalReader, *, vocabulary: str = VOCABULARY) -> Async
         max_context=64,
         tool_format=FORMATS["hermes"],
         metrics=ServerMetrics(),
+        quotas=TokenQuotas(max_tokens, now_s=lambda: 0.0),  # never full again
     )
     model = {"vocabulary": vocabulary, "num_tokens": VOCAB, "max_context": 64}
     score_pool = ScorePool(processes=[reader], **model, timeout_s=9)  # pyright: ignore
@@ -287,3 +291,11 @@ async def test_millrace_serve_equals_a_local_teacher(monkeypatch, served_url):
     async with asking(f"{served_url}/score", monkeypatch) as teacher:
         await teacher.start()
         assert_equal(await teacher.score(requests(), timeout_s=60), requests())
+
+
+async def test_scored_tokens_are_charged_against_the_quota():
+    headers = {"Authorization": f"Bearer {KEY}"}
+    body = {"sequences": [{"tokens": [5, 6, 7], "ranges": [[1, 3]]}]}
+    async with serving(LocalReader(), max_tokens=5) as url, aiohttp.ClientSession() as http:
+        replies = [await http.post(url, json=body, headers=headers) for _ in range(3)]
+        assert [reply.status for reply in replies] == [200, 200, 429]

@@ -16,6 +16,7 @@ from millrace.core.protocols import OnTokens, SupportsGenerate
 from millrace.core.records import Completion, Request
 from millrace.environments.tools.calls import FORMATS
 from millrace.serving.api.openapi import Health
+from millrace.serving.clients import TokenQuotas
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
 from millrace.serving.served_model import ServedModel
@@ -92,6 +93,7 @@ async def served(
     tokenizer: Any = None,
     max_context: int = 512,
     health: Callable[[], Health] = lambda: WELL,
+    quotas: TokenQuotas | None = None,
     extend: Callable[[web.Application], None] = lambda _: None,
 ) -> AsyncIterator[AsyncOpenAI]:
     """A client of a server with this engine."""
@@ -103,6 +105,7 @@ async def served(
         max_context=max_context,
         tool_format=FORMATS[form],
         metrics=ServerMetrics(),
+        quotas=quotas or TokenQuotas(None),
     )
     limits = limits or ServerLimits()
     keys = [each for each in (key, other_key) if each]

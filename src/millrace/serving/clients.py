@@ -1,5 +1,5 @@
-"""Who sends a request: API keys, Host headers, and the rate and the concurrent requests of each
-client, which is a key or, without keys, the address that a request comes from.
+"""Who sends a request: API keys, Host headers, and the rate, the concurrent requests and the tokens
+of each client, which is a key or, without keys, the address that a request comes from.
 
 Promise: a wrong key gets 401, and a client that sends requests too fast gets 429, without effect on
 other clients. Without keys, a request gets 421 unless its Host header is a loopback name or address
@@ -59,6 +59,57 @@ class RateLimit:
         if len(self._left) > MAX_CLIENTS:
             self._left.popitem(last=False)
         return 0.0 if passes else (1.0 - left) / self._per_s
+
+
+class TokenQuota:
+    """The tokens that a tenant may use per minute: those of its prompts and of its training data,
+    and those that it samples.
+
+    A request passes while any are left, whatever its size; the next one waits for what it took. It
+    reserves all tokens that it may sample, until it is known how many it did.
+    """
+
+    def __init__(
+        self, per_minute: int | None, *, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`per_minute`: None = no quota."""
+        self._per_minute, self._now_s = per_minute, now_s
+        self._left, self._since_s = float(per_minute or 0), now_s()
+        self._num_reserved = 0  # they are not left, but may come back
+
+    def take(self, num_tokens: int, *, num_reserved: int = 0, is_checked: bool = True) -> None:
+        """Raise ApiError if none are left, unless is_checked = False. settle() has to follow for
+        the reserved ones."""
+        if self._per_minute is None:
+            return
+        per_s, now_s = self._per_minute / 60, self._now_s()
+        self._left = min(self._per_minute, self._left + (now_s - self._since_s) * per_s)
+        self._since_s = now_s
+        if is_checked and self._left <= 0:
+            message = f"You have used the quota of {self._per_minute} tokens per minute; wait."
+            wait_s = math.ceil(max(0.0, -self._left - self._num_reserved) / per_s) + 1
+            raise ApiError(message, status=429, code="quota_exceeded", retry_after_s=wait_s)
+        self._left -= num_tokens + num_reserved
+        self._num_reserved += num_reserved
+
+    def settle(self, num_reserved: int, *, num_used: int) -> None:
+        """Give back reserved tokens that were not used."""
+        self._left += num_reserved - num_used
+        self._num_reserved -= num_reserved
+
+
+class TokenQuotas:
+    """Of all tenants. They are full when the server starts."""
+
+    def __init__(
+        self, per_minute: int | None, *, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._per_minute, self._now_s = per_minute, now_s  # of each tenant
+        self._by_tenant: dict[str, TokenQuota] = {}
+
+    def of(self, client: Client) -> TokenQuota:
+        new = TokenQuota(self._per_minute, now_s=self._now_s)
+        return self._by_tenant.setdefault(client.tenant, new)
 
 
 class RequestPlaces:

@@ -27,6 +27,7 @@ from millrace.inference.remote import EngineReplica
 from millrace.scoring.teachers.process import LogprobModelSettings, TeacherProcess
 from millrace.serving.api.openapi import Health
 from millrace.serving.api.score import ScorePool
+from millrace.serving.clients import TokenQuotas
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.served_model import ServedModel
 from millrace.serving.server import http_listener, make_app
@@ -79,6 +80,7 @@ async def _serve(settings: ServeSettings) -> None:
             separates_clients=len(settings.keys) > 1,
             tool_format=format_of("auto", template=str(tokenizer.chat_template or "")),
             metrics=metrics,
+            quotas=TokenQuotas(settings.training.max_tokens if settings.training else None),
         )
         async with _score_pool(
             worker_pool, settings, tokenizer=tokenizer, max_context=max_context
@@ -98,10 +100,13 @@ async def _serve(settings: ServeSettings) -> None:
                 async with http_listener(
                     app, host=settings.host, port=settings.port, limits=settings.limits
                 ) as port:
-                    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-                    name = printable(settings.name)
-                    print(f"Serving {name} at http://{host}:{port}/v1", flush=True)
+                    print(_announcement(settings, port), flush=True)
                     await worker_pool.run()
+
+
+def _announcement(settings: ServeSettings, port: int) -> str:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"Serving {printable(settings.name)} at http://{host}:{port}/v1"
 
 
 def _engine_replica(

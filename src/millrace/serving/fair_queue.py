@@ -33,7 +33,7 @@ class QueuedPart:
 
     request: Request
     started: asyncio.Future[int]  # its priority in the engine's own queue
-    num_sampled: int = 0  # tokens; set by the caller
+    num_sampled: int = 0  # tokens so far; set by the caller
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +51,7 @@ class Flow:
     number: int = field(default_factory=_numbers.__next__)  # see Request.flow
     waiting: deque[QueuedPart] = field(default_factory=deque[QueuedPart])
     num_running: int = 0  # sequences
+    num_sampled: int = 0  # tokens of the parts that have left the engines
 
 
 class FairQueue:
@@ -94,6 +95,7 @@ class FairQueue:
             else:
                 self._count(client, flow, -request.n)
                 client.num_used += part.num_sampled
+                flow.num_sampled += part.num_sampled
             if not flow.waiting and not flow.num_running:
                 del client.flows[flow]
             if not client.flows:

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--train-dir", type=Path, default=Path("training"), metavar="DIR", help=states)
     rank = "largest rank of an adapter with --train (default: 32)"
     add("--train-max-rank", type=int, default=32, metavar="R", help=rank)
-    tokens = "tokens that each key may train on and sample per minute (default: any number)"
+    tokens = "tokens that each key may use per minute, also in the OpenAI API (default: any number)"
     add("--train-max-tokens", type=int, metavar="N", help=tokens)
     size = "bytes of saved states of each key; a save beyond them fails (default: any number)"
     add("--train-max-bytes", type=int, metavar="N", help=size)

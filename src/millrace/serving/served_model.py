@@ -8,13 +8,14 @@ by the bytes of their requests.
 """
 
 import asyncio
+import contextlib
 import copy
 import hashlib
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate, chain
 from typing import Any, TypeVar
 
@@ -35,7 +36,7 @@ from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.tools.calls import ToolFormat
 from millrace.serving.api.bodies import OpenAIBody
 from millrace.serving.api.errors import ApiError
-from millrace.serving.clients import Client
+from millrace.serving.clients import Client, TokenQuotas
 from millrace.serving.fair_queue import FairQueue, Flow
 from millrace.serving.metrics import ServerMetrics
 
@@ -58,6 +59,7 @@ class ServedModel:
     separates_clients: bool = False  # there are several, and none gets all places
     tool_format: ToolFormat
     metrics: ServerMetrics
+    quotas: TokenQuotas = field(default_factory=lambda: TokenQuotas(None))
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
@@ -181,15 +183,31 @@ class ServedModel:
             adapter=body.model if body.model in self.adapters else None,
         )
 
-    async def complete(self, requests: Sequence[Request], *, client: Client) -> list[Completion]:
-        start_s, flow = time.monotonic(), Flow(client.name)
+    @contextlib.contextmanager
+    def charged(
+        self, requests: Sequence[Request], *, client: Client, is_reserved: bool = False
+    ) -> Iterator[Flow]:
+        """What the methods below need to execute the requests, whose tokens are taken from the
+        quota of the client. `is_reserved`: take() of the quota was called for them."""
+        quota, flow = self.quotas.of(client), Flow(client.name)
+        num_prompt, num_reserved = num_tokens(requests)
+        if not is_reserved:
+            quota.take(num_prompt, num_reserved=num_reserved)
+        try:
+            yield flow
+        finally:
+            quota.settle(num_reserved, num_used=flow.num_sampled)
+            self.metrics.prompt_tokens += num_prompt
+            self.metrics.completion_tokens += flow.num_sampled
+
+    async def complete(self, requests: Sequence[Request], *, flow: Flow) -> list[Completion]:
+        start_s = time.monotonic()
         parts = [part for request in requests for part in self._queue.parts(request)]
         by_part = await run_all(self._generate(flow, part) for part in parts)
         self.metrics.request_s.observe(time.monotonic() - start_s)
         completions = list(chain.from_iterable(by_part))
         for completion in completions:
             check_finish(completion.finish)
-        self._count(requests, sum(len(completion.tokens) for completion in completions))
         return completions
 
     async def _generate(
@@ -198,18 +216,25 @@ class ServedModel:
         assert self.engine is not None, "checked by request()"
         async with self._queue.places(flow, part) as held:
             part = replace(part, priority=held.started.result(), flow=flow.number)
-            completions = await self.engine.generate(part, on_tokens)
+            if on_tokens is None:
+                part = replace(part, coalesce=True)
+
+            def receive(chunk: CompletionChunk) -> None:
+                held.num_sampled += len(chunk.tokens)  # here, because its client may leave
+                if on_tokens is not None:
+                    on_tokens(chunk)
+
+            completions = await self.engine.generate(part, receive)
             held.num_sampled = sum(len(completion.tokens) for completion in completions)
             return completions
 
     async def stream(
-        self, requests: Sequence[Request], *, client: Client
+        self, requests: Sequence[Request], *, flow: Flow
     ) -> AsyncGenerator[tuple[int, CompletionChunk]]:
         """Yield chunks as they are sampled, with the number of their completion among all
         requests. Closing the generator ends the requests."""
         # The queue needs no bound, because max_new_tokens bounds the chunks.
         queue: asyncio.Queue[tuple[int, CompletionChunk] | None] = asyncio.Queue()
-        flow = Flow(client.name)
 
         async def run(first: int, part: Request) -> None:
             await self._generate(
@@ -220,26 +245,24 @@ class ServedModel:
         firsts = accumulate((part.n for part in parts), initial=0)
         running = asyncio.create_task(run_all(map(run, firsts, parts)))
         running.add_done_callback(lambda _: queue.put_nowait(None))
-        num_sampled, start_s = 0, time.monotonic()
+        has_tokens, start_s = False, time.monotonic()
         try:
             while (item := await queue.get()) is not None:
-                if num_sampled == 0:
+                if not has_tokens:
                     self.metrics.first_token_s.observe(time.monotonic() - start_s)
-                num_sampled += len(item[1].tokens)
+                has_tokens |= len(item[1].tokens) > 0
                 check_finish(item[1].finish)
                 yield item
             await running
         finally:
-            self._count(requests, num_sampled)
             self.metrics.request_s.observe(time.monotonic() - start_s)
             await cancel_all([running])
 
     async def score_prompts(
-        self, requests: Sequence[Request], *, client: Client
+        self, requests: Sequence[Request], *, flow: Flow
     ) -> list[TokenLogprobs | None]:
         """The logprobs of the prompts' tokens at temperature 1, without the first one, and as many
         likeliest tokens as the requests report; None for a prompt of one token."""
-        flow = Flow(client.name)
 
         async def score(request: Request) -> TokenLogprobs | None:
             if request.adapter is not None:
@@ -290,9 +313,11 @@ class ServedModel:
         for thread, _ in (self._small, self._large):
             thread.shutdown(wait=False, cancel_futures=True)
 
-    def _count(self, requests: Sequence[Request], num_sampled: int) -> None:
-        self.metrics.prompt_tokens += sum(len(request.prompt) for request in requests)
-        self.metrics.completion_tokens += num_sampled
+
+def num_tokens(requests: Sequence[Request]) -> tuple[int, int]:
+    """The tokens of the prompts, and those that may be sampled."""
+    num_prompt = sum(len(request.prompt) for request in requests)
+    return num_prompt, sum(each.n * each.sampling.max_new_tokens for each in requests)
 
 
 def check_finish(finish: FinishReason | None) -> None:

@@ -28,7 +28,7 @@ from millrace.serving.api.reading import Body, read_body
 from millrace.serving.api.replies import ReplySender
 from millrace.serving.api.responses import ResponsesBody, ResponseWriter
 from millrace.serving.api.score import ScoreBody, ScorePool
-from millrace.serving.clients import Client, ClientGuard, RequestPlaces
+from millrace.serving.clients import Client, ClientGuard, RequestPlaces, TokenQuotas
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
 from millrace.serving.served_model import ServedModel
@@ -105,7 +105,7 @@ def make_app(
     post("/v1/completions", text)
     post("/v1/responses", _responses(served, limits, places, replies))
     if score_pool is not None:
-        post("/score", _score(score_pool, limits, places, replies))
+        post("/score", _score(score_pool, limits, places, replies, served.quotas))
     return app
 
 
@@ -194,11 +194,16 @@ def _endpoint(
 
 
 def _score(
-    pool: ScorePool, limits: ServerLimits, places: RequestPlaces, replies: ReplySender
+    pool: ScorePool,
+    limits: ServerLimits,
+    places: RequestPlaces,
+    replies: ReplySender,
+    quotas: TokenQuotas,
 ) -> Handler:
     async def answer(request: web.Request) -> web.StreamResponse:
         body = await read_request(request, ScoreBody, timeout_s=limits.timeout_s)
         with places.held(request[CLIENT]):
+            quotas.of(request[CLIENT]).take(body.num_tokens)
             return await replies.send(request, await pool.answer(body))
 
     return answer

@@ -21,6 +21,7 @@ from fakes import ScriptedEngine
 from in_process_engine import InProcessEngine
 from mutations import FEW, MANY, costs_little, mutations
 from transformers import PreTrainedTokenizerFast
+from writing_engine import WritingEngine, until
 
 from millrace.config import EngineConfig
 from millrace.core.errors import TaskError
@@ -33,7 +34,7 @@ from millrace.models.attention.packed import PACKED
 from millrace.models.loading import load_model
 from millrace.serving.api.errors import ApiError
 from millrace.serving.api.openapi import Health
-from millrace.serving.clients import Client
+from millrace.serving.clients import Client, TokenQuota, TokenQuotas
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
 from millrace.serving.served_model import ServedModel
@@ -55,7 +56,6 @@ from millrace.serving.tinker.tenants import (
     SessionOrder,
     Tenant,
 )
-from millrace.serving.tinker.usage import TokenQuota
 from millrace.training.adapters.adapter_set import AdapterSet
 from millrace.training.adapters.requests import PASS_TOKENS, AdapterShape
 
@@ -173,6 +173,7 @@ async def callers(
         max_context=64,
         tool_format=FORMATS["hermes"],
         metrics=ServerMetrics(),
+        quotas=TokenQuotas(quotas.get("max_tokens"), now_s=lambda: 0.0),  # never full again
     )
     app = make_app(served, keys=KEYS, limits=ServerLimits(), health=lambda: WELL)
     thread = TrainingThread(adapter_set(model_path), ThreadPoolExecutor(1))
@@ -438,6 +439,32 @@ async def test_a_key_over_its_quota_is_refused_and_others_are_not(model_path: Pa
         await one.delete(f"training_runs/{model}/checkpoints/weights/state-3")
         body = {"model_id": model, "seq_id": seq_id + 1, "path": "fits"}
         assert "path" in await one.future("save_weights", body)
+
+
+async def test_a_sample_reserves_all_its_completions_and_gives_back_the_rest(
+    model_path: Path, tmp_path: Path
+):
+    engine = WritingEngine("Yes.")
+    engine.gate.clear()
+    async with callers(model_path, tmp_path, engine=engine, max_tokens=35) as (one, _):
+        body = {**await one.new_sampler(), "num_samples": 3}
+        prompt = {"chunks": [{"tokens": [40, 41]}]}
+        body |= {"prompt": prompt, "sampling_params": {"max_tokens": 20}}
+        first = asyncio.create_task(one.future("asample", {**body, "seq_id": 0}))
+        await until(lambda: engine.requests)
+        status, refused = await one.post("asample", {**body, "seq_id": 1})
+        assert (status, refused["error"]["code"]) == (429, "quota_exceeded")
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "?"}]}
+        assert (await one.post("../../v1/chat/completions", chat))[0] == 429  # the same quota
+        engine.gate.set()
+        assert isinstance(await first, bytes)  # 2 + 3 * 5 of 35 tokens are used
+        assert isinstance(await one.future("asample", {**body, "seq_id": 2}), bytes)
+        assert isinstance(await one.future("asample", {**body, "seq_id": 3}), bytes)
+        assert (await one.post("asample", {**body, "seq_id": 4}))[0] == 429
+        assert (await one.post("asample", {**body, "seq_id": 2}))[0] == 200  # is not executed again
+        lines = (tmp_path / "audit.jsonl").read_text().splitlines()
+        used = [json.loads(line)["tokens"] for line in lines if '"sample' in line]
+        assert used == [2, 15] * 3
 
 
 async def test_a_request_that_is_refused_for_lack_of_room_takes_no_tokens_of_the_quota(

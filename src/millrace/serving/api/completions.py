@@ -21,6 +21,7 @@ from millrace.serving.api.errors import ApiError
 from millrace.serving.api.replies import Row, encoded_row
 from millrace.serving.api.streaming import TextStream
 from millrace.serving.clients import Client
+from millrace.serving.fair_queue import Flow
 from millrace.serving.served_model import ServedModel
 
 B = TypeVar("B", bound=OpenAIBody)
@@ -61,14 +62,17 @@ class ApiAnswer(Generic[B]):
         """Yield the choices of a chunk, each an event. `new` is the text that became certain."""
         raise NotImplementedError
 
-    async def complete(self, requests: Sequence[Request]) -> tuple[list[Completion], int]:
+    async def complete(
+        self, requests: Sequence[Request], flow: Flow
+    ) -> tuple[list[Completion], int]:
         """Return what the choices show, and the number of sampled tokens."""
-        completions = await self.served.complete(requests, client=self.client)
+        completions = await self.served.complete(requests, flow=flow)
         return completions, sum(len(each.tokens) for each in completions)
 
     async def whole(self) -> Json:
         requests = await self._prepared()
-        completions, num_sampled = await self.complete(requests)
+        with self.served.charged(requests, client=self.client) as flow:
+            completions, num_sampled = await self.complete(requests, flow)
         usage = usage_of(_num_prompt(requests), num_sampled)
         if self.body.wants_logprobs:
             await self.served.read_token_texts(completions, client=self.client)
@@ -85,12 +89,13 @@ class ApiAnswer(Generic[B]):
             for _ in range(request.n)
         ]
         num_sampled = 0
-        async with contextlib.aclosing(self.served.stream(requests, client=self.client)) as chunks:
-            async for index, chunk in chunks:
-                num_sampled += len(chunk.tokens)
-                new = texts[index].add(chunk.tokens.tolist(), finish=chunk.finish)
-                for choice in self.chunk_choices(index, chunk, new, texts[index]):
-                    yield {**head, "choices": [choice]}
+        with self.served.charged(requests, client=self.client) as flow:
+            async with contextlib.aclosing(self.served.stream(requests, flow=flow)) as chunks:
+                async for index, chunk in chunks:
+                    num_sampled += len(chunk.tokens)
+                    new = texts[index].add(chunk.tokens.tolist(), finish=chunk.finish)
+                    for choice in self.chunk_choices(index, chunk, new, texts[index]):
+                        yield {**head, "choices": [choice]}
         if self.body.wants_usage:
             usage = usage_of(_num_prompt(requests), num_sampled)
             yield {**head, "choices": [], "usage": usage}
@@ -148,8 +153,10 @@ class TextAnswer(ApiAnswer[CompletionBody]):
     def num_shown(self, request: Request) -> int:
         return super().num_shown(request) + (len(request.prompt) if self.body.echo else 0)
 
-    async def complete(self, requests: Sequence[Request]) -> tuple[list[Completion], int]:
-        completions, num_sampled = await super().complete(requests)
+    async def complete(
+        self, requests: Sequence[Request], flow: Flow
+    ) -> tuple[list[Completion], int]:
+        completions, num_sampled = await super().complete(requests, flow)
         if self.body.max_tokens == 0:  # the engine has checked the prompt and sampled one token
             completions = [replace(cut(each, 0, 0), finish="length") for each in completions]
             num_sampled = 0
@@ -157,7 +164,7 @@ class TextAnswer(ApiAnswer[CompletionBody]):
             return completions, num_sampled
         scored: Sequence[TokenLogprobs | None] = [None] * len(requests)
         if self.body.wants_logprobs:
-            scored = await self.served.score_prompts(requests, client=self.client)
+            scored = await self.served.score_prompts(requests, flow=flow)
         shown: list[Completion] = []
         for index, own in enumerate(completions):
             number = index // self.body.num_choices

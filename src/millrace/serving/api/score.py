@@ -65,6 +65,10 @@ class ScoreBody(Body):
 
     sequences: Annotated[list[SequenceBody], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(each.tokens) for each in self.sequences)
+
 
 @dataclass(kw_only=True, eq=False)
 class ScorePool:

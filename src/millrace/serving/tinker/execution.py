@@ -56,9 +56,11 @@ class RequestExecutor:
         work: Work,
         *,
         tokens: int = 0,
+        num_reserved: int = 0,
     ) -> str:
         """The id of the future of the work, which comes after earlier requests of its model. A
-        repeated request is neither executed nor counted."""
+        repeated request is neither executed nor counted. `num_reserved`: further tokens of the
+        quota, which the work settles."""
         futures, key = tenant.futures, (owner, seq_id)
         if key in futures.ids:
             return await futures.accepted(futures.ids[key])
@@ -67,7 +69,7 @@ class RequestExecutor:
             if (dropped := futures.make_room()) is not None:
                 self._requests.forget(dropped)
             if tokens:
-                tenant.quota.take(tokens)
+                tenant.quota.take(tokens, num_reserved=num_reserved)
             id = uuid.uuid4().hex
             request = AcceptedRequest(
                 id=id, operation=operation, owner=owner, seq_id=seq_id, body=body
@@ -75,6 +77,7 @@ class RequestExecutor:
             self._audit.write(tenant.name, operation, about=owner, tokens=tokens)
             on_disk = asyncio.ensure_future(self._requests.accept(tenant.name, request))
         else:
+            tenant.quota.take(0, num_reserved=num_reserved, is_checked=False)
             on_disk = asyncio.ensure_future(asyncio.sleep(0))
         task = asyncio.create_task(self._run(tenant, request, work, on_disk))
         futures.add(request.id, RequestFuture(key, on_disk, task))

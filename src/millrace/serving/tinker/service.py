@@ -20,7 +20,7 @@ from millrace.core.errors import CheckpointError, TaskError
 from millrace.serving.api.errors import ApiError
 from millrace.serving.api.reading import read_body
 from millrace.serving.clients import Client
-from millrace.serving.served_model import ServedModel
+from millrace.serving.served_model import ServedModel, num_tokens
 from millrace.serving.settings import TrainingSettings
 from millrace.serving.tinker import wire
 from millrace.serving.tinker.adapter_slots import AdapterSlots
@@ -37,7 +37,7 @@ from millrace.serving.tinker.states import (
     saved_states,
 )
 from millrace.serving.tinker.tenants import SessionOrder, Tenant, Work
-from millrace.serving.tinker.usage import AuditLog, TokenQuota
+from millrace.serving.tinker.usage import AuditLog
 from millrace.training.adapters.requests import AdapterShape
 from millrace.training.checkpoints.directory import read_run_state
 
@@ -81,7 +81,7 @@ class TrainingService:
         return await asyncio.shield(self._tenants[client.tenant])
 
     async def _restored(self, client: Client) -> Tenant:
-        tenant = Tenant(client, self._settings.folder, TokenQuota(self._settings.max_tokens))
+        tenant = Tenant(client, self._settings.folder, self._served.quotas.of(client))
         try:
             await self._executor.restore(tenant, self._submit_again)
         except BaseException:
@@ -345,28 +345,41 @@ class TrainingService:
         )
 
         async def sample(_id: str) -> Result:
-            scored = None
-            if body.prompt_logprobs:
-                prompt = request.prompt  # engines score without adapters
-                scored = await self._thread.run(
-                    tenant.name, len(prompt), lambda a: a.prompt_logprobs(prompt, folder)
-                )
-                scored[: -(body.prompt_logprobs_last_n or len(scored))] = np.nan
-            if folder is None:
-                done = await self._served.complete([request], client=tenant.client)
-            else:
-                async with self._slots.holding(folder) as name:
-                    adapted = replace(request, adapter=name)
-                    done = await self._served.complete([adapted], client=tenant.client)
-            num_sampled = sum(len(completion.tokens) for completion in done)
-            tenant.quota.take(num_sampled, is_checked=False)
-            sampler = body.sampling_session_id
-            self._audit.write(tenant.name, "sampled", about=sampler, tokens=num_sampled)
+            charged = self._served.charged([request], client=tenant.client, is_reserved=True)
+            with charged as flow:
+                scored = None
+                if body.prompt_logprobs:
+                    scored = await self._prompt_logprobs(tenant, body, request.prompt, folder)
+                if folder is None:
+                    done = await self._served.complete([request], flow=flow)
+                else:
+                    async with self._slots.holding(folder) as name:
+                        adapted = replace(request, adapter=name)
+                        done = await self._served.complete([adapted], flow=flow)
+            sampler, tokens = body.sampling_session_id, flow.num_sampled
+            self._audit.write(tenant.name, "sampled", about=sampler, tokens=tokens)
             return wire.sample_result(done, scored)
 
-        key, tokens = (body.sampling_session_id, body.seq_id), len(request.prompt)
+        num_prompt, num_reserved = num_tokens([request])
         id = await self._executor.submit(
-            tenant, "sample", *key, body.as_json(), sample, tokens=tokens
+            tenant,
+            "sample",
+            body.sampling_session_id,
+            body.seq_id,
+            body.as_json(),
+            sample,
+            tokens=num_prompt,
+            num_reserved=num_reserved,
         )
         numbers = range(body.num_samples)
         return {"request_id": id, "sample_sequence_ids": [f"{id}:{number}" for number in numbers]}
+
+    async def _prompt_logprobs(
+        self, tenant: Tenant, body: wire.SampleBody, prompt: np.ndarray, folder: Path | None
+    ) -> np.ndarray:
+        """Computed in the training thread, because engines score without adapters."""
+        scored = await self._thread.run(
+            tenant.name, len(prompt), lambda a: a.prompt_logprobs(prompt, folder)
+        )
+        scored[: -(body.prompt_logprobs_last_n or len(scored))] = np.nan
+        return scored

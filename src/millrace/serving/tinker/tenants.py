@@ -19,9 +19,8 @@ from pathlib import Path
 
 from millrace.core.errors import CheckpointError, MillraceError, TaskError
 from millrace.serving.api.errors import ApiError, as_api_error
-from millrace.serving.clients import Client
+from millrace.serving.clients import Client, TokenQuota
 from millrace.serving.tinker.request_log import AcceptedRequest, RequestKey, Result
-from millrace.serving.tinker.usage import TokenQuota
 from millrace.training.adapters.requests import AdapterShape
 
 MAX_FUTURES = 4096  # of a tenant; the oldest results are dropped
