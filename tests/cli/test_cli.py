@@ -222,8 +222,9 @@ def test_torchrun_starts_the_run_in_rank_0_alone(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_run_under_torchrun_is_the_same_run(tmp_path):
-    make_project(tmp_path, trainer={"steps": 1})
+    make_project(tmp_path, trainer={"steps": 1, "ranks": 2})
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = subprocess.run(
         [sys.executable, *torchrun, "-m", "millrace", "train", "run.toml"],
@@ -236,6 +237,7 @@ def test_run_under_torchrun_is_the_same_run(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("(finished)") == 1
     assert "Rank 1 of torchrun has nothing to do" in done.stdout
+    assert "\ntrainer-1 " in done.stdout  # the ranks of the trainer
 
 
 # Init

@@ -9,10 +9,9 @@ ranks share microbatches, or one rank that repeats its own work gets other numbe
 kernels add in an order that varies, and 16-bit compute may round the sums differently.
 """
 
-import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,18 @@ import transformers
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from millrace.bench import bench_parser, write_result
+from millrace.bench.rank_features import (
+    FEATURES,
+    LAST_ID,
+    LAYERS,
+    MESHES,
+    NUM_EXPERTS,
+    ONE_RANK,
+    SGD,
+    TOP_K,
+    VOCAB,
+    Feature,
+)
 from millrace.bench.rank_processes import compare_in_float64, run_ranks
 from millrace.bench.workloads import completion_of, group_of, shape_of
 from millrace.config import RunConfig
@@ -34,7 +45,7 @@ from millrace.models.routing import policy_tensors
 from millrace.models.sharding import whole
 from millrace.run.mesh_checks import check_has_plans
 from millrace.training.build import build_trainer, seed_everything
-from millrace.training.losses.recipes import PREFERENCE, RECIPES
+from millrace.training.losses.recipes import PREFERENCE
 from millrace.training.packing.packer import minibatches_of, pack
 from millrace.training.parallel.ranks import Ranks
 from millrace.training.trainer import Trainer
@@ -43,114 +54,6 @@ LIMIT, FLOAT64_LIMIT = 1e-6, 1e-12
 # Ranks that share a microbatch or experts round parts of a sum to 16 bits: bfloat16 has 8.
 HALF_LIMIT = 2e-2
 STEPS = 2
-# Texts of few ids of a small vocabulary: gradients of tokens add up rather than cancel, and float32
-# resolves logprobs near -log(VOCAB) to a few 1e-7. Otherwise one rank alone has errors of 1e-6.
-VOCAB, LAST_ID, LAYERS, NUM_EXPERTS, TOP_K = 48, 8, 2, 8, 2
-# Adam's first steps would turn rounding errors of tiny gradients into whole steps.
-SGD = {"type": "torch.optim:SGD", "learning_rate": 2e-3, "momentum": 0.9}
-SMOOTH = {"loss": {"type": "grpo", "low": 1.0, "high": math.inf}}  # rounding clips no other token
-BFLOAT16 = {"trainer": {"dtype": "bfloat16"}, **SMOOTH}
-CRITIC = {"scoring": {"advantages": {"type": "gae"}}, "critic": {"learning_rate": 1e-3}}
-ONE_RANK = "one rank"  # compared with itself: it does the same work in another process
-MESHES = {
-    ONE_RANK: MeshSizes(),
-    "fsdp 1": MeshSizes(),  # the code of several ranks; on a GPU, over NCCL
-    "fsdp 2": MeshSizes(dp_shard=2),
-    "fsdp 4": MeshSizes(dp_shard=4),
-    "hsdp 2x2": MeshSizes(dp_replicate=2, dp_shard=2),
-    "cp 2": MeshSizes(cp=2),
-    "cp 4": MeshSizes(cp=4),
-    "cp 2 fsdp 2": MeshSizes(cp=2, dp_shard=2),
-    "cp 2 hsdp 2": MeshSizes(dp_replicate=2, cp=2),
-    "cp 2 tp 2": MeshSizes(cp=2, tp=2),
-    "cp 2 ep 2": MeshSizes(cp=2, ep=2),
-    "cp 2 ep 2 fsdp 2": MeshSizes(dp_shard=2, cp=2, ep=2),
-    "tp 2": MeshSizes(tp=2),
-    "tp 4": MeshSizes(tp=4),
-    "tp 2 fsdp 2": MeshSizes(dp_shard=2, tp=2),
-    "tp 2 hsdp 2": MeshSizes(dp_replicate=2, tp=2),
-    "ep 2": MeshSizes(dp_shard=2, ep=2),
-    "ep 2 fsdp 4": MeshSizes(dp_shard=4, ep=2),
-    "ep 2 hsdp 2x2": MeshSizes(dp_replicate=2, dp_shard=2, ep=2),
-    "tp 2 ep 2": MeshSizes(dp_shard=2, tp=2, ep=2),
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Feature:
-    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the run
-    is_mixture: bool = False
-    minibatches: int = 1
-    num_groups: int = 4  # of 2 to 4 rollouts, so that shares are uneven
-    num_kept: int = 0  # ids that truncated sampling kept
-    has_routes: bool = False  # of the engine, which are replayed
-    has_gaps: bool = False  # routes are unknown at some tokens, and a second version resumed
-    has_both_signs: bool = False  # advantages; their gradients partly cancel
-    rounds_updates: bool = False  # to 16 bits, however it computes gradients
-    has_reference: bool = True  # in the rollouts; without it, the base of an adapter is one
-
-    @property
-    def is_half(self) -> bool:
-        return "dtype" in self.settings.get("trainer", {})
-
-    @property
-    def has_float64(self) -> bool:  # torch has no grouped products of experts in float64
-        return not (self.is_mixture or self.is_half or self.rounds_updates)
-
-    def fits(self, sizes: MeshSizes) -> bool:
-        """Whether a mesh can train it: only mixtures share experts, and DoRA is refused with tp."""
-        is_dora = self.settings.get("lora", {}).get("dora", False)
-        return (self.is_mixture or sizes.ep == 1) and not (is_dora and sizes.tp > 1)
-
-
-FEATURES = {
-    **{name: Feature(settings={"loss": {"type": name}}) for name in (*RECIPES, PREFERENCE)},
-    "reference": Feature(settings={"loss": {"type": "grpo", "kl": 0.1}}),
-    "teacher's top k": Feature(settings={"loss": {"type": "distil", "distil": "forward_kl"}}),
-    "baseline": Feature(settings={"loss": {"type": "vcpo", "minimum_variance_baseline": True}}),
-    "critic": Feature(settings=CRITIC),
-    # The second update starts from weights that differ by rounding, times the learning rate.
-    "minibatches": Feature(
-        settings={"loss": {"type": "decoupled_ppo"}, "optimizer": {**SGD, "learning_rate": 1e-4}},
-        minibatches=2,
-    ),
-    "lora": Feature(
-        settings={"lora": {"rank": 4}, "loss": {"type": "grpo", "kl": 0.1}}, has_reference=False
-    ),
-    "dora": Feature(settings={"lora": {"rank": 4, "dora": True}}),
-    # Its Newton-Schulz iteration multiplies in bfloat16 and amplifies small singular values.
-    "muon": Feature(
-        settings={"optimizer": {"type": "muon", "learning_rate": 2e-3}}, rounds_updates=True
-    ),
-    "both signs": Feature(has_both_signs=True),
-    "kept ids": Feature(num_kept=30),
-    "checkpointing": Feature(settings={"trainer": {"gradient_checkpointing": True}}),
-    # Layers are gathered in 16 bits; ranks round as one rank does, and sum in float32.
-    "bfloat16": Feature(settings=BFLOAT16),
-    "bfloat16 critic": Feature(settings={**CRITIC, **BFLOAT16}),
-    "bfloat16 mixture": Feature(
-        settings={"trainer": {"dtype": "bfloat16", "gradient_checkpointing": True}, **SMOOTH},
-        is_mixture=True,
-        has_routes=True,
-    ),
-    "bfloat16 lora": Feature(
-        settings={"lora": {"rank": 4}, **BFLOAT16}, is_mixture=True, has_routes=True
-    ),
-    "bfloat16 dora": Feature(settings={"lora": {"rank": 4, "dora": True}, **BFLOAT16}),
-    "float16": Feature(settings={"trainer": {"dtype": "float16"}, **SMOOTH}),
-    "kept ids, one group": Feature(num_kept=30, num_groups=1),
-    "one group": Feature(num_groups=1),  # some ranks have nothing to train
-    "mixture": Feature(is_mixture=True),
-    "route replay": Feature(is_mixture=True, has_routes=True, has_gaps=True),
-    "router loss": Feature(
-        settings={"trainer": {"router_aux_loss": 1.0}}, is_mixture=True, has_routes=True
-    ),
-    "lora of experts": Feature(
-        settings={"lora": {"rank": 4}, "trainer": {"router_aux_loss": 0.1}},
-        is_mixture=True,
-        has_routes=True,
-    ),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -172,10 +75,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         table = compare(features, meshes, device=args.device)
         is_equal = are_rounding(exceeded(table))
-    for feature, row in table.items():
-        print(f"{feature:<16}", *(f" {mesh} {worst:.1e}" for mesh, worst in row.items()))
+    print(markdown(table, args.mesh))
     write_result({**versions, "device": args.device, "differences": table}, args.json)
     return 0 if is_equal else 1
+
+
+def markdown(table: Mapping[str, Mapping[str, float]], meshes: Sequence[str]) -> str:
+    """A table of docs/explanation/ranks.md; cells are empty where a mesh does not fit."""
+
+    def line(*cells: str) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    def shown(row: Mapping[str, float]) -> list[str]:
+        return [f"{row[mesh]:.1e}" if row.get(mesh) else "0" * (mesh in row) for mesh in meshes]
+
+    rows = [line(feature, *shown(row)) for feature, row in table.items()]
+    return "\n".join([line("", *meshes), "|---" * (len(meshes) + 1) + "|", *rows])
 
 
 def are_rounding(cells: Mapping[tuple[str, str], float]) -> bool:
@@ -279,15 +194,23 @@ def train(feature: Feature, ranks: Ranks, folder: Path, *, num_shares: int, devi
     """What is compared, by name; whole on every rank."""
     trainer, config = make_trainer(feature, ranks, folder, device=device)
     numbers: Numbers = {}
+    if feature.has_held_out:
+        (batch,) = _shares(feature, config, ranks, step=STEPS, num_shares=num_shares)
+        numbers["held-out loss"] = np.array(trainer.held_out_loss(batch))
     for step in range(STEPS):
-        batches = _batches(feature, config, step=step, num_ranks=num_shares)
-        if not ranks.is_alone:
-            batches = [batch.of_rank(ranks.data_rank) for batch in batches]
-        metrics = trainer.step(*batches)
+        metrics = trainer.step(*_shares(feature, config, ranks, step=step, num_shares=num_shares))
         if step == 0:  # later ones start from weights that differ by rounding
             numbers |= {n: np.array(v) for n, v in metrics.items() if n not in _OF_THE_DIVISION}
             numbers |= _gradients(trainer)
     return numbers | _parameters(trainer)
+
+
+def _shares(
+    feature: Feature, config: RunConfig, ranks: Ranks, *, step: int, num_shares: int
+) -> list[Batch]:
+    """What this rank computes of the batches of a step."""
+    batches = _batches(feature, config, step=step, num_ranks=num_shares)
+    return batches if ranks.is_alone else [batch.of_rank(ranks.data_rank) for batch in batches]
 
 
 # These say how a batch was divided, which depends on the number of ranks.
@@ -343,6 +266,7 @@ def _batches(feature: Feature, config: RunConfig, *, step: int, num_ranks: int) 
             pairs=config.loss.get("type") == PREFERENCE,
             whole_groups=bool(config.loss.get("minimum_variance_baseline")),
             critic=config.critic is not None,
+            scores=config.loss.get("good_by") == "score",
             num_ranks=num_ranks,
         )
         for minibatch in minibatches_of(groups, num_minibatches=feature.minibatches)
@@ -356,7 +280,9 @@ def _group(rng: np.random.Generator, feature: Feature, *, number: int) -> Group:
     advantages = rng.uniform(0.2, 1.0, len(rollouts))
     if feature.has_both_signs or feature.settings.get("loss") == {"type": PREFERENCE}:
         advantages[0] *= -1
-    return group_of(number, rollouts, advantages)
+    group = group_of(number, rollouts, advantages)
+    bad = tuple(replace(score, total=-1.0) for score in group.scores[:1])
+    return replace(group, scores=bad + group.scores[1:]) if feature.has_bad_scores else group
 
 
 def _rollout(rng: np.random.Generator, feature: Feature, prompt: np.ndarray) -> Rollout:

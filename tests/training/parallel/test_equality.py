@@ -8,7 +8,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from millrace.bench import ranks as bench
 from millrace.bench.rank_processes import run_ranks
-from millrace.bench.ranks import FEATURES, MESHES, are_rounding, compare, exceeded
+from millrace.bench.ranks import FEATURES, MESHES, are_rounding, compare, exceeded, markdown
 from millrace.core.microbatch import MeshSizes
 
 FAST = (
@@ -57,6 +57,16 @@ def test_one_rank_that_repeats_its_work_on_a_cpu_gets_the_same_bits():
     assert compare({"grpo": FEATURES["grpo"]}, {"one rank": MESHES["one rank"]}) == {
         "grpo": {"one rank": 0.0}
     }
+
+
+def test_table_has_empty_cells_where_a_mesh_does_not_fit():
+    table = {"dora": {"fsdp 1": 0.0}, "grpo": {"tp 2": 1.26e-7, "fsdp 1": float("nan")}}
+    assert markdown(table, ["fsdp 1", "tp 2"]).splitlines() == [
+        "|  | fsdp 1 | tp 2 |",
+        "|---|---|---|",
+        "| dora | 0 |  |",
+        "| grpo | nan | 1.3e-07 |",
+    ]
 
 
 @pytest.mark.slow
