@@ -149,12 +149,8 @@ class EpisodeState:
                 routes_from=first_routed(beginning.start),
             )
             completion = await self._sample_in_time(wanted)
-            if row.is_trained and sampling.truncates and completion.kept is None:
-                raise TaskError(
-                    f"{self.settings.name}: a reply sampled with top_k, top_p or min_p cannot be"
-                    " trained, because this engine.type does not report the ids that they kept;"
-                    " leave them out, or take a role with trained=False."
-                )
+            if completion.kept is None and row.is_trained and sampling.truncates:
+                raise self._untrainable()
             exchange = agent.record.add(
                 beginning.given,
                 completion,
@@ -178,6 +174,13 @@ class EpisodeState:
         text, ending = completion.text, completion.finish
         self.turns.append(Turn(prompt=prompt, completion=text, finish=ending, agent=row.name))
         return exchange
+
+    def _untrainable(self) -> TaskError:
+        return TaskError(
+            f"{self.settings.name}: a reply sampled with top_k, top_p or min_p cannot be trained,"
+            " because this engine.type does not report the ids that they kept; leave them out, or"
+            " take a role with trained=False."
+        )
 
     async def _sample_in_time(self, wanted: TurnWanted) -> Completion:
         limit = asyncio.timeout(self.limits.turn_timeout_s)
