@@ -240,7 +240,7 @@ class FakeVllm:
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
         while True:
-            choice = await job.new.get()
+            choice = self.shown(await job.new.get())
             data = {"request_id": body["request_id"], "choices": [choice]}
             if "broken_stream" in self.faults and len(job.tokens) > 3:
                 data = {"error": {"message": "Internal server error", "code": 500}}
@@ -249,6 +249,10 @@ class FakeVllm:
                 break
         await stream.write(b"data: [DONE]\n\n")
         return stream
+
+    def shown(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """What a stream shows of new tokens; a test may change it."""
+        return choice
 
     async def _running(self, _app: web.Application) -> Any:
         task = asyncio.create_task(self._decode())

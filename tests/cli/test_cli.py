@@ -113,8 +113,9 @@ def test_an_unknown_setting_names_the_nearest_one(tmp_path):
     assert "Unknown setting 'trainer.stepz'; did you mean 'steps'?" in sentence_of(done)
 
 
-def test_missing_ticket_is_refused_in_one_sentence(tmp_path):
-    done = millrace("join", tmp_path / "ticket.json")
+@pytest.mark.parametrize("command", ["join", "env-worker"])
+def test_missing_ticket_is_refused_in_one_sentence(tmp_path, command):
+    done = millrace(command, tmp_path / "ticket.json")
     assert "cannot be read: No such file" in sentence_of(done)
 
 

@@ -44,7 +44,7 @@ def test_run_trains_on_episodes_of_workers_that_are_killed(tmp_path, commands):
     run = Command("train", "run.toml", folder=project)
     commands.append(run)
     run.wait_for(ticket)
-    host = Command("join", ticket, "--role", "environment", folder=tmp_path / "elsewhere")
+    host = Command("env-worker", ticket, folder=tmp_path / "elsewhere")
     commands.append(host)
     run.wait_for(project / "run" / "metrics.jsonl", lines=1)
     worker_named("environment-0", run).send_signal(signal.SIGKILL)

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import fake_sglang
@@ -24,7 +25,15 @@ pytestmark = pytest.mark.slow
 
 
 def train(
-    model: Path, run_dir: Path, *, python: Path, steps: int, kind: str = "vllm", **settings
+    model: Path,
+    run_dir: Path,
+    *,
+    python: Path,
+    steps: int,
+    kind: str = "vllm",
+    resume: bool = False,
+    callbacks: Sequence[mr.Callback] = (),
+    **settings,
 ) -> mr.RunResult:
     kv = "recompute" if kind == "sglang" else "keep"
     return mr.train(
@@ -43,6 +52,8 @@ def train(
         },
         tasks=TASKS,
         scorers=[share_of_digits],
+        callbacks=callbacks,
+        resume=resume,
     )
 
 
@@ -121,6 +132,36 @@ def test_attached_server_with_other_weights_is_refused_before_the_first_sample(
         with pytest.raises(ConfigError, match=sentence):
             train(model, tmp_path / "run", python=tmp_path, steps=1, **sections)
     assert fake.num_sampled <= 3  # by the checks
+
+
+class StopAfter(mr.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, metrics):
+        if metrics["step"] == self.step:
+            raise mr.StopTraining
+
+
+def test_run_on_an_attached_server_resumes_after_a_stop_and_a_refused_start(model, tmp_path):
+    run_dir, path = tmp_path / "run", "/update_weight_version"
+    with serving(model) as (url, fake):
+        attached = {"type": "vllm", "options": {"attach": [url]}}
+        settings = {"python": tmp_path, "engine": attached, "buffer": {"max_staleness": 0}}
+        fake.answers[path] = 500, "busy"
+        with pytest.raises(ConfigError, match=f"{url} refused {path}: busy.*; start vLLM 0.32"):
+            train(model, run_dir, steps=4, **settings)
+        fake.answers.clear()
+        stopped = train(model, run_dir, steps=4, callbacks=[StopAfter(2)], **settings)
+        assert stopped.steps == 2
+        fake.answers[path] = 500, "busy"
+        with pytest.raises(ConfigError, match="busy"):
+            train(model, run_dir, steps=4, resume=True, **settings)
+        fake.answers.clear()
+        train(model, run_dir, steps=4, resume=True, **settings)
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["mismatch/logprob"] for row in rows) < 1e-4
 
 
 @pytest.mark.parametrize(

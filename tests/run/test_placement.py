@@ -21,6 +21,7 @@ from millrace.run.placement import (
     check_memory,
     cluster_lines,
     engine_index,
+    idle_gpus,
     placed,
     placed_processes,
     placement_lines,
@@ -102,6 +103,54 @@ def test_auto_ranks_take_half_of_the_gpus_and_more_if_the_model_needs_them(tmp_p
     assert placed(load_config(table), devices=small).trainer.ranks == 4  # 10 bytes per weight
     table["critic"] = {}
     assert placed(load_config(table), devices=small).trainer.ranks == 7
+
+
+def test_auto_ranks_leave_all_gpus_of_an_engine_and_of_evaluators():
+    def ranks(num_gpus, tp=1, **engine):
+        table = {"engine": {"type": "vllm", "tp": tp, **engine}, "trainer": {"ranks": "auto"}}
+        table["evaluate"] = {"engines": 1 if tp == 1 else 0}
+        found = where(table, num_gpus)
+        return sum(name.startswith("trainer") for name in found), len({*found.values()})
+
+    assert ranks(5, tp=4) == (1, 2)  # where() keeps one device of each engine
+    assert ranks(3, count=2) == (1, 3)
+    assert ranks(8, tp=2, count=3) == (2, 5)
+
+
+def test_auto_ranks_take_all_gpus_if_engines_are_on_other_hosts():
+    elsewhere = {"trainer": {"ranks": "auto"}, "engine": {"count": 0, "remote": 2}}
+    found = where(elsewhere, 4)
+    assert [name for name, device in found.items() if device == ELSEWHERE] == [
+        "engine-0",
+        "engine-1",
+    ]
+    assert sum(name.startswith("trainer") for name in found) == 4
+
+
+def test_idle_gpus_are_named_with_the_settings_that_would_use_them():
+    def idle(num_gpus, **table):
+        devices = host(num_gpus)
+        config = placed(load_config({"model": "m", **table}), devices=devices)
+        return idle_gpus(placed_processes(config, devices=devices), devices)
+
+    assert idle(0) == idle(1) == idle(4) == ()
+    (sentence,) = idle(4, engine={"count": 0, "remote": 2})
+    assert sentence.startswith(
+        "cuda:1, cuda:2, cuda:3 are not used; raise engine.count or trainer.r"
+    )
+    (sentence,) = idle(2, placement={"trainer": "cuda:1", "engines": "cuda:1"})
+    assert sentence.startswith("cuda:0 is not used; ")
+
+
+def test_models_in_the_data_type_auto_are_float32_on_a_cpu(tmp_path):
+    path = str(make_tiny_model(tmp_path))
+    judge = OtherModel(name="judge", path=path, dtype="auto")
+    for num_gpus, per_weight in ((0, 4), (1, 2)):
+        config = placed(load_config({"model": path}), devices=host(num_gpus), models=[judge])
+        processes = placed_processes(config, devices=host(num_gpus), models=[judge])
+        sizes = {process.name: process.min_bytes for process in processes}
+        expected = per_weight * num_weights(path)
+        assert (sizes["judge-0"], sizes["engine-0"]) == (expected, expected)
 
 
 def test_other_models_get_a_gpu_each_while_one_is_left_for_engines():

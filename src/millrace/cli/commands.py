@@ -255,6 +255,10 @@ def join(args: argparse.Namespace) -> None:
     )
 
 
+def env_worker(args: argparse.Namespace) -> None:
+    join(args)
+
+
 def launch(args: argparse.Namespace) -> None:
     from millrace.cli.launch.kubernetes import manifests
     from millrace.cli.launch.plan import plan_launch

@@ -92,6 +92,11 @@ example:
   millrace join ticket.json --role environment --count 8
 """
 
+ENV_WORKER = """\
+Run workers of a run's environment on this host: the same as `millrace join TICKET --role
+environment`. See `millrace join --help` for the ticket, and for what both hosts must have.
+"""
+
 LAUNCH = """\
 Write what a scheduler needs to run RUN.toml on several nodes: an sbatch script for SLURM, or
 manifests for Kubernetes. The first node has the controller and its ranks of the trainer, the next
@@ -251,7 +256,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(
             name, description=text, epilog=more, formatter_class=style, **settings
         )
-        command.set_defaults(run=getattr(run, name))
+        command.set_defaults(run=getattr(run, name.replace("-", "_")))
         return command
 
     demo = add("demo", DEMO, help="train a tiny model now")
@@ -288,15 +293,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    add = command("join", JOIN, JOIN_MORE, help="add workers of this host to a run").add_argument
-    add("ticket", type=Path, metavar="TICKET")
-    add("--count", type=int, default=1, metavar="N", help="workers (default: 1)")
+    text = "run a run's environment here: join --role environment"
+    env_worker = command("env-worker", ENV_WORKER, help=text)
+    env_worker.set_defaults(role="environment", device=None)
+    join = command("join", JOIN, JOIN_MORE, help="add workers of this host to a run")
+    folder = "folder for the output of the workers (default: logs)"
+    for add in (env_worker.add_argument, join.add_argument):
+        add("ticket", type=Path, metavar="TICKET")
+        add("--count", type=int, default=1, metavar="N", help="workers (default: 1)")
+        add("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help=folder)
+    add = join.add_argument
     text = "engines, ranks of the trainer, or workers of the environment (default: engine)"
     add("--role", choices=run.JOIN_MODULES, default="engine", help=text)
     text = "GPUs of the engines or ranks, such as cuda:1,cuda:2 (default: all that PyTorch sees)"
     add("--device", metavar="GPUS", help=text)
-    text = "folder for the output of the workers (default: logs)"
-    add("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help=text)
 
     text = "write a job for SLURM or Kubernetes"
     add = command("launch", LAUNCH, LAUNCH_MORE, help=text).add_argument

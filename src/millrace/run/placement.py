@@ -116,9 +116,9 @@ def placed(
     trainer, engines, others = placement.trainer, placement.engines, dict(placement.models)
     tp = config.engine.tp
     if ranks == "auto":
-        num_engines = 1 if count == "auto" else count
+        num_engines = config.engine.num_local + config.evaluate.engines
         num_others = sum(model.count * model.tp for model in models)
-        most = len(free) - num_others - (num_engines if _is_open(engines) else 0)
+        most = len(free) - num_others - (tp * num_engines if _is_open(engines) else 0)
         ranks = _num_ranks(config, gpus=gpus, most=most)
     num_here = ranks - config.trainer.remote
     if gpus and _is_open(trainer) and len(free) < num_here and ranks > 1:
@@ -162,7 +162,7 @@ def _is_open(devices: tuple[str, ...]) -> bool:
 
 def _num_ranks(config: RunConfig, *, gpus: Sequence[HostDevice], most: int) -> int:
     """Half of the GPUs, or more if the state of the model needs them; `most` are available. All of
-    these if there are no engines."""
+    these if no engine is on this host."""
     mesh, devices = config.trainer.mesh, config.placement.trainer
     unit = mesh.dp_replicate * mesh.cp * mesh.tp
     if mesh.dp_shard != "auto":
@@ -176,7 +176,8 @@ def _num_ranks(config: RunConfig, *, gpus: Sequence[HostDevice], most: int) -> i
     size, room = ModelSize.read(config), int(_ROOM * gpus[0].total_bytes)
     found = ((n, config.updated(trainer={"ranks": n})) for n in range(unit, most + 1, unit))
     needed = next((n for n, tried in found if rank_bytes(tried, size) < room), most)
-    has_engines = not config.engine.attached and config.engine.num_local + config.engine.remote > 0
+    num_engines = config.engine.num_local + config.evaluate.engines  # remote ones have other GPUs
+    has_engines = not config.engine.attached and num_engines > 0
     share = len(gpus) // 2 if has_engines else most
     wanted = max(min(share, most), min(needed, most), 1)
     return max(unit, wanted - wanted % unit)
@@ -202,6 +203,12 @@ def placed_processes(
         idle_bytes = _rank_bytes(own, in_step=False)
         add(name, device, _rank_bytes(own), "and activations", idle_bytes=idle_bytes)
 
+    def weight_bytes(path: str, dtype: str, device: str) -> int:
+        if dtype == "auto":
+            on_cpu = device == "cpu" or (device == "auto" and not devices[0].is_gpu)
+            dtype = "float32" if on_cpu else "bfloat16"
+        return num_weights(path) * _BYTES.get(dtype, 2)
+
     for rank in range(ranks if trains else 0):
         name = "trainer" if ranks == 1 else f"trainer-{rank}"
         is_here = rank < ranks - config.trainer.remote
@@ -211,20 +218,22 @@ def placed_processes(
     sleeps = config.cluster.share_gpu == "sleep" and devices[0].is_gpu
     step_bytes = 0 if sleeps else None
     num_local, tp = config.engine.num_local, config.engine.tp
-    policy_bytes = _weight_bytes(config.model.path, config.engine.dtype)
+    path, dtype = config.model.path, config.engine.dtype
     for i in range(num_local + config.evaluate.engines):
         name = f"engine-{i}" if i < num_local else f"evaluator-{i - num_local}"
         for device in placement.engine_devices(i, tp=tp):
             if config.engine.attached:
                 add(name, device, 0, "passes requests to its server")
             else:
-                add(name, device, policy_bytes // tp, "and the KV cache", step_bytes=step_bytes)
+                size = weight_bytes(path, dtype, device) // tp
+                add(name, device, size, "and the KV cache", step_bytes=step_bytes)
     for i in range(config.engine.remote):
-        add(f"engine-{num_local + i}", ELSEWHERE, policy_bytes // tp, "and the KV cache")
+        size = weight_bytes(path, dtype, ELSEWHERE) // tp
+        add(f"engine-{num_local + i}", ELSEWHERE, size, "and the KV cache")
     for model in models:
         for i in range(model.count):
-            size = _weight_bytes(model.path, model.dtype) // model.tp
             for device in placement.model_devices(model.name, i, tp=model.tp):
+                size = weight_bytes(model.path, model.dtype, device) // model.tp
                 add(f"{model.name}-{i}", device, size)
     return found
 
@@ -233,10 +242,6 @@ def _rank_bytes(config: RunConfig, *, in_step: bool = True) -> int:
     from millrace.models.devices import ModelSize, rank_bytes
 
     return rank_bytes(config, ModelSize.read(config), in_step=in_step)
-
-
-def _weight_bytes(path: str, dtype: str) -> int:
-    return num_weights(path) * _BYTES.get(dtype, 2)
 
 
 def engine_index(config: RunConfig, name: str) -> int | None:
@@ -305,6 +310,19 @@ def check_memory(processes: Sequence[PlacedProcess], devices: Sequence[HostDevic
                 " weights and optimizer state alone; use more devices or set optimizer.offload ="
                 " true on a GPU, or train a smaller model or a LoRA adapter."
             )
+
+
+def idle_gpus(processes: Sequence[PlacedProcess], devices: Sequence[HostDevice]) -> tuple[str, ...]:
+    """A sentence about GPUs of this host that no process of the run uses, if there are any."""
+    used = {process.device for process in processes}
+    idle = [device.name for device in devices if device.is_gpu and device.name not in used]
+    if not idle:
+        return ()
+    which = f"{idle[0]} is" if len(idle) == 1 else f"{', '.join(idle)} are"
+    return (
+        f"{which} not used; raise engine.count or trainer.ranks, set them to 'auto', or list more"
+        " GPUs in [placement].",
+    )
 
 
 def _first(given: int | None, default: int) -> int:

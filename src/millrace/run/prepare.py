@@ -172,6 +172,8 @@ def prepare(
     tokenizer, max_context = read_model(config.model, wanted=config.engine.max_context)
     given, (config, processes, devices) = config, place(config, specs, trains=trains)
     notes, warnings = check_lora(config), check_files(config)
+    if config.cluster.is_local and trains:
+        notes += placement.idle_gpus(processes, devices)
     _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
     renderer.check(all_tasks)

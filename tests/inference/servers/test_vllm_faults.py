@@ -1,13 +1,15 @@
 """What goes wrong at a vLLM server, and how the engine finds out."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from answers import answers_of, assert_has_form
 from engine_rig import finish_all, make_request, weights
-from fake_vllm import serving
+from fake_vllm import FakeVllm, serving
 from probed import probed_update
 
 from millrace.config import EngineConfig
@@ -65,6 +67,70 @@ def test_broken_stream_loses_the_engine(model_path: Path):
         engine.add_request(make_request(temperature=0.0))
         with pytest.raises(EngineLost, match="broke off a completion: Internal server error"):
             finish_all(engine)
+        engine.close()
+
+
+class WithoutLogprobs(FakeVllm):
+    def shown(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**choice, "logprobs": None}
+
+
+class WithWrongSpans(FakeVllm):
+    def shown(self, choice: dict[str, Any]) -> dict[str, Any]:
+        spans = choice["weight_versions"] and [{"version": "1", "start": 0, "end": 99}]
+        return {**choice, "weight_versions": spans}
+
+
+class EndingByItself(FakeVllm):
+    def shown(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**choice, "finish_reason": choice["finish_reason"] and "abort"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (WithoutLogprobs, r"server at http://.* sent tokens without logprobs\."),
+        (WithWrongSpans, r"server at http://.* reports versions \[\(0, 99, 1\)\] of \d+ tokens\."),
+        (EndingByItself, r"server at http://.* ended a request by itself: 'abort'\."),
+    ],
+)
+def test_damaged_completion_loses_the_engine(model_path: Path, kind: type[FakeVllm], sentence: str):
+    with serving(model_path, kind=kind) as (url, _):
+        engine = swapped(url, model_path)
+        engine.add_request(make_request(temperature=0.0))
+        with pytest.raises(EngineLost, match=sentence):
+            finish_all(engine)
+        engine.close()
+
+
+def test_refused_request_loses_the_engine(model_path: Path):
+    with serving(model_path) as (url, fake):
+        engine = swapped(url, model_path)
+        fake.answers["/inference/v1/generate"] = 400, '{"error": {"message": "too long"}}'
+        engine.add_request(make_request(temperature=0.0))
+        with pytest.raises(EngineLost, match="broke off a completion: too long"):
+            finish_all(engine)
+        engine.close()
+
+
+def test_refused_pause_names_the_server_and_its_answer(model_path: Path):
+    with serving(model_path) as (url, fake):
+        engine = swapped(url, model_path)
+        fake.answers["/pause"] = 503, "overloaded"
+        with pytest.raises(EngineLost, match=f"server at {url} refused /pause: overloaded"):
+            engine.pause()
+        engine.close()
+
+
+def test_prompt_that_is_scored_without_logprobs_loses_the_engine(model_path: Path):
+    class Unscored(FakeVllm):
+        def _score(self, tokens: Sequence[int]) -> list[dict[str, Any] | None]:
+            return [None, {}]
+
+    with serving(model_path, kind=Unscored) as (url, _):
+        engine = swapped(url, model_path)
+        with pytest.raises(EngineLost, match="scored a prompt without its logprobs"):
+            engine.score([probe_request(probed_update().probe)])
         engine.close()
 
 

@@ -1,20 +1,23 @@
 """A vLLM server that would give wrong numbers is refused in one sentence."""
 
+import json
 import re
 import shutil
 import threading
+import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from aiohttp import web
 from engine_rig import finish_all, make_request
-from fake_vllm import FakeVllm, serving
+from fake_vllm import FakeVllm, serving, write_python
 
 from millrace.config import EngineConfig, LoraConfig, load_config
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, EngineLost
 from millrace.inference.backend import (
     EngineSpec,
     VllmBackend,
@@ -122,6 +125,58 @@ def test_server_that_answers_wrongly_at_the_start_is_refused_with_its_answer(
         load(model_path, VllmBackend(attach=[url]))
     assert re.search(sentence.replace("{url}", url), str(error.value))
     assert "\n" not in str(error.value)
+
+
+RAW = {"architectures": [], "dtype": "float32", "sizes": {}, "logprobs_mode": "raw_logprobs"}
+LIKELY = [{"token_id": 1, "logprob": 0.0}, {"token_id": 2, "logprob": -0.1}]
+CHOICE = {"logprobs": {"content": [{"top_logprobs": LIKELY}]}, "weight_versions": [{}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "sentence"),
+    [
+        ("/collective_rpc", {"results": [RAW]}, "reports raw_logprobs, .*; start it with --logp"),
+        ("/inference/v1/generate", {"choices": [CHOICE]}, r"add up to 1\.9; start it with --logp"),
+    ],
+)
+def test_server_with_logprobs_of_another_distribution_is_refused(
+    model_path: Path, path: str, answer: Any, sentence: str
+):
+    with (
+        serving(model_path, answers={path: (200, json.dumps(answer))}) as (url, _),
+        pytest.raises(ConfigError, match=sentence),
+    ):
+        load(model_path, VllmBackend(attach=[url]))
+
+
+def test_server_that_ends_at_its_start_is_refused(model_path: Path, tmp_path: Path):
+    """As one that does not know an argument."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nif [ $1 = -c ]; then exit; fi\nexit 2\n")
+    python.chmod(0o700)
+    with pytest.raises(ConfigError, match=r"before it served; .* or install vLLM 0\.32 or newer"):
+        load(model_path, VllmBackend(python=str(python)))
+
+
+@pytest.mark.slow
+def test_started_server_has_a_private_socket_and_its_death_loses_the_engine(
+    model_path: Path, tmp_path: Path
+):
+    engine = load(model_path, VllmBackend(python=str(write_python(tmp_path))))
+    children = psutil.Process().children(recursive=True)
+    (server,) = [child for child in children if "--uds" in child.cmdline()]
+    words = server.cmdline()
+    socket = Path(words[words.index("--uds") + 1])
+    assert socket.is_socket()
+    assert socket.parent.stat().st_mode & 0o777 == 0o700
+    server.kill()
+    assert engine.server is not None
+    while engine.server.end is None:
+        time.sleep(0.01)
+    with pytest.raises(EngineLost, match=r"The vLLM server .*SIGKILL"):
+        engine.stats()
+    engine.close()
+    assert not socket.parent.exists()
 
 
 def test_server_of_an_old_version_is_refused_with_versions_that_work(model_path: Path):
