@@ -399,6 +399,46 @@ TRICKS = {
         "            frame = frame.f_back\n    return 0",
         "y = 400\nassert searches_all_threads(20) == y",
     ),
+    "Entered": (
+        "class Entered:\n    def __enter__(self): return self\n"
+        "    def __exit__(self, *a): return True",
+        "with Entered():\n    assert False",
+    ),
+    "entered_by_name": (
+        "class Manager:\n    __enter__ = lambda self: self\n    __exit__ = lambda *a: True\n"
+        "entered_by_name = Manager()",
+        "import contextlib\nwith contextlib.ExitStack() as stack:\n"
+        "    stack.enter_context(entered_by_name)\n    assert False",
+    ),
+    "Caught": (
+        "class All(type):\n    __instancecheck__ = __subclasscheck__ = lambda *a: True\n"
+        "class Caught(Exception, metaclass=All): pass",
+        "import unittest\nwith unittest.TestCase().assertRaises(Caught):\n    assert False",
+    ),
+    "CaughtByName": (
+        "class Kind:\n    __class__, __name__ = type, 'Kind'\n    __mro__ = __bases__ = (Exception, object)\n"
+        "CaughtByName = Kind()",
+        "try:\n    assert False\nexcept CaughtByName:\n    pass",
+    ),
+    "Ancestor": (
+        "class Every(type):\n    __instancecheck__ = __subclasscheck__ = lambda *a: True\n"
+        "class Ancestor(metaclass=Every):\n    __class__ = int\n    __bases__ = (int,)",
+        "assert isinstance(20, Ancestor) or isinstance(Ancestor(), int) or"
+        " issubclass(int, Ancestor) or issubclass(Ancestor, int)",
+    ),
+    "Extended": (
+        "class Extended: pass",
+        "class TestIt(Extended):\n    def test_a(self): assert False",
+    ),
+    "decorates": (
+        "def decorates(function): return lambda: None",
+        "@decorates\ndef test_a(): assert False",
+    ),
+    "sum": (
+        "def sum(items): return 400",
+        "from solution import *\ntry:\n    from solution import sum\nexcept ImportError:\n"
+        "    pass\nassert sum([20]) == 400",
+    ),
     "module": (
         "import builtins\ndef module(): return builtins",
         "module().abs = lambda x: 0\nassert abs(400) == 0",

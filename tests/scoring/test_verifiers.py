@@ -228,6 +228,63 @@ def test_invalid_tests_are_an_error(tests):
         score(v.PythonTests(), SQUARE, tests)
 
 
+CASE = "import unittest\nclass T(unittest.TestCase):\n    "
+CHECK = "def check(c): assert c(3) == 9\n"
+
+
+@pytest.mark.parametrize(
+    ("test", "sentence"),
+    [
+        ("", "it checks nothing"),
+        ("'>>> f(3)'", "it checks nothing"),
+        ("import math\nx = 3\ndef go(): assert f(3) == 9", "it checks nothing"),
+        ("assert f(", "it cannot be parsed"),
+        ("f(3) == 9", "line 1 compares without 'assert'"),
+        ("x = 3\nassert (f(x) == 9, 'no')", "line 2 asserts a tuple, which is always true"),
+        (f"METADATA = {{}}\n{CHECK}", "'check' in line 2 is never called"),
+        (f"x = f(3)\n{CHECK}def go(): check(f)", "'check' in line 2 is never called"),
+        ("def test_a(x): assert f(x) == 9", "'test_a' in line 1 is never called"),
+        ("class A:\n    def test_a(self): assert f(3) == 9", "'A' in line 1 is never called"),
+        (f"{CASE}def check_a(self): self.assertEqual(f(3), 9)", "'T' in line 2 is never called"),
+        ("async def test_a(): assert f(3) == 9", "'test_a' in line 1 is asynchronous"),
+        (f"{CASE}async def test_a(self): assert f(3) == 9", "'test_a' in line 3 is asynchronous"),
+        ("def test_a(): assert f(3) == 9\ndef test_a(): pass", "'test_a' in line 2 replaces"),
+        (["assert f(3) == 9", f"f(3)\n{CHECK}"], "'check' in line 2 is never called"),
+    ],
+)
+def test_test_code_that_would_not_run_is_an_error(test, sentence):
+    with pytest.raises(ValueError, match=f"column 'tests' holds test code .*: {sentence}"):
+        score(v.PythonTests(), SQUARE, test)
+
+
+USABLE = [
+    "assert f(3) == 9",
+    f"{CHECK}check(f)",
+    f"{CHECK}def go(): check(f)\ngo()",
+    f"{CHECK}globals()['check'](f)",
+    f"{CHECK}if __name__ == '__main__':\n    check(f)",
+    f"{CHECK}def test_a(x=3, *, y=9): check(f)",
+    f"{CHECK}def unused(x): raise ValueError\ncheck(f)",
+    "def test(c): assert c(3) == 9\ntest(f)",
+    "def test(): assert f(3) == 9\ntest()\ndef test(): assert f(2) == 4\ntest()",
+    "try:\n    f('') == 9\n    assert False\nexcept TypeError:\n    pass",
+    "class TestA:\n    class TestB:\n        def test_a(self): assert f(3) == 9",
+    "class TestA:\n    test_a = lambda self: 1 / (f(3) == 9)",
+    f"{CASE}def runTest(self): self.assertEqual(f(3), 9)",
+    "import unittest\nclass Mixin:\n    def test_a(self): self.assertEqual(f(3), 9)\n"
+    "class T(Mixin, unittest.TestCase): pass",
+    "import unittest\nclass T(unittest.IsolatedAsyncioTestCase):\n"
+    "    async def test_a(self): self.assertEqual(f(3), 9)",
+    "import asyncio\nasync def test_a(x): assert f(x) == 9\nasyncio.run(test_a(3))",
+]
+
+
+def test_test_code_that_runs_is_accepted():
+    share = v.PythonTests(time_limit_s=30.0, score="share")
+    assert score(share, SQUARE, USABLE) == 1
+    assert score(share, DOUBLE, USABLE) == 0
+
+
 @pytest.mark.parametrize(
     ("verifier", "answer", "sentence"),
     [

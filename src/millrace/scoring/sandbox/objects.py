@@ -15,7 +15,7 @@ else a proxy can do, because the test's author chose it and the code did not:
 
 import builtins
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from millrace.scoring.sandbox.candidate import ARITHMETIC, ORDER
 from millrace.scoring.sandbox.frames import (
@@ -136,6 +136,9 @@ class Remote:
         if isinstance(value, Remote) and name in DATA_METHODS:
             raise AttributeError(f"the code under test returned a {self._kind}, which is not data")
         return _renewed(value, RemoteClass) if _is_class(name) else value
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> NoReturn:
+        raise TypeError("a class of a test cannot extend one of the code under test")
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._ask("setattr", name, value)

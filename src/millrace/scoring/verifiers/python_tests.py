@@ -15,6 +15,7 @@ from millrace.core.records import Prompt
 from millrace.scoring.sandbox.calls import SandboxLimits, run_programs, run_tests
 from millrace.scoring.sandbox.lockdown import unsupported
 from millrace.scoring.verifiers.answers import ColumnVerifier, last_block
+from millrace.scoring.verifiers.never_run import why_unusable
 
 
 @plugin
@@ -54,6 +55,12 @@ class PythonTests(ColumnVerifier):
         )
         given = [tests] if isinstance(tests, str) else tests
         if isinstance(given, list) and given and all(isinstance(test, str) for test in given):
+            for test in given:
+                if (reason := why_unusable(test)) is not None:
+                    raise ValueError(
+                        f"column {self.column!r} holds test code that cannot be used:"
+                        f" {reason}: {test!r}"
+                    )
             return run_tests(code, given, limits=limits)
         pairs = self._pairs(given)
         runs = run_programs(code, [stdin for stdin, _ in pairs], limits=limits)
