@@ -144,3 +144,17 @@ async def test_viewers_are_told_about_new_steps(tmp_path):
         run_dir.metrics.write_text(json.dumps(metrics_row(1)) + "\n")
         assert (await next_event(response))["runs"][0]["step"] == 1
         assert (await read(session, "/runs/0/overview"))["step"] == 1
+
+
+async def test_slow_viewer_gets_news_that_came_while_it_received_an_event(tmp_path):
+    run_dir = make_run(tmp_path, steps=5, finished=False)
+    run_dir.metrics.write_text("")
+    dashboard = Dashboard([tmp_path])
+    slow, fast = dashboard.events(), dashboard.events()
+    assert [await anext(slow), await anext(fast)] == [{}, {}]
+    watching = asyncio.create_task(dashboard.watch())
+    assert [(await anext(v))["runs"][0]["step"] for v in (slow, fast)] == [0, 0]
+    run_dir.metrics.write_text(json.dumps(metrics_row(1)) + "\n")
+    assert (await anext(fast))["runs"][0]["step"] == 1
+    watching.cancel()  # there is no more news
+    assert (await anext(slow))["runs"][0]["step"] == 1

@@ -118,6 +118,28 @@ async def test_idle_worker_is_shown_with_the_reason_from_the_controller(tmp_path
     assert reasons["scorer-0"] == "no work"
 
 
+async def test_report_builds_the_gauges_once_and_only_to_explain_a_wait(tmp_path):
+    num_built = 0
+
+    def gauges():
+        nonlocal num_built
+        num_built += 1
+        return make_gauges()
+
+    monitor, _ = make_monitor(tmp_path)
+    running = asyncio.create_task(monitor.run(gauges))
+    await asyncio.sleep(0)
+    first = num_built
+    busy = Span(worker="engine-0", name="generate", busy=True, start_s=1.0, end_s=2.0)
+    wait = Span(worker="engine-0", name="no work", busy=False, start_s=2.0, end_s=3.0)
+    monitor.on_progress("engine-0", spans=[busy, busy], counters={})
+    assert num_built == first
+    monitor.on_progress("engine-0", spans=[busy, wait, busy, wait], counters={})
+    assert num_built == first + 1
+    running.cancel()
+    monitor.close()
+
+
 def test_resumed_run_continues_its_files_and_totals(tmp_path):
     first, run_dir = make_monitor(tmp_path)
     for version in range(3):

@@ -101,6 +101,12 @@ def test_the_hint_of_a_chat_goes_into_its_last_message():
     assert messages[1]["content"] == "u"
 
 
+def test_braces_in_the_prompt_or_the_hint_are_text():
+    task = Task(prompt="{hint} {x}", columns={"answer": "{prompt}"})
+    settings = TeacherSettings(hint="answer", template="{prompt}, {hint}, {y}")
+    assert settings.hinted_prompt(task) == "{hint} {x}, {prompt}, {y}"
+
+
 @pytest.mark.parametrize(
     ("settings", "task", "is_taught"),
     [

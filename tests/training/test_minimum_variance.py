@@ -97,3 +97,14 @@ def test_float16_gradients_of_sequences_that_overflow_lower_the_loss_scale():
     (expected,) = trainer(True).policy.with_baseline(batch).microbatches
     assert 1 < rough.loss_scale < first
     np.testing.assert_allclose(ours.advantages, expected.advantages, rtol=0.05)
+
+
+def test_loss_scale_grows_with_updates_and_not_with_the_gradients_of_rollouts():
+    policy = trainer(True, compute_dtype=torch.float16).policy
+    first = policy.loss_scale
+    for _ in range(199):
+        policy._loss_scale.succeeded()
+    policy.with_baseline(packed(groups(), ADVANTAGES))
+    assert policy.loss_scale == first
+    policy.apply_gradient(learning_rate=0.0)
+    assert policy.loss_scale == 2 * first

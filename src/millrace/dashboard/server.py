@@ -109,12 +109,14 @@ class Dashboard:
         """The heads of all runs now, and again whenever one has changed."""
         shown: list[dict[str, Any]] | None = None
         while True:
-            yield {"runs": self._heads} if self._heads is not shown and self._heads else {}
-            shown = self._heads
+            heads = self._heads  # there may be newer ones by the time these have been sent
+            yield {"runs": heads} if heads is not shown and heads else {}
+            shown = heads
             async with self._news:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(KEEP_ALIVE_S):
-                        await self._news.wait()
+                        while self._heads is shown:
+                            await self._news.wait()
 
 
 # Methods of RunReader that a page may call.

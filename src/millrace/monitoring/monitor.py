@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,8 @@ class RunMonitor:
         if phase is not None and self._phases.get(worker) != phase:
             self.starting(worker, phase)
         if self._gauges is not None:
-            spans = [_with_wait_reason(span, self._gauges()) for span in spans]
+            gauges = cache(self._gauges)  # they are costly, and most reports need none
+            spans = [_with_wait_reason(span, gauges) for span in spans]
         self._activity.add(spans)
         try:
             if self._trace is not None:
@@ -287,10 +289,10 @@ class RunMonitor:
         )
 
 
-def _with_wait_reason(span: Span, gauges: RunGauges) -> Span:
+def _with_wait_reason(span: Span, gauges: Callable[[], RunGauges]) -> Span:
     """A worker knows only that it has nothing to do; the controller knows why."""
     if span.worker.startswith("engine") and span.name == "no work":
-        return replace(span, name=gauges.engine_waits_for)
+        return replace(span, name=gauges().engine_waits_for)
     if span.worker.startswith("trainer") and span.name == "a batch":
-        return replace(span, name=gauges.trainer_waits_for)
+        return replace(span, name=gauges().trainer_waits_for)
     return span

@@ -165,9 +165,7 @@ class TrainableModel:
             if not (overflowed and self._loss_scale.lower()):
                 break
         is_finite = math.isfinite(total) and math.isfinite(grad_norm)
-        if is_finite:
-            self._loss_scale.succeeded()
-        else:
+        if not is_finite:
             self._loss_scale.value = first_scale
         return replace(gradient, norm=grad_norm, is_finite=is_finite)
 
@@ -198,6 +196,7 @@ class TrainableModel:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
+        self._loss_scale.succeeded()
 
     def free_gradient(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)

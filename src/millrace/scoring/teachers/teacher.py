@@ -10,6 +10,7 @@ Promise: teachers return no episode score, so a run with teachers alone has scor
 whose task a teacher does not cover gets nothing from it.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -95,8 +96,9 @@ class TeacherSettings(LogprobModelSettings):
         assert self.hint is not None
         hint = str(task.columns[self.hint])
 
-        def fill(prompt: str) -> str:  # not str.format: a hint may contain braces
-            return self.template.replace("{prompt}", prompt).replace("{hint}", hint)
+        def fill(prompt: str) -> str:  # in one pass: both texts may contain "{hint}" and braces
+            texts = {"{prompt}": prompt, "{hint}": hint}
+            return re.sub(r"\{(?:prompt|hint)\}", lambda found: texts[found[0]], self.template)
 
         if isinstance(task.prompt, str):
             return fill(task.prompt)
