@@ -180,7 +180,7 @@ async def callers(
     service = TrainingService(
         served,
         thread,
-        AdapterSlots(["place"]),
+        AdapterSlots(["place"], max_users=8),
         settings=TrainingSettings(folder=folder, max_rank=8, **quotas),
         model_path=str(model_path),
     )
