@@ -420,13 +420,14 @@ async def test_errors_in_the_log_have_no_control_characters(caplog: pytest.LogCa
         served(WritingEngine("x"), extend=lambda app: app.router.add_get("/x{t}", fail)) as client,
         aiohttp.ClientSession() as http,
         http.get(
-            f"{client.base_url.scheme}://{client.base_url.netloc.decode()}/x%1b%5b2J"
+            f"{client.base_url.scheme}://{client.base_url.netloc.decode()}/x%1b%5b2J%0Aforged"
         ) as response,
     ):
         assert response.status == 500
-    assert "GET /x\\x1b[2J failed" in caplog.text
+    assert "GET /x\\x1b[2J\\nforged failed" in caplog.text
     assert "wrong: /x\\x1b[2J" in caplog.text
     assert "\x1b" not in caplog.text
+    assert not any(line.startswith("forged") for line in caplog.text.splitlines())
 
 
 async def test_completions_of_one_request_are_bounded():

@@ -1,5 +1,7 @@
 """Several policies with adapters on one model: shared passes train each as if it were alone."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,13 +12,22 @@ from batches import batch_of, mixed_rollouts, sharing_rollouts, trainer_of
 
 from millrace.config import LoraConfig
 from millrace.core.microbatch import Batch
+from millrace.core.records import Rollout
 from millrace.training.adapters.adapted_model import AdaptedModel
 from millrace.training.adapters.policy_adapter import PolicyAdapter
 from millrace.training.adapters.shared_passes import clipped_gradients
+from millrace.training.losses.recipes import build_loss
 from millrace.training.packing.splitting import joined
 from millrace.training.trainer import Trainer, step_together
 
 LORA = LoraConfig(rank=3, alpha=8.0)
+VERSION = 3  # of the weights, where tokens are stale
+# One table for each policy.
+LOSSES: Sequence[Mapping[str, Any]] = (
+    {"type": "dapo", "max_token_staleness": 1},
+    {"type": "cispo", "max_token_staleness": 2, "staleness_half_life": 1},
+    {"type": "gspo"},
+)
 
 
 def trainers_of(
@@ -25,9 +36,10 @@ def trainers_of(
     architecture: str = "qwen3",
     alone: int | None = None,
     passes: list[int] | None = None,
+    losses: Sequence[Mapping[str, Any]] = (),
 ) -> list[Trainer]:
     """Of `num` policies on one model, or only the trainer number `alone`. `passes`: where the rows
-    of each pass are counted."""
+    of each pass are counted. `losses`: of each policy; the default one if empty."""
     model = tiny_model(architecture)
     if passes is not None:
         embeddings: Any = model.get_input_embeddings()
@@ -43,6 +55,8 @@ def trainers_of(
         if alone in (None, number):
             rate = 1e-2 * (1 + number)
             own = {"adapter": adapter, "learning_rate": rate, "is_prepared": bool(made)}
+            if losses:
+                own["loss"] = build_loss(losses[number], max_new_tokens=20)
             made.append(trainer_of(model, **own))
     return made
 
@@ -53,6 +67,17 @@ def batches(num: int, *, microbatch_tokens: int) -> list[Batch]:
         [*sharing_rollouts(rng, num=4 + i), *mixed_rollouts(rng, 3 + i)] for i in range(num)
     ]
     return [batch_of(own, microbatch_tokens=microbatch_tokens) for own in rollouts]
+
+
+def stale_batches(num: int) -> list[Batch]:
+    """Each token was sampled by one of the versions 0 to VERSION."""
+    rng = np.random.default_rng(11)
+
+    def stale(rollout: Rollout) -> Rollout:
+        versions = np.sort(rng.integers(0, VERSION + 1, len(rollout.tokens)))
+        return replace(rollout, versions=np.where(rollout.mask, versions, -1).astype(np.int32))
+
+    return [batch_of([*map(stale, mixed_rollouts(rng, 6 + i))]) for i in range(num)]
 
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -81,6 +106,29 @@ def test_gradients_of_shared_passes_are_those_of_each_policy_alone(architecture,
             largest = dict.fromkeys(largest, max(largest.values()))
         for name, grad in theirs.items():
             assert (ours[name] - grad).abs().max() / largest[name] < 1e-6, name
+
+
+def test_each_policy_of_shared_passes_has_its_own_loss_and_limit_of_staleness():
+    given, trainers = stale_batches(3), trainers_of(3, losses=LOSSES)
+    for trainer in trainers:
+        trainer.steps_done = VERSION
+    pending = [trainer.pending(batch) for trainer, batch in zip(trainers, given, strict=True)]
+    clipped_gradients(pending, pass_tokens=10_000)
+
+    def distances(number: int, loss: Mapping[str, Any]) -> list[float]:
+        """To the gradient of each weight of the policy alone with this loss, relative to it."""
+        (alone,) = trainers_of(3, alone=number, losses=[loss] * 3)
+        alone.steps_done = VERSION
+        alone.pending(given[number]).gradient()
+        ours, theirs = gradients(trainers[number]), gradients(alone)
+        assert ours.keys() == theirs.keys()
+        return [float((ours[n] - grad).norm() / grad.norm()) for n, grad in theirs.items()]
+
+    for number, loss in enumerate(LOSSES):
+        assert max(distances(number, loss)) < 1e-5
+        for other in (*LOSSES, {"type": loss["type"], "max_token_staleness": 0}):
+            if other != loss:
+                assert min(distances(number, other)) > 1e-2, (loss, other)
 
 
 def test_pass_has_no_more_rows_than_allowed():

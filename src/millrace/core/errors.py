@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import difflib
 import re
+import textwrap
+import traceback
 import unicodedata
 from collections import Counter
 from collections.abc import Coroutine, Generator, Iterable, Mapping
@@ -177,6 +179,13 @@ def printable(text: str) -> str:
         char if char in "\n\t" or unicodedata.category(char) not in CONTROLS else ascii(char)[1:-1]
         for char in text
     )
+
+
+def failure_text(what: str, error: BaseException) -> str:
+    """A line of what has failed, and an indented traceback, for a log. Both may quote a client, but
+    no quoted text begins a line or controls a terminal."""
+    lines = textwrap.indent("".join(traceback.format_exception(error)), "  ")
+    return printable(what.replace("\n", "\\n") + "\n" + lines)
 
 
 def shortened(text: str, max_length: int) -> str:

@@ -11,14 +11,13 @@ Runs on one event loop.
 import asyncio
 import contextlib
 import logging
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from millrace.core.errors import ConfigError, MillraceError, printable
+from millrace.core.errors import ConfigError, MillraceError, failure_text
 from millrace.serving.api.bodies import ChatBody, CompletionBody, OpenAIBody
 from millrace.serving.api.chat import ChatAnswer
 from millrace.serving.api.completions import ApiAnswer, TextAnswer
@@ -273,9 +272,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         return response
     except ConnectionError:  # the client has disconnected
         raise
-    except Exception:  # noqa: BLE001 - a bug: logged here, hidden from clients
-        about = f"{request.method} {request.path} failed\n{traceback.format_exc()}"
-        _log.error("%s", printable(about))
+    except Exception as error:  # noqa: BLE001 - a bug: logged here, hidden from clients
+        _log.error("%s", failure_text(f"{request.method} {request.path} failed", error))
         return ApiError("The server failed.", status=500).response()
 
 

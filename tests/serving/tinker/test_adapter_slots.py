@@ -42,17 +42,17 @@ class Requests:
         self._tasks: list[asyncio.Task[None]] = []
         self.running: list[str] = []  # in the order of their beginning
 
-    async def begin(self, folder: Path) -> asyncio.Event:
+    async def begin(self, folder: Path | str, *, tenant: str = "one") -> asyncio.Event:
         end = asyncio.Event()
-        self._tasks.append(asyncio.create_task(self._run(folder, end)))
+        self._tasks.append(asyncio.create_task(self._run(Path(folder), end, tenant)))
         await settle()
         return end
 
     async def end_all(self) -> None:
         await cancel_all(self._tasks)
 
-    async def _run(self, folder: Path, end: asyncio.Event) -> None:
-        async with self._slots.holding(folder):
+    async def _run(self, folder: Path, end: asyncio.Event, tenant: str) -> None:
+        async with self._slots.holding(folder, tenant=tenant):
             self.running.append(folder.name)
             await end.wait()
 
@@ -63,8 +63,10 @@ async def settle() -> None:
 
 
 @asynccontextmanager
-async def engine_with(*names: str) -> AsyncIterator[tuple[AdapterSlots, LoadingWorker, Requests]]:
-    slots, worker = AdapterSlots(names), LoadingWorker()
+async def engine_with(
+    *names: str, max_users: int = 8
+) -> AsyncIterator[tuple[AdapterSlots, LoadingWorker, Requests]]:
+    slots, worker = AdapterSlots(names, max_users=max_users), LoadingWorker()
     await slots.attach("engine-0", worker)  # pyright: ignore[reportArgumentType]
     requests = Requests(slots)
     yield slots, worker, requests
@@ -128,7 +130,7 @@ async def test_adapter_that_cannot_be_loaded_fails_its_requests_only():
     async with engine_with("place") as (slots, worker, requests):
         for _ in range(2):
             with pytest.raises(CheckpointError, match="no saved adapter"):
-                async with slots.holding(C):
+                async with slots.holding(C, tenant="one"):
                     pass
         await requests.begin(A)
         assert (requests.running, worker.started) == (["A"], ["C", "C", "A"])
@@ -140,3 +142,61 @@ async def test_adapter_that_has_changed_is_loaded_again():
         slots.forget(A)
         await requests.begin(A)
         assert worker.adapters == {"one": "A", "two": "A"}
+
+
+async def test_a_tenant_does_not_wait_for_all_adapters_of_another():
+    async with engine_with("place") as (_, _, requests):
+        ends = [await requests.begin(f"A{number}") for number in range(5)]
+        ends += [await requests.begin(name, tenant="two") for name in ("B0", "B1")]
+        for end in ends:
+            end.set()
+            await settle()
+        # A1 was to replace A0 before the other tenant came.
+        assert requests.running == ["A0", "A1", "B0", "A2", "B1", "A3", "A4"]
+
+
+async def test_tenants_that_use_all_places_have_the_same_number_of_them():
+    async with engine_with("1", "2", "3", "4") as (_, worker, requests):
+        ends = [await requests.begin(f"A{number}") for number in range(8)]
+        for number in range(8):
+            await requests.begin(f"B{number}", tenant="two")
+        for end in ends[:6]:
+            end.set()
+            await settle()
+        assert sorted(worker.adapters.values()) == ["A6", "A7", "B0", "B1"]
+
+
+async def test_no_tenant_takes_a_used_place_of_another_that_has_no_more_places():
+    async with engine_with("1", "2") as (_, _, requests):
+        await requests.begin("B1", tenant="two")
+        first = await requests.begin("A1")
+        await requests.begin("A2")
+        # A2 waits for A1, although B1 was used less recently, and B1 gets further requests.
+        await requests.begin("B1", tenant="two")
+        assert requests.running == ["B1", "A1", "B1"]
+        first.set()
+        await settle()
+        assert requests.running == ["B1", "A1", "B1", "A2"]
+
+
+async def test_the_tenant_with_most_idle_adapters_loses_one_first():
+    async with engine_with("1", "2", "3") as (_, worker, requests):
+        for name, tenant in (("B1", "two"), ("A1", "one"), ("A2", "one"), ("A3", "one")):
+            (await requests.begin(name, tenant=tenant)).set()
+            await settle()
+        assert worker.adapters == {"1": "B1", "2": "A3", "3": "A2"}
+
+
+async def test_requests_beyond_those_that_run_give_way_to_another_tenant():
+    async with engine_with("place", max_users=2) as (_, worker, requests):
+        ends = [await requests.begin(A) for _ in range(5)]
+        other = await requests.begin(B, tenant="two")
+        assert requests.running == ["A", "A"]
+        for end in ends:
+            end.set()
+        await settle()
+        assert requests.running == ["A", "A", "B"]
+        other.set()
+        await settle()
+        assert requests.running == ["A", "A", "B", "A", "A", "A"]
+        assert worker.started == ["A", "B", "A"]

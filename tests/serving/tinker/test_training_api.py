@@ -180,7 +180,7 @@ async def callers(
     service = TrainingService(
         served,
         thread,
-        AdapterSlots(["place"]),
+        AdapterSlots(["place"], max_users=8),
         settings=TrainingSettings(folder=folder, max_rank=8, **quotas),
         model_path=str(model_path),
     )
@@ -500,6 +500,26 @@ async def test_the_audit_log_has_a_line_for_each_request(model_path: Path, tmp_p
     tenants = [line["tenant"] for line in lines]
     assert tenants[0] == tenants[1] == tenants[5] != tenants[2] == tenants[3]
     assert not any(key in log.read_text() for key in KEYS)
+
+
+async def test_a_failed_request_cannot_forge_a_line_of_the_log(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    class FailingEngine(ScriptedEngine):
+        async def generate(self, request: Request, *_: Any) -> list[Completion]:
+            raise RuntimeError(f"bad stop {request.sampling.stop[0]}")
+
+    async with callers(model_path, tmp_path, engine=FailingEngine()) as (one, _):
+        body = {**await one.new_sampler(), "seq_id": 0, "prompt": {"chunks": [{"tokens": [40]}]}}
+        stop = "x\nforged\r\x1b[2J"
+        body["sampling_params"] = {"max_tokens": 1, "stop": stop}
+        assert await one.future("asample", body) == {
+            "error": "The server failed.",
+            "category": "server",
+        }
+    assert "bad stop x" in caplog.text
+    assert not any(line.startswith("forged") for line in caplog.text.splitlines())
+    assert not {"\x1b", "\r"} & {*caplog.text}
 
 
 async def test_a_finished_session_frees_its_models(model_path: Path, tmp_path: Path):

@@ -46,7 +46,8 @@ class TrainingRuntime:
         names = [f"training-{number}" for number in range(NUM_SLOTS)]
         adapters = {**engine.adapters, **dict.fromkeys(names, str(blank))}
         engine = engine.model_copy(update={"adapters": adapters})
-        return TrainingRuntime(thread=thread, slots=AdapterSlots(names), engine=engine)
+        slots = AdapterSlots(names, max_users=settings.engines * engine.max_sequences)
+        return TrainingRuntime(thread=thread, slots=slots, engine=engine)
 
     def add_to(self, app: web.Application, served: ServedModel, settings: ServeSettings) -> None:
         assert settings.training is not None

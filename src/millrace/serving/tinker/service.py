@@ -353,7 +353,7 @@ class TrainingService:
                 if folder is None:
                     done = await self._served.complete([request], flow=flow)
                 else:
-                    async with self._slots.holding(folder) as name:
+                    async with self._slots.holding(folder, tenant=tenant.name) as name:
                         adapted = replace(request, adapter=name)
                         done = await self._served.complete([adapted], flow=flow)
             sampler, tokens = body.sampling_session_id, flow.num_sampled

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from millrace.core.errors import CheckpointError, MillraceError, TaskError
+from millrace.core.errors import CheckpointError, MillraceError, TaskError, failure_text
 from millrace.serving.api.errors import ApiError, as_api_error
 from millrace.serving.clients import Client, TokenQuota
 from millrace.serving.tinker.request_log import AcceptedRequest, RequestKey, Result
@@ -90,8 +90,8 @@ async def outcome(work: Awaitable[Result]) -> Result:
     except MillraceError as error:
         is_user = isinstance(error, CheckpointError) or as_api_error(error).status < 500
         return {"error": str(as_api_error(error)), "category": "user" if is_user else "server"}
-    except Exception:  # noqa: BLE001 - a bug: logged here, hidden from clients
-        _log.exception("a request of the training API failed")
+    except Exception as error:  # noqa: BLE001 - a bug: logged here, hidden from clients
+        _log.error("%s", failure_text("a request of the training API failed", error))
         return {"error": "The server failed.", "category": "server"}
 
 
