@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from millrace.bench.rank_features import FEATURES, MESHES
 from millrace.config import load_config
 from millrace.core.records import Task
 from millrace.monitoring.callbacks import check_callback
@@ -96,6 +97,19 @@ def test_losses_page_lists_every_recipe_with_its_settings():
             shown = {"0.0003": "3e-4", "0.0004": "4e-4"}.get(shown, shown)
             assert f"{key} {shown}" in settings, (name, key)
         assert advantages.strip().startswith(ADVANTAGES.get(name, {"type": "group"})["type"])
+
+
+def test_ranks_page_has_a_row_for_every_feature_and_a_column_for_every_mesh():
+    table = re.search(r"^\|  \| one rank .*\n(?:\|.*\n)+", text_of("ranks"), re.M)
+    assert table is not None, "the table that millrace bench ranks prints"
+    header, _, *rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table[0].splitlines()
+    ]
+    assert header[1:] == [*MESHES]
+    assert [row[0] for row in rows] == [*FEATURES]
+    for name, *cells in rows:
+        has_number = [bool(re.fullmatch(r"0|\d\.\de-\d\d", cell)) for cell in cells]
+        assert has_number == [FEATURES[name].fits(sizes) for sizes in MESHES.values()], name
 
 
 def test_verifiers_page_lists_every_key_with_its_default():

@@ -3,10 +3,12 @@
 import copy
 import functools
 import itertools
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from test_rank_checkpoints import save
 from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +35,8 @@ from millrace.weights.transport import make_sender
 GATHER, SCATTER, SUM = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
 EXCHANGES = {"alltoall_base_", "all_to_all_single"}
 TRANSFERS = {"send", "recv_"}  # of a rank to rank 0, which gathers weights to be published
-LEFT_OUT, PUBLISHED = "a collective that rank 1 leaves out", "weights that are published"
+LEFT_OUT = "a collective that rank 1 leaves out"
+PUBLISHED, SAVED = "weights that are published", "a checkpoint"
 
 
 class RecordedCollectives(TorchDispatchMode):
@@ -148,8 +151,7 @@ def gathered_calls(ranks, recorded: RecordedCollectives) -> list[list[tuple]]:
     return found
 
 
-def published_calls(ranks, feature, folder) -> list[list[tuple]]:
-    trainer, _ = bench.make_trainer(feature, ranks, folder, device="cpu")
+def published_calls(ranks, trainer) -> list[list[tuple]]:
     make = functools.partial(make_sender, "shm", dtype=torch.float32)
     sender = GatheringSender(make, bucket_bytes=2**14)
     with RecordedCollectives() as recorded:
@@ -159,15 +161,28 @@ def published_calls(ranks, feature, folder) -> list[list[tuple]]:
     return gathered_calls(ranks, recorded)
 
 
+def saved_calls(ranks, trainer, folder, *, merged_into) -> list[list[tuple]]:
+    with RecordedCollectives() as recorded:
+        save(trainer, folder / "step_1", ranks.for_thread(), merged_into=merged_into)
+    return gathered_calls(ranks, recorded)
+
+
 def sequences(ranks, features, folder) -> dict[str, list[list[tuple]]]:
     """The collectives of every rank, by feature."""
     found = {}
     for name, feature in features.items():
         shares = ranks.sizes.num_data_ranks
-        with RecordedCollectives() as recorded:
+        with RecordedCollectives() as recorded, warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)  # of functions that torch will remove
             bench.train(feature, ranks, folder, num_shares=shares, device="cpu")
         found[name] = gathered_calls(ranks, recorded)
-    found[PUBLISHED] = published_calls(ranks, next(iter(features.values())), folder)
+    first, *_, last = [*features.values(), *features.values()]
+    trainer, _ = bench.make_trainer(first, ranks, folder, device="cpu")
+    found[PUBLISHED] = published_calls(ranks, trainer)
+    trainer, config = bench.make_trainer(last, ranks, folder, device="cpu")
+    trainer.step(*bench._shares(last, config, ranks, step=0, num_shares=shares))
+    merged_into = "merged" if config.lora else None
+    found[SAVED] = saved_calls(ranks, trainer, folder, merged_into=merged_into)
     if "minibatches" in features:
         compare_listed_experts(ranks, folder)
         check_buckets(ranks)
@@ -195,6 +210,8 @@ def sequences(ranks, features, folder) -> dict[str, list[list[tuple]]]:
         (MeshSizes(dp_replicate=2, dp_shard=2), ("grpo", "lora")),
         (MeshSizes(cp=2), ("grpo", "critic", "lora")),
         (MeshSizes(dp_shard=2, ep=2), ("lora of experts",)),
+        (MeshSizes(cp=2, ep=2), ("lora of experts", "route replay")),
+        pytest.param(MeshSizes(cp=2, tp=2), ("lora", "critic"), marks=pytest.mark.slow),
         pytest.param(MeshSizes(dp_shard=2, ep=2), ("route replay",), marks=pytest.mark.slow),
         pytest.param(
             MeshSizes(dp_shard=2, tp=2), ("critic", "lora", "one group"), marks=pytest.mark.slow
@@ -211,9 +228,12 @@ def test_ranks_make_the_same_collectives(tmp_path, sizes, names):
         assert pair == (0, 1)
         assert first == (SUM, [(7,)], [0, 1])
         assert second is None
-    published = found.pop(PUBLISHED)
+    published, saved = found.pop(PUBLISHED), found.pop(SAVED)
     assert first_mismatch(published) is None
     assert any(call[0].startswith("transfer") for call in published[0])
+    assert first_mismatch(saved) is None
+    assert saved[0]
+    assert (tmp_path / "step_1").is_dir()
     for name, of_ranks in found.items():
         assert len(of_ranks) == sizes.num_ranks
         kinds = {call[0] for call in of_ranks[0]}

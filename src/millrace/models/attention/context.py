@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.nn.functional import all_to_all_single
 
 
 class ContextGroup:
@@ -97,11 +96,26 @@ class OwnTokens:
 
 def _exchange(sent: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """[cp, n, W] by receiver -> by sender; differentiable."""
-    sent = sent.contiguous()
-    return all_to_all_single(torch.empty_like(sent), sent, group=group)
+    return _AllToAll.apply(sent, group)
 
 
 _all_to_all: Any = torch.compiler.disable(_exchange)
+
+
+class _AllToAll(torch.autograd.Function):
+    """torch has public collectives only without gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        sent = sent.contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(grads[0], ctx.group), None
 
 
 class _Sum(torch.autograd.Function):
