@@ -171,9 +171,8 @@ def prepare(
     # Files of the model are read from here on, which imports torch.
     tokenizer, max_context = read_model(config.model, wanted=config.engine.max_context)
     given, (config, processes, devices) = config, place(config, specs, trains=trains)
-    notes, warnings = check_lora(config), check_files(config)
-    if config.cluster.is_local and trains:
-        notes += placement.idle_gpus(processes, devices)
+    idle = placement.idle_gpus(processes, devices) if trains and config.cluster.is_local else ()
+    notes, warnings = check_lora(config) + idle, check_files(config)
     _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
     renderer.check(all_tasks)
@@ -192,7 +191,7 @@ def prepare(
         shaping=shaping,
         tokenizer=tokenizer,
         renderer=renderer,
-        environment=None if function is None else with_servers(config, function),
+        environment=function and with_servers(config, function),
         given_environment=function if isinstance(function, EnvironmentFactory) else environment,
         recipe=recipe,
         models=load_models(config, has_roles=function is not None),
