@@ -172,7 +172,6 @@ def prepare(
     tokenizer, max_context = read_model(config.model, wanted=config.engine.max_context)
     given, (config, processes, devices) = config, place(config, specs, trains=trains)
     idle = placement.idle_gpus(processes, devices) if trains and config.cluster.is_local else ()
-    notes, warnings = check_lora(config) + idle, check_files(config)
     _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
     renderer.check(all_tasks)
@@ -197,8 +196,8 @@ def prepare(
         models=load_models(config, has_roles=function is not None),
         policies=further_policies(config, checkpoint=point.checkpoint),
         max_context=max_context,
-        notes=notes,
-        **point._replace(warnings=(*point.warnings, *warnings))._asdict(),
+        notes=check_lora(config) + idle,
+        **point._replace(warnings=(*point.warnings, *check_files(config)))._asdict(),
     )
     _check_teachers(prepared)
     return prepared
