@@ -149,12 +149,7 @@ class EpisodeState:
                 routes_from=first_routed(beginning.start),
             )
             completion = await self._sample_in_time(wanted)
-            if row.is_trained and sampling.truncates and completion.kept is None:
-                raise TaskError(
-                    f"{self.settings.name}: a reply sampled with top_k, top_p or min_p cannot be"
-                    " trained, because this engine.type does not report the ids that they kept;"
-                    " leave them out, or take a role with trained=False."
-                )
+            self._check_kept(completion, sampling, agent=row)
             exchange = agent.record.add(
                 beginning.given,
                 completion,
@@ -178,6 +173,14 @@ class EpisodeState:
         text, ending = completion.text, completion.finish
         self.turns.append(Turn(prompt=prompt, completion=text, finish=ending, agent=row.name))
         return exchange
+
+    def _check_kept(self, completion: Completion, sampling: Sampling, *, agent: AgentRow) -> None:
+        if agent.is_trained and sampling.truncates and completion.kept is None:
+            raise TaskError(
+                f"{self.settings.name}: a reply sampled with top_k, top_p or min_p cannot be"
+                " trained, because this engine.type does not report the ids that they kept; leave"
+                " them out, or take a role with trained=False."
+            )
 
     async def _sample_in_time(self, wanted: TurnWanted) -> Completion:
         limit = asyncio.timeout(self.limits.turn_timeout_s)

@@ -166,8 +166,6 @@ def prepare(
     tokenizer, max_context = read_model(config.model, wanted=config.engine.max_context)
     given, (config, processes, devices) = config, place(config, specs, trains=trains)
     notes, warnings = check_lora(config), check_files(config)
-    if config.cluster.is_local and trains:
-        notes += placement.idle_gpus(processes, devices)
     _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
     renderer.check(all_tasks)
@@ -192,7 +190,7 @@ def prepare(
         models=load_models(config, has_roles=function is not None),
         policies=further_policies(config, checkpoint=point.checkpoint),
         max_context=max_context,
-        notes=notes,
+        notes=(*notes, *(placement.idle_gpus(config, processes, devices) if trains else ())),
         **point._replace(warnings=(*point.warnings, *warnings))._asdict(),
     )
     _check_teachers(prepared)
