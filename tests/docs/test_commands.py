@@ -43,7 +43,7 @@ def test_commands_of_millrace_exist(document):
     for command in commands_in(document.read_text(), "millrace "):
         if command.startswith(("--", "COMMAND")):
             continue
-        name = re.match(r"bench [a-z]+|[a-z]+", command)
+        name = re.match(r"bench [a-z]+|[a-z-]+", command)
         assert name, command
         text = help_of(*name[0].split())
         assert text.startswith("usage:"), command

@@ -131,7 +131,7 @@ def test_idle_gpus_are_named_with_the_settings_that_would_use_them():
     def idle(num_gpus, **table):
         devices = host(num_gpus)
         config = placed(load_config({"model": "m", **table}), devices=devices)
-        return idle_gpus(placed_processes(config, devices=devices), devices)
+        return idle_gpus(config, placed_processes(config, devices=devices), devices)
 
     assert idle(0) == idle(1) == idle(4) == ()
     (sentence,) = idle(4, engine={"count": 0, "remote": 2})

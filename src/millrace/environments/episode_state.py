@@ -149,8 +149,7 @@ class EpisodeState:
                 routes_from=first_routed(beginning.start),
             )
             completion = await self._sample_in_time(wanted)
-            if completion.kept is None and row.is_trained and sampling.truncates:
-                raise self._untrainable()
+            self._check_kept(completion, sampling, agent=row)
             exchange = agent.record.add(
                 beginning.given,
                 completion,
@@ -175,12 +174,13 @@ class EpisodeState:
         self.turns.append(Turn(prompt=prompt, completion=text, finish=ending, agent=row.name))
         return exchange
 
-    def _untrainable(self) -> TaskError:
-        return TaskError(
-            f"{self.settings.name}: a reply sampled with top_k, top_p or min_p cannot be trained,"
-            " because this engine.type does not report the ids that they kept; leave them out, or"
-            " take a role with trained=False."
-        )
+    def _check_kept(self, completion: Completion, sampling: Sampling, *, agent: AgentRow) -> None:
+        if agent.is_trained and sampling.truncates and completion.kept is None:
+            raise TaskError(
+                f"{self.settings.name}: a reply sampled with top_k, top_p or min_p cannot be"
+                " trained, because this engine.type does not report the ids that they kept; leave"
+                " them out, or take a role with trained=False."
+            )
 
     async def _sample_in_time(self, wanted: TurnWanted) -> Completion:
         limit = asyncio.timeout(self.limits.turn_timeout_s)

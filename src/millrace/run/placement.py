@@ -312,8 +312,12 @@ def check_memory(processes: Sequence[PlacedProcess], devices: Sequence[HostDevic
             )
 
 
-def idle_gpus(processes: Sequence[PlacedProcess], devices: Sequence[HostDevice]) -> tuple[str, ...]:
+def idle_gpus(
+    config: RunConfig, processes: Sequence[PlacedProcess], devices: Sequence[HostDevice]
+) -> tuple[str, ...]:
     """A sentence about GPUs of this host that no process of the run uses, if there are any."""
+    if not config.cluster.is_local:
+        return ()
     used = {process.device for process in processes}
     idle = [device.name for device in devices if device.is_gpu and device.name not in used]
     if not idle:

@@ -171,7 +171,7 @@ def prepare(
     # Files of the model are read from here on, which imports torch.
     tokenizer, max_context = read_model(config.model, wanted=config.engine.max_context)
     given, (config, processes, devices) = config, place(config, specs, trains=trains)
-    idle = placement.idle_gpus(processes, devices) if trains and config.cluster.is_local else ()
+    idle = placement.idle_gpus(config, processes, devices) if trains else ()
     _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
     renderer.check(all_tasks)

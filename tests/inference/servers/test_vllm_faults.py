@@ -10,10 +10,11 @@ import torch
 from answers import answers_of, assert_has_form
 from engine_rig import finish_all, make_request, weights
 from fake_vllm import FakeVllm, serving
+from full_disk import files_of_at_most
 from probed import probed_update
 
 from millrace.config import EngineConfig
-from millrace.core.errors import EngineLost, TaskError
+from millrace.core.errors import EngineLost, TaskError, WeightError
 from millrace.core.records import ScoreRequest
 from millrace.inference.backend import EngineSpec, VllmBackend
 from millrace.inference.servers.engine import ServerEngine
@@ -140,6 +141,24 @@ def test_dead_server_loses_the_engine(model_path: Path):
     with pytest.raises(EngineLost, match="did not answer /pause"):
         engine.pause()
     engine.close()
+
+
+def test_version_that_does_not_fit_on_the_disk_is_refused_and_the_server_keeps_its_own(
+    model_path: Path,
+):
+    with serving(model_path) as (url, _):
+        engine = swapped(url, model_path)
+        with (
+            files_of_at_most(4096),
+            pytest.raises(
+                WeightError, match=r"Version 2 cannot be written to .*set engine\.options"
+            ),
+        ):
+            engine.prepare(weights(seed=2), version=2)
+        assert engine.version == 1
+        ((completion,),) = finish_all(engine, [make_request()]).values()
+        assert set(completion.versions) == {1}
+        engine.close()
 
 
 def test_running_requests_are_prefilled_again_only_if_kv_is_recomputed(model_path: Path):

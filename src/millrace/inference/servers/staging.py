@@ -13,11 +13,13 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from millrace.config import LoraConfig
 from millrace.core.errors import ConfigError, WeightError
+from millrace.core.files import reason
 from millrace.models.loading import empty_model, write_model
 from millrace.models.lora import folders
 from millrace.models.lora.factors import Adapter, adapter_of
@@ -80,9 +82,9 @@ class WeightStaging:
                 write_model(self._model, tensors, Path(folder.name))
             else:
                 _write_adapter(self._lora, tensors, Path(folder.name))
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise WeightError(
-                f"Version {version} cannot be written to {str(self._folder)!r} ({error.strerror});"
+                f"Version {version} cannot be written to {str(self._folder)!r} ({reason(error)});"
                 " free some space there, or set engine.options.directory."
             ) from error
         return StagedVersion(version=version, folder=folder, is_adapter=self._lora is not None)
