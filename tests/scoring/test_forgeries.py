@@ -416,7 +416,8 @@ TRICKS = {
         "import unittest\nwith unittest.TestCase().assertRaises(Caught):\n    assert False",
     ),
     "CaughtByName": (
-        "class Kind:\n    __class__, __name__ = type, 'Kind'\n    __mro__ = __bases__ = (Exception, object)\n"
+        "class Kind:\n    __class__, __name__ = type, 'Kind'\n"
+        "    __mro__ = __bases__ = (Exception, object)\n"
         "CaughtByName = Kind()",
         "try:\n    assert False\nexcept CaughtByName:\n    pass",
     ),
