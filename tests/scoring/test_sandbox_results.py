@@ -183,6 +183,13 @@ def test_tests_do_not_see_each_others_names():
     assert run_tests(CODE, tests, limits=LIMITS) == [True, False]
 
 
+def test_tests_share_the_state_of_the_code_and_inputs_do_not():
+    code = "calls = []\ndef f():\n    calls.append(1)\n    return len(calls)\nprint(f())"
+    tests = [f"assert f() == {count}" for count in (2, 3, 4)]
+    assert run_tests(code, tests, limits=LIMITS) == [True] * 3
+    assert [ran.output for ran in run_programs(code, ["", ""], limits=LIMITS)] == ["1\n"] * 2
+
+
 def test_programs_read_stdin_and_report_success():
     code = (
         "import sys\nif __name__ == '__main__':\n    n = int(input())\n    sys.exit(print(n) or n)"
