@@ -75,8 +75,11 @@ def test_service_without_its_package_names_the_extra(name):
         build_tracker({"type": name})
 
 
-class Impatient(TrackerProcess):
+class ShortQueue(TrackerProcess):
     MAX_QUEUED = 3
+
+
+class Impatient(ShortQueue):
     PATIENCE_S = 0.5
 
 
@@ -124,6 +127,16 @@ def test_tracker_that_hangs_never_blocks_the_run_and_its_lost_points_are_counted
     assert "fails, and the run continues: no reply" in warnings[0]
     assert "did not get 20 of 20 points" in warnings[1]
     assert [child for child in psutil.Process().children() if child not in others] == []
+
+
+@pytest.mark.parametrize("num_points", [2, 3, 20])  # one place is free; none is; points are lost
+def test_tracker_behind_a_full_queue_is_closed(tmp_path, num_points):
+    tracker, _ = started(tmp_path, kind=ShortQueue)
+    for step in range(num_points):
+        tracker.write(step, {"loss": 0.5})
+    tracker.close()
+    opened, *_, last, closed = file_tracker.read_lines(tmp_path / "calls.jsonl")
+    assert [opened[0], last[0], closed] == ["open", "write", ["close"]]
 
 
 @pytest.mark.slow

@@ -119,8 +119,7 @@ def test_typo_in_data_shaping_is_reported_before_the_start(folder, settings, sen
         prepared(folder, tasks={"path": str(folder / "sums.jsonl")}, **settings)
 
 
-@pytest.mark.parametrize("counters", [{"step": 3, "version": 3}, {"version": 3}])
-def test_resumed_run_restores_tasks_and_solve_rates_of_its_checkpoint(folder, tmp_path, counters):
+def test_resumed_run_restores_tasks_and_solve_rates_of_its_checkpoint(folder, tmp_path):
     tasks = {"source": sources(folder), "order": "curriculum"}
     first = prepared(folder, tasks=tasks).tasks
     for number in range(40):
@@ -130,7 +129,8 @@ def test_resumed_run_restores_tasks_and_solve_rates_of_its_checkpoint(folder, tm
     open_tasks = [first.task(number) for number in (40, 41)]
     checkpoint = tmp_path / "run" / "checkpoints" / "step_3"
     cursor = {
-        **counters,
+        "step": 3,
+        "version": 3,
         "next_number": 42,
         "unfinished": [40, 41],
         "tasks": first.state(),

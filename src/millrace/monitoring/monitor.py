@@ -6,6 +6,7 @@ Promise: the run directory is readable at any moment. Called from the controller
 import asyncio
 import contextlib
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +35,7 @@ from millrace.monitoring.files.metrics import (
 from millrace.monitoring.files.trace import TraceWriter
 from millrace.monitoring.run_dir import RunDir
 from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
-from millrace.monitoring.terminal.snapshot import DownsampledSeries, RunGauges, RunSnapshot
+from millrace.monitoring.terminal.snapshot import RunGauges, RunSnapshot
 from millrace.monitoring.trackers import TrackerProcess
 
 REFRESH_S = 0.25
@@ -79,7 +80,7 @@ class RunMonitor:
         self._started_s = time.monotonic() - self._last_row.get("time_s", 0.0)
         self._throughput = Throughput(earlier=self._last_row)
         self.episodes = 0  # trained by this process
-        self._values, self._evaluations = DownsampledSeries(), DownsampledSeries()
+        self._values, self._evaluations = array("d"), array("d")
         for row in earlier:
             self._add_value(row)
         self._new_evaluation: dict[str, Any] = {}  # not yet in a row
@@ -186,13 +187,13 @@ class RunMonitor:
 
     def _add_value(self, row: Mapping[str, Any]) -> None:
         if row[self._curve] is not None:  # a loss that was not finite
-            self._values.add(row[self._curve])
+            self._values.append(row[self._curve])
 
     def evaluated(self, metrics: dict[str, Any]) -> None:
         """An evaluation is over; the next row holds its metrics."""
         what = "accuracy" if "eval/accuracy" in metrics else "loss"
         value = metrics[f"eval/{what}"]
-        self._evaluations.add(value)
+        self._evaluations.append(value)
         self._new_evaluation = metrics
         passes = [f", {name} {value:.3f}" for name, value in metrics.items() if "pass@" in name]
         self._progress.note(
@@ -272,8 +273,8 @@ class RunMonitor:
                 elapsed_s=time.monotonic() - self._started_s,
                 eta_s=self._throughput.eta_s(self._steps - gauges.version),
                 curve=self._curve.partition("/")[0],
-                values=self._values.values,
-                evaluations=self._evaluations.values,
+                values=self._values[:],
+                evaluations=self._evaluations[:],
                 **self._throughput.current(),
                 tokens_generated=self._throughput.tokens,
                 buffer_capacity=self._capacity,

@@ -195,7 +195,7 @@ class TrackerProcess:
 
     def __init__(self, table: Mapping[str, Any], *, warn: Callable[[str], None]) -> None:
         self._table, self._warn, self._name = dict(table), warn, str(table["type"])
-        self._queue: queue.Queue[list[Any] | None] = queue.Queue(self.MAX_QUEUED)
+        self._queue: queue.Queue[list[Any]] = queue.Queue()
         self._num_points = self._num_sent = 0
         self._sending_s: float | None = None  # since when a message has no reply; monotonic
         self._failure: str | None = None  # the first one
@@ -225,31 +225,32 @@ class TrackerProcess:
         self._put(["alert", sentence])
 
     def close(self) -> None:
-        if self._put(["close"]) and self._put(None):
-            self._thread.join(self.PATIENCE_S)
+        self._put(["close"])
+        self._thread.join(self.PATIENCE_S)
         self._child.kill()
         self._child.wait()
         if num_lost := self._num_points - self._num_sent:
             lost = f"{num_lost} of {self._num_points} points ({self._failure or 'no reply'})"
             self._warn(f"Tracker {self._name!r} did not get {lost}; see {self._log}.")
 
-    def _put(self, message: list[Any] | None) -> bool:
-        """False if the queue is full: the message is dropped."""
+    def _put(self, message: list[Any]) -> None:
+        """If the queue is full, the message is dropped, unless it is the last one."""
         waited_s = 0.0 if self._sending_s is None else time.monotonic() - self._sending_s
         failure = self._failure or ("no reply" if waited_s > self.PATIENCE_S else None)
         if failure and not self._has_warned:
             self._has_warned = True
             self._warn(f"Tracker {self._name!r} fails, and the run continues: {failure}.")
-        if not (is_full := self._queue.full()):  # one thread puts
+        if self._queue.qsize() < self.MAX_QUEUED or message == ["close"]:  # one thread puts
             self._queue.put_nowait(message)
-        return not is_full
 
     def _send_all(self) -> None:
         """Runs in the thread."""
         messages, replies = self._child.stdin, self._child.stdout
         assert messages is not None
         assert replies is not None
-        while (message := self._queue.get()) is not None:
+        message: list[Any] = []
+        while message != ["close"]:
+            message = self._queue.get()
             self._sending_s = time.monotonic()
             try:
                 messages.write(json.dumps(message).encode() + b"\n")

@@ -122,7 +122,7 @@ def _newest_checkpoint(
     check_same_kind(checkpoint, config.lora)
     check_same_model(checkpoint, config.model)
     directory.check_same_critic(checkpoint, has_critic=config.critic is not None)
-    step = directory.step_of(state)
+    step = state["step"]
     is_over = RunDir(config.run_dir).is_finished or step > config.trainer.steps
     if is_over and step >= config.trainer.steps:
         raise ConfigError(

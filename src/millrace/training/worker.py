@@ -33,7 +33,7 @@ from millrace.models.devices import (
 from millrace.models.directory import load_tokenizer, text_config, weights_checksum
 from millrace.training.adapters.past_versions import PastVersions
 from millrace.training.build import build_sender, build_trainers, load_base, seed_everything
-from millrace.training.checkpoints.directory import read_run_state, step_of
+from millrace.training.checkpoints.directory import read_run_state
 from millrace.training.checkpoints.snapshot import CheckpointWriter
 from millrace.training.parallel.ranks import Ranks, is_lost_connection, use_interface_to
 from millrace.training.trainer import step_together
@@ -123,7 +123,7 @@ class TrainerWorker:
                 trainer.restore(Path(checkpoint))
         if not several or checkpoints[0] is None:
             return self._trainers[DEFAULT_POLICY].steps_done
-        return step_of(read_run_state(Path(checkpoints[0])))
+        return read_run_state(Path(checkpoints[0]))["step"]
 
     def _past_versions(self, checkpoints: Sequence[str | None]) -> dict[str, PastVersions]:
         """The past versions of policies that roles play."""

@@ -1,5 +1,6 @@
 """One moment of a run, as the controller reports it and as every progress view shows it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from millrace.config.section import UNBOUNDED
@@ -45,8 +46,8 @@ class RunSnapshot:
     elapsed_s: float  # since the run started
     eta_s: float | None = None  # None before the first step
     curve: str = "reward"  # what `values` are; "loss" in supervised fine-tuning
-    values: tuple[float, ...] = ()  # mean of each step so far, downsampled
-    evaluations: tuple[float, ...] = ()  # their accuracies or losses so far, downsampled
+    values: Sequence[float] = ()  # mean of each step so far
+    evaluations: Sequence[float] = ()  # their accuracies or losses so far
     samples_per_s: float = 0.0
     tokens_per_s: float = 0.0
     tokens_generated: int = 0  # so far
@@ -84,34 +85,3 @@ class RunSnapshot:
     def buffer_text(self) -> str:
         bound = "unbounded" if self.buffer_capacity == UNBOUNDED else str(self.buffer_capacity)
         return f"{self.gauges.buffer_depth}/{bound}"
-
-
-class DownsampledSeries:
-    """Values in order, in bounded memory: beyond `max_points`, neighbours are replaced by their
-    mean; the first and the last value stay."""
-
-    def __init__(self, *, max_points: int = 2048) -> None:
-        self._max_points = max_points
-        self._first: float | None = None
-        self._means: list[float] = []  # after the first value; each of `_per_mean` values
-        self._per_mean = 1
-        self._rest: list[float] = []  # the newest values, too few for a mean
-
-    def add(self, value: float) -> None:
-        if self._first is None:
-            self._first = value
-            return
-        self._rest.append(value)
-        if len(self._rest) > self._per_mean:  # the last value is kept as it is
-            self._means.append(sum(self._rest[:-1]) / self._per_mean)
-            del self._rest[:-1]
-        if len(self._means) == self._max_points:
-            pairs = zip(self._means[::2], self._means[1::2], strict=True)
-            self._means = [(one + other) / 2 for one, other in pairs]
-            self._per_mean *= 2
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        if self._first is None:
-            return ()
-        return (self._first, *self._means, *self._rest[-1:])

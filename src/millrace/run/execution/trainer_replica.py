@@ -75,7 +75,7 @@ class TrainerReplica(GroupReplica):
         if is_restart:
             found = await asyncio.to_thread(newest_checkpoint, self._run_dir)
             checkpoint = found.directory or self._checkpoint
-            self._version = 0 if checkpoint is None else int(read_run_state(checkpoint)["step"])
+            self._version = 0 if checkpoint is None else read_run_state(checkpoint)["step"]
         await self._load(workers, checkpoint)
         if is_restart:
             policies = self._config.further_adapters if self._policy is None else ()

@@ -60,10 +60,6 @@ class OwnedAdapter:
         held = 4 * (1 + (self.flat_gradient is not None) + 2 * bool(self.num_steps))
         return (WEIGHT_BYTES - held) * self.flat.numel()
 
-    def moment(self, key: str) -> Tensor:
-        """A state of the optimizer for each weight, end to end."""
-        return self.optimizer.state[self.flat][key]
-
     def step(self, adam: AdamSettings) -> float:
         """Apply the gradient, and begin the next one; returns its norm before clipping."""
         if self.flat_gradient is None:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,11 +162,6 @@ def _checksum(path: Path) -> str:
 
 def read_run_state(directory: Path) -> dict[str, Any]:
     return json.loads((directory / RUN_STATE_FILE).read_text())
-
-
-def step_of(state: Mapping[str, Any]) -> int:
-    """The step of a run state; earlier ones have only a version, which was the same."""
-    return int(state.get("step", state.get("version", 0)))
 
 
 def past_folders(directory: Path) -> dict[int, Path]:
