@@ -502,6 +502,33 @@ async def test_the_audit_log_has_a_line_for_each_request(model_path: Path, tmp_p
     assert not any(key in log.read_text() for key in KEYS)
 
 
+async def test_the_audit_log_says_when_samplers_sessions_and_models_begin_and_end(
+    model_path: Path, tmp_path: Path
+):
+    log = tmp_path / "audit.jsonl"
+    async with callers(model_path, tmp_path) as (one, _):
+        _, session = await one.post("create_session", {})
+        body = {**session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
+        model = (await one.future("create_model", body))["model_id"]
+        for number in (0, 1, 1):  # the last one is a repeated request
+            asked = {**session, "sampling_session_seq_id": number}
+            status, sampler = await one.post("create_sampling_session", asked)
+            assert status == 200
+        saves = [{"model_id": model, "seq_id": 1 + number} for number in range(MAX_UNSAVED + 1)]
+        saved = [await one.future("save_weights_for_sampler", save) for save in saves]
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        about = {(line["operation"], line["about"]) for line in lines}
+        assert ("create_sampler", saved[-1]["sampling_session_id"]) in about
+        assert ("remove_sampler", saved[0]["sampling_session_id"]) in about
+        created = [line["about"] for line in lines if line["operation"] == "create_sampler"]
+        assert len(created) == len({*created}) == 2 + MAX_UNSAVED + 1
+        assert sampler["sampling_session_id"] in created
+        await one.post(f"sessions/{session['session_id']}/finish", {})
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    ended = [(line["operation"], line["about"]) for line in lines[-2:]]
+    assert ended == [("finish_session", session["session_id"]), ("end_model", model)]
+
+
 async def test_a_failed_request_cannot_forge_a_line_of_the_log(
     model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
