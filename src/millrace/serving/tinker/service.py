@@ -33,6 +33,7 @@ from millrace.serving.tinker.states import (
     SavedState,
     delete_expired,
     delete_state,
+    read_state,
     run_reply,
     saved_states,
 )
@@ -144,7 +145,7 @@ class TrainingService:
         models = tenant.close_session(id)
         self._sessions.remove(id)
         self._audit.write(tenant.name, operation, about=id)
-        for model in known.intersection(models):  # without those that could not be created
+        for model in filter(known.__contains__, models):  # without those that were not created
             self._audit.write(tenant.name, "end_model", about=model)
         await self._executor.remove(id, models)
 
@@ -258,8 +259,12 @@ class TrainingService:
     async def load_weights(self, tenant: Tenant, body: wire.LoadBody) -> Reply:
         id, folder, optimizer = body.model_id, tenant.path_of(body.path), body.optimizer
 
+        def read(adapters: Any) -> None:
+            read_state(folder)
+            adapters.load(id, folder, optimizer=optimizer)
+
         async def load(_id: str) -> Result:
-            await self._brief(tenant, lambda a: a.load(id, folder, optimizer=optimizer))
+            await self._brief(tenant, read)
             return {"path": body.path, "model_id": id}
 
         return await self._turn(tenant, body, load, "load_weights")
@@ -306,10 +311,8 @@ class TrainingService:
         self._audit.write(tenant.name, "delete_checkpoint", about=path)
 
     async def _about(self, folder: Path) -> dict[str, Any]:
-        from millrace.training.adapters.adapter_set import read_about  # imports torch
-
         try:
-            return await asyncio.to_thread(read_about, folder)
+            return await asyncio.to_thread(read_state, folder)
         except CheckpointError as error:
             raise ApiError(str(error), status=404) from None
 
