@@ -10,6 +10,8 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test test-slow test-gpu test-vllm test-adapters test-clients test-tinker test-trackers test-slurm test-ray check lint types audit \
 	format bench chaos docs release-check test-dashboard wheelhouse clean
 
+# CI (.ci/run) runs test and test-slow, and so also lint, types, test-adapters and test-tinker. The other
+# test-* targets need packages, programs or devices that CI does not have; people run them.
 demo: $(VENV)/.installed
 	$(BIN)/millrace demo
 

@@ -45,6 +45,7 @@ from millrace.serving.tinker.adapter_slots import AdapterSlots
 from millrace.serving.tinker.computing import TrainingThread
 from millrace.serving.tinker.routes import add_routes
 from millrace.serving.tinker.service import TrainingService
+from millrace.serving.tinker.states import EXPIRES
 from millrace.serving.tinker.tenants import (
     MAX_FUTURES,
     MAX_MODELS,
@@ -58,6 +59,7 @@ from millrace.serving.tinker.tenants import (
 )
 from millrace.training.adapters.adapter_set import AdapterSet
 from millrace.training.adapters.requests import PASS_TOKENS, AdapterShape
+from millrace.training.checkpoints.directory import RUN_STATE_FILE
 
 # A ForwardBackwardRequest that version 0.36.0 of the client sent.
 RECORDED = bytes.fromhex(
@@ -295,7 +297,7 @@ async def test_tenants_cannot_use_each_others_models_paths_and_futures(
         assert (await two.post("weights_info", {"tinker_path": saved["path"]}))[0] == 404
         own = await two.new_model()
         body = {"model_id": own, "seq_id": 1, "path": saved["path"], "optimizer": True}
-        assert "no saved adapter" in (await two.future("load_weights", body))["error"]
+        assert "no saved state" in (await two.future("load_weights", body))["error"]
         for path in (f"tinker://../{model}/weights/mine", "tinker://x/weights/.."):
             assert (await two.post("weights_info", {"tinker_path": path}))[0] == 400
         assert (await one.post("weights_info", {"tinker_path": saved["path"]}))[0] == 200
@@ -419,6 +421,40 @@ async def test_states_are_listed_and_deleted(model_path: Path, tmp_path: Path):
     assert not any(name.startswith(".") for name in names)
 
 
+async def test_a_state_that_has_expired_is_refused(model_path: Path, tmp_path: Path):
+    engine = ScriptedEngine("Yes.")
+    async with callers(model_path, tmp_path, engine=engine) as (one, _):
+        _, session = await one.post("create_session", {})
+        body = {**session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
+        model = (await one.future("create_model", body))["model_id"]
+        save = {"model_id": model, "seq_id": 1, "path": "short", "ttl_seconds": 1000}
+        path = (await one.future("save_weights", save))["path"]
+        own = {**session, "model_path": path}
+        _, sampler = await one.post(
+            "create_sampling_session", {**own, "sampling_session_seq_id": 1}
+        )
+        sample = {**sampler, "prompt": {"chunks": [{"tokens": [40]}]}, "sampling_params": {}}
+        load = {"model_id": model, "path": path, "optimizer": True}
+        assert "path" in await one.future("load_weights", {**load, "seq_id": 2})
+        assert isinstance(await one.future("asample", {**sample, "seq_id": 1}), bytes)
+
+        (file,) = tmp_path.glob(f"*/{model}/weights/short/{RUN_STATE_FILE}")  # noqa: ASYNC240
+        about = json.loads(file.read_text())
+        file.write_text(json.dumps({**about, EXPIRES: about[EXPIRES] - 2000}))  # as if it was older
+        expected = "The saved state 'short' expired at "
+        failed = await one.future("load_weights", {**load, "seq_id": 3})
+        assert (failed["category"], failed["error"].startswith(expected)) == ("user", True)
+        for call, asked in (
+            ("create_sampling_session", {**own, "sampling_session_seq_id": 2}),
+            ("weights_info", {"tinker_path": path}),
+            ("asample", {**sample, "seq_id": 2}),
+        ):
+            status, refused = await one.post(call, asked)
+            assert status == 404
+            assert refused["error"]["message"].startswith(expected), call
+        assert len(engine.requests) == 1
+
+
 async def test_a_key_over_its_quota_is_refused_and_others_are_not(model_path: Path, tmp_path: Path):
     async with callers(model_path, tmp_path, max_tokens=10, max_bytes=20_000) as (one, two):
         model, other = await one.new_model(), await two.new_model()
@@ -500,6 +536,33 @@ async def test_the_audit_log_has_a_line_for_each_request(model_path: Path, tmp_p
     tenants = [line["tenant"] for line in lines]
     assert tenants[0] == tenants[1] == tenants[5] != tenants[2] == tenants[3]
     assert not any(key in log.read_text() for key in KEYS)
+
+
+async def test_the_audit_log_says_when_samplers_sessions_and_models_begin_and_end(
+    model_path: Path, tmp_path: Path
+):
+    log = tmp_path / "audit.jsonl"
+    async with callers(model_path, tmp_path) as (one, _):
+        _, session = await one.post("create_session", {})
+        body = {**session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
+        model = (await one.future("create_model", body))["model_id"]
+        for number in (0, 1, 1):  # the last one is a repeated request
+            asked = {**session, "sampling_session_seq_id": number}
+            status, sampler = await one.post("create_sampling_session", asked)
+            assert status == 200
+        saves = [{"model_id": model, "seq_id": 1 + number} for number in range(MAX_UNSAVED + 1)]
+        saved = [await one.future("save_weights_for_sampler", save) for save in saves]
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        about = {(line["operation"], line["about"]) for line in lines}
+        assert ("create_sampler", saved[-1]["sampling_session_id"]) in about
+        assert ("remove_sampler", saved[0]["sampling_session_id"]) in about
+        created = [line["about"] for line in lines if line["operation"] == "create_sampler"]
+        assert len(created) == len({*created}) == 2 + MAX_UNSAVED + 1
+        assert sampler["sampling_session_id"] in created
+        await one.post(f"sessions/{session['session_id']}/finish", {})
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    ended = [(line["operation"], line["about"]) for line in lines[-2:]]
+    assert ended == [("finish_session", session["session_id"]), ("end_model", model)]
 
 
 async def test_a_failed_request_cannot_forge_a_line_of_the_log(

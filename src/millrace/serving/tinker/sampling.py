@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
+from millrace.core.errors import CheckpointError
 from millrace.core.records import Request, Sampling
 from millrace.serving.api.bodies import MIN_TEMPERATURE, MIN_TOP_P
 from millrace.serving.api.errors import ApiError
 from millrace.serving.clients import Client
 from millrace.serving.served_model import ServedModel
+from millrace.serving.tinker.states import read_state
 from millrace.serving.tinker.wire import SampleBody
 
 
@@ -43,7 +45,12 @@ def sample_request(
 
 
 def _saved_ns(folder: Path | None) -> int:
+    if folder is None:
+        return 0
     try:
-        return 0 if folder is None else folder.stat().st_mtime_ns
-    except OSError:
+        read_state(folder)
+        return folder.stat().st_mtime_ns
+    except CheckpointError as error:
+        raise ApiError(str(error), status=404) from None
+    except OSError:  # meanwhile
         raise ApiError("The weights of the sampler were deleted.", status=404) from None

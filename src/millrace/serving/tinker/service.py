@@ -33,6 +33,7 @@ from millrace.serving.tinker.states import (
     SavedState,
     delete_expired,
     delete_state,
+    read_state,
     run_reply,
     saved_states,
 )
@@ -117,7 +118,7 @@ class TrainingService:
     async def create_session(self, tenant: Tenant, key: str | None) -> Reply:
         """`key`: the same if the client sends the request again; None opens another session."""
         for owner, silent in self._sessions.take_silent():
-            await self.finish_session(owner, silent)
+            await self._end_session(owner, silent, "end_silent_session")
         known = {*tenant.sessions}
         id = tenant.open_session(key)
         self._sessions.hear(tenant, id)
@@ -136,9 +137,17 @@ class TrainingService:
         return {}
 
     async def finish_session(self, tenant: Tenant, session_id: str) -> None:
-        models = tenant.close_session(session_id)
-        self._sessions.remove(session_id)
-        await self._executor.remove(session_id, models)
+        await self._end_session(tenant, session_id, "finish_session")
+
+    async def _end_session(self, tenant: Tenant, id: str, operation: str) -> None:
+        """Also its models and samplers."""
+        known = {*tenant.models}
+        models = tenant.close_session(id)
+        self._sessions.remove(id)
+        self._audit.write(tenant.name, operation, about=id)
+        for model in filter(known.__contains__, models):  # without those that were not created
+            self._audit.write(tenant.name, "end_model", about=model)
+        await self._executor.remove(id, models)
 
     async def create_model(self, tenant: Tenant, body: wire.CreateModelBody) -> Reply:
         tenant.session(body.session_id)
@@ -250,8 +259,12 @@ class TrainingService:
     async def load_weights(self, tenant: Tenant, body: wire.LoadBody) -> Reply:
         id, folder, optimizer = body.model_id, tenant.path_of(body.path), body.optimizer
 
+        def read(adapters: Any) -> None:
+            read_state(folder)
+            adapters.load(id, folder, optimizer=optimizer)
+
         async def load(_id: str) -> Result:
-            await self._brief(tenant, lambda a: a.load(id, folder, optimizer=optimizer))
+            await self._brief(tenant, read)
             return {"path": body.path, "model_id": id}
 
         return await self._turn(tenant, body, load, "load_weights")
@@ -298,10 +311,8 @@ class TrainingService:
         self._audit.write(tenant.name, "delete_checkpoint", about=path)
 
     async def _about(self, folder: Path) -> dict[str, Any]:
-        from millrace.training.adapters.adapter_set import read_about  # imports torch
-
         try:
-            return await asyncio.to_thread(read_about, folder)
+            return await asyncio.to_thread(read_state, folder)
         except CheckpointError as error:
             raise ApiError(str(error), status=404) from None
 
@@ -325,9 +336,12 @@ class TrainingService:
         self, tenant: Tenant, id: str, folder: Path | None, *, session: str | None
     ) -> None:
         """Also removes the samplers for which there is no room."""
-        surplus = tenant.add_sampler(id, folder)
+        is_new, surplus = id not in tenant.samplers, tenant.add_sampler(id, folder)
+        if is_new:
+            self._audit.write(tenant.name, "create_sampler", about=id)
         await self._log.add_sampler(tenant.name, id, folder, session=session)
         for old, removed in surplus.items():
+            self._audit.write(tenant.name, "remove_sampler", about=old)
             await self._log.remove_sampler(old)
             if removed is not None and removed.name == old:  # no other sampler has it
                 await asyncio.to_thread(shutil.rmtree, removed, True)

@@ -1,7 +1,8 @@
 """The saved states of a tenant, `MODEL/weights/NAME` and `MODEL/sampler_weights/NAME`.
 
-Promise: a state is listed only when it is complete, and a deleted one is gone at once. Any thread
-may list states; only the thread that saves states deletes them.
+Promise: a state is listed only when it is complete, and a deleted one is gone at once. A state that
+has expired is neither listed nor read. Any thread may list states; only the thread that saves
+states deletes them.
 """
 
 import json
@@ -13,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from millrace.core.errors import CheckpointError
 from millrace.training.checkpoints.directory import HIDDEN, read_run_state
 
 EXPIRES = "expires_s"  # in what a state says about itself: seconds since 1970, or None
@@ -36,8 +38,7 @@ class SavedState:
 
     @property
     def is_expired(self) -> bool:
-        expires_s = self.about.get(EXPIRES)
-        return expires_s is not None and expires_s < time.time()
+        return _has_expired(self.about)
 
     def reply(self) -> dict[str, Any]:
         """A Checkpoint of the client."""
@@ -87,6 +88,24 @@ def _all_states(tenant_folder: Path) -> Iterator[SavedState]:
                 )
         except (OSError, json.JSONDecodeError):  # it was deleted meanwhile, or is damaged
             continue
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What a state says about itself; raises CheckpointError if it has expired or is gone."""
+    if not folder.is_dir():
+        raise CheckpointError(f"There is no saved state {folder.name!r}; save it, or use another.")
+    about = read_run_state(folder)
+    if _has_expired(about):
+        raise CheckpointError(
+            f"The saved state {folder.name!r} expired at {iso_time(about[EXPIRES])}; use another"
+            " one, or save with a larger ttl_seconds."
+        )
+    return about
+
+
+def _has_expired(about: dict[str, Any]) -> bool:
+    expires_s = about.get(EXPIRES)
+    return expires_s is not None and expires_s < time.time()
 
 
 def delete_state(folder: Path) -> None:
