@@ -1,6 +1,7 @@
 """A trainer of two ranks: a rank that is killed, stopped or short of memory costs a restart and
 nothing else."""
 
+import re
 import signal
 
 import pytest
@@ -82,3 +83,20 @@ def test_run_splits_microbatches_after_a_rank_ran_out_of_memory(make_run):
     splits = [row["batch/microbatch_splits"] for row in rows]
     assert splits[:2] == [0, 0]
     assert min(splits[2:]) > 0
+
+
+NEVER_FITS = SHORT_OF_MEMORY.replace("> 2:", "> 0:")
+
+
+@pytest.mark.slow
+def test_run_ends_with_a_remedy_if_a_single_sequence_does_not_fit_on_a_rank(make_run):
+    run = make_run(steps=4, loss={"type": "memory.py:ShortOfMemory"})
+    (run.project / "memory.py").write_text(NEVER_FITS)
+    run.start()
+    assert run.finish() == 1
+    assert re.search(
+        r"A sequence of \d+ tokens does not fit into the trainer's memory; set"
+        r" trainer\.gradient_checkpointing to true",
+        run.output,
+    )
+    assert run.step < run.steps

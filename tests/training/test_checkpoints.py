@@ -8,6 +8,7 @@ from architectures import MIXTURE, MIXTURES, tiny_model
 from batches import batch_of, mixed_rollouts, trainer_of
 from fake_checkpoint import write_fake_checkpoint
 from full_disk import files_of_at_most
+from old_states import change_state, number_parameters
 from transformers import AutoModelForCausalLM
 
 from millrace.core.errors import CheckpointError, ConfigError
@@ -22,7 +23,7 @@ from millrace.training.checkpoints.directory import (
     read_run_state,
     write_checkpoint,
 )
-from millrace.training.checkpoints.snapshot import STATE_FILE, STATE_FORMAT
+from millrace.training.checkpoints.snapshot import STATE_FORMAT
 
 
 def batches(num: int):
@@ -86,27 +87,11 @@ def test_a_resumed_trainer_continues_bit_for_bit(tmp_path, architecture):
         assert torch.equal(resumed.policy.weights()[name], weight), name
 
 
-def change_state(directory: Path, change) -> None:
-    state = torch.load(directory / STATE_FILE, weights_only=True)
-    change(state)
-    torch.save(state, directory / STATE_FILE)
-
-
 def test_a_trainer_state_from_before_format_numbers_is_loaded(tmp_path):
     first, second = batches(2)
     trainer = trainer_of(tiny_model("qwen3"))
     trainer.step(first)
     save(trainer, tmp_path / "step_1")
-
-    def number_parameters(state) -> None:
-        del state["format"]
-        groups = state["optimizer"]["param_groups"]
-        numbers = {name: i for i, name in enumerate(n for g in groups for n in g["params"])}
-        for group in groups:
-            group["params"] = [numbers[name] for name in group["params"]]
-        moments = state["optimizer"]["state"]
-        state["optimizer"]["state"] = {numbers[name]: values for name, values in moments.items()}
-
     change_state(tmp_path / "step_1", number_parameters)
     resumed = load_trainer(tmp_path / "step_1")
     assert resumed.step(second) == trainer.step(second)

@@ -100,14 +100,17 @@ def num_experts(config: "PreTrainedConfig") -> int:
     return next((number for name in names if (number := getattr(config, name, None))), 0)
 
 
+def _snapshot_of(name: str) -> Path | None:
+    """The folder of a model of the hub in this host's cache, if it has the configuration."""
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
 def _weight_files(path: str) -> list[Path]:
     """The safetensors files of a model; empty if they are not on this host."""
-    folder = Path(path)
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(path, "config.json")
-        folder = Path(cached).parent if isinstance(cached, str) else folder
+    folder = Path(path) if Path(path).is_dir() else _snapshot_of(path) or Path(path)
     index, names = folder / "model.safetensors.index.json", ["model.safetensors"]
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -134,9 +137,13 @@ def num_weights(path: str) -> int:
     return sum(map(math.prod, weight_shapes(path).values()))
 
 
-def weights_checksum(path: str) -> str:
-    """A checksum of the sizes and of the first and last MiB of a model's safetensors files: enough
-    to tell two trainings of one architecture apart."""
+def weights_identity(path: str) -> str:
+    """What tells two trainings of one architecture apart. For a model of the hub, whose weights may
+    not be on this host yet, the commit that its configuration is of; otherwise a checksum of the
+    sizes and of the first and last MiB of the safetensors files."""
+    if not Path(path).is_dir():
+        snapshot = _snapshot_of(path)
+        return snapshot.name if snapshot is not None else ""
     found = hashlib.sha256()
     for file in _weight_files(path):
         size = file.stat().st_size

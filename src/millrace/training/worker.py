@@ -30,7 +30,7 @@ from millrace.models.devices import (
     use_device,
     use_threads,
 )
-from millrace.models.directory import load_tokenizer, text_config, weights_checksum
+from millrace.models.directory import load_tokenizer, text_config, weights_identity
 from millrace.training.adapters.past_versions import PastVersions
 from millrace.training.build import build_sender, build_trainers, load_base, seed_everything
 from millrace.training.checkpoints.directory import read_run_state
@@ -359,8 +359,7 @@ def _check_equal(ranks: Ranks, path: str, *, trusts: bool) -> None:
         found = text_config(path, trust_remote_code=trusts)
         facts = {name: version(name) for name in ("millrace", "torch", "transformers")}
         facts["model config"] = sha256(found.to_json_string().encode()).hexdigest()[:12]
-        if Path(path).is_dir():  # a host may not have downloaded a model of the hub yet
-            facts["model weights"] = weights_checksum(path)[:12]
+        facts["model weights"] = weights_identity(path)[:12]
         ranks.check_equal(facts)
 
 

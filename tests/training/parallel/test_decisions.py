@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import constants
 
 from millrace.bench import ranks as bench
 from millrace.bench.rank_processes import run_ranks
@@ -62,6 +63,24 @@ def decide(ranks: Ranks, folder: Path) -> None:
         _check_equal(ranks, str(folder / ("other" if ranks.rank else "dense")), trusts=False)
     _check_equal(ranks, str(folder / "dense"), trusts=False)
 
+    # As on hosts whose caches have different versions of a model of the hub.
+    constants.HF_HUB_OFFLINE = True
+    constants.HF_HUB_CACHE = str(folder / "caches" / str(ranks.rank))
+    with pytest.raises(RunFailed, match=r"rank 0 has model weights 0{12}, and rank 1 has 1{12}; g"):
+        _check_equal(ranks, "an/example", trusts=False)
+    constants.HF_HUB_CACHE = str(folder / "caches" / "0")
+    _check_equal(ranks, "an/example", trusts=False)
+
+
+def make_cache(folder: Path, *, commit: str, model: Path) -> None:
+    """A cache of the hub with the configuration of the model "an/example"."""
+    repository = folder / "models--an--example"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    shutil.copy(model / "config.json", snapshot)
+
 
 def overflow_alone(ranks: Ranks, folder: Path) -> float:
     """The loss scale of a rank that computes what rank 0 does in decide()."""
@@ -78,5 +97,8 @@ def test_ranks_skip_updates_and_lower_the_loss_scale_together(tmp_path):
     weights = tmp_path / "other" / "model.safetensors"
     data = weights.read_bytes()
     weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    for rank in range(2):
+        cache = tmp_path / "caches" / str(rank)
+        make_cache(cache, commit=str(rank) * 40, model=tmp_path / "dense")
     assert overflow_alone(Ranks(), tmp_path) > 1  # so rank 1 is the reason
     run_ranks(decide, tmp_path, sizes=MeshSizes(dp_shard=2))

@@ -1,4 +1,7 @@
-"""Ranks compute what one rank computes with architectures that `millrace bench ranks` lacks."""
+"""Ranks compute what one rank computes with architectures that `millrace bench ranks` lacks.
+
+With `pytest -m slow -s`, it prints the differences that docs/explanation/ranks.md has.
+"""
 
 import json
 import os
@@ -55,6 +58,7 @@ def print_differences(folder, mesh, *names) -> None:
 @pytest.mark.parametrize("mesh", OF_MESHES)
 def test_ranks_compute_what_one_rank_computes_with_other_architectures(tmp_path, mesh):
     found = differences(tmp_path, mesh, OF_MESHES[mesh])
+    print(f"\n{mesh}: {max(found.values()):.1e} at most, of {found}")
     assert all(worst < FLOAT32_LIMIT for worst in found.values()), found
 
 
@@ -66,4 +70,5 @@ def test_differences_of_ranks_that_share_products_vanish_in_float64(tmp_path):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     printed = subprocess.run(command, stdout=subprocess.PIPE, env=env, check=True).stdout
     found = json.loads(printed.splitlines()[-1])
+    print(f"\ntp 2 in float64: {max(found.values()):.1e} at most, of {found}")
     assert all(worst < bench.FLOAT64_LIMIT for worst in found.values()), found

@@ -2,7 +2,8 @@
 
 A loss is a frozen dataclass whose fields are its TOML keys. It is called once per microbatch with
 the tokens trained there, and it divides by the totals of the whole batch. So the gradients of the
-microbatches, on all ranks, sum to the gradient of the batch, however the batch was split.
+microbatches, on all ranks, sum to the gradient of the batch, however the batch was split. Only the
+rules "m2po" and "areal" of loss.second_moment_rule mask tokens by the others of their microbatch.
 
 Imports torch for types only: the settings of a loss are checked before any process loads torch.
 
