@@ -511,7 +511,6 @@ async def test_advantages_must_be_finite_and_one_per_episode(open_pool):
 @pytest.mark.parametrize(
     ("specs", "sentence"),
     [
-        ([], r"The run has no scorer; add a \[\[scorers\]\] table"),
         ([spec("exact"), spec("exact")], "Two scorers are named 'exact'; give each a different"),
         ([spec("exakt", name="exact")], "has no 'exakt'"),
     ],
@@ -526,6 +525,12 @@ def test_wrong_scorer_settings_are_refused_before_the_start(specs, sentence, tmp
             private=tmp_path,
             folder=tmp_path,
         )
+
+
+def test_run_without_scorers_is_refused_unless_the_environment_gives_rewards():
+    check_scorers([], [], may_be_empty=True)
+    with pytest.raises(ConfigError, match=r"The run has no scorer; add a \[\[scorers\]\] table"):
+        check_scorers([], [])
 
 
 def test_missing_column_is_refused_before_the_start():

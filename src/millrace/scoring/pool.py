@@ -242,14 +242,12 @@ def build_scorer_pool(
     shaping: Shaping | None = None,
     start_timeout_s: float = 180.0,
     warn: Callable[[str], None] = print,
-    may_be_empty: bool = False,
     run: RunInfo | None = None,
 ) -> ScorerPool:
     """Build a pool that is not started yet; raises ConfigError. `worker_pool` starts and supervises
     processes. `private` is a directory for pickled functions that must exist as long as the pool.
-    `folder` belongs to the run directory. `may_be_empty`: the environment gives rewards, so no
-    scorer is required."""
-    check_scorers(specs, tasks=(), may_be_empty=may_be_empty)
+    `folder` belongs to the run directory. Without scorers, the environment gives the rewards."""
+    check_scorers(specs, tasks=(), may_be_empty=True)
     workers = ScorerWorkers(worker_pool, num_workers=num_workers, start_timeout_s=start_timeout_s)
     context = ScorerContext(
         workers=workers,

@@ -116,7 +116,6 @@ async def _scored(lines: Sequence[Line], specs: Sequence[ScorerSpec]) -> list[Li
             worker_pool=worker_pool,
             private=folder,
             folder=folder,
-            may_be_empty=True,
         )
         await stack.enter_async_context(pool)
         scores: dict[int, Score] = {}

@@ -319,7 +319,6 @@ class RunProcesses:
             folder=self.run_dir.scorers,
             start_timeout_s=self._config.cluster.start_timeout_s,
             warn=self._monitor.warn,
-            may_be_empty=True,  # prepare() has checked it
             run=self.prepared.run_info,
         )
 
