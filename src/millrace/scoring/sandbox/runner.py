@@ -155,10 +155,15 @@ def _class_passes(kind: type[Any]) -> bool:
     return all(_is_passed(getattr(kind(), name)()) for name in names)
 
 
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
 def _prepare_unittest(test: str) -> None:
     if "unittest" in test:
-        unittest: Any = importlib.import_module("unittest")
-        unittest.main = lambda *args, **kwargs: None  # all test cases run in any case
+        import unittest  # here, because few tests use it
+
+        setattr(unittest, "main", _do_nothing)  # noqa: B010 - all test cases run in any case
         # unittest warns of methods that have not run, and passes them.
         warnings.filterwarnings("error", "It is deprecated to return a value")
 
