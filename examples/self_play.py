@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import millrace as mr
-from millrace.demo.model import make_model
+from millrace.demo.model import NUM_EXAMPLES, make_model
 from millrace.demo.task import MAX_DIGITS, MIN_DIGITS, held_out_tasks
 
 WINDOW = 10  # steps that are averaged at the start and at the end of a curve
@@ -60,8 +60,10 @@ def main() -> None:
     parser.add_argument("--policies", action="store_true", help="train a model for each role")
     parser.add_argument("--lora", action="store_true", help="train adapters of one model")
     parser.add_argument("--lags", type=int, nargs="+", default=[], help="earlier proposers, too")
+    warm_up = "sorted numbers that the model sees before the run"
+    parser.add_argument("--examples", type=int, default=NUM_EXAMPLES, help=warm_up)
     args = parser.parse_args()
-    make_model(args.run_dir / "model", args.seed)
+    make_model(args.run_dir / "model", args.seed, num_examples=args.examples)
 
     async def play(task: mr.Task, agent: mr.Agent) -> dict[str, float]:
         return await propose_and_solve(task, agent, args.lags)
