@@ -14,6 +14,7 @@ import pytest
 from architectures import MIXTURES, tiny_model
 
 from millrace.bench import ranks as bench
+from millrace.bench.rank_features import SMOOTH
 from millrace.bench.rank_processes import run_ranks
 from millrace.core.microbatch import MeshSizes
 from millrace.run.mesh_checks import check_model_mesh
@@ -24,7 +25,7 @@ OF_MESHES = {
     "ep 2": (*MIXTURES, "qwen3_next", "phimoe", "deepseek_v2"),
     "cp 2": (*DENSE, *MIXTURES, "phimoe", "deepseek_v2", "llama4"),
 }
-FEATURE = bench.Feature(settings={**bench.SMOOTH, "trainer": {"replay_routes": False}})
+FEATURE = bench.Feature(settings={**SMOOTH, "trainer": {"replay_routes": False}})
 # A missing sum is a difference of about 1. Gradients of biases of keys are sums that nearly cancel.
 FLOAT32_LIMIT = 1e-5
 

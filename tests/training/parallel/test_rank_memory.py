@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from millrace.bench import ranks as bench
+from millrace.bench.rank_features import CRITIC
 from millrace.bench.rank_processes import run_ranks
 from millrace.config.training import MeshConfig
 from millrace.models.devices import ModelSize, rank_bytes
@@ -14,7 +15,7 @@ from millrace.training.parallel.ranks import Ranks
 
 ADAMW = {"optimizer": {"type": "adamw"}}
 FEATURES = {
-    "critic": bench.Feature(settings={**bench.CRITIC, **ADAMW}),
+    "critic": bench.Feature(settings={**CRITIC, **ADAMW}),
     "lora of some": bench.Feature(
         settings={"lora": {"rank": 16, "target_modules": ["q_proj", "experts.down_proj"]}, **ADAMW},
         is_mixture=True,
