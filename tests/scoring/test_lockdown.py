@@ -18,7 +18,7 @@ import pytest
 from millrace.scoring.sandbox.calls import SandboxLimits, SandboxRun, run_programs, run_tests
 
 LIMITS = SandboxLimits(time_s=30.0)
-SHORT = SandboxLimits(time_s=0.7)
+SHORT = SandboxLimits(time_s=1.2)
 ATTEMPT = """
 import sys
 def attempt(name, action):
