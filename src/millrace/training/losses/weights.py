@@ -183,8 +183,8 @@ class SecondMomentMask:
     """Tokens that the second moment counts: "sequence", those of second_moment that are kept;
     "m2po", the authors' code, all of these in the microbatch, where a masked one counts as far as
     the furthest one that is kept; "areal", all kept tokens of the microbatch in either direction,
-    with r = anchor / engine if the anchor is the proximal policy. With the last two, the loss depends
-    on how a batch is divided into microbatches, and so on the number of ranks."""
+    with r = anchor / engine if the anchor is the proximal policy. With the last two, the loss
+    depends on how a batch is divided into microbatches, and so on the number of ranks."""
 
     def weights(self, tokens: TokenBatch, *, target: "Tensor") -> "Tensor | None":  # [N]
         """`target` [N] are the logprobs that AReaL compares with those of the engine."""
