@@ -1,6 +1,7 @@
 """Runs a function on every rank of a mesh, each in a process of its own."""
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import subprocess
@@ -27,10 +28,7 @@ def run_ranks(
 ) -> Any:
     """What function(ranks, *args) returns on rank 0. Ranks on "cuda" share one GPU. With `sharded`,
     a single rank uses the code of several."""
-    # Some packages, such as torchao, look for a GPU when they are imported, and a process that is
-    # forked after that cannot use one.
-    context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
-    context.set_forkserver_preload([__name__, function.__module__])
+    context = _context(function, device=device)
     rendezvous = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     receiver, sender = context.Pipe(duplex=False)
     settings = (sizes, rendezvous, device, threads, sharded)
@@ -40,6 +38,35 @@ def run_ranks(
         )
         for rank in range(sizes.num_ranks)
     ]
+    return _result_of(processes, receiver, sender)
+
+
+def run_before_ranks(function: Callable[..., Any], *args: Any, device: str) -> Any:
+    """What function(*args) returns. On CPUs, it runs in a process that forks the ranks of its calls
+    of run_ranks(), so they need not repeat what it has imported and cached. It must not start
+    threads, as a backward pass may."""
+    if device == "cuda":
+        return function(*args)
+    context = _context(function, device=device)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run_before_ranks, args=(function, args, sender))
+    return _result_of([process], receiver, sender)
+
+
+def _context(function: Callable[..., Any], *, device: str) -> Any:
+    """How processes that call the function are started."""
+    # Some packages, such as torchao, look for a GPU when they are imported, and a process that is
+    # forked after that cannot use one.
+    if device == "cuda":
+        return multiprocessing.get_context("spawn")
+    if multiprocessing.parent_process() is not None:  # in run_before_ranks()
+        return multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, function.__module__])
+    return context
+
+
+def _result_of(processes: list[Any], receiver: Any, sender: Any) -> Any:
     for process in processes:
         process.start()
     sender.close()
@@ -58,6 +85,12 @@ def compare_in_float64(features: list[str], meshes: list[str]) -> dict[str, dict
     code = "from millrace.bench import float64; float64.main()"
     command = [sys.executable, "-c", code, json.dumps([features, meshes])]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+
+
+def _run_before_ranks(function: Callable[..., Any], args: tuple[Any, ...], sender: Any) -> None:
+    use_threads(1)
+    gc.freeze()  # otherwise collections in the ranks copy the memory of all that was imported
+    sender.send(function(*args))
 
 
 def _run_rank(

@@ -34,7 +34,7 @@ from millrace.bench.rank_features import (
     VOCAB,
     Feature,
 )
-from millrace.bench.rank_processes import compare_in_float64, run_ranks
+from millrace.bench.rank_processes import compare_in_float64, run_before_ranks, run_ranks
 from millrace.bench.workloads import completion_of, group_of, shape_of
 from millrace.config import RunConfig
 from millrace.core.completions import unknown_id
@@ -127,15 +127,25 @@ def compare(
     with tempfile.TemporaryDirectory(prefix="millrace-ranks-") as folder:
         for is_mixture in {feature.is_mixture for feature in features.values()}:
             _make_model(Path(folder), is_mixture=is_mixture)
-        alone, found = {}, {}
-        run = partial(run_ranks, _run, device=device)
-        for name, sizes in meshes.items():
-            chosen = {key: feature for key, feature in features.items() if feature.fits(sizes)}
-            settings = (Path(folder), sizes.num_data_ranks, device)
-            if sizes.num_data_ranks not in alone:
-                alone[sizes.num_data_ranks] = run(features, *settings, sizes=MeshSizes())
-            sharded = name != ONE_RANK
-            found[name] = run(chosen, *settings, sizes=sizes, sharded=sharded) if chosen else {}
+        arguments = (features, meshes, Path(folder), device)
+        return run_before_ranks(_compare, *arguments, device=device)
+
+
+def _compare(
+    features: Mapping[str, Feature], meshes: Mapping[str, MeshSizes], folder: Path, device: str
+) -> dict[str, dict[str, float]]:
+    if device == "cpu":  # what ranks would import and cache, one kind of model after the other
+        for feature in {(f.is_mixture, *f.settings): f for f in features.values()}.values():
+            make_trainer(feature, Ranks(), folder, device=device)
+    alone, found = {}, {}
+    run = partial(run_ranks, _run, device=device)
+    for name, sizes in meshes.items():
+        chosen = {key: feature for key, feature in features.items() if feature.fits(sizes)}
+        settings = (folder, sizes.num_data_ranks, device)
+        if sizes.num_data_ranks not in alone:
+            alone[sizes.num_data_ranks] = run(features, *settings, sizes=MeshSizes())
+        sharded = name != ONE_RANK
+        found[name] = run(chosen, *settings, sizes=sizes, sharded=sharded) if chosen else {}
     return {
         feature: {
             name: _difference(found[name][feature], alone[sizes.num_data_ranks][feature])
