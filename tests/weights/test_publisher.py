@@ -287,14 +287,14 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_snapshot_of_a_known_layout_is_one_operation_into_the_same_memory():
+def test_a_snapshot_of_a_known_layout_is_one_operation_for_each_dtype_into_the_same_memory():
     snapshot = WeightSnapshot()
     snapshot.fill(0, weights(0), dtype=torch.bfloat16)
     places = [tensor.data_ptr() for tensor in snapshot.tensors.values()]
     newer = weights(1)
     with Operations() as operations:
         snapshot.fill(1, newer, dtype=torch.bfloat16)
-    assert operations.names == ["_foreach_copy_"]
+    assert operations.names == ["_foreach_copy_", "_foreach_copy_"]  # of "weight" and "count"
     assert places == [tensor.data_ptr() for tensor in snapshot.tensors.values()]
     assert snapshot.tensors["weight"].tolist() == [1, 1, 1]
     snapshot.fill(2, newer, dtype=torch.float32)

@@ -43,7 +43,7 @@ def test_packed_tensors_are_aligned_disjoint_and_unpack_unchanged(named: dict[st
     assert num_bytes % ALIGN_BYTES == 0
     assert 0 <= num_bytes - end < ALIGN_BYTES
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
-    pack(named, specs, payload)
+    pack(named, unpack(specs, payload))
     for name, tensor in unpack(specs, payload).items():
         sent = named[name]
         assert tensor.dtype == (torch.bfloat16 if sent.is_floating_point() else sent.dtype)
@@ -54,7 +54,7 @@ def test_biases_of_routers_are_not_rounded():
     bias = {"mlp.gate.e_score_correction_bias": torch.tensor([15.01, 15.02])}
     specs, num_bytes = lay_out(bias, dtype=torch.bfloat16)
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
-    pack(bias, specs, payload)
+    pack(bias, unpack(specs, payload))
     check_dtypes(specs, dtype=torch.bfloat16)
     for name, sent in unpack(specs, payload).items():
         assert torch.equal(sent, bias[name])
@@ -64,7 +64,7 @@ def test_the_checksum_covers_every_byte():
     named = {"a": torch.ones(3), "b": torch.ones(5)}
     specs, num_bytes = lay_out(named, dtype=torch.float32)
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
-    pack(named, specs, payload)
+    pack(named, unpack(specs, payload))
     sound = checksum(payload)
     for position in range(num_bytes):
         payload[position] ^= 1
@@ -114,6 +114,6 @@ def test_sharded_tensor_is_refused():
         named = {"weight": distribute_tensor(torch.ones(2), mesh, [Shard(0)])}
         specs, num_bytes = lay_out(named, dtype=torch.float32)
         with pytest.raises(WeightError, match="'weight' is sharded over several ranks"):
-            pack(named, specs, torch.zeros(num_bytes, dtype=torch.uint8))
+            pack(named, unpack(specs, torch.zeros(num_bytes, dtype=torch.uint8)))
     finally:
         dist.destroy_process_group()

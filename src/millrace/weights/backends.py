@@ -24,8 +24,6 @@ from millrace.weights.packing import checksum
 
 MAX_HELD = 3
 Payload = Literal["full", "delta"]
-# packing.pack(), or its replacement if the tensors are sharded over ranks.
-Pack = Callable[[Mapping[str, torch.Tensor], Sequence[TensorSpec], torch.Tensor], None]
 Reference = Callable[[Mapping[str, torch.Tensor]], SwapProbe]  # see probe.py
 
 
@@ -76,6 +74,7 @@ class PayloadSlot:
 
     layout: tuple[TensorSpec, ...]
     payload: Memory
+    views: dict[str, torch.Tensor]  # of the payload; an adapter's hundreds take milliseconds
     version: int = -1
     checksum: int = 0
     delta: Memory | None = None
@@ -84,6 +83,15 @@ class PayloadSlot:
         if self.delta is not None:
             self.delta.close()
             self.delta = None
+
+    def close(self) -> None:
+        self.drop_delta()
+        self.views.clear()  # they keep the memory
+        self.payload.close()
+
+
+def _pack(tensors: Mapping[str, torch.Tensor], slot: PayloadSlot) -> None:
+    packing.pack(tensors, slot.views)
 
 
 @dataclass(eq=False)
@@ -100,6 +108,9 @@ class PackingSender:
         self._free: list[PayloadSlot] = []
         self._held: dict[int, PayloadSlot] = {}  # by version
         self._newest: PayloadSlot | None = None  # base of the next delta, released or not
+        self._layout: tuple[TensorSpec, ...] = ()  # of the last version, and what it was made for
+        self._layout_of: list[tuple[str, torch.Size, torch.dtype]] | None = None
+        self._num_bytes = 0
 
     @property
     def has_room(self) -> bool:
@@ -107,8 +118,13 @@ class PackingSender:
         return len(self._held) < MAX_HELD
 
     def publish(
-        self, version: int, tensors: Mapping[str, torch.Tensor], *, pack: Pack = packing.pack
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        pack: Callable[[Mapping[str, torch.Tensor], PayloadSlot], None] = _pack,
     ) -> WeightUpdate:
+        """`pack` is another function if the tensors are sharded over ranks."""
         if version in self._held:
             raise WeightError(f"Version {version} is already published.")
         if not self.has_room:
@@ -116,12 +132,15 @@ class PackingSender:
                 f"Versions {sorted(self._held)} fill all {MAX_HELD} slots;"
                 " release one before publishing the next."
             )
-        specs, num_bytes = packing.lay_out(tensors, dtype=self.dtype)
+        found = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+        if found != self._layout_of:
+            self._layout, self._num_bytes = packing.lay_out(tensors, dtype=self.dtype)
+            self._layout_of = found
+        specs, num_bytes = self._layout, self._num_bytes
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         slot = self._take(specs, num_bytes, device=device)
         try:
-            pack(tensors, specs, slot.payload.flat)
-            views = packing.unpack(specs, slot.payload.flat)
+            pack(tensors, slot)
             update = WeightUpdate(
                 version=version,
                 tensors=specs,
@@ -130,7 +149,7 @@ class PackingSender:
                 transport=self.backend.transport,
                 location=slot.payload.location,
                 delta=self._find_delta(slot),
-                probe=None if self.reference is None else self.reference(views),
+                probe=None if self.reference is None else self.reference(slot.views),
             )
             update = self.backend.offer(update, payload=slot.payload, delta=slot.delta)
         except BaseException:
@@ -161,8 +180,7 @@ class PackingSender:
         self.backend.close()
         slots = {*self._free, *self._held.values(), *([self._newest] if self._newest else [])}
         for slot in slots:
-            slot.drop_delta()
-            slot.payload.close()
+            slot.close()
         self.__post_init__()
 
     def _take(
@@ -173,8 +191,10 @@ class PackingSender:
             slot = self._free.pop(0)
             if slot.layout == layout:
                 return slot
-            slot.payload.close()  # a free slot has no delta
-        return PayloadSlot(layout=layout, payload=self.backend.allocate(num_bytes, device=device))
+            slot.close()
+        payload = self.backend.allocate(num_bytes, device=device)
+        views = packing.unpack(layout, payload.flat)
+        return PayloadSlot(layout=layout, payload=payload, views=views)
 
     def _find_delta(self, slot: PayloadSlot) -> Delta | None:
         """The difference between the slot and the newest version, written to its own memory."""
@@ -207,14 +227,23 @@ class Fetched(NamedTuple):
     """mapped: the payload in the sender's memory; staged: in memory from Staging.take()."""
 
 
+class StagedPayload(NamedTuple):
+    flat: torch.Tensor  # [num_bytes] uint8
+    views: dict[str, torch.Tensor]
+
+
 class Staging:
     """Memory for two payloads, filled in turn, so that the newest stays untouched."""
 
     def __init__(self) -> None:
-        self.newest: torch.Tensor | None = None
+        self._newest: StagedPayload | None = None
         self._checksum: int | None = None  # of the newest
         self._layout: tuple[TensorSpec, ...] = ()
-        self._spare: list[torch.Tensor] = []
+        self._spare: list[StagedPayload] = []
+
+    @property
+    def newest(self) -> torch.Tensor | None:
+        return None if self._newest is None else self._newest.flat
 
     def applicable_delta(self, update: WeightUpdate) -> Delta | None:
         """The delta of this update, if it applies to the newest payload."""
@@ -229,19 +258,21 @@ class Staging:
             self._layout = update.tensors
         if not self._spare:
             flat = torch.zeros(update.num_bytes, dtype=torch.uint8, device=device)
-            self._spare.append(flat)
-        return self._spare[-1]
+            self._spare.append(StagedPayload(flat, packing.unpack(self._layout, flat)))
+        return self._spare[-1].flat
 
-    def keep(self, checksum: int) -> None:
-        """The memory of the last take() now holds a payload, verified by this checksum."""
-        flat = self._spare.pop()
-        if self.newest is not None:
-            self._spare.append(self.newest)
-        self.newest, self._checksum = flat, checksum
+    def keep(self, checksum: int) -> dict[str, torch.Tensor]:
+        """The memory of the last take() now holds a payload, verified by this checksum; returns its
+        tensors."""
+        payload = self._spare.pop()
+        if self._newest is not None:
+            self._spare.append(self._newest)
+        self._newest, self._checksum = payload, checksum
+        return dict(payload.views)
 
     def clear(self) -> None:
         self._spare.clear()
-        self.newest = self._checksum = None
+        self._newest = self._checksum = None
         self._layout = ()
 
 
@@ -277,6 +308,7 @@ class StagingReceiver:
         self._dtype = dtype
         self._keep_base = keep_base
         self._staging = Staging()
+        self._checked: tuple[tuple[TensorSpec, ...], int] | None = None  # layout of the last update
         self._transport: str | None = None
         self._backend: RecvBackend | None = None  # of that transport
         # On a GPU, staging runs beside decoding, which uses the device's default stream.
@@ -325,7 +357,7 @@ class StagingReceiver:
                 " the engine keeps the weights it has."
             )
         if is_staged:
-            self._staging.keep(update.checksum)
+            return self._staging.keep(update.checksum)
         return packing.unpack(update.tensors, payload)
 
     def _check(self, update: WeightUpdate) -> None:
@@ -335,11 +367,14 @@ class StagingReceiver:
                 f"Version {update.version} uses the transport {update.transport!r}, but this engine"
                 f" uses {known}; give all workers the same weights.transport."
             )
-        packing.check_manifest(update.tensors, num_bytes=update.num_bytes)
         if update.delta is not None:
             packing.check_delta(update, update.delta)
+        if (layout := (update.tensors, update.num_bytes)) == self._checked:
+            return
+        packing.check_manifest(update.tensors, num_bytes=update.num_bytes)
         if self._expected is not None:
             given = {spec.name: spec.shape for spec in update.tensors}
             packing.check_shapes(given, expected=self._expected, version=update.version)
         if self._dtype is not None:
             packing.check_dtypes(update.tensors, dtype=self._dtype)
+        self._checked = layout

@@ -34,7 +34,7 @@ from millrace.core.errors import WeightError
 from millrace.core.records import Delta, TensorSpec, WeightUpdate
 from millrace.models.sharding import local_part
 from millrace.weights import packing
-from millrace.weights.backends import NoSpace, PackingSender, Payload, Superseded
+from millrace.weights.backends import NoSpace, PackingSender, Payload, PayloadSlot, Superseded
 from millrace.weights.shards import ShardPiece, box_of, boxes_of, places_of, plan, size_of
 
 _CLOSING = 2**62  # the version that ranks agree on when they close
@@ -164,16 +164,15 @@ class GatheringSender:
         self,
         version: int,
         tensors: Mapping[str, torch.Tensor],
-        specs: Sequence[TensorSpec],
-        payload: torch.Tensor,
+        slot: PayloadSlot,
     ) -> None:
-        """Fill the payload with the pieces of all ranks. Replaces packing.pack() on rank 0."""
+        """Fill the slot with the pieces of all ranks. Replaces packing.pack() on rank 0."""
         assert self._sender is not None
+        specs, views = slot.layout, slot.views
         base = self._sender.base_for(specs)
         self._send_message(RankMessage(gathers=True, base=base and base.version))
         shards = self._find_shards(tensors, specs)
-        views = packing.unpack(specs, payload)
-        old_views = {} if base is None else packing.unpack(specs, base.payload.flat)
+        old_views = {} if base is None else base.views
 
         def finish(transfers: Sequence[_Transfer]) -> None:
             for pieces, changes, buffer, work in transfers:

@@ -16,7 +16,9 @@ The blob: num_changed indices (int32, or int64 from 2**31 words on), ascending; 
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import xxhash
@@ -69,28 +71,30 @@ def lay_out(
     return tuple(specs), end
 
 
-def pack(
-    tensors: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec], payload: torch.Tensor
-) -> None:
-    """Copy the tensors, cast as their specs say, into a payload."""
+def pack(tensors: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tensor]) -> None:
+    """Copy the tensors, cast, into the views of a payload."""
     if sharded := [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]:
         raise WeightError(
             f"{sharded[0]!r} is sharded over several ranks; publish it with a GatheringSender."
         )
-    views = unpack(specs, payload)
     copy_all(views.values(), [tensors[name] for name in views])
 
 
 @torch.no_grad()
 def copy_all(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
-    """Copy each source, cast, into its target; one launch for all tensors on a GPU. Copies to the
-    host are complete on return."""
-    near: list[tuple[torch.Tensor, torch.Tensor]] = []
+    """Copy each source, cast, into its target; on a GPU, one launch for all contiguous tensors of
+    the same dtypes. Copies to the host are complete on return."""
+    near: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
     far: list[tuple[torch.Tensor, torch.Tensor]] = []
     for target, source in zip(targets, sources, strict=True):
-        (near if target.is_cuda == source.is_cuda else far).append((target, source))
-    if near:
-        places, values = map(list, zip(*near, strict=True))
+        if target.is_cuda == source.is_cuda:
+            # One tensor that is different makes torch copy all of a list one by one.
+            is_dense = target.is_contiguous() and source.is_contiguous()
+            near[is_dense, target.dtype, source.dtype].append((target, source))
+        else:
+            far.append((target, source))
+    for pairs in near.values():
+        places, values = map(list, zip(*pairs, strict=True))
         torch._foreach_copy_(places, values)  # pyright: ignore[reportPrivateImportUsage]
     if far:
         copy_through_buffers(far)

@@ -40,6 +40,7 @@ from millrace.models.lora.factors import (
     scale_of,
 )
 from millrace.models.lora.folders import check_resident, read_checkpoint
+from millrace.weights.packing import copy_all
 
 BASE = "base"  # name of the model without an adapter, if the policy is an adapter
 
@@ -275,9 +276,10 @@ class AdapterBank:
         staged: list[AdaptedProduct | AdaptedExperts] = []
         for live in self._products:
             own = tensors_of(live)
-            copies = {key: value.clone() for key, value in own.items()}
+            copies = {key: torch.empty_like(value) for key, value in own.items()}
             staged.append(replace(live, **copies))
             pairs += zip(own.values(), copies.values(), strict=True)
+        copy_all([copy for _, copy in pairs], [own for own, _ in pairs])
         self._write(staged, self._slots[name], tensors)
         return pairs
 
@@ -293,11 +295,9 @@ class AdapterBank:
         bs = [b for _, b in factors]
         if slot.adapter.scale != 1.0:
             bs = torch._foreach_mul(bs, slot.adapter.scale)  # pyright: ignore[reportPrivateImportUsage]
-        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage] - no public name
-            [a for _, a, _ in places] + [b for _, _, b in places],
-            [a for a, _ in factors] + list(bs),
-            non_blocking=True,
-        )
+        device = self._column_slots.device
+        values = [a.to(device) for a, _ in factors] + [b.to(device) for b in bs]
+        copy_all([a for _, a, _ in places] + [b for _, _, b in places], values)
         for product in products:
             if isinstance(product, AdaptedProduct):
                 product.write_gains(slot, tensors, weights=self._weights)

@@ -93,9 +93,8 @@ class LiveWeights:
     def commit(self, prepared: PreparedWeights) -> None:
         self.versions[prepared.policy] = None
         try:
-            pairs = prepared.pairs
-            for dtype in {target.dtype for target, _ in pairs}:  # a launch for each
-                copy_all(*zip(*(p for p in pairs if p[0].dtype == dtype), strict=True))
+            if prepared.pairs:
+                copy_all(*zip(*prepared.pairs, strict=True))
             if self._device.type == "cuda":
                 # The sender may reuse the memory of the tensors once this returns.
                 torch.cuda.current_stream(self._device).synchronize()
