@@ -23,6 +23,7 @@ ARCHITECTURES = ("llama", "qwen3", "gemma2", "gemma3")
 RECURRENT = ("qwen3_next", "lfm2")  # layers with a recurrent state beside attention
 HYBRIDS = ("qwen3_5", "falcon_h1", "nemotron_h", "granite4")  # further ones
 MIXTURE = "qwen3_moe"
+WIDE_MIXTURE = "qwen3_moe, wide"  # its sizes are those of the kernels of experts
 MIXTURES = (MIXTURE, "qwen2_moe", "mixtral", "gpt_oss", "glm4_moe")
 # Routers of other kinds, and mixtures with recurrent states.
 OTHER_MIXTURES = ("phimoe", "deepseek_v2", "qwen3_next", "granite4")
@@ -52,7 +53,7 @@ _EXPERTS = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K, "moe_inter
 
 
 def tiny_model(architecture: str, *, seed: int = 0, num_layers: int = 2) -> PreTrainedModel:
-    """Qwen 2 has biases; Gemmas and GPT-OSS have a sliding window of 8 in one of their two layers,
+    """Qwen 2 has biases; Mistral has a window of 8 in all layers, Gemmas and GPT-OSS in one of two;
     Gemma 2 softcaps, and GPT-OSS has sinks. The first layer of RECURRENT ones has a state. Routers
     of mixtures are far from undecided."""
     torch.manual_seed(seed)
@@ -60,6 +61,9 @@ def tiny_model(architecture: str, *, seed: int = 0, num_layers: int = 2) -> PreT
     windows = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
     model = {
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**shape)),
+        "mistral": lambda: transformers.MistralForCausalLM(
+            transformers.MistralConfig(**shape, sliding_window=8)
+        ),
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**shape)),
         "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True)),
         # Its layer norms have biases, and its matrices are no linear layers.
@@ -74,6 +78,11 @@ def tiny_model(architecture: str, *, seed: int = 0, num_layers: int = 2) -> PreT
         "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**shape, **windows)),
         "qwen3_moe": lambda: transformers.Qwen3MoeForCausalLM(
             transformers.Qwen3MoeConfig(**shape, **_EXPERTS)
+        ),
+        WIDE_MIXTURE: lambda: transformers.Qwen3MoeForCausalLM(
+            transformers.Qwen3MoeConfig(
+                **{**shape, **_EXPERTS, "hidden_size": 64, "moe_intermediate_size": 64}
+            )
         ),
         "qwen2_moe": lambda: transformers.Qwen2MoeForCausalLM(
             transformers.Qwen2MoeConfig(**shape, **_EXPERTS, shared_expert_intermediate_size=16)

@@ -36,6 +36,7 @@ from millrace.models.routing import find_routing
 use_threads(1)
 
 EOS = 2
+_MOST_KV_HEADS = 64  # of the tests of decode attention
 LETTERS = [chr(ord("0") + i) for i in range(VOCAB - 3)]  # token 3 + i
 
 
@@ -251,10 +252,11 @@ def assert_same(left: Completion, right: Completion) -> None:
 
 
 def split_work(num_rows: int, splits: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Splits and joins of a decode step in which most rows have this many splits, and their
+    """Splits and arrivals of a decode step in which most rows have this many splits, and their
     number; some programs do nothing if there are several."""
     counts = np.full(num_rows, splits)
     counts[::5] = 1
     num_splits = int(counts.sum()) + (0 if splits == 1 else 5)
     plan = plan_splits(counts, num_rows=num_rows, num_splits=num_splits)
-    return torch.from_numpy(plan.splits), torch.from_numpy(plan.joins), num_splits
+    arrivals = torch.zeros(num_rows, _MOST_KV_HEADS, dtype=torch.int32)
+    return torch.from_numpy(plan), arrivals, num_splits

@@ -289,11 +289,11 @@ def test_preempted_and_resumed_sequences_keep_their_adapter(folders, adapter):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compile_layers", [False, True])
+@pytest.mark.parametrize("fast_layers", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_captured_graphs_serve_all_adapters_and_survive_swaps(folders, compile_layers, dtype):
+def test_captured_graphs_serve_all_adapters_and_survive_swaps(folders, fast_layers, dtype):
     engine = bank_engine(
-        folders, decode_steps=8, device="cuda", dtype=dtype, compile_layers=compile_layers
+        folders, decode_steps=8, device="cuda", dtype=dtype, fast_layers=fast_layers
     )
     requests = [request_for(name) for name in ADAPTERS]
     finish_all(engine, requests)

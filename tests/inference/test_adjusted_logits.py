@@ -83,11 +83,11 @@ def test_adjusted_sequences_do_not_change_others(decode_steps):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"temperature": 0.0}])
-@pytest.mark.parametrize("compile_layers", [False, True])
-def test_gpu_engine_adjusts_logits_inside_the_decode_loop(settings, compile_layers):
+@pytest.mark.parametrize("fast_layers", [False, True])
+def test_gpu_engine_adjusts_logits_inside_the_decode_loop(settings, fast_layers):
     bias = ((BIASED, 1.5),)
     asked = request("a", frequency_penalty=0.8, logit_bias=bias, top_logprobs=3, **settings)
-    engine = make_engine(device="cuda", decode_steps=8, compile_layers=compile_layers)
+    engine = make_engine(device="cuda", decode_steps=8, fast_layers=fast_layers)
     (done,) = finish_all(engine, [asked, request("beside", **settings)])["a"]
     assert_adjusted(done, asked.sampling)
 

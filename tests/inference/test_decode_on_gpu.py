@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import ARCHITECTURES, HYBRIDS, MIXTURE, RECURRENT, tiny_model
+from architectures import ARCHITECTURES, HYBRIDS, MIXTURE, RECURRENT, WIDE_MIXTURE, tiny_model
 from engine_rig import (
     assert_sampled_from,
     finish_all,
@@ -238,15 +238,15 @@ def mixed_requests(n: int):
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RECURRENT, *HYBRIDS, "gpt_oss"])
-@pytest.mark.parametrize("compile_layers", [False, True])
-def test_decode_loop_on_cuda_matches_plain_forward(architecture: str, compile_layers: bool):
+@pytest.mark.parametrize("fast_layers", [False, True])
+def test_decode_loop_on_cuda_matches_plain_forward(architecture: str, fast_layers: bool):
     # Grouped products of experts in float32 cannot be captured in a graph. In bfloat16, an id at
     # the bound of a truncation may be on either side.
     is_half = architecture == "gpt_oss"
     dtype, tolerance = (torch.bfloat16, 0.2) if is_half else (torch.float32, 1e-3)
     engine = make_engine(
         architecture, eos_ids=(), max_sequences=20, decode_steps=5, device="cuda", dtype=dtype,
-        compile_layers=compile_layers,
+        fast_layers=fast_layers,
     )  # fmt: skip
     requests = [r for r in mixed_requests(n=3) if not (is_half and r.sampling.truncates)]
     done = finish_all(engine, requests)
@@ -275,7 +275,7 @@ def test_turns_on_cuda_reuse_kv_of_earlier_turns(dtype: torch.dtype, tolerance: 
 
 
 def test_swap_between_launches_reaches_captured_graphs():
-    engine = make_engine(eos_ids=(), decode_steps=4, device="cuda", compile_layers=True)
+    engine = make_engine(eos_ids=(), decode_steps=4, device="cuda", fast_layers=True)
     engine.add_request(make_request("a", max_new_tokens=20))
     engine.step()
     engine.swap({name: t.cuda() for name, t in weights(seed=7).items()}, version=1)
@@ -289,17 +289,18 @@ def test_swap_between_launches_reaches_captured_graphs():
     )
 
 
+@pytest.mark.parametrize("architecture", [MIXTURE, WIDE_MIXTURE])
 @pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
-def test_decode_loop_records_the_routes_of_single_steps(compiles: bool):
+def test_decode_loop_records_the_routes_of_single_steps(architecture: str, compiles: bool):
     """Except a few: passes of other sizes round differently."""
     half = {"device": "cuda", "dtype": torch.bfloat16, "records_routes": True, "eos_ids": ()}
     requests = [
         make_request(str(i), prompt=prompt_of(5 + 6 * i, seed=i), n=2, seed=i, routes_from=0)
         for i in range(4)
     ]
-    single = finish_all(make_engine(MIXTURE, **half), requests)
+    single = finish_all(make_engine(architecture, **half), requests)
     done = finish_all(
-        make_engine(MIXTURE, decode_steps=4, compile_layers=compiles, **half), requests
+        make_engine(architecture, decode_steps=4, fast_layers=compiles, **half), requests
     )
     is_same = []
     for request in requests:

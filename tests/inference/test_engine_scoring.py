@@ -96,7 +96,7 @@ def test_scoring_does_not_change_running_sequences(decode_steps):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_on_gpu_match_sampled_logprobs(dtype):
-    engine = make_engine(device="cuda", dtype=dtype, decode_steps=4, compile_layers=True)
+    engine = make_engine(device="cuda", dtype=dtype, decode_steps=4, fast_layers=True)
     known = sampled(engine)
     results = engine.score([score_request(*each) for each in known])
     tolerance = 1e-3 if dtype == torch.float32 else 0.1

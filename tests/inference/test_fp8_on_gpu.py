@@ -98,7 +98,7 @@ def test_decode_attention_matches_float64_reference(
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_decode_loop_in_fp8_samples_from_the_distribution_of_the_cpu(architecture: str):
-    engine = make_engine(architecture, decode_steps=4, compile_layers=True, eos_ids=(), **BOTH)
+    engine = make_engine(architecture, decode_steps=4, fast_layers=True, eos_ids=(), **BOTH)
     engine.warm_up()
     requests = [make_request(str(i), prompt=prompt_of(5 + 9 * i, seed=i), seed=i) for i in range(4)]
     done = finish_all(engine, requests)
@@ -112,7 +112,7 @@ def test_decode_loop_in_fp8_samples_from_the_distribution_of_the_cpu(architectur
 
 
 def test_swap_on_gpu_equals_an_engine_with_those_weights():
-    settings = {"decode_steps": 4, "compile_layers": True, "eos_ids": (), **BOTH}
+    settings = {"decode_steps": 4, "fast_layers": True, "eos_ids": (), **BOTH}
     engine = make_engine(seed=0, **settings)
     engine.warm_up()
     finish_all(engine, [make_request("before")])

@@ -283,7 +283,7 @@ def test_a_step_with_replayed_routes_learns():
 def test_trainer_on_a_gpu_replays_the_routes_of_its_engine(compiles: bool):
     requests = mixed_requests()
     half = {"device": "cuda", "dtype": torch.bfloat16, "decode_steps": 4}
-    engine = astray_engine(compile_layers=compiles, **half)
+    engine = astray_engine(fast_layers=compiles, **half)
     batch = batch_of(rollouts_of(requests, finish_all(engine, requests)))
     trainer = replaying(
         tiny_model(MIXTURE).to("cuda"), compute_dtype=torch.bfloat16, compile_layers=compiles
@@ -310,7 +310,7 @@ def test_engine_and_trainer_on_a_gpu_agree_on_adapters_of_experts(rank, compiles
         model, adapter=adapter, compute_dtype=torch.bfloat16, compile_layers=compiles
     )
     half = {"device": "cuda", "dtype": torch.bfloat16, "decode_steps": 4}
-    engine = astray_engine(lora=lora, compile_layers=compiles, **half)
+    engine = astray_engine(lora=lora, fast_layers=compiles, **half)
     for version in (1, 2):
         engine.swap(trainer.policy.weights(), version=version)
         requests = mixed_requests()

@@ -89,6 +89,12 @@ class Routing:
             module.forward = MethodType(forward, module)
 
 
+def rule_of(router: Any) -> RoutingRule | None:
+    """The rule of a router of which install() was called."""
+    override: _TopkOverride | None = getattr(router, "topk_override", None)
+    return None if override is None else override.rule
+
+
 class RouteReplay:
     """Replays recorded routes. Used by the trainer's thread."""
 

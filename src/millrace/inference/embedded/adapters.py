@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.core.errors import ConfigError, TaskError
-from millrace.inference.embedded.decode.layers import add_side, frozen, fused_slice_of
+from millrace.inference.embedded.decode.fused_linear import add_side, frozen, fused_slice_of
 from millrace.inference.embedded.fp8 import FP8
 from millrace.models.attention.recurrent import mixers_of
 from millrace.models.lora.factors import (

@@ -135,7 +135,7 @@ def engine_of(
                 prefix_cache=options.prefix_cache,
                 num_snapshots=num_snapshots,
                 decode_steps=_decode_steps(model, options.launch_steps, probe),
-                compile_layers=options.compile and on_gpu and not exact,
+                fast_layers=options.compile and on_gpu and not exact,
                 exact=exact,
                 speculates=options.speculation in (("on",) if on_gpu else ("auto", "on")),
             ),
@@ -203,11 +203,17 @@ def _single_steps(model: PreTrainedModel, wanted: int | None, probe: CacheProbe)
     """Why a GPU decodes in single steps; "" if it does not. Experts without a grouped kernel loop
     over experts and read token counts from the device, which a CUDA graph cannot do."""
     name = type(model).__name__
-    if probe.has_sinks and wanted is None:
+    has_sinks = any(rules.sinks is not None for rules in probe.rules.values())
+    if has_sinks and wanted is None:
         return (
             f"{name} has attention sinks and decodes in single steps, five times slower than with"
             " the decode loop, which is less tested with sinks; to use it, set"
             " engine.options.decode_steps to 32 and engine.options.compile to false."
+        )
+    if any(shape.key_dim % 2 for shape in probe.shapes.values()):
+        return (
+            f"{name} has heads of an odd size, for which decode attention has no kernel, and"
+            " decodes in single steps, several times slower than with the decode loop."
         )
     if probe.layers:
         return (

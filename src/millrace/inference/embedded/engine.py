@@ -360,7 +360,8 @@ class EmbeddedEngine(EngineCore):
         drawn = sample_batch(logits, how, exact=self._is_exact)
         if num_top := int(self._slots.num_top[slots].max()):
             allowed = None if drawn.kept is None else drawn.kept.allowed(logits.shape[1])
-            top = top_logprobs(logits, how.temperatures, allowed=allowed, num_top=num_top)
+            own = {"drawn": (drawn.tokens, drawn.logprobs), "allowed": allowed}
+            top = top_logprobs(logits, how.temperatures, **own, num_top=num_top)
             return replace(drawn, top=top)
         return drawn
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from millrace.core.errors import WeightError
 from millrace.inference.embedded.adapters import AdapterBank, AdapterMerger
-from millrace.inference.embedded.decode.layers import row_scales_of
+from millrace.inference.embedded.decode.fused_linear import row_scales_of
 from millrace.inference.embedded.fp8 import FP8, quantize_rows
 from millrace.models.routing import policy_tensors
 from millrace.weights.packing import check_shapes, copy_all

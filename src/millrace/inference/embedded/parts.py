@@ -9,11 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from millrace.inference.embedded.adapters import AdapterBank
-from millrace.inference.embedded.decode.layers import (
-    fuse_projections,
-    keep_residual_in_float32,
-    prepare,
-)
+from millrace.inference.embedded.decode.fused_linear import fuse_projections
+from millrace.inference.embedded.decode.layers import keep_residual_in_float32, prepare
 from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.kv.blocks import BlockPool, BlockTables
 from millrace.inference.embedded.kv.cache import KVCache
@@ -44,7 +41,7 @@ class EngineSizes:
     num_snapshots: int = 0  # of recurrent states, for the prefix cache
     decode_steps: int = 1  # per launch on the device, at most; 1 = no decode loop
     kept_capacity: int = KEPT_CAPACITY  # see sampler.py
-    compile_layers: bool = False
+    fast_layers: bool = False  # by kernels of Millrace; on a GPU, others by torch.compile
     exact: bool = False  # logprobs are bit for bit those of the trainer
     speculates: bool = False  # where a pass decodes one step of a model without recurrent states
 
@@ -106,10 +103,23 @@ class EngineParts:
         elif sizes.exact and on_gpu:
             fuse_projections(model)  # the kernels compute each output by itself
         elif sizes.decode_steps > 1 and not sizes.exact:
-            prepare(model, self.cache.layers, compile_layers=sizes.compile_layers)
+            prepare(
+                model,
+                self.cache.layers,
+                probe.rules,
+                max_context=context,
+                fast=sizes.fast_layers,
+                has_adapters=bool(adapters),
+            )
         if memory is not None:
             memory.adopt(model)
         self.bank = AdapterBank(model, adapters) if adapters else None  # of unmerged adapters
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile builds what a decode step has no kernels for. On a CPU it would
+        take longer than the steps save, and need a C++ compiler."""
+        return self.sizes.fast_layers and self.model.device.type == "cuda"
 
     def numerics(self) -> AbstractContextManager[Any]:
         """The context of every pass."""

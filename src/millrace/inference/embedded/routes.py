@@ -38,7 +38,7 @@ class RoutesPool:
         # [T]; of the KV that the next pass computes.
         self.kv_slots = torch.empty(0, dtype=torch.int64, device=cache.device)
         cache.copied_along += [layer.view(num_blocks + 1, -1) for layer in self._routes]
-        routing.install([_RecordedRouter(layer, pool=self) for layer in self._routes])
+        routing.install([RecordedRouter(layer, pool=self) for layer in self._routes])
 
     def begin_step(self, tables: Tensor, lengths: Tensor) -> None:
         """Set kv_slots for a decode step: rows [T] with `lengths` tokens, 0 = idle, in the blocks
@@ -115,7 +115,7 @@ class SequenceRoutes:
         return np.concatenate(parts) if parts else None
 
 
-class _RecordedRouter:
+class RecordedRouter:
     """The choice of one layer's router, recorded and left as it is."""
 
     def __init__(self, routes: Tensor, *, pool: RoutesPool) -> None:
@@ -123,6 +123,9 @@ class _RecordedRouter:
         self._pool = pool
 
     def choose(self, own: Tensor, *, scores: Tensor) -> Tensor:
+        return self.record(own)
+
+    def record(self, own: Tensor) -> Tensor:
         return torch.ops.millrace.record_routes(own, self._routes, self._pool.kv_slots)
 
 
@@ -132,7 +135,7 @@ def _record_routes(chosen: Tensor, pool: Tensor, kv_slots: Tensor) -> Tensor:
 
 
 def _record_on_cuda(chosen: Tensor, pool: Tensor, kv_slots: Tensor) -> Tensor:
-    from millrace.inference.embedded.decode import expert_kernels
+    from millrace.inference.embedded.decode.kernels import expert_kernels
 
     return expert_kernels.record_routes(chosen, pool, kv_slots)
 

@@ -2,7 +2,7 @@
 
 Temperature applies first, then top-k, top-p and min-p, each to what the rule before it left; then
 one draw by inverse CDF in the order of token ids. The rows of a batch may differ in every setting.
-On CUDA, Triton kernels (decode/sampling_kernels.py) do the same; sample() is their reference.
+On CUDA, decode/kernels/sampling_kernels.py does the same; sample() is its reference.
 
 N = rows, V = vocabulary.
 """
@@ -134,7 +134,7 @@ def sample_step(logits: Tensor, rows: SamplingBatch, capacity: int = KEPT_CAPACI
     """One token for each row of logits [N, V] float32. On CUDA it runs inside CUDA graphs."""
     capacity = row_capacity(capacity, vocab_size=logits.shape[1])
     if logits.is_cuda:
-        from millrace.inference.embedded.decode import sampling_kernels
+        from millrace.inference.embedded.decode.kernels import sampling_kernels
 
         drawn = sampling_kernels.sample(
             logits,
@@ -188,7 +188,7 @@ def joined_rows(rows: Tensor, sizes: np.ndarray) -> np.ndarray:
     if not rows.is_cuda:
         columns = torch.arange(rows.shape[2])
         return rows[columns < torch.from_numpy(sizes)[..., None]].numpy()
-    from millrace.inference.embedded.decode.sampling_kernels import join_rows
+    from millrace.inference.embedded.decode.kernels.sampling_kernels import join_rows
 
     joined = join_rows(rows, torch.from_numpy(sizes).to(rows.device))
     # Pinned: wide rows are many bytes.

@@ -34,6 +34,7 @@ def _generate(
         prefill_tokens=16,
         decode_steps=decode_steps,
         exact=exact,
+        fast_layers=not exact,
         num_snapshots=32,
     )
     tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "")

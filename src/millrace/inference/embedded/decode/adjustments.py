@@ -7,12 +7,15 @@ The engine's thread calls everything. P = such rows, V = vocabulary, K = top log
 N = steps of a launch.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+_ROW_PARTS, _PART_SIZE = 64, 256  # of a row of logits, at most and at least
 
 
 class LogitChanges(NamedTuple):
@@ -66,15 +69,35 @@ def adjusted_rows(logits: Tensor, rows: np.ndarray, changes: LogitChanges) -> Te
 
 
 def top_logprobs(
-    logits: Tensor, temperatures: Tensor, *, allowed: Tensor | None, num_top: int
+    logits: Tensor,  # [P, V]
+    temperatures: Tensor,
+    *,
+    drawn: tuple[Tensor, Tensor],  # tokens [P] and their logprobs, of these rows
+    allowed: Tensor | None,  # [P, V]
+    num_top: int,
 ) -> tuple[Tensor, Tensor]:
-    """The likeliest ids of logits [P, V] among the allowed ones [P, V], int32, and their logprobs
-    [P, K]."""
-    scaled = logits / temperatures.masked_fill(temperatures == 0, 1.0)[:, None]
+    """The likeliest ids among the allowed ones, int32, and their logprobs [P, K]."""
+    tokens, logprobs = drawn
+    temperatures = temperatures.masked_fill(temperatures == 0, 1.0)[:, None]
+    # A logprob is a scaled logit minus a number that is the same for all ids of the row.
+    own = logits.gather(1, tokens[:, None]) / temperatures
     if allowed is not None:
-        scaled = scaled.masked_fill(~allowed, -torch.inf)
-    top = scaled.topk(min(num_top, logits.shape[1]), dim=-1)
-    return top.indices.int(), top.values - scaled.logsumexp(-1, keepdim=True)
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    values, ids = _largest(logits, min(num_top, logits.shape[1]))
+    return ids.int(), values / temperatures - (own - logprobs[:, None])
+
+
+def _largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row [P, V] and their places, largest first. On a GPU, torch's
+    topk leaves most processors idle if rows are few and long, so parts of rows come first."""
+    num_parts = math.gcd(x.shape[1], _ROW_PARTS)
+    if not x.is_cuda or x.shape[1] < num_parts * max(count, _PART_SIZE):
+        values, places = x.topk(count, dim=-1)
+        return values, places
+    values, places = x.unflatten(1, (num_parts, -1)).topk(count, dim=-1)
+    places += torch.arange(num_parts, device=x.device)[:, None] * (x.shape[1] // num_parts)
+    values, chosen = values.flatten(1).topk(count, dim=-1)
+    return values, places.flatten(1).gather(1, chosen)
 
 
 class TopRecorder:

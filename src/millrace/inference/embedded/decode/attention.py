@@ -45,6 +45,15 @@ def define_operator(
     torch.library.register_fake(f"millrace::{name}", shape, lib=_LIBRARY)
 
 
+class Rotation(NamedTuple):
+    """What queries and keys need after their projection: a norm per head, if the model has one, and
+    rotary embedding, whose angles depend on the position alone."""
+
+    angles: Tensor  # [positions, 2, D / 2] float32; cosines and sines
+    norms: tuple[Tensor, Tensor] | None  # [D] each; weights of the norms of queries and keys
+    eps: float  # of the norms
+
+
 class DecodeLayer(NamedTuple):
     """What the attention of one layer needs in a decode step. A NamedTuple, because torch.compile
     looks through it: the cache of each layer is then an input of one compiled program instead of a
@@ -55,7 +64,7 @@ class DecodeLayer(NamedTuple):
     tables: Tensor  # [B or more, W] int32; blocks of each row
     lengths: Tensor  # [B or more] int64; tokens of each row with the new one; 0 = the row is idle
     splits: Tensor  # [S or more, 4] int32; see splits.py
-    joins: Tensor  # [B or more, 3] int32
+    arrivals: Tensor  # [B or more, K] int32; zeros
     block_tokens: int
     num_splits: int
 
@@ -63,6 +72,15 @@ class DecodeLayer(NamedTuple):
         """[B, H, E], of query [B, H, D], key [B, K, D] and value [B, K, E]."""
         scores = (rules.scale, rules.window or 0, rules.softcap or 0.0, rules.sinks)
         return torch.ops.millrace.paged_decode(query, key, value, *self, *scores)
+
+    def attend_rotated(
+        self, query: Tensor, key: Tensor, value: Tensor, rules: ScoreRules, rotation: Rotation
+    ) -> Tensor:
+        """attend() on CUDA, of queries and keys as projected."""
+        from millrace.inference.embedded.decode.kernels import attention_kernels
+
+        scores = (rules.scale, rules.window or 0, rules.softcap or 0.0, rules.sinks)
+        return attention_kernels.paged_decode(query, key, value, *self, *scores, rotation)
 
 
 class PrefillLayer(NamedTuple):
@@ -108,7 +126,7 @@ def can_flash(cache: KVCache, *, model: PreTrainedModel) -> bool:
 
 
 def _decode_on_cuda(*arguments: Any) -> Tensor:
-    from millrace.inference.embedded.decode import attention_kernels
+    from millrace.inference.embedded.decode.kernels import attention_kernels
 
     return attention_kernels.paged_decode(*arguments)
 
@@ -121,7 +139,7 @@ def plain_decode(
     tables: Tensor,
     lengths: Tensor,
     _splits: Tensor,
-    _joins: Tensor,
+    _arrivals: Tensor,
     block_tokens: int,
     _num_splits: int,
     scale: float,
@@ -191,7 +209,7 @@ def _flash_prefill(
 
 define_operator(
     "paged_decode(Tensor query, Tensor key, Tensor value, Tensor cache, Tensor tables,"
-    " Tensor lengths, Tensor splits, Tensor joins, SymInt block_tokens, SymInt num_splits,"
+    " Tensor lengths, Tensor splits, Tensor arrivals, SymInt block_tokens, SymInt num_splits,"
     " float scale, SymInt window, float cap, Tensor? sinks) -> Tensor",
     cpu=plain_decode,
     cuda=_decode_on_cuda,

@@ -5,8 +5,8 @@ the activation function before the product is computed. On a GPU, FP8 tensor cor
 devices multiply the same FP8 values in float32, which is the reference of the GPU's tests.
 
 Promise: weights keep their names and shapes, so updates bring 16-bit weights as before. A row's
-result depends on no other row. Embeddings, the head, norms, routers and layers with a recurrent
-state stay as they are.
+result depends on the values of no other row. Embeddings, the head, norms, routers and layers with a
+recurrent state stay as they are.
 
 T = rows, I and O = input and output size of a product.
 """

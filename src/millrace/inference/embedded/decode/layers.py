@@ -1,153 +1,53 @@
 """Changes a transformers model so that it decodes faster and computes the same.
 
-Projections of one input (query, key and value; gate and up) become slices of one matrix product.
-Their weights are views of one tensor under their old names, so weights are still swapped in place.
-Decoder layers run compiled: everything between the matrix products is fused, and all layers of one
-class share the compiled program.
-
-Experts on CUDA have kernels of their own for few rows, and grouped products for many: one opaque
-operator decides by the number of rows, so that compiled layers serve both.
-
-T = rows of the pass, I and O = input and output size of a product.
+Projections of one input become slices of one matrix product (fused_linear.py). The layers of common
+models run by kernels of their own (fused_layers.py). Those of others run compiled: everything
+between the matrix products is fused, and all layers of one class share the compiled program.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.activations import SiLUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from millrace.inference.embedded.decode import attention
-from millrace.inference.embedded.decode.fp8_layers import Fp8Linear, Fp8Matrix
-from millrace.inference.embedded.fp8 import FP8
-from millrace.models.lora import factors
+from millrace.inference.embedded.decode.attention import DecodeLayer, PrefillLayer
+from millrace.inference.embedded.decode.experts import use_expert_kernels
+from millrace.inference.embedded.decode.fused_layers import FusedModel, can_fuse
+from millrace.inference.embedded.decode.fused_linear import fuse_projections
+from millrace.models.attention.layout import ScoreRules
 from millrace.models.sharding import router_modules
 
 _Forward = Callable[..., Any]  # a layer's forward; the first argument is the layer
 _SHORT_PREFILL = 8  # tokens; torch.compile would recompile for a pass of one token
 _MAX_PROGRAMS = 64  # of a class of layers
-_TILE = 64  # sizes of experts that their kernels compute are multiples of it
-# Called one after another, in this order, with the same input.
-_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def frozen(tensor: Tensor) -> nn.Parameter:
-    """A parameter, because torch.compile treats its shape as constant."""
-    return nn.Parameter(tensor, requires_grad=False)
-
-
-def add_side(linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """A forward hook: adds what the AdaptedProduct `side` of a layer adds."""
-    return linear.side.add(output, inputs[0], linear.bias)
-
-
-class FusedLinear:
-    """One matrix product for several projections of one input."""
-
-    def __init__(self, parts: list[Any]) -> None:
-        """`parts`: linear layers of torch, or Fp8Linear."""
-        weights = [part.weight.detach() for part in parts]
-        self.dtype = weights[0].dtype  # of the output
-        self.matrix: Fp8Matrix | None = None  # in FP8
-        if self.dtype == FP8:
-            whole = torch.cat([weight.view(torch.uint8) for weight in weights]).view(FP8)
-            self.matrix = Fp8Matrix(whole, torch.cat([part.row_scales for part in parts]))
-            self.dtype, self.weight = parts[0].dtype, self.matrix.weight
-        else:
-            self.weight = frozen(torch.cat(weights))
-        self.bias = None
-        if parts[0].bias is not None:
-            self.bias = frozen(torch.cat([part.bias.detach() for part in parts]))
-        self.side: Any = None  # an AdaptedProduct
-        # Set between the call of the first part and that of the last one.
-        self.input: Tensor | None = None
-        self.output: Tensor | None = None
-
-    def multiply(self, x: Tensor) -> Tensor:
-        cast = x.to(self.dtype)
-        if self.matrix is None:
-            product = F.linear(cast, self.weight, self.bias)
-        else:
-            product = self.matrix.multiply(x, self.bias, dtype=self.dtype)
-        return product if self.side is None else self.side.add(product, cast, self.bias)
-
-
-class _LayerPart(nn.Module):
-    """One of the projections; the first one computes all of them."""
-
-    def __init__(self, fused: FusedLinear, *, start: int, stop: int, is_first: bool, is_last: bool):
-        super().__init__()
-        self.weight = frozen(fused.weight[start:stop])
-        self.row_scales: Tensor | None = None  # of an FP8 weight
-        if fused.matrix is not None:
-            self.row_scales = fused.matrix.scales.detach()[start:stop]
-        if fused.bias is not None:
-            self.bias = frozen(fused.bias[start:stop])
-        self.fused = fused
-        self.start, self.stop = start, stop
-        self._is_first, self._is_last = is_first, is_last
-
-    def forward(self, x: Tensor) -> Tensor:
-        fused = self.fused
-        if self._is_first:
-            fused.input, fused.output = x, fused.multiply(x)
-        assert fused.input is x, "projections of one input are called one after another"
-        assert fused.output is not None
-        output = fused.output
-        if self._is_last:
-            fused.input = fused.output = None
-        return output[..., self.start : self.stop]
-
-
-def row_scales_of(model: nn.Module) -> dict[str, Tensor]:
-    """The scales [O, 1] of FP8 weights, by the names of the weights."""
-    return {
-        f"{name}.weight": module.row_scales
-        for name, module in model.named_modules()
-        if isinstance(module, Fp8Linear | _LayerPart) and module.row_scales is not None
-    }
-
-
-def fused_slice_of(
-    projection: nn.Module,
-) -> tuple[nn.Linear | Fp8Linear | FusedLinear, int, int]:
-    """The product that computes a projection, and the projection's rows start..stop of it."""
-    if isinstance(projection, _LayerPart):
-        return projection.fused, projection.start, projection.stop
-    assert isinstance(projection, nn.Linear | Fp8Linear)
-    return projection, 0, projection.out_features
-
-
-def prepare(model: PreTrainedModel, caches: Mapping[int, Tensor], *, compile_layers: bool) -> None:
-    """Change a model, loaded with PAGED_ATTENTION, in place for the decode loop."""
+def prepare(
+    model: PreTrainedModel,
+    caches: Mapping[int, Tensor],
+    rules: Mapping[int, ScoreRules],
+    *,
+    max_context: int,
+    fast: bool,
+    has_adapters: bool,
+) -> None:
+    """Change a model, loaded with PAGED_ATTENTION, in place for the decode loop. `caches` and
+    `rules` of attention by layer. `fast`: by kernels of Millrace, or else by torch.compile on a
+    GPU. `has_adapters`: some adapters are not merged."""
     fuse_projections(model)
-    if model.device.type == "cuda":
+    on_gpu = model.device.type == "cuda"
+    if on_gpu:
         use_expert_kernels(model)
-    install(model, caches, compile_layers=compile_layers)
-
-
-def fuse_projections(model: PreTrainedModel) -> None:
-    """Replace sibling projections by parts of one matrix product, where possible."""
-    for module in list(model.modules()):
-        for names in _SIBLINGS:
-            parts: list[Any] = [getattr(module, name, None) for name in names]
-            if not all(type(part) in (nn.Linear, Fp8Linear) for part in parts):
-                continue
-            kinds = {(part.in_features, part.weight.dtype, part.bias is None) for part in parts}
-            if len(kinds) > 1:
-                continue
-            fused, stop = FusedLinear(parts), 0
-            for name, part in zip(names, parts, strict=True):
-                start, stop = stop, stop + part.out_features
-                ends = {"is_first": name == names[0], "is_last": name == names[-1]}
-                setattr(module, name, _LayerPart(fused, start=start, stop=stop, **ends))
+    if fast and not has_adapters and can_fuse(model, rules):
+        base: Any = model.base_model
+        base.forward = FusedModel(model, caches, rules, max_context=max_context).forward
+    else:
+        install(model, caches, compile_layers=fast and on_gpu)
 
 
 def keep_residual_in_float32(model: PreTrainedModel) -> None:
@@ -213,9 +113,9 @@ class _Dispatch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         paged = kwargs.get("millrace_paged")
-        if isinstance(paged, attention.DecodeLayer):
+        if isinstance(paged, DecodeLayer):
             run = self.decode
-        elif isinstance(paged, attention.PrefillLayer):
+        elif isinstance(paged, PrefillLayer):
             is_short = len(paged.slot_mapping) < _SHORT_PREFILL
             run = type(self.layer).forward if is_short else self.prefill
         else:
@@ -229,66 +129,3 @@ def _index(layer: nn.Module) -> int | None:
     found: set[Any] = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
     assert len(found) <= 1, f"{type(layer).__name__} holds attention of layers {found}"
     return found.pop() if found else None
-
-
-def use_expert_kernels(model: PreTrainedModel) -> None:
-    """Make experts that the kernels can compute use them."""
-    for module in factors.expert_modules(model).values():
-        if _can_use_kernels(module):
-            # One function for all layers: torch.compile would build a program for each closure.
-            module.forward = MethodType(_experts_forward, module)
-
-
-def _can_use_kernels(module: Any) -> bool:
-    own = {name: p.ndim for name, p in module.named_parameters(recurse=False)}
-    if own != dict.fromkeys(factors.EXPERT_WEIGHTS, 3) or factors.is_transposed(module):
-        return False
-    gate = getattr(module, "_apply_gate", None)
-    is_default = getattr(gate, "__module__", "") == "transformers.integrations.moe"
-    is_silu = isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation)
-    if not is_default or not is_silu or getattr(module, "has_post_expert_norm", False):
-        return False
-    weight = module.down_proj
-    return weight.dtype != torch.float32 and not any(n % _TILE for n in weight.shape[1:])
-
-
-def _experts_forward(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    matrices = (module.gate_up_proj, module.down_proj)
-    return torch.ops.millrace.experts(hidden, indices, weights, *matrices)
-
-
-def _experts_on_cuda(
-    hidden: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
-) -> Tensor:
-    from millrace.inference.embedded.decode import expert_kernels
-
-    if indices.numel() <= expert_kernels.MAX_ROWS:
-        return expert_kernels.experts(hidden, indices, weights, gate_up, down)
-    return plain_experts(hidden, indices, weights, gate_up, down)
-
-
-def plain_experts(
-    hidden: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
-) -> Tensor:  # [T, I]
-    """The same by grouped products, on any device."""
-    module = SimpleNamespace(
-        num_experts=len(down),
-        gate_up_proj=gate_up,
-        down_proj=down,
-        expert_updates={},
-        _apply_gate=_gated,
-    )
-    return factors.forward_with_lora(module, hidden, indices, weights)
-
-
-def _gated(both: Tensor) -> Tensor:
-    gate, up = both.chunk(2, dim=-1)
-    return nn.functional.silu(gate) * up
-
-
-attention.define_operator(
-    "experts(Tensor hidden, Tensor indices, Tensor weights, Tensor gate_up, Tensor down) -> Tensor",
-    cuda=_experts_on_cuda,
-    cpu=plain_experts,
-    shape=lambda hidden, *_: torch.empty_like(hidden),
-)

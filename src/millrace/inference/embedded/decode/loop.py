@@ -5,13 +5,12 @@ tokens and detects rows that end (eos token, length). Such rows idle until the l
 launch is short while other sequences wait. Steps run as CUDA graphs, captured once per shape, over
 tensors at fixed addresses, so that they stay valid across swaps. Elsewhere a step simply runs.
 
-Promise: tokens, logprobs, kept ids and routes of a slot equal those of single steps.
+Promise: tokens, logprobs, kept ids and routes of a slot are those of single steps, up to rounding.
 
 The engine's thread calls everything. B = rows of a step, R = slots of a launch, N = its steps,
 K = kept ids, W = blocks per row.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +32,6 @@ from millrace.models.logprobs import final_logits
 
 _WARMUPS = 2  # steps before a capture: the first one compiles and allocates buffers
 _MIN_ROWS = 8  # fewer cost the same, and compiled code treats 0 and 1 as special
-_AHEAD = 2  # steps queued on the device: it never waits for the host, and a launch can end soon
 
 
 class StepShape(NamedTuple):
@@ -67,7 +65,7 @@ class DecodeLoop:
             self._vocab_size,
             num_steps=self.max_steps,
             device=self._device,
-            compiles=parts.sizes.compile_layers,
+            compiles=parts.compiles,
         )
 
     def warm_up(self) -> None:
@@ -103,7 +101,7 @@ class DecodeLoop:
             own, sizes = plan.slots[:size], {"vocab_size": self._vocab_size, "num_rows": size}
             self._extras.adjuster(size).load(slots.logit_changes(own, **sizes))
         first, *rest = self._steps[shape]
-        launched: deque[torch.Event] = deque()  # at most _AHEAD steps are queued on the device
+        running: torch.Event | None = None  # ends with the step before the last one
         num_steps = 0
         while num_steps < plan.num_steps and not (num_steps > 0 and should_stop()):
             first()
@@ -114,9 +112,11 @@ class DecodeLoop:
                 while_running()
             num_steps += 1
             if self._device.type == "cuda":
-                launched.append(torch.cuda.current_stream(self._device).record_event())
-                if len(launched) > _AHEAD:
-                    launched.popleft().synchronize()
+                # One step waits on the device while another runs: it never waits for the host, and
+                # a launch that new weights or requests end does so soon.
+                last, running = running, torch.cuda.current_stream(self._device).record_event()
+                if last is not None:
+                    last.synchronize()
         tokens, logprobs = self._state.read(count, num_steps=num_steps)
         kept, num_kept = self._state.read_kept(tokens) if shape.truncates else (None, None)
         top = None
@@ -190,7 +190,7 @@ class DecodeLoop:
                 tables=state.tables,
                 lengths=state.lengths,
                 splits=state.splits,
-                joins=state.joins,
+                arrivals=state.arrivals,
                 block_tokens=cache.block_tokens,
                 num_splits=shape.num_splits,
             ),
@@ -210,8 +210,9 @@ class DecodeLoop:
             self._extras.adjuster(count).count(drawn.tokens[:count])
         if count := shape.num_reported:
             allowed = sampler.allowed_ids(drawn.first(count), vocab_size=self._vocab_size)
+            of_rows = {"drawn": (drawn.tokens[:count], drawn.logprobs[:count]), "allowed": allowed}
             own = logits[:count], rows.temperatures[:count]
-            ids, logprobs = top_logprobs(*own, allowed=allowed, num_top=shape.num_top)
+            ids, logprobs = top_logprobs(*own, **of_rows, num_top=shape.num_top)
             recorder = self._extras.recorder(count, shape.num_top)
             recorder.record(self._state.step, ids=ids, logprobs=logprobs)
         self._state.advance(drawn, num_rows=shape.num_rows)

@@ -4,10 +4,8 @@ A row with a long context would outlast all others, and few rows would leave mos
 a context is split, and the parts attend side by side and are joined. The host plans this once per
 launch; the tensors are read by CUDA graphs that were captured for a number of splits.
 
-B = rows, S = splits of all rows, J = rows with several splits.
+B = rows, S = splits of all rows.
 """
-
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,13 +14,6 @@ _FINE = 4096  # programs among which no one is long, if contexts are long
 _LEAST_TOKENS = 64  # of a split, if programs are few
 _SPLIT_TOKENS = 1024  # of a split, about, if they are many
 _MANY_SPLITS = 64  # beyond one per row are planned, or 128 and so on: steps are captured for each
-
-
-class SplitPlan(NamedTuple):
-    # [S, 4] int32, largest first: row, number of the split, splits of the row (0 = there is nothing
-    # to do), place of its part among all parts.
-    splits: np.ndarray
-    joins: np.ndarray  # [J, 3] int32: row, place of its first part, splits; 0 splits = no row
 
 
 def num_splits_of(counts: np.ndarray, *, num_rows: int, num_heads: int) -> int:
@@ -54,8 +45,10 @@ def split_counts(lengths: np.ndarray, *, num_rows: int, num_heads: int) -> np.nd
     return np.where(is_split, -(-lengths // tokens), 1)
 
 
-def plan_splits(counts: np.ndarray, *, num_rows: int, num_splits: int) -> SplitPlan:
-    """The programs of a launch in which the first rows have these counts of splits [R]."""
+def plan_splits(counts: np.ndarray, *, num_rows: int, num_splits: int) -> np.ndarray:
+    """The programs of a launch in which the first rows have these counts of splits [R]: [S, 4]
+    int32, largest first: row, number of the split, splits of the row (0 = there is nothing to do),
+    place of its part among all parts, where those of a row are neighbours."""
     counts = np.concatenate([counts, np.ones(num_rows - len(counts), dtype=np.int64)])
     rows = np.repeat(np.arange(num_rows), counts)
     firsts = np.cumsum(counts) - counts
@@ -65,10 +58,7 @@ def plan_splits(counts: np.ndarray, *, num_rows: int, num_splits: int) -> SplitP
     order = np.argsort(-counts[rows], kind="stable")
     splits = np.zeros((num_splits, 4), dtype=np.int32)
     splits[: len(rows)] = np.stack(columns, axis=1)[order]
-    joined = np.flatnonzero(counts > 1)
-    joins = np.zeros((min(num_rows, num_splits - num_rows), 3), dtype=np.int32)
-    joins[: len(joined)] = np.stack([joined, firsts[joined], counts[joined]], axis=1)
-    return SplitPlan(splits, joins)
+    return splits
 
 
 def _fills(num_rows: int, num_heads: int) -> bool:

@@ -43,7 +43,8 @@ class DecodeState:
         self.num_heads = max(shape.num_heads for shape in parts.cache.shapes.values())
         most = splits.max_splits(num_rows=max_rows, num_heads=self.num_heads)
         self.splits = torch.zeros(most, 4, dtype=torch.int32, device=device)
-        self.joins = torch.zeros(max_rows, 3, dtype=torch.int32, device=device)
+        # Zeros between steps: the last split of a row resets its own.
+        self.arrivals = torch.zeros(max_rows, self.num_heads, dtype=torch.int32, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self._out = torch.zeros(max_steps, 2, max_rows, dtype=torch.int32, device=device)
         self._out_num_kept = torch.zeros(max_steps, max_rows, dtype=torch.int32, device=device)
@@ -52,7 +53,7 @@ class DecodeState:
         self._grammar: tuple[Tensor, Tensor, Tensor] | None = None
         self._advance: Callable[..., None] = _advance
         self._mask_logits: Callable[[Tensor, Tensor], Tensor] = sampler.mask_logits
-        if sizes.compile_layers:
+        if parts.compiles:
             self._advance = torch.compile(_advance)
             self._mask_logits = torch.compile(sampler.mask_logits)
 
@@ -77,8 +78,7 @@ class DecodeState:
     def load_splits(self, counts: np.ndarray, *, num_rows: int, num_splits: int) -> None:
         """The splits of a launch in which the first rows have these counts."""
         plan = splits.plan_splits(counts, num_rows=num_rows, num_splits=num_splits)
-        _send(plan.splits, self.splits[:num_splits])
-        _send(plan.joins, self.joins[: len(plan.joins)])
+        _send(plan, self.splits[:num_splits])
 
     def set_idle(self, *, num_rows: int, num_splits: int) -> None:
         """Make every row idle: a step then writes nothing to the cache."""

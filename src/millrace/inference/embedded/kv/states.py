@@ -126,7 +126,7 @@ class CacheProbe:
     def __init__(self, model: PreTrainedModel) -> None:
         self._config = model.config.get_text_config()
         self.shapes: dict[int, KVShape] = {}
-        self.has_sinks = False
+        self.rules: dict[int, ScoreRules] = {}
         self.layers: dict[int, Any] = {}  # of the cache, with the state of one sequence
 
     @cached_property
@@ -134,7 +134,7 @@ class CacheProbe:
         return DynamicCache(config=self._config)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rules: ScoreRules) -> Tensor:
-        self.has_sinks |= rules.sinks is not None
+        self.rules[layer] = rules
         sizes = {"num_heads": k.shape[1], "key_dim": k.shape[2], "value_dim": v.shape[2]}
         self.shapes[layer] = KVShape(**sizes, is_capped=rules.softcap is not None)
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)

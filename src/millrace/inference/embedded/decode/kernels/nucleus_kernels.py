@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.inference.embedded.decode.truncation_kernels import (
+from millrace.inference.embedded.decode.kernels.truncation_kernels import (
     BIN,
     BINS,
     CANDIDATES,

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.inference.embedded.decode.nucleus_kernels import find_nuclei
-from millrace.inference.embedded.decode.truncation_kernels import (
+from millrace.inference.embedded.decode.kernels.nucleus_kernels import find_nuclei
+from millrace.inference.embedded.decode.kernels.truncation_kernels import (
     CANDIDATES,
     inverse_cdf,
     is_sampled,
