@@ -83,19 +83,8 @@ class EngineConfig(Section):
     """Engine backend: "embedded" (Millrace's own engine), "vllm" or "sglang" (servers of vLLM or
     SGLang; see docs/how-to/vllm.md), or "module:Class"."""
     options: dict[str, Any] = Field(default={})
-    """Options of the backend. "embedded" has kv_bytes (maximum size of the KV cache in bytes; by
-    default 1 GiB on a CPU, and 40 % of the free memory on a GPU, which a trainer may share),
-    prefix_cache (reuse of the KV cache of known prefixes, true), compile (on a GPU, kernels of
-    Millrace or torch.compile for the layers, true), prefill_tokens (prompt tokens per forward pass;
-    by default 2048 on a CPU and 16384 on a GPU), block_tokens (tokens per KV block, 16),
-    decode_steps (decode steps per launch on the device; by default 1 on a CPU and 32 on a GPU),
-    quantization ("fp8" = matrix products of layers in FP8; see docs/explanation/weights.md),
-    kv_cache_dtype ("fp8" = about half of the memory for the KV cache, or "auto") and speculation
-    (drafts from known text: "auto" = on a CPU, "on" = also on a GPU, with decode_steps = 1, or
-    "off"; see docs/architecture.md). "vllm" and "sglang" have python (interpreter of the
-    environment with vLLM or SGLang), arguments (further arguments of the server), attach (URLs of
-    running servers instead), api_key ("env:NAME", for these) and directory (folder for new weights
-    that the servers can read). A class of your own has its fields."""
+    """Options of the engine backend: those of engine.type = "embedded", "vllm" and "sglang" are
+    listed in docs/reference/configuration.md, and those of a class are its fields."""
     count: NonNegativeIntOrAuto = "auto"
     """Number of engine processes on this host. "auto" is one for each GPU that the trainer and
     other models leave free, and 1 if they leave none."""
