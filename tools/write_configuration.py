@@ -50,7 +50,8 @@ def page() -> str:
 
 
 def _loss_rows() -> Iterator[str]:
-    text = 'Surrogate objective: a name of the next column, or "module:Name".'
+    names = ", ".join(f'"{name}"' for name in SURROGATES)
+    text = f'Surrogate objective: {names}, or "module:Name".'
     found = _other_defaults("surrogate", DEFAULT_SURROGATE, RECIPES)
     yield f'| `surrogate` | | text | `"{DEFAULT_SURROGATE}"` | {text} | {found} |'
     for name, surrogate in SURROGATES.items():

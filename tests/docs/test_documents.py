@@ -60,6 +60,21 @@ def test_configuration_page_describes_every_option_of_an_engine_backend(backend)
     assert [key for key, _ in rows] == [field.name for field in fields]
 
 
+# How a description begins that needs the name of its setting, or the row above, to be clear.
+NO_NOUN_PHRASE = re.compile(r"(Whether|What|How|If|Or|Of|Use|Enable|Subtract|Scale the) ")
+
+
+def test_every_description_of_the_configuration_page_begins_with_a_noun_phrase():
+    for line in text_of("configuration").splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if cells[:1] == ["key"]:
+            column = cells.index("")  # the column of descriptions has no name
+        elif line.startswith("| `"):
+            text = cells[column]
+            assert re.match(r"[A-Z].*\.$", text), line
+            assert not NO_NOUN_PHRASE.match(text), line
+
+
 def scorer_types(*names: str) -> dict[str, type]:
     return {name: SCORER_TYPES[name] for name in names}
 

@@ -43,7 +43,7 @@ class SamplingConfig(Section):
     """Minimum probability of a sampled token, as a share of the likeliest token's probability,
     from 0 to below 1. 0 = no minimum."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion. The end-of-sequence token always ends it."""
+    """Strings that end a completion, besides the end-of-sequence token, which always ends it."""
 
 
 class RolloutConfig(Section):
@@ -65,7 +65,7 @@ class RolloutConfig(Section):
     "module:Name"; see docs/how-to/shape-training-data.md."""
     max_running_groups: GroupCount = 64
     """Maximum number of groups that are played or scored at the same time: a number, or "2
-    batches"."""
+    batches" for twice trainer.groups_per_step."""
 
     @property
     def num_cancelled(self) -> int:
@@ -91,7 +91,7 @@ class EngineConfig(Section):
     max_count: PositiveInt | None = None
     """Maximum number of engines while the run lasts: one is added when the trainer has waited for
     more than 30 % of 30 seconds, and removed again when a whole batch waits all the time. By
-    default their number stays that of engine.count and engine.remote."""
+    default the run neither adds nor removes engines."""
     remote: NonNegativeInt = 0
     """Number of additional engines that other hosts bring with `millrace join`; see
     docs/how-to/join-hosts.md."""
@@ -158,6 +158,6 @@ class WeightsConfig(Section):
     """Directory for transport "disk", under the same path on all hosts. By default weights/ in
     run_dir."""
     notify: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+\S*$")], ...] = ()
-    """URLs that receive {"version", "path"} by POST for every version, with transport "disk":
-    external engines use them. The files stay until the URLs answer, at most 60 seconds
-    (see supervision.hang_timeout_s)."""
+    """URLs of external engines that receive {"version", "path"} by POST for every version, with
+    transport "disk". The files of a version stay until all URLs have answered, for at most 60
+    seconds by default (see supervision.hang_timeout_s)."""
