@@ -14,7 +14,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from millrace.config import RunConfig, TaskPlace, TasksConfig
+from millrace.config import EngineConfig, RunConfig, TaskPlace, TasksConfig
+from millrace.inference.backend import BACKENDS
 from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.losses.recipes import DEFAULT_SURROGATE, RECIPES, PreferenceLoss
 from millrace.training.losses.surrogates import SURROGATES
@@ -30,14 +31,14 @@ valid one.
 Where a table has a `type`, the name alone stands for the table: `loss = "grpo"`,
 `scorers = ["exact"]`, `[buffer] order = "freshest"`.
 
-`python tools/write_configuration.py` writes this page from `src/millrace/config/` and
-`src/millrace/training/losses/`.
+`python tools/write_configuration.py` writes this page from `src/millrace/config/`,
+`src/millrace/inference/backend.py` and `src/millrace/training/losses/`.
 """
 LOSS_KEYS = """## Keys of `[loss]`
 
-[Losses](losses.md) has the formulas. `sft` takes no keys. The other recipes take those without an
-entry under "only with" and those of their surrogate. Their defaults are in the last column where
-they differ. A is the advantage of a token.
+[Losses](losses.md) has the formulas. `sft` takes no keys. Each other recipe takes the keys of its
+surrogate and all keys whose cell under "only with" is empty. The last column lists the recipes with
+another default. A is the advantage of a token.
 
 | key | only with | type | default | | other defaults |
 |---|---|---|---|---|---|"""
@@ -49,7 +50,8 @@ def page() -> str:
 
 
 def _loss_rows() -> Iterator[str]:
-    text = 'Surrogate objective: a name of the next column, or "module:Name".'
+    names = ", ".join(f'"{name}"' for name in SURROGATES)
+    text = f'Surrogate objective: {names}, or "module:Name".'
     found = _other_defaults("surrogate", DEFAULT_SURROGATE, RECIPES)
     yield f'| `surrogate` | | text | `"{DEFAULT_SURROGATE}"` | {text} | {found} |'
     for name, surrogate in SURROGATES.items():
@@ -63,13 +65,41 @@ def _loss_rows() -> Iterator[str]:
 
 
 def _keys(part: type, recipes: Mapping[str, Mapping[str, Any]], *, only: str = "") -> Iterator[str]:
-    types = typing.get_type_hints(part, include_extras=True)
-    texts = _docstrings(part)
-    for field in dataclasses.fields(part):
-        kind = _spelled(types[field.name]).replace("|", "\\|")
+    for field, kind, text in _fields(part):
         others = _other_defaults(field.name, field.default, recipes)
-        default, text = _value(field.default), texts[field.name].replace("|", "\\|")
+        default = _value(field.default)
         yield f"| `{field.name}` | {only} | {kind} | {default} | {text} | {others} |"
+
+
+def _option_tables() -> Iterator[str]:
+    """A table for each engine backend. Backends with the same options share one."""
+    names: dict[str, list[str]] = {}
+    for name, backend in BACKENDS.items():
+        rows = (
+            f"| `{field.name}` | {kind} | {_plain_default(field)} | {text} |"
+            for field, kind, text in _fields(backend)
+        )
+        names.setdefault("\n".join(rows), []).append(name)
+    for rows, backends in names.items():
+        quoted = [f'"{name}"' for name in backends]
+        yield f"### Options of {' and '.join(quoted)}\n"
+        types = " or ".join(f"`{name}`" for name in quoted)
+        yield f"Keys of `[engine.options]` if `engine.type` is {types}.\n"
+        yield f"| key | type | default | |\n|---|---|---|---|\n{rows}\n"
+
+
+def _fields(part: type) -> Iterator[tuple[dataclasses.Field[Any], str, str]]:
+    """The fields of a plug-in with their types and descriptions."""
+    types, texts = typing.get_type_hints(part, include_extras=True), _docstrings(part)
+    for field in dataclasses.fields(part):
+        kind, text = _spelled(types[field.name]), texts[field.name]
+        yield field, kind.replace("|", "\\|"), text.replace("|", "\\|")
+
+
+def _plain_default(field: dataclasses.Field[Any]) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return f"`{json.dumps(field.default_factory())}`"
+    return _value(field.default)
 
 
 def _other_defaults(key: str, default: Any, recipes: Mapping[str, Mapping[str, Any]]) -> str:
@@ -79,15 +109,19 @@ def _other_defaults(key: str, default: Any, recipes: Mapping[str, Mapping[str, A
 
 
 def _docstrings(part: type) -> dict[str, str]:
-    """Of the fields of a dataclass."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
-    assert isinstance(tree, ast.ClassDef)
-    return {
-        field.target.id: inspect.cleandoc(text.value.value).replace("\n", " ")
-        for field, text in zip(tree.body, tree.body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-    }
+    """Of the fields of a dataclass, inherited ones included."""
+    found: dict[str, str] = {}
+    for base in reversed(part.__mro__):
+        if dataclasses.is_dataclass(base):
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            assert isinstance(tree, ast.ClassDef)
+            found |= {
+                field.target.id: inspect.cleandoc(text.value.value).replace("\n", " ")
+                for field, text in zip(tree.body, tree.body[1:], strict=False)
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+                if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+            }
+    return found
 
 
 def _tables(section: type[BaseModel], *, above: str = "") -> Iterator[str]:
@@ -99,6 +133,8 @@ def _tables(section: type[BaseModel], *, above: str = "") -> Iterator[str]:
             path = f"{above}{name}.NAME" if origin is dict else f"{above}{name}"
             heading = f"[[{path}]]" if origin is tuple else f"[{path}]"
             yield _table(heading, below, text=_text(field))
+            if below is EngineConfig:
+                yield from _option_tables()
             yield from _tables(below, above=f"{path}.")
 
 

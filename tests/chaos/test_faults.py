@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from millrace.bench.chaos import Pace, account, check_account, check_accuracy, check_kills
+from millrace.bench.chaos import RunTimes, account, check_account, check_accuracy, check_kills
 from millrace.bench.faults.injector import CONTROLLER, HANG_STEPS, ROLES, FaultInjector, Kill, plans
 from millrace.bench.faults.target_run import (
     RunChecker,
@@ -24,7 +24,7 @@ from millrace.bench.faults.target_run import (
 )
 from millrace.monitoring.run_dir import RunDir
 
-PACE = Pace(wall_s=15.0, start_s=4.0, step_s=1.0, end_s=2.0)  # ten steps
+UNDISTURBED = RunTimes(wall_s=15.0, start_s=4.0, step_s=1.0, end_s=2.0)  # ten steps
 
 
 def make_kill(*, at_s: float, step: int, role: str = "engine", gone: float | None = 0.1) -> Kill:
@@ -118,7 +118,7 @@ def test_long_gap_is_attributed_to_the_kill_before_it_and_all_seconds_add_up():
     # The engine dies after step 3. Two buffered steps follow, then nothing for 9 more seconds.
     times = (4, 5, 6, 7, 8, 18, 19, 20, 21, 22)
     run = observed(steps_seen_at(*times), ended_s=24.0)
-    lost = account(run, [make_kill(at_s=6.5, step=3)], pace=PACE)
+    lost = account(run, [make_kill(at_s=6.5, step=3)], undisturbed=UNDISTURBED)
     assert lost.by_role["engine"].seconds == pytest.approx(9.0)
     assert lost.rest_s == pytest.approx(0.0)
     assert check_account(lost).holds
@@ -127,7 +127,7 @@ def test_long_gap_is_attributed_to_the_kill_before_it_and_all_seconds_add_up():
 def test_long_gap_far_from_any_kill_stays_unexplained():
     times = (4, 5, 6, 7, 8, 9, 10, 11, 31, 32)
     run = observed(steps_seen_at(*times), ended_s=34.0)
-    lost = account(run, [make_kill(at_s=5.5, step=2)], pace=PACE)
+    lost = account(run, [make_kill(at_s=5.5, step=2)], undisturbed=UNDISTURBED)
     assert lost.by_role["engine"].seconds == 0
     assert lost.rest_s == pytest.approx(19.0)
     assert not check_account(lost).holds
@@ -137,7 +137,8 @@ def test_repeated_steps_count_as_redone():
     before, after = steps_seen_at(4, 5, 6), steps_seen_at(4, 5, 6, 22, 23)[3:]
     again = [StepSeen(at_s=18.0, step=2, is_new=False), StepSeen(at_s=20.0, step=3, is_new=False)]
     kill = make_kill(at_s=6.5, step=3, role=CONTROLLER)
-    lost = account(observed([*before, *again, *after], ended_s=25.0), [kill], pace=PACE)
+    run = observed([*before, *again, *after], ended_s=25.0)
+    lost = account(run, [kill], undisturbed=UNDISTURBED)
     loss = lost.by_role[CONTROLLER]
     assert loss.seconds == pytest.approx(15.0)
     assert loss.redo_s == pytest.approx(4.0)

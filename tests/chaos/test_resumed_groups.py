@@ -94,7 +94,7 @@ def assert_resumed_from(run: KillableRun, saved: dict[int, Counter[str]]) -> Non
     summary = run.summary()
     wasted = table(read_metrics(run.path / "metrics.jsonl")[-1], "tokens/wasted")
     num_saved = sum(requests.total() for requests in saved.values())
-    num_wasted = wasted.get("outdated", 0) + wasted.get("unasked", 0)
+    num_wasted = wasted.get("outdated", 0) + wasted.get("not_resumed", 0)
     assert summary["resumed_tokens"] > 0
     assert summary["resumed_tokens"] + num_wasted == num_saved
 

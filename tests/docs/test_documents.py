@@ -11,14 +11,21 @@ import pytest
 
 from millrace.bench.rank_features import FEATURES, MESHES
 from millrace.config import load_config
+from millrace.controller.orders import ORDERS
 from millrace.core.records import Task
+from millrace.environments import branching
+from millrace.inference.backend import BACKENDS
 from millrace.monitoring.callbacks import check_callback
+from millrace.scoring import advantages
 from millrace.scoring.functions.function_scorer import Function
-from millrace.scoring.pool import check_scorers, resolve_scorer
+from millrace.scoring.pool import SCORER_TYPES, check_scorers, resolve_scorer
+from millrace.scoring.reward_models.steps import STEPS
 from millrace.scoring.scorer_type import CallSettings, ScorerType
 from millrace.scoring.services.endpoint import Http
 from millrace.scoring.services.judge import Judge
+from millrace.scoring.shaping import FILTERS, PENALTIES, SELECTIONS
 from millrace.scoring.verifiers import VERIFIERS
+from millrace.tasks.loading import GENERATORS
 from millrace.training.losses.recipes import ADVANTAGES, RECIPES
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +48,54 @@ def examples(page: str, language: str) -> list[str]:
 def test_generated_page_is_up_to_date(page, script):
     written = runpy.run_path(str(ROOT / "tools" / script))["page"]()
     assert text_of(page) == written, f"run: python tools/{script}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_configuration_page_describes_every_option_of_an_engine_backend(backend):
+    sections = re.split(r"^##+ ", text_of("configuration"), flags=re.M)
+    of_options = [one for one in sections if one.startswith("Options of ")]
+    (section,) = [one for one in of_options if f'"{backend}"' in one.splitlines()[0]]
+    rows = re.findall(r"^\| `(\w+)` \| [^|].* \| .* \| ([A-Z].*\.) \|$", section, re.M)
+    fields = dataclasses.fields(BACKENDS[backend])
+    assert [key for key, _ in rows] == [field.name for field in fields]
+
+
+# How a description begins that needs the name of its setting, or the row above, to be clear.
+NO_NOUN_PHRASE = re.compile(r"(Whether|What|How|If|Or|Of|Use|Enable|Subtract|Scale the) ")
+
+
+def test_every_description_of_the_configuration_page_begins_with_a_noun_phrase():
+    for line in text_of("configuration").splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if cells[:1] == ["key"]:
+            column = cells.index("")  # the column of descriptions has no name
+        elif line.startswith("| `"):
+            text = cells[column]
+            assert re.match(r"[A-Z].*\.$", text), line
+            assert not NO_NOUN_PHRASE.match(text), line
+
+
+def scorer_types(*names: str) -> dict[str, type]:
+    return {name: SCORER_TYPES[name] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("page", "plugins"),
+    [
+        ("shape-training-data", [FILTERS, PENALTIES, SELECTIONS]),
+        ("reward-models", [scorer_types("reward_model", "process_reward_model"), STEPS]),
+        ("teachers", [scorer_types("teacher", "self_teacher", "reference")]),
+        ("environments", [branching.RECIPES]),
+        ("losses", [advantages.ADVANTAGES]),
+        ("tasks", [GENERATORS]),
+        ("buffer", [ORDERS]),
+    ],
+)
+def test_page_names_every_key_of_its_plug_ins(page, plugins):
+    code = " ".join(re.findall(r"```.*?```|`[^`\n]+`", text_of(page), re.S))
+    for name, plugin in ((name, one) for table in plugins for name, one in table.items()):
+        for field in dataclasses.fields(plugin):
+            assert re.search(rf"\b{field.name}\b", code), f"{page}.md: {name}.{field.name}"
 
 
 def test_navigation_lists_every_page_once():

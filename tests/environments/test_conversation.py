@@ -34,7 +34,7 @@ class Talk:
 
     def reply(self, messages, text, *, end=None, finish="stop", message=None, ids=None):
         """Record this text as the reply of the model; return the messages with it."""
-        beginning = self.conversation.of_messages(messages, tools=self.tools)
+        encoded = self.conversation.of_messages(messages, tools=self.tools)
         ids = ids or self.ids(text + ((end or self.family.end) if finish == "stop" else ""))
         completion = Completion(
             tokens=np.array(ids, np.int32),
@@ -44,11 +44,11 @@ class Talk:
             text=text,
         )
         exchange = self.record.add(
-            beginning.given,
+            encoded.given,
             completion,
             sampling=Sampling(),
-            parent=beginning.parent,
-            at=beginning.at,
+            parent=encoded.parent,
+            at=encoded.at,
         )
         replied = [*messages, message or {"role": "assistant", "content": text}]
         self.conversation.replied_to_messages(replied, exchange, tools=self.tools)
@@ -243,7 +243,7 @@ def test_messages_that_the_template_refuses_raise_task_error():
 def test_later_text_replaces_the_end_token():
     tokenizer = TOKENIZERS["chatml"]
     conversation, record = Conversation(Renderer(tokenizer)), TokenRecord()
-    beginning = conversation.of_text("the ")
+    encoded = conversation.of_text("the ")
     ids = tokenizer.encode("and<|endoftext|>", add_special_tokens=False)
     completion = Completion(
         tokens=np.array(ids, np.int32),
@@ -252,7 +252,7 @@ def test_later_text_replaces_the_end_token():
         finish="stop",
         text="and",
     )
-    exchange = record.add(beginning.given, completion, sampling=Sampling())
+    exchange = record.add(encoded.given, completion, sampling=Sampling())
     conversation.replied_to_text("the ", exchange)
     after = conversation.of_text("the and 12")
     assert after.parent is exchange

@@ -6,7 +6,7 @@ import pytest
 from batches import batch_of, mixed_rollouts
 
 from millrace.cluster.messages import (
-    BorrowNewest,
+    BorrowWeights,
     Copied,
     Done,
     Published,
@@ -64,7 +64,7 @@ class FakeWorker:
                 assert message.version == self.version + 1
                 self.version += 1
                 return Stepped(version=message.version, metrics={})
-            case BorrowNewest() if self.rank == 0:
+            case BorrowWeights() if self.rank == 0:
                 return Published(update=make_update(self.version))
             case SaveCheckpoint():
                 return Saved(version=self.version)
@@ -233,8 +233,8 @@ async def test_all_ranks_take_part_in_a_loan_and_rank_0_releases_it():
     assert update.version == 3
     await group.release(update)
     assert [rank.calls for rank in ranks] == [
-        [BorrowNewest(), Release(version=3)],
-        [BorrowNewest()],
+        [BorrowWeights(), Release(version=3)],
+        [BorrowWeights()],
     ]
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from millrace.bench import bench_parser, write_result
 from millrace.bench.faults import target_run
-from millrace.bench.faults.injector import FaultInjector, Kill, Stuck
+from millrace.bench.faults.injector import FaultInjector, Kill, TargetRunFailed
 from millrace.core.files import has_owner
 from millrace.journal.ledger import TRAINED
 from millrace.monitoring.files.metrics import read_metrics
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(args.keep or tempfile.mkdtemp(prefix="millrace-bench-"))
     try:
         result = inject(folder, num_kills=args.kills, steps=steps, seed=args.seed)
-    except Stuck as error:
+    except TargetRunFailed as error:
         print(f"{error}\nThe run directories are in {folder}.", file=sys.stderr)
         return 1
     print(_table(result))
@@ -90,12 +90,12 @@ def inject(folder: Path, *, num_kills: int, steps: int, seed: int) -> dict[str, 
     settings: dict[str, Any] = {"model": folder / "model", "steps": steps, "seed": seed}
     undisturbed = ObservedRun(folder / "undisturbed", **settings)
     undisturbed.run()
-    pace = Pace.of(undisturbed.checker)
-    print(f"undisturbed: {steps} steps in {pace.wall_s:.0f} s, {pace.step_s:.2f} s each")
+    times = RunTimes.of(undisturbed.checker)
+    print(f"undisturbed: {steps} steps in {times.wall_s:.0f} s, {times.step_s:.2f} s each")
     disturbed = ObservedRun(folder / "disturbed", **settings)
-    disturbed.run(num_kills, step_s=pace.step_s)
+    disturbed.run(num_kills, step_s=times.step_s)
     kills, summary = disturbed.injector.kills, disturbed.summary
-    lost = account(disturbed.checker, kills, pace=pace)
+    lost = account(disturbed.checker, kills, undisturbed=times)
     promises = [
         check_kills(kills, wanted=num_kills),
         *check_work(disturbed.target, disturbed.checker, summary=summary),
@@ -111,7 +111,7 @@ def inject(folder: Path, *, num_kills: int, steps: int, seed: int) -> dict[str, 
         "steps": steps,
         "seed": seed,
         "injected": [asdict(kill) for kill in kills],
-        "undisturbed": asdict(pace),
+        "undisturbed": asdict(times),
         "account": asdict(lost),
         "summaries": {"undisturbed": undisturbed.summary, "disturbed": summary},
         "promises": [asdict(promise) for promise in promises],
@@ -215,14 +215,16 @@ def check_leftovers(target: target_run.TargetRun) -> Promise:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pace:
+class RunTimes:
+    """How long the parts of an undisturbed run took."""
+
     wall_s: float
     start_s: float  # from the start to the first step
     step_s: float  # mean time from one step to the next
     end_s: float  # from the last step to the end
 
     @classmethod
-    def of(cls, run: target_run.RunChecker) -> "Pace":
+    def of(cls, run: target_run.RunChecker) -> "RunTimes":
         first, last = run.steps_seen[0], run.steps_seen[-1]
         return cls(
             wall_s=run.ended_s - run.began_s,
@@ -247,18 +249,20 @@ class TimeAccount:
     rest_s: float  # time that neither the undisturbed run nor a kill explains
 
 
-def account(run: target_run.RunChecker, kills: Sequence[Kill], *, pace: Pace) -> TimeAccount:
+def account(
+    run: target_run.RunChecker, kills: Sequence[Kill], *, undisturbed: RunTimes
+) -> TimeAccount:
     by_role: dict[str, TimeLoss] = {}
     for kill in kills:
         by_role.setdefault(kill.role, TimeLoss()).num_kills += 1
     new = [seen for seen in run.steps_seen if seen.is_new]
     times = [run.began_s, *(seen.at_s for seen in new), run.ended_s]
-    usual = [pace.start_s, *([pace.step_s] * (len(new) - 1)), pace.end_s]
+    usual = [undisturbed.start_s, *([undisturbed.step_s] * (len(new) - 1)), undisturbed.end_s]
     steps = [0, *(seen.step for seen in new)]  # the last step before each gap
     for (begin_s, end_s), usual_s, step in zip(pairwise(times), usual, steps, strict=False):
         extra_s = end_s - begin_s - usual_s
         kill = next((kill for kill in reversed(kills) if kill.at_s < end_s), None)
-        if extra_s <= LONG_STEPS * pace.step_s or not kill or step - kill.step > NEAR_STEPS:
+        if extra_s <= LONG_STEPS * undisturbed.step_s or not kill or step - kill.step > NEAR_STEPS:
             continue
         again = [s.at_s for s in run.steps_seen if not s.is_new and begin_s <= s.at_s <= end_s]
         by_role[kill.role].seconds += extra_s
@@ -266,9 +270,9 @@ def account(run: target_run.RunChecker, kills: Sequence[Kill], *, pace: Pace) ->
     wall_s = run.ended_s - run.began_s
     return TimeAccount(
         wall_s=wall_s,
-        undisturbed_s=pace.wall_s,
+        undisturbed_s=undisturbed.wall_s,
         by_role=by_role,
-        rest_s=wall_s - pace.wall_s - sum(loss.seconds for loss in by_role.values()),
+        rest_s=wall_s - undisturbed.wall_s - sum(loss.seconds for loss in by_role.values()),
     )
 
 

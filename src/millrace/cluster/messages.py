@@ -228,12 +228,12 @@ class Stepped(Message, frozen=True):
 
 
 class Published(Message, frozen=True):
-    """Event, or reply to BorrowNewest: these weights are ready to be read, until a Release."""
+    """Event, or reply to BorrowWeights: these weights are ready to be read, until a Release."""
 
     update: records.WeightUpdate
 
 
-class BorrowNewest(Message, frozen=True):
+class BorrowWeights(Message, frozen=True):
     """Make the newest version readable for a late engine. -> Published; Done from ranks above 0"""
 
     policy: str = records.DEFAULT_POLICY

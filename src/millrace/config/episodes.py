@@ -44,9 +44,9 @@ class TaskPlace(Section):
     or "file.py:name", or a table such as {type = "reasoning_gym", dataset = "leg_counting"}; see
     docs/how-to/tasks.md."""
     columns: Annotated[dict[str, str] | None, BeforeValidator(_columns)] = None
-    """Columns of a task, and the columns of the path that hold them, such as {prompt = "question",
-    answer = "answer"}; others are not read. A list names columns besides "prompt" that keep their
-    names. By default all columns are kept."""
+    """Names of the task's columns, each with the column of the path that it is read from, such as
+    {prompt = "question", answer = "answer"}; other columns are not read. A list names columns
+    besides "prompt" that keep their names. By default all columns are kept."""
 
     @property
     def is_named(self) -> bool:
@@ -61,8 +61,8 @@ class TaskSourceConfig(TaskPlace):
 
 class TasksConfig(TaskPlace):
     source: dict[str, TaskSourceConfig] = Field(default={})
-    """Several sources, by their names in metrics, that are mixed by their weights, instead of one
-    path or generator; see docs/how-to/shape-training-data.md."""
+    """Task sources by their names in metrics, mixed by their weights, instead of one path or
+    generator; see docs/how-to/shape-training-data.md."""
     order: Literal["shuffle", "sequential", "curriculum"] = "shuffle"
     """Order of tasks: "shuffle" = a new order each epoch, fixed by the seed; "sequential" = as
     given; "curriculum" = tasks whose recent solve rate is near a half more often."""
@@ -140,7 +140,7 @@ class EnvironmentConfig(Section):
     """Coroutine `play(task, agent)`, as "module:name" or "file.py:name". By default an episode is
     one prompt and one completion; see docs/how-to/environments.md."""
     command: tuple[str, ...] = ()
-    """Program and its arguments that play an episode through the OpenAI API, instead of a
+    """Program, with its arguments, that plays an episode through the OpenAI API, instead of a
     function; see docs/how-to/serve.md."""
     score: str | None = None
     """Function `score(task, result)` that rewards an episode of environment.command, as
@@ -152,8 +152,9 @@ class EnvironmentConfig(Section):
     """Maximum number of programs of environment.command that run at the same time, in all
     environment processes together."""
     mcp: tuple[McpConfig, ...] = ()
-    """MCP servers whose tools are `agent.tools`. Without a function, the model chats and calls
-    them until it calls none, and the scorers reward. It needs the extra millrace[mcp]."""
+    """MCP servers whose tools are `agent.tools`. Without environment.function, the model chats and
+    calls these tools until a reply calls none, and the scorers reward the episode. MCP needs the
+    extra millrace[mcp]."""
     external: str | None = None
     """Address "HOST:PORT" at which external programs fetch tasks and post groups, instead of a
     function or a command; see docs/how-to/external-environments.md."""

@@ -43,7 +43,7 @@ class SamplingConfig(Section):
     """Minimum probability of a sampled token, as a share of the likeliest token's probability,
     from 0 to below 1. 0 = no minimum."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion. The end-of-sequence token always ends it."""
+    """Strings that end a completion, besides the end-of-sequence token, which always ends it."""
 
 
 class RolloutConfig(Section):
@@ -65,7 +65,7 @@ class RolloutConfig(Section):
     "module:Name"; see docs/how-to/shape-training-data.md."""
     max_running_groups: GroupCount = 64
     """Maximum number of groups that are played or scored at the same time: a number, or "2
-    batches"."""
+    batches" for twice trainer.groups_per_step."""
 
     @property
     def num_cancelled(self) -> int:
@@ -83,26 +83,15 @@ class EngineConfig(Section):
     """Engine backend: "embedded" (Millrace's own engine), "vllm" or "sglang" (servers of vLLM or
     SGLang; see docs/how-to/vllm.md), or "module:Class"."""
     options: dict[str, Any] = Field(default={})
-    """Options of the backend. "embedded" has kv_bytes (maximum size of the KV cache in bytes; by
-    default 1 GiB on a CPU, and 40 % of the free memory on a GPU, which a trainer may share),
-    prefix_cache (reuse of the KV cache of known prefixes, true), compile (on a GPU, kernels of
-    Millrace or torch.compile for the layers, true), prefill_tokens (prompt tokens per forward pass;
-    by default 2048 on a CPU and 16384 on a GPU), block_tokens (tokens per KV block, 16),
-    decode_steps (decode steps per launch on the device; by default 1 on a CPU and 32 on a GPU),
-    quantization ("fp8" = matrix products of layers in FP8; see docs/explanation/weights.md),
-    kv_cache_dtype ("fp8" = about half of the memory for the KV cache, or "auto") and speculation
-    (drafts from known text: "auto" = on a CPU, "on" = also on a GPU, with decode_steps = 1, or
-    "off"; see docs/architecture.md). "vllm" and "sglang" have python (interpreter of the
-    environment with vLLM or SGLang), arguments (further arguments of the server), attach (URLs of
-    running servers instead), api_key ("env:NAME", for these) and directory (folder for new weights
-    that the servers can read). A class of your own has its fields."""
+    """Options of the engine backend: those of engine.type = "embedded", "vllm" and "sglang" are
+    listed in docs/reference/configuration.md, and those of a class are its fields."""
     count: NonNegativeIntOrAuto = "auto"
     """Number of engine processes on this host. "auto" is one for each GPU that the trainer and
     other models leave free, and 1 if they leave none."""
     max_count: PositiveInt | None = None
     """Maximum number of engines while the run lasts: one is added when the trainer has waited for
     more than 30 % of 30 seconds, and removed again when a whole batch waits all the time. By
-    default their number stays that of engine.count and engine.remote."""
+    default the run neither adds nor removes engines."""
     remote: NonNegativeInt = 0
     """Number of additional engines that other hosts bring with `millrace join`; see
     docs/how-to/join-hosts.md."""
@@ -169,6 +158,6 @@ class WeightsConfig(Section):
     """Directory for transport "disk", under the same path on all hosts. By default weights/ in
     run_dir."""
     notify: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+\S*$")], ...] = ()
-    """URLs that receive {"version", "path"} by POST for every version, with transport "disk":
-    external engines use them. The files stay until the URLs answer, at most 60 seconds
-    (see supervision.hang_timeout_s)."""
+    """URLs of external engines that receive {"version", "path"} by POST for every version, with
+    transport "disk". The files of a version stay until all URLs have answered, for at most 60
+    seconds by default (see supervision.hang_timeout_s)."""

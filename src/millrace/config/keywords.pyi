@@ -24,7 +24,7 @@ class SamplingSettings(TypedDict, total=False):
     """Minimum probability of a sampled token, as a share of the likeliest token's probability,
     from 0 to below 1. 0 = no minimum."""
     stop: str | Sequence[str]
-    """Strings that end a completion. The end-of-sequence token always ends it."""
+    """Strings that end a completion, besides the end-of-sequence token, which always ends it."""
 
 class ScoringSettings(TypedDict, total=False):
     workers: int
@@ -59,7 +59,7 @@ class RolloutSettings(TypedDict, total=False):
     "module:Name"; see docs/how-to/shape-training-data.md."""
     max_running_groups: int | str
     """Maximum number of groups that are played or scored at the same time: a number, or "2
-    batches"."""
+    batches" for twice trainer.groups_per_step."""
 
 class ReplaySettings(TypedDict, total=False):
     share: float
@@ -71,7 +71,7 @@ class ReplaySettings(TypedDict, total=False):
 class BufferSettings(TypedDict, total=False):
     capacity: int | str
     """Maximum number of groups that wait for the trainer, at least trainer.groups_per_step: a
-    number, "2 batches", or "unbounded"."""
+    number, "2 batches" for twice trainer.groups_per_step, or "unbounded"."""
     max_staleness: int
     """Maximum staleness of a trained token: the trainer's version minus the version that sampled
     it. 0 = strictly on-policy."""
@@ -97,21 +97,21 @@ class MeshSettings(TypedDict, total=False):
     trainer.ranks / (dp_replicate * cp * tp)."""
     cp: int
     """Number of ranks that share the rows of each microbatch (context parallelism), for
-    sequences whose activations one GPU cannot hold. tp * cp divides the number of key-value
-    heads."""
+    sequences whose activations one GPU cannot hold. tp * cp must divide the number of key-
+    value heads."""
     tp: int
-    """Number of ranks that share each matrix product (tensor parallelism). tp * cp divides the
-    number of key-value heads."""
+    """Number of ranks that share each matrix product (tensor parallelism). tp * cp must divide
+    the number of key-value heads."""
     ep: int
-    """Number of ranks that share the experts of a mixture (expert parallelism). It divides the
-    number of experts, and dp_shard * cp."""
+    """Number of ranks that share the experts of a mixture (expert parallelism). It must divide
+    the number of experts, and dp_shard * cp."""
 
 class TrainerSettings(TypedDict, total=False):
     steps: int
     """Number of training steps. Each step makes one version of the weights."""
     groups_per_step: int
-    """Number of groups per step. Times rollout.group_size it is the number of episodes per step.
-    In `millrace sft` it is the number of examples per step."""
+    """Number of groups per step; multiplied by rollout.group_size, the number of episodes per
+    step. In `millrace sft` it is the number of examples per step."""
     minibatches: int
     """Number of optimizer updates per step, each on its share of the groups."""
     epochs: int
@@ -147,7 +147,8 @@ class TrainerSettings(TypedDict, total=False):
     """Number of ranks, the last ones of trainer.ranks, that other hosts bring with `millrace
     join --role trainer`; see docs/how-to/join-hosts.md."""
     mesh: MeshSettings
-    """Division of the work among the ranks. dp_replicate * dp_shard * cp * tp is trainer.ranks."""
+    """Division of the work among the ranks. dp_replicate * dp_shard * cp * tp must be
+    trainer.ranks."""
 
 class OptimizerSettings(TypedDict, total=False):
     type: str
@@ -175,7 +176,7 @@ class OptimizerSettings(TypedDict, total=False):
     """Maximum norm of the gradient, above 0. Larger gradients are scaled down."""
     offload: bool
     """Optimizer state in host memory instead of GPU memory. Each update copies it to the GPU and
-    back, a few hundred megabytes at a time, and computes the same."""
+    back, a few hundred megabytes at a time, and gives the same result."""
 
 class FidelitySettings(TypedDict, total=False):
     mode: Literal["fast", "exact"]
@@ -231,27 +232,15 @@ class EngineSettings(TypedDict, total=False):
     """Engine backend: "embedded" (Millrace's own engine), "vllm" or "sglang" (servers of vLLM or
     SGLang; see docs/how-to/vllm.md), or "module:Class"."""
     options: str | Mapping[str, Any]
-    """Options of the backend. "embedded" has kv_bytes (maximum size of the KV cache in bytes; by
-    default 1 GiB on a CPU, and 40 % of the free memory on a GPU, which a trainer may share),
-    prefix_cache (reuse of the KV cache of known prefixes, true), compile (on a GPU, kernels
-    of Millrace or torch.compile for the layers, true), prefill_tokens (prompt tokens per
-    forward pass; by default 2048 on a CPU and 16384 on a GPU), block_tokens (tokens per KV
-    block, 16), decode_steps (decode steps per launch on the device; by default 1 on a CPU and
-    32 on a GPU), quantization ("fp8" = matrix products of layers in FP8; see
-    docs/explanation/weights.md), kv_cache_dtype ("fp8" = about half of the memory for the KV
-    cache, or "auto") and speculation (drafts from known text: "auto" = on a CPU, "on" = also
-    on a GPU, with decode_steps = 1, or "off"; see docs/architecture.md). "vllm" and "sglang"
-    have python (interpreter of the environment with vLLM or SGLang), arguments (further
-    arguments of the server), attach (URLs of running servers instead), api_key ("env:NAME",
-    for these) and directory (folder for new weights that the servers can read). A class of
-    your own has its fields."""
+    """Options of the engine backend: those of engine.type = "embedded", "vllm" and "sglang" are
+    listed in docs/reference/configuration.md, and those of a class are its fields."""
     count: int | Literal["auto"]
     """Number of engine processes on this host. "auto" is one for each GPU that the trainer and
     other models leave free, and 1 if they leave none."""
     max_count: int | None
     """Maximum number of engines while the run lasts: one is added when the trainer has waited
     for more than 30 % of 30 seconds, and removed again when a whole batch waits all the time.
-    By default their number stays that of engine.count and engine.remote."""
+    By default the run neither adds nor removes engines."""
     remote: int
     """Number of additional engines that other hosts bring with `millrace join`; see docs/how-
     to/join-hosts.md."""
@@ -295,9 +284,9 @@ class WeightsSettings(TypedDict, total=False):
     """Directory for transport "disk", under the same path on all hosts. By default weights/ in
     run_dir."""
     notify: str | Sequence[str]
-    """URLs that receive {"version", "path"} by POST for every version, with transport "disk":
-    external engines use them. The files stay until the URLs answer, at most 60 seconds (see
-    supervision.hang_timeout_s)."""
+    """URLs of external engines that receive {"version", "path"} by POST for every version, with
+    transport "disk". The files of a version stay until all URLs have answered, for at most 60
+    seconds by default (see supervision.hang_timeout_s)."""
 
 class PlacementSettings(TypedDict, total=False):
     trainer: str | Sequence[str]
@@ -348,9 +337,9 @@ class EvaluateSettings(TypedDict, total=False):
     "module:name" or "file.py:name", or a table such as {type = "reasoning_gym", dataset =
     "leg_counting"}; see docs/how-to/tasks.md."""
     columns: Mapping[str, str] | None
-    """Columns of a task, and the columns of the path that hold them, such as {prompt =
-    "question", answer = "answer"}; others are not read. A list names columns besides "prompt"
-    that keep their names. By default all columns are kept."""
+    """Names of the task's columns, each with the column of the path that it is read from, such
+    as {prompt = "question", answer = "answer"}; other columns are not read. A list names
+    columns besides "prompt" that keep their names. By default all columns are kept."""
     every_steps: int
     """Number of steps between evaluations. Held-out tasks are always evaluated before the first
     and after the last step; 0 = only then."""
@@ -369,8 +358,8 @@ class EvaluateSettings(TypedDict, total=False):
 
 class MonitoringSettings(TypedDict, total=False):
     progress: Literal["auto", "live", "lines", "off"]
-    """Progress in the terminal: "live" = a view that is redrawn, "lines" = one line per step.
-    "auto" is live in a terminal and lines elsewhere."""
+    """Progress display in the terminal: "live" = a view that is redrawn, "lines" = one line per
+    step. "auto" is live in a terminal and lines elsewhere."""
     samples_per_step: int
     """Number of episodes written to rollouts/ at each step, with logprobs, advantages and
     versions of their tokens. 0 also turns off lifecycle/, the times of all groups."""
@@ -387,7 +376,8 @@ class TrackerSettings(TypedDict, total=False):
 class ClusterSettings(TypedDict, total=False):
     launcher: str | Mapping[str, Any]
     """Launcher of the trainer's ranks and of the engines: "local" (processes of this host),
-    "ray" (a Ray cluster; key address; see docs/how-to/ray.md), or "module:Class"."""
+    "ray" (a Ray cluster, whose address is the key address; see docs/how-to/ray.md), or
+    "module:Class"."""
     address: str
     """Address at which the controller listens: "auto" (a private local socket) or
     "tcp://HOST:PORT", where HOST is a name or interface of this machine, or * for all. TCP is
@@ -408,21 +398,21 @@ class ClusterSettings(TypedDict, total=False):
     """Sharing of a GPU by engines and trainer: "mps" = concurrent kernels through NVIDIA MPS,
     whose daemon the run starts and stops; "time_slices" = without MPS; "auto" = MPS where it
     is installed and several workers use a GPU; "take_turns" = as auto, and engines on GPUs of
-    the trainer pause while it steps; "sleep" = as take_turns, and paused engines give the
-    memory of their weights and KV back; host memory holds both, and new versions. See
+    the trainer pause while it steps; "sleep" = as take_turns, and paused engines free the GPU
+    memory of their weights and KV, which host memory holds meanwhile, with new versions; see
     docs/how-to/share-one-gpu.md."""
 
 class SupervisionSettings(TypedDict, total=False):
     max_restarts: int
     """Maximum number of restarts of one worker within 10 minutes. One more failure ends the run.
-    Of scorers, environment workers, reward models and teachers only failed starts count."""
+    For scorers, environment workers, reward models and teachers, only failed starts count."""
     hang_timeout_s: float
-    """Time in seconds without progress after which a worker with work to do counts as dead; its
-    stacks are written to its log. Before its first computation, cluster.start_timeout_s is
-    the limit if it is longer. The run stops after twice this time, and at least 600 seconds,
-    without a completed step. A weight update that an engine does not receive, or for which
-    the disk is full, fails after 60 seconds: after a fifth of this time if that is more, or
-    this time if it is less."""
+    """Time limit in seconds for a worker with work to do to make progress. A worker that exceeds
+    it writes its stacks to its log, is killed, and counts as dead. Until its first progress,
+    the limit is at least cluster.start_timeout_s. The run ends after twice this time, and at
+    least 600 seconds, without a completed step. Stalled weight updates, and those for which
+    the disk is full, fail after 60 seconds, or after a fifth of this time if that is longer,
+    but never later than this time."""
 
 class TrainArguments(TypedDict, total=False):
     run_dir: str

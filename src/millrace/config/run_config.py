@@ -80,8 +80,8 @@ def _of_engine(
 
 class MonitoringConfig(Section):
     progress: Literal["auto", "live", "lines", "off"] = "auto"
-    """Progress in the terminal: "live" = a view that is redrawn, "lines" = one line per step.
-    "auto" is live in a terminal and lines elsewhere."""
+    """Progress display in the terminal: "live" = a view that is redrawn, "lines" = one line per
+    step. "auto" is live in a terminal and lines elsewhere."""
     samples_per_step: NonNegativeInt = 4
     """Number of episodes written to rollouts/ at each step, with logprobs, advantages and versions
     of their tokens. 0 also turns off lifecycle/, the times of all groups."""
@@ -111,7 +111,7 @@ class TrackerConfig(Section):
 class ClusterConfig(Section):
     launcher: Plugin = Field(default={"type": "local"})
     """Launcher of the trainer's ranks and of the engines: "local" (processes of this host), "ray"
-    (a Ray cluster; key address; see docs/how-to/ray.md), or "module:Class"."""
+    (a Ray cluster, whose address is the key address; see docs/how-to/ray.md), or "module:Class"."""
     address: str = "auto"
     """Address at which the controller listens: "auto" (a private local socket) or
     "tcp://HOST:PORT", where HOST is a name or interface of this machine, or * for all. TCP is
@@ -132,8 +132,9 @@ class ClusterConfig(Section):
     """Sharing of a GPU by engines and trainer: "mps" = concurrent kernels through NVIDIA MPS, whose
     daemon the run starts and stops; "time_slices" = without MPS; "auto" = MPS where it is installed
     and several workers use a GPU; "take_turns" = as auto, and engines on GPUs of the trainer pause
-    while it steps; "sleep" = as take_turns, and paused engines give the memory of their weights and
-    KV back; host memory holds both, and new versions. See docs/how-to/share-one-gpu.md."""
+    while it steps; "sleep" = as take_turns, and paused engines free the GPU memory of their weights
+    and KV, which host memory holds meanwhile, with new versions; see
+    docs/how-to/share-one-gpu.md."""
 
     @property
     def is_local(self) -> bool:
@@ -148,14 +149,14 @@ class ClusterConfig(Section):
 class SupervisionConfig(Section):
     max_restarts: NonNegativeInt = 5
     """Maximum number of restarts of one worker within 10 minutes. One more failure ends the run.
-    Of scorers, environment workers, reward models and teachers only failed starts count."""
+    For scorers, environment workers, reward models and teachers, only failed starts count."""
     hang_timeout_s: PositiveFloat = 300.0
-    """Time in seconds without progress after which a worker with work to do counts as dead; its
-    stacks are written to its log. Before its first computation, cluster.start_timeout_s is the
-    limit if it is longer. The run stops after twice this time, and at least 600 seconds, without
-    a completed step. A weight update that an engine does not receive, or for which the disk is
-    full, fails after 60 seconds: after a fifth of this time if that is more, or this time if it
-    is less."""
+    """Time limit in seconds for a worker with work to do to make progress. A worker that exceeds it
+    writes its stacks to its log, is killed, and counts as dead. Until its first progress, the limit
+    is at least cluster.start_timeout_s. The run ends after twice this time, and at least 600
+    seconds, without a completed step. Stalled weight updates, and those for which the disk is full,
+    fail after 60 seconds, or after a fifth of this time if that is longer, but never later than
+    this time."""
 
     @property
     def transfer_timeout_s(self) -> float:

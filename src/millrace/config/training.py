@@ -68,7 +68,7 @@ _STALE_SHARE = TypeAdapter[float](Annotated[Float, Field(ge=0, lt=1)])
 class BufferConfig(Section):
     capacity: GroupCount = 64
     """Maximum number of groups that wait for the trainer, at least trainer.groups_per_step: a
-    number, "2 batches", or "unbounded"."""
+    number, "2 batches" for twice trainer.groups_per_step, or "unbounded"."""
     max_staleness: NonNegativeInt = 2
     """Maximum staleness of a trained token: the trainer's version minus the version that sampled
     it. 0 = strictly on-policy."""
@@ -134,12 +134,12 @@ class MeshConfig(Section):
     trainer.ranks / (dp_replicate * cp * tp)."""
     cp: PositiveInt = 1
     """Number of ranks that share the rows of each microbatch (context parallelism), for sequences
-    whose activations one GPU cannot hold. tp * cp divides the number of key-value heads."""
+    whose activations one GPU cannot hold. tp * cp must divide the number of key-value heads."""
     tp: PositiveInt = 1
-    """Number of ranks that share each matrix product (tensor parallelism). tp * cp divides the
+    """Number of ranks that share each matrix product (tensor parallelism). tp * cp must divide the
     number of key-value heads."""
     ep: PositiveInt = 1
-    """Number of ranks that share the experts of a mixture (expert parallelism). It divides the
+    """Number of ranks that share the experts of a mixture (expert parallelism). It must divide the
     number of experts, and dp_shard * cp."""
 
 
@@ -147,8 +147,8 @@ class TrainerConfig(Section):
     steps: PositiveInt = 100
     """Number of training steps. Each step makes one version of the weights."""
     groups_per_step: PositiveInt = 8
-    """Number of groups per step. Times rollout.group_size it is the number of episodes per
-    step. In `millrace sft` it is the number of examples per step."""
+    """Number of groups per step; multiplied by rollout.group_size, the number of episodes per step.
+    In `millrace sft` it is the number of examples per step."""
     minibatches: PositiveInt = 1
     """Number of optimizer updates per step, each on its share of the groups."""
     epochs: PositiveInt = 1
@@ -184,7 +184,8 @@ class TrainerConfig(Section):
     """Number of ranks, the last ones of trainer.ranks, that other hosts bring with `millrace join
     --role trainer`; see docs/how-to/join-hosts.md."""
     mesh: MeshConfig = MeshConfig()
-    """Division of the work among the ranks. dp_replicate * dp_shard * cp * tp is trainer.ranks."""
+    """Division of the work among the ranks. dp_replicate * dp_shard * cp * tp must be
+    trainer.ranks."""
 
     @property
     def num_ranks(self) -> int:
@@ -226,7 +227,7 @@ class OptimizerConfig(Section):
     """Maximum norm of the gradient, above 0. Larger gradients are scaled down."""
     offload: bool = False
     """Optimizer state in host memory instead of GPU memory. Each update copies it to the GPU and
-    back, a few hundred megabytes at a time, and computes the same."""
+    back, a few hundred megabytes at a time, and gives the same result."""
 
     @property
     def type_arguments(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ FAILED = "failed"  # its task or one of its scorers failed
 # turn are in the engine's own counter only.
 REDUNDANT = "redundant"
 OUTDATED = "outdated"  # journaled before a crash and too stale when the group was resumed
-UNASKED = "unasked"  # journaled before a crash and not requested again by the resumed group
+NOT_RESUMED = "not_resumed"  # journaled before a crash, and no request asked for them again
 
 
 @dataclass(eq=False)
@@ -239,7 +239,7 @@ class GroupTracker:
         """Count journaled tokens that the resumed group did not reuse."""
         if attempt.partial is not None:
             self.waste.add(OUTDATED, attempt.partial.stale, version=self.version)
-            self.waste.add(UNASKED, attempt.partial.unused, version=self.version)
+            self.waste.add(NOT_RESUMED, attempt.partial.unused, version=self.version)
 
     def trained(self, numbers: Iterable[int]) -> None:
         for number in numbers:

@@ -15,7 +15,7 @@ import numpy as np
 from millrace.core.errors import TaskError, suggestion
 from millrace.core.records import Ending, FinishReason, Message, Prompt, Rollout, Sampling
 from millrace.environments.replay.schema import AgentRow, EpisodeOver
-from millrace.environments.rollouts.renderer import Beginning, Conversation
+from millrace.environments.rollouts.renderer import Conversation, EncodedPrompt
 from millrace.environments.token_record import Exchange, TokenRecord
 from millrace.environments.tools.calls import Parsed, ToolCall
 from millrace.environments.tools.functions import Tool, tools_of
@@ -161,8 +161,8 @@ class Agent:
         rows = _checked(messages)
         by_name = tools_of(tools or ())
         shown, in_template = self.tool_format.shown(rows, _schemas(by_name))
-        beginning = self._conversation.of_messages(shown, tools=in_template)
-        return await self._turn(rows, beginning, sampling, tools=by_name)
+        encoded = self._conversation.of_messages(shown, tools=in_template)
+        return await self._turn(rows, encoded, sampling, tools=by_name)
 
     async def complete(self, prompt: str, **sampling: Any) -> Reply:
         """Sample a continuation of a text; otherwise like chat(). A prompt that begins with an
@@ -193,12 +193,12 @@ class Agent:
                 f"agent.fork got at = {at}, but the reply has {num_sampled} sampled tokens; choose"
                 f" a number from 0 to {num_sampled - 1}."
             )
-        beginning, kept = self._conversation.within(reply.exchange, at)
+        encoded, kept = self._conversation.within(reply.exchange, at)
         self._num_forks += 0 if pinned else 1
         session = self.row.name if pinned else f"{self.row.name}/unpinned {self._num_forks}"
         fork = await self._turn(
             reply.prompt,
-            beginning,
+            encoded,
             sampling,
             inherited=reply.inherited + kept,
             tools=reply.tools,
@@ -247,7 +247,7 @@ class Agent:
     async def _turn(
         self,
         prompt: Prompt,
-        beginning: Beginning,
+        encoded: EncodedPrompt,
         changes: dict[str, Any],
         *,
         inherited: str = "",
@@ -257,7 +257,7 @@ class Agent:
     ) -> Reply:
         """Sample and parse a reply, and register it so that later prompts can extend it."""
         exchange = await self._state.turn(
-            beginning, agent=self, prompt=prompt, sampling=self._settings(changes), **routing
+            encoded, agent=self, prompt=prompt, sampling=self._settings(changes), **routing
         )
         tools = tools or {}
         text = inherited + exchange.completion.text

@@ -32,7 +32,7 @@ from millrace.environments.replay.schema import (
     ToolRow,
     TurnRow,
 )
-from millrace.environments.rollouts.renderer import Beginning, RoleModel
+from millrace.environments.rollouts.renderer import EncodedPrompt, RoleModel
 from millrace.environments.token_record import Exchange, first_routed, places_of
 from millrace.environments.tools.calls import ToolCall
 from millrace.environments.tools.functions import Tool, ToolResult, run_tool
@@ -119,7 +119,7 @@ class EpisodeState:
 
     async def turn(
         self,
-        beginning: Beginning,
+        encoded: EncodedPrompt,
         *,
         agent: Agent,
         prompt: Prompt,
@@ -132,7 +132,7 @@ class EpisodeState:
         number = next(self._calls)
         if number >= self.limits.max_turns:
             raise self.end("turns")
-        tokens, row = beginning.tokens, agent.row
+        tokens, row = encoded.tokens, agent.row
         if len(tokens) >= self.models[row.model].row.max_context:
             raise self._too_long(len(tokens), row)
         self._tools_with_turns.update(_ENCLOSING_TOOLS.get())
@@ -146,16 +146,16 @@ class EpisodeState:
                 model=row.model,
                 is_trained=row.is_trained,
                 pinned=pinned,
-                routes_from=first_routed(beginning.start),
+                routes_from=first_routed(encoded.start),
             )
             completion = await self._sample_in_time(wanted)
             self._check_kept(completion, sampling, agent=row)
             exchange = agent.record.add(
-                beginning.given,
+                encoded.given,
                 completion,
                 sampling=sampling,
-                parent=beginning.parent,
-                at=beginning.at,
+                parent=encoded.parent,
+                at=encoded.at,
             )
             self._turn_numbers[exchange] = number
             finish(

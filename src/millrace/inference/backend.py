@@ -199,31 +199,37 @@ class EngineBackend(Protocol):
 class EmbeddedBackend:
     """Millrace's own engine: continuous batching over a transformers model."""
 
-    # Maximum size of the KV cache. By default 1 GiB on a CPU, and 40 % of the free memory on a GPU.
     kv_bytes: PositiveInt | None = None
-    # Reuse of the KV cache of known prefixes. Only entries of the current weights are reused; with
-    # engine.kv = "keep" also earlier turns of the same episode.
+    """Maximum size of the KV cache in bytes. By default 1 GiB on a CPU, and 40 % of the free memory
+    on a GPU, so that a trainer can share it."""
     prefix_cache: bool = True
-    # Compilation of the layers on a GPU, which takes seconds at the start and decodes faster.
+    """Reuse of the KV cache for known prefixes. Only KV of the current weights is reused, and with
+    engine.kv = "keep" also that of earlier turns of the same episode."""
     compile: bool = True
-    # Prompt tokens in one forward pass; longer prompts are prefilled in chunks. By default 2048 on
-    # a CPU and 16384 on a GPU.
+    """Fast layers on a GPU: kernels of Millrace where they cover the model, and torch.compile
+    otherwise. The engine starts some seconds later and decodes faster. It has no effect on a
+    CPU."""
     prefill_tokens: PositiveInt | None = None
-    # Tokens in a KV block: smaller blocks share more, larger ones need less lookup.
+    """Maximum number of prompt tokens in one forward pass; longer prompts are prefilled in chunks.
+    By default 2048 on a CPU and 16384 on a GPU."""
     block_tokens: PositiveInt = 16
-    # Decode steps in a launch on the device: more of them hide its latency, fewer notice new
-    # requests and weights sooner. By default 1 on a CPU and 32 on a GPU.
+    """Number of tokens in a KV block. Smaller blocks let more prompts share a prefix, larger ones
+    need fewer lookups."""
     decode_steps: PositiveInt | None = None
-    # FP8 weights and activations in the matrix products of layers: "fp8" decodes faster on a Hopper
-    # GPU, with logprobs of its own, which the loss corrects. Updates bring 16-bit weights, which
-    # are quantised while they are staged. By default none.
+    """Maximum number of decode steps per launch on the device. More steps hide the latency of
+    launches; with fewer, the engine notices new requests and new weights sooner. By default 1 on a
+    CPU and 32 on a GPU."""
     quantization: Literal["fp8"] | None = None
-    # Keys and values in the cache: "auto" = in the data type of the engine; "fp8" takes about half
-    # of the memory, so twice the sequences fit.
+    """Quantization of the layers: "fp8" computes their matrix products with FP8 weights and
+    activations, which decodes faster and gives logprobs that differ from the trainer's. On a GPU it
+    needs Hopper or newer. By default layers are not quantized; see docs/explanation/weights.md."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    # Drafts from known text, verified exactly; see docs/architecture.md. "auto" is on a CPU, "on"
-    # also on a GPU, which then decodes in single steps. That was not measured.
+    """Data type of the KV cache: "auto" = engine.dtype; "fp8" = 8 bits, which take about half the
+    memory of 16, so that nearly twice as many sequences fit. See docs/explanation/weights.md."""
     speculation: Literal["auto", "on", "off"] = "auto"
+    """Speculative decoding with drafts from known text, which changes tokens by rounding at most:
+    "auto" = on a CPU, "on" = also on a GPU, which then decodes in single steps (not measured),
+    "off" = never; see docs/architecture.md."""
     capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
 
     def __post_init__(self) -> None:
@@ -252,16 +258,20 @@ class VllmBackend:
     that of the policy; grammars, because vLLM loads no tokenizer; penalties, logit biases and top
     logprobs."""
 
-    # Python interpreter of the environment that has vLLM. By default Millrace's own.
     python: str | None = None
-    # URLs of running servers, one for each engine, instead of servers that Millrace starts.
+    """Python interpreter of the environment in which vLLM or SGLang is installed. By default that
+    of Millrace."""
     attach: list[str] = field(default_factory=list[str])
-    # Further arguments of the command that starts a server.
+    """URLs of running servers, one for each engine. By default Millrace starts a server for each
+    engine."""
     arguments: list[str] = field(default_factory=list[str])
-    # "env:NAME" if the servers of `attach` want a key.
+    """Further arguments of the command that starts a server."""
     api_key: str | None = None
-    # Folder for new weights that the server reads, too. By default shared memory of this host.
+    """API key of the servers of attach, as "env:NAME": the variable NAME holds it. By default
+    requests carry no key."""
     directory: str | None = None
+    """Folder for new weights, which the servers must be able to read. By default a folder in the
+    shared memory of this host."""
     dialect: ClassVar[str] = "vllm"
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.PARTIALS, Capability.TOKEN_VERSIONS, Capability.LORA}
@@ -284,8 +294,6 @@ class SglangBackend(VllmBackend):
     """An SGLang server for each engine, in place of a vLLM server. It was never run against a real
     server. It offers what vLLM's offers."""
 
-    # Python interpreter of the environment that has SGLang. By default Millrace's own.
-    python: str | None = None
     dialect: ClassVar[str] = "sglang"
 
 

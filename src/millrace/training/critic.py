@@ -173,7 +173,7 @@ class Critic(TrainableModel):
     def values(self, microbatch: Microbatch, rows: np.ndarray) -> Tensor:
         """float32 values of the states that end with the given rows; differentiable."""
         hidden = self.hidden_states(microbatch)
-        own = self.ranks.context.own_tokens(rows, num_rows=len(microbatch.tokens))
+        own = self.ranks.context.local_tokens(rows, num_rows=len(microbatch.tokens))
         chosen = as_tensor(own.rows, np.int64, self.device)
         return own.gather(self.module.values(hidden.index_select(0, chosen)))
 

@@ -182,7 +182,7 @@ class TrainerGroup:
     async def borrow(self, policy: str = DEFAULT_POLICY) -> WeightUpdate:
         """The newest version, which stays readable until it is released."""
         reply = await self._call(
-            messages.BorrowNewest(policy=policy), timeout_s=self.step_timeout_s
+            messages.BorrowWeights(policy=policy), timeout_s=self.step_timeout_s
         )
         assert isinstance(reply, messages.Published)
         self._unreleased.append(reply.update)
@@ -228,7 +228,7 @@ class TrainerGroup:
             self.num_redone += 1
         updates: list[WeightUpdate] = []
         for policy in (DEFAULT_POLICY, *policies):
-            borrow = messages.BorrowNewest(policy=policy)
+            borrow = messages.BorrowWeights(policy=policy)
             reply = await self._call_ranks(ranks, borrow, timeout_s=timeout_s)
             assert isinstance(reply, messages.Published)
             updates.append(reply.update)
@@ -294,7 +294,7 @@ class TrainerGroup:
                 raise worker.dead.result() from error
 
         first, *others = await asyncio.gather(*map(call, range(len(ranks)), ranks))
-        if not isinstance(message, messages.BorrowNewest):  # which the other ranks only confirm
+        if not isinstance(message, messages.BorrowWeights):  # which the other ranks only confirm
             kinds = {type(reply) for reply in (first, *others)}
             assert len(kinds) == 1, "ranks take the same decisions"
         return first

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.core.microbatch import Batch, Microbatch
-from millrace.models.attention.context import OwnTokens
+from millrace.models.attention.context import LocalTokens
 from millrace.models.kept_rows import KeptRows
 from millrace.models.logprobs import chunked_distributions
 from millrace.models.lora.trained import TrainedAdapter
@@ -93,10 +93,10 @@ class PolicyModel(TrainableModel):
         device = self.device
         if self._replay is not None:
             routes = microbatch.routes
-            own_routes = None if routes is None else self.ranks.context.own_rows(routes)
+            own_routes = None if routes is None else self.ranks.context.local_rows(routes)
             self._replay.begin(own_routes, device=device)
         hidden = self._settings.before_head(self.hidden_states(microbatch))
-        own, kept = self._own_tokens(microbatch), microbatch.kept
+        own, kept = self._local_tokens(microbatch), microbatch.kept
         if kept is not None and own.chosen is not None:
             kept = kept_rows(kept, own.chosen)
         ids = None if topk_ids is None else as_tensor(own.of(topk_ids), np.int64, device)
@@ -114,16 +114,16 @@ class PolicyModel(TrainableModel):
         topk = None if topk is None else own.gather(topk)
         return PolicyOutput(own.gather(logprobs), own.gather(entropies), topk)
 
-    def _own_tokens(self, microbatch: Microbatch) -> OwnTokens:
+    def _local_tokens(self, microbatch: Microbatch) -> LocalTokens:
         rows, num_rows = microbatch.predictors, len(microbatch.tokens)
-        return self.ranks.context.own_tokens(rows, num_rows=num_rows)
+        return self.ranks.context.local_tokens(rows, num_rows=num_rows)
 
     def expert_load(self, microbatch: Microbatch) -> Tensor | None:  # [layers, experts]
         """How many trained tokens each expert computed in the last pass, which was over this
         microbatch; None if routes are not replayed."""
         if self._replay is None:
             return None
-        own = self._own_tokens(microbatch)
+        own = self._local_tokens(microbatch)
         load = self._replay.expert_load(as_tensor(own.rows, np.int64, self.device))
         return self.ranks.context.sum(load)
 
@@ -147,7 +147,7 @@ class PolicyModel(TrainableModel):
         load_balancing_loss_func is the same for one layer; of several it averages f and p before it
         multiplies them, so that layers may be unbalanced in opposite ways."""
         assert self._replay is not None, "checked when the run starts"
-        own = self._own_tokens(microbatch)
+        own = self._local_tokens(microbatch)
         rows = as_tensor(own.rows, np.int64, self.device)
         return own.gather(self._replay.penalties().index_select(0, rows))
 

@@ -98,7 +98,7 @@ class TrainableModel:
         self._on_forward()
         device, context = self.device, self.ranks.context
         layout = PackedLayout(microbatch.lengths, parents=microbatch.parents, device=device)
-        own = (context.own_rows(x) for x in (microbatch.tokens, microbatch.positions))
+        own = (context.local_rows(x) for x in (microbatch.tokens, microbatch.positions))
         tokens, positions = (as_tensor(x, np.int64, device)[None] for x in own)
         with self._settings.numerics(device):
             return hidden_states(

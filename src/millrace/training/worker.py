@@ -172,7 +172,7 @@ class TrainerWorker:
     def _handle(self, call: WorkerCall) -> bool:
         """Answer one call; False = stop."""
         message = call.message
-        if isinstance(message, messages.BorrowNewest):
+        if isinstance(message, messages.BorrowWeights):
             self._lend(call, message.policy)
             return True
         reply: messages.Message = messages.Done()

@@ -35,8 +35,8 @@ STALL_S = 600.0
 LOOK_S = 0.05
 
 
-class Stuck(Exception):
-    """The run failed or makes no progress."""
+class TargetRunFailed(Exception):
+    """The run under test failed or makes no progress."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +85,8 @@ class FaultInjector:
     _hanging: dict[int, TargetProcess] = field(default_factory=dict[int, TargetProcess])
 
     def inject(self, num_kills: int, *, step_s: float, seed: int) -> None:
-        """Kill processes until the run ends; raises Stuck if it does not. `step_s`: undisturbed."""
+        """Kill processes until the run ends; raises TargetRunFailed if it does not. `step_s`: of an
+        undisturbed run."""
         for plan in plans(num_kills, steps=self._target.steps, seed=seed):
             if self._wait(plan, step_s=step_s):
                 self._execute(plan)
@@ -167,7 +168,8 @@ class FaultInjector:
                 del self._hanging[index]
 
     def _wait_until(self, is_due: Callable[[], bool], *, what: str) -> bool:
-        """Wait until due; False if the run ends first. Raises Stuck if the run fails or stalls."""
+        """Wait until due; False if the run ends first. Raises TargetRunFailed if it fails or
+        stalls."""
         moved_s, step = time.monotonic(), self._checker.step
         while True:
             code = self._target.exit_code
@@ -176,16 +178,16 @@ class FaultInjector:
             if code == 0:
                 return False
             if code is not None:
-                raise self._stuck(f"The run ended with exit code {code}.")
+                raise self._failed(f"The run ended with exit code {code}.")
             if is_due():
                 return True
             if self._checker.step > step:
                 moved_s, step = time.monotonic(), self._checker.step
             if time.monotonic() - moved_s > STALL_S:
                 waited = f"for {STALL_S:.0f} s while waiting for {what}"
-                raise self._stuck(f"The run completed no step {waited}.")
+                raise self._failed(f"The run completed no step {waited}.")
             time.sleep(LOOK_S)
 
-    def _stuck(self, what: str) -> Stuck:
+    def _failed(self, what: str) -> TargetRunFailed:
         lines = self._target.console.read_text(errors="replace").splitlines()
-        return Stuck("\n".join([f"{what} The end of its output:", *lines[-20:]]))
+        return TargetRunFailed("\n".join([f"{what} The end of its output:", *lines[-20:]]))

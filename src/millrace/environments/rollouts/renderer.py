@@ -167,8 +167,8 @@ _SENTINEL = f"reply{secrets.randbelow(10**24):024d}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Beginning:
-    """A prompt as a known prefix and the new tokens after it."""
+class EncodedPrompt:
+    """The tokens of a prompt: those of the recorded exchange that it continues, and new ones."""
 
     given: np.ndarray  # [G] int32; new prompt tokens
     parent: Exchange | None = None  # exchange that the prompt continues
@@ -215,7 +215,7 @@ class Conversation:
         self._chats: dict[bytes, Exchange] = {}  # by digest of all messages including the reply
         self._texts: dict[str, tuple[Exchange, int]] = {}  # with the end of the text in tokens
 
-    def of_messages(self, messages: Sequence[Message], *, tools: Schemas = ()) -> Beginning:
+    def of_messages(self, messages: Sequence[Message], *, tools: Schemas = ()) -> EncodedPrompt:
         digests = list(_digests(messages, tools))
         for count in range(len(messages), 0, -1):
             exchange = self._chats.get(digests[count])
@@ -223,19 +223,19 @@ class Conversation:
                 continue
             ids = self._continuation(messages, count, exchange=exchange, tools=tools)
             if ids is not None:
-                return Beginning(given=ids, parent=exchange)
+                return EncodedPrompt(given=ids, parent=exchange)
             self.counts[RERENDERED] += 1
             break
         text = self.renderer.chat_text(messages, tools=tools)
-        return Beginning(given=self.renderer.encode(text))
+        return EncodedPrompt(given=self.renderer.encode(text))
 
-    def of_text(self, text: str) -> Beginning:
+    def of_text(self, text: str) -> EncodedPrompt:
         known = max((t for t in self._texts if text.startswith(t)), key=len, default=None)
         if known is None or known == text:
-            return Beginning(given=self.renderer.render(text))
+            return EncodedPrompt(given=self.renderer.render(text))
         exchange, end = self._texts[known]
         new = self.renderer.encode(text[len(known) :])
-        return Beginning(given=new, parent=exchange, at=end)
+        return EncodedPrompt(given=new, parent=exchange, at=end)
 
     def replied_to_messages(
         self, messages: Sequence[Message], exchange: Exchange, *, tools: Schemas = ()
@@ -251,11 +251,12 @@ class Conversation:
         known = text + self.renderer.decode(sampled[:num_text])
         self._texts[known] = exchange, exchange.end - len(sampled) + num_text
 
-    def within(self, exchange: Exchange, num_sampled: int) -> tuple[Beginning, str]:
-        """The beginning after the first `num_sampled` tokens of an exchange, and their text."""
+    def within(self, exchange: Exchange, num_sampled: int) -> tuple[EncodedPrompt, str]:
+        """The prompt that ends with the first `num_sampled` tokens of an exchange, and the text of
+        these tokens."""
         at = exchange.start + len(exchange.given) + num_sampled
         text = self.renderer.decode(exchange.completion.tokens[:num_sampled])
-        return Beginning(given=np.empty(0, np.int32), parent=exchange, at=at), text
+        return EncodedPrompt(given=np.empty(0, np.int32), parent=exchange, at=at), text
 
     def _continuation(
         self, messages: Sequence[Message], count: int, *, exchange: Exchange, tools: Schemas

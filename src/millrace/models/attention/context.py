@@ -31,21 +31,21 @@ class ContextGroup:
         self.size = 1 if group is None else group.size()
         self._index = 0 if group is None else group.rank()
 
-    def own_rows(self, rows: np.ndarray) -> np.ndarray:  # [T, ...] -> [n, ...]
+    def local_rows(self, rows: np.ndarray) -> np.ndarray:  # [T, ...] -> [n, ...]
         if self.size == 1:
             return rows
         num_own = self._num_own(len(rows))
         own = np.arange(num_own) + self._index * num_own
         return rows[own.clip(max=len(rows) - 1)]
 
-    def own_tokens(self, rows: np.ndarray, *, num_rows: int) -> "OwnTokens":
+    def local_tokens(self, rows: np.ndarray, *, num_rows: int) -> "LocalTokens":
         """The tokens at these rows [N] that this rank has; `num_rows` is T."""
         if self.size == 1:
-            return OwnTokens(context=self, rows=rows, chosen=None)
+            return LocalTokens(context=self, rows=rows, chosen=None)
         num_own = self._num_own(num_rows)
         within = rows - self._index * num_own
         chosen = (within >= 0) & (within < num_own)
-        return OwnTokens(context=self, rows=within[chosen], chosen=chosen)
+        return LocalTokens(context=self, rows=within[chosen], chosen=chosen)
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over the ranks, whose losses are equal: a gradient is that of this rank."""
@@ -60,7 +60,7 @@ class ContextGroup:
         pairs = zip(split, tensors, strict=True)
         return [part.unflatten(-1, (-1, x.shape[-1])).to(x.dtype) for part, x in pairs]
 
-    def own_heads(self, of_heads: Tensor) -> Tensor:  # [H] -> [H / cp]
+    def local_heads(self, of_heads: Tensor) -> Tensor:  # [H] -> [H / cp]
         return of_heads.chunk(self.size)[self._index]
 
     def to_rows(self, heads: Tensor) -> Tensor:
@@ -75,8 +75,8 @@ class ContextGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class OwnTokens:
-    """Tokens of a microbatch whose rows a rank has."""
+class LocalTokens:
+    """The tokens of a microbatch whose rows are on this rank."""
 
     context: ContextGroup
     rows: np.ndarray  # [own tokens] among the rank's rows

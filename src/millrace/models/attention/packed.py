@@ -84,7 +84,7 @@ def packed_attention(
         packed = [x.to(torch.get_autocast_dtype("cuda")) for x in packed]
     if context is not None:
         packed = context.to_heads(*packed, num_rows=layout.num_rows)
-        s_aux = None if s_aux is None else context.own_heads(s_aux)
+        s_aux = None if s_aux is None else context.local_heads(s_aux)
     q, k, v = packed
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     rules = ScoreRules(scale, sliding_window, softcap, s_aux)

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 @plugin
 class Distillation:
     distil: Literal["none", "reverse_kl", "forward_kl", "jsd"] = "none"
-    """Divergence from the teacher: "none", "reverse_kl", "forward_kl" or "jsd". By default as the
-    teacher's [[scorers]] says, or none."""
+    """Divergence from the teacher that the loss reduces. By default the key loss of the teacher's
+    [[scorers]] table decides, and without a teacher it is "none"."""
     distil_weight: NonNegative = 1.0
     """Coefficient of the divergence from the teacher, at least 0."""
     distil_beta: Annotated[float, Field(ge=0.001, le=0.999)] = 0.5
@@ -115,7 +115,7 @@ class ReferenceKl:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """KL estimator: "k1", "k2" or "k3" (Schulman 2020)."""
     kl_weighted: bool = False
-    """Whether each token's KL is weighted by its importance ratio, which makes it unbiased
+    """Weighting of the KL of each token by its importance ratio, which makes the KL unbiased
     off-policy (DeepSeek-V3.2, arXiv 2512.02556)."""
     kl_aggregation: Denominator = "policy"
     """Average of the KL term over a batch: "token", "sequence" (as in aggregation), or "policy" =
@@ -146,10 +146,11 @@ class EntropyBonus:
     """Entropy bonus, with a fixed or an adaptive coefficient (Skywork-OR1, arXiv 2505.22312)."""
 
     entropy_bonus: NonNegative = 0.0
-    """Entropy coefficient, at least 0; with entropy_target, its first value."""
+    """Entropy coefficient, at least 0. With entropy_target it is the coefficient of the first
+    step."""
     entropy_target: NonNegative = 0.0
-    """Target entropy in nats per token; 0 = entropy_bonus is fixed. Otherwise this coefficient
-    grows after each step with less entropy and shrinks after each step with more."""
+    """Target entropy in nats per token, at least 0: the entropy coefficient grows after each step
+    with less entropy and shrinks after each step with more; 0 = the coefficient is fixed."""
     entropy_bonus_step: Positive = 1e-3
     """Change of the entropy coefficient per step, above 0, if entropy_target makes it adaptive."""
     entropy_bonus_max: NonNegative = 0.05

@@ -34,10 +34,10 @@ class Clip:
     """
 
     low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Lower clip range: the ratio is clipped at 1 - low; above 0, at most 1."""
+    """Lower clip range, above 0 and at most 1: the ratio is clipped at 1 - low."""
     high: Positive = 0.28
-    """Upper clip range: the ratio is clipped at 1 + high; above 0, inf disables it. DAPO (arXiv
-    2503.14476) sets it higher than low."""
+    """Upper clip range, above 0: the ratio is clipped at 1 + high; inf = no upper bound. DAPO
+    (arXiv 2503.14476) sets it higher than low."""
     dual: Positive = math.inf
     """Ratio beyond which a token with A < 0 has no gradient (dual clip), at least 1 + high; inf
     disables it."""
@@ -45,9 +45,9 @@ class Clip:
     """Largest importance ratio of a token with A < 0, at least 1 + high: larger ones are truncated,
     and their tokens keep a gradient; inf disables it."""
     entropy_exponent: NonNegative = 0.0
-    """Exponent of the factor (entropy of a token / mean entropy of its sequence), within 1/4 and 4,
-    by which its clip range is scaled: tokens that the policy is sure of move less; 0 disables
-    it."""
+    """Exponent of the entropy factor of clip ranges, at least 0: the range of a token is multiplied
+    by (its entropy / mean entropy of its sequence) to this power, bounded to 1/4 and 4, so that
+    tokens that the policy is sure of move less; 0 = no factor."""
 
     def __post_init__(self) -> None:
         for name, bound in (("dual", self.dual), ("max_ratio", self.max_ratio)):
@@ -129,10 +129,10 @@ class Topr:
     ones only as far as they are still likely."""
 
     cap: Positive = 1.0
-    """Largest importance weight of bad tokens, above 0."""
+    """Largest importance weight of tokens that are not good by the key good_by, above 0."""
     good_by: Literal["advantage", "score"] = "advantage"
-    """What makes a token good: "advantage", A > 0; "score", an episode with a score above 0, which
-    ROLL's TOPR asks for, so that tokens of a good episode have full weight where A < 0."""
+    """Criterion of good tokens, whose importance weight is 1: "advantage" = A > 0; "score" = the
+    score of the episode is above 0, even where A < 0, as in ROLL's TOPR."""
 
     def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         ratio = policy.log_ratio.detach().exp()

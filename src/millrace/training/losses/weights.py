@@ -68,9 +68,10 @@ class Ratio:
     """Level of the importance ratio: "token"; "turn" or "geometric" (GSPO), the geometric mean over
     a turn or a sequence; "sequence", the product over a sequence."""
     anchor: Literal["engine", "proximal", "interpolated"] = "engine"
-    """Denominator of the importance ratio: the "engine" logprobs that tokens were sampled with; the
-    "proximal" policy, which is the trainer before the first update of the step (decoupled PPO);
-    "interpolated" between engine and trainer with engine share 1 / staleness (A-3PO)."""
+    """Denominator of the importance ratio: "engine" = the logprobs that tokens were sampled with;
+    "proximal" = those of the trainer before the first update of the step (decoupled PPO);
+    "interpolated" = logprobs between trainer and engine, with the engine's share 1 / staleness
+    (A-3PO)."""
 
     def compare(self, tokens: TokenBatch) -> PolicyRatio:
         anchor = self.anchor_logprobs(tokens)
@@ -106,9 +107,10 @@ class Correction:
     """
 
     correction: Literal["none", "truncate", "mask", "reject"] = "none"
-    """Importance sampling correction from the engine's distribution to the anchor's: "truncate"
-    weighs by their ratio w within correction_low and correction_high, "mask" by w inside of them
-    and 0 outside, "reject" by 1 inside and 0 outside (rejection sampling)."""
+    """Importance sampling correction from the engine's distribution to the anchor's, by their ratio
+    w: "truncate" = weight w, bounded to correction_low and correction_high; "mask" = weight w
+    between these bounds and 0 outside; "reject" = weight 1 between them and 0 outside (rejection
+    sampling); "none" = weight 1."""
     correction_level: Level = "token"
     """Level of the ratio w of the importance sampling correction: "token", "turn", "sequence" or
     "geometric", as in the key ratio."""
@@ -158,8 +160,9 @@ class StalenessWeight:
 @plugin
 class OffPolicyMask:
     off_policy_limit: Positive = math.inf
-    """Off-policy sequence mask (DeepSeek-V3.2): tokens with A < 0 are masked if the mean of engine
-    minus trainer logprob over their sequence exceeds this; above 0, inf disables it."""
+    """Limit of the off-policy sequence mask (DeepSeek-V3.2) in nats, above 0: tokens with A < 0 are
+    masked if the mean of engine minus trainer logprob over their sequence exceeds it; inf = no
+    mask."""
 
     def weights(self, tokens: TokenBatch) -> "Tensor | None":  # [N]
         if math.isinf(self.off_policy_limit):
@@ -177,14 +180,16 @@ class SecondMomentMask:
     split. The published implementations take a microbatch."""
 
     second_moment: Positive = math.inf
-    """Largest mean of (log r)^2 over the tokens of a sequence that have moved in the direction of
-    A: those that moved furthest are masked until it holds; above 0, inf disables it. M2PO: 0.04."""
+    """Largest second moment, above 0: the mean of (log r)^2 over the tokens of a sequence that have
+    moved in the direction of A. Those that moved furthest are masked until the others are within
+    this limit; inf = no mask. M2PO uses 0.04."""
     second_moment_rule: Literal["sequence", "m2po", "areal"] = "sequence"
-    """Tokens that the second moment counts: "sequence", those of second_moment that are kept;
-    "m2po", the authors' code, all of these in the microbatch, where a masked one counts as far as
-    the furthest one that is kept; "areal", all kept tokens of the microbatch in either direction,
-    with r = anchor / engine if the anchor is the proximal policy. With the last two, the loss
-    depends on how a batch is divided into microbatches, and so on the number of ranks."""
+    """Tokens over which the second moment is taken: "sequence" = the kept tokens of a sequence that
+    have moved in the direction of A; "m2po" (the authors' code) = the tokens of a microbatch that
+    have done so, where a masked token counts like the kept one that moved furthest; "areal" = all
+    kept tokens of a microbatch, whichever way they moved, with r = anchor / engine if the anchor is
+    the proximal policy. With "m2po" and "areal", the loss depends on how a batch is divided into
+    microbatches, and so on the number of ranks."""
 
     def weights(self, tokens: TokenBatch, *, target: "Tensor") -> "Tensor | None":  # [N]
         """`target` [N] are the logprobs that AReaL compares with those of the engine."""
@@ -224,15 +229,15 @@ def _sum_from(begins: "Tensor", values: "Tensor") -> "Tensor":  # [N]
 @plugin
 class VarianceControl:
     ess_scaling: bool | Literal["token", "sequence"] = False
-    """Scale the learning rate of an update by the square root of the effective sample size of its
-    importance ratios, as a share of all (VCPO, arXiv 2602.17616): few tokens with large ratios make
-    a noisy gradient, and a short step. "token" or true counts tokens; "sequence" counts sequences,
-    with the mean ratio of each, as the authors' code does."""
+    """Scaling of the learning rate of each update by the square root of the effective sample size
+    of its importance ratios, as a share of all (VCPO, arXiv 2602.17616): if few tokens have large
+    ratios, the gradient is noisy and the step is short. "token" or true counts tokens; "sequence"
+    counts sequences, each with its mean ratio, as the authors' code does; false = no scaling."""
     minimum_variance_baseline: bool = False
-    """Subtract from the advantages of a group their mean, weighted by the squared ratio and the
-    squared norm of the gradient of each sequence, which minimises the variance of the group's
-    gradient (VCPO, arXiv 2602.17616). It costs one more pass per sequence. A group lies in one
-    microbatch then."""
+    """Baseline that minimises the variance of a group's gradient (VCPO, arXiv 2602.17616): the mean
+    of the group's advantages, weighted by the squared ratio and the squared gradient norm of each
+    sequence, is subtracted from them. It costs one more pass per sequence, and all rollouts of a
+    group are in one microbatch."""
 
     def sample_sizes(self, log_ratio: "Tensor", tokens: TokenBatch) -> "dict[str, Tensor]":
         """Per-token metrics whose sums give the effective sample size; `log_ratio` [N]."""
