@@ -341,9 +341,9 @@ def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from sections_in(argument)
 
 
-def test_there_are_at_most_160_settings():
+def test_there_are_at_most_161_settings():
     """A key of a table counts once for each place of that table."""
-    assert sum(1 for _ in leaves(RunConfig)) <= 160
+    assert sum(1 for _ in leaves(RunConfig)) <= 161
 
 
 def leaves(section: type[BaseModel]) -> Iterator[str]:

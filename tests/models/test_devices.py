@@ -43,6 +43,12 @@ def test_ranks_share_the_state_except_for_replicas(sections, per_weight):
     assert rank_bytes(config_of(**sections), size) == 1000 * per_weight
 
 
+def test_matrices_in_nf4_take_17_bits_for_four_weights_and_tables_stay_float32():
+    size = ModelSize(num_weights=3300, num_outside=100, linear_factors=10)
+    config = config_of(lora={"quantization": "nf4"}, trainer={"dtype": "bfloat16"})
+    assert rank_bytes(config, size) == 3200 * 17 // 32 + 100 * 4 + 10 * 16
+
+
 def test_trainer_keeps_everything_but_gradients_between_two_steps():
     lora = config_of(lora={}, trainer={"dtype": "bfloat16"})
     size = ModelSize(num_weights=1000, linear_factors=10)

@@ -215,6 +215,10 @@ class LoraSettings(TypedDict, total=False):
     beside them at each token. "auto" is merged, unless engine.adapters are set."""
     export_merged: bool
     """Export of the whole model, with the adapter merged into it, beside the last checkpoint."""
+    quantization: Literal["nf4"] | None
+    """Quantization of the frozen matrices beneath the adapter: "nf4" = 4 bits per weight in the
+    trainer (QLoRA), and the same values in the engines. By default none; see docs/how-
+    to/lora.md."""
 
 class PolicySettings(TypedDict, total=False):
     model: str | None

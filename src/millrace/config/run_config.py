@@ -277,6 +277,11 @@ class RunConfig(Section):
         return self.fidelity.mode == "exact"
 
     @property
+    def in_nf4(self) -> bool:
+        """Whether the trainer holds the matrices beneath its adapters in 4 bits."""
+        return self.lora is not None and self.lora.quantization == "nf4"
+
+    @property
     def spans_hosts(self) -> bool:
         """Whether some rank or engine may be on another host than the controller."""
         return self.engine.remote + self.trainer.remote > 0 or not self.cluster.is_local

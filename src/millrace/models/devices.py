@@ -17,6 +17,7 @@ from millrace.config import ALL_LINEAR, LoraConfig, RunConfig
 from millrace.config.training import ADAMW, ADAMW_8BIT, MUON
 from millrace.core.errors import ConfigError
 from millrace.models.directory import weight_shapes
+from millrace.models.lora.nf4 import BITS
 
 GIB = 2**30
 FREE_TIMEOUT_S = 30.0  # for the driver to free the memory of a process that was killed
@@ -155,9 +156,10 @@ def rank_bytes(config: RunConfig, size: ModelSize, *, in_step: bool = True) -> i
     shared, own = trained * (size.num_weights + size.critic), 0
     if config.lora is not None:
         num_adapters = 1 + len(config.adapter_policies)
-        frozen = frozen_dtype(config).itemsize * (size.num_weights - size.num_outside)
+        frozen = size.num_weights - size.num_outside
+        frozen *= BITS / 8 if config.in_nf4 else frozen_dtype(config).itemsize
         factors = trained * num_adapters * size.expert_factors
-        shared = frozen + 4 * size.num_outside + factors + trained * size.critic
+        shared = int(frozen) + 4 * size.num_outside + factors + trained * size.critic
         own = trained * num_adapters * size.linear_factors // sizes.tp  # tp divides most of them
     return shared * sizes.dp_replicate // sizes.num_ranks + own
 

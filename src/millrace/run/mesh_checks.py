@@ -1,6 +1,7 @@
-"""Checks of the trainer's mesh, against the settings, the model and the devices of this host.
+"""Checks of the trainer's mesh and of lora.quantization, against the other settings, the model and
+the devices of this host.
 
-Promise: a mesh that cannot work is refused in one sentence before any worker starts. Only tensor
+Promise: what cannot work is refused in one sentence before any worker starts. Only tensor
 parallelism, whose plans are part of the models, imports torch.
 """
 
@@ -24,6 +25,8 @@ TRIED = {"torch": "2.13", "transformers": "5.22"}  # versions that several ranks
 
 def check_mesh(config: RunConfig) -> None:
     """Check what needs nothing but the settings."""
+    if config.in_nf4:
+        _check_quantization(config)
     trainer, devices = config.trainer, config.placement.trainer
     ranks, sizes = trainer.ranks, trainer.mesh_sizes
     if ranks == "auto":  # checked when the GPUs are known
@@ -57,6 +60,26 @@ def check_mesh(config: RunConfig) -> None:
         raise ConfigError(
             "placement.trainer mixes 'cpu' with other devices; put all ranks on GPUs, or all on the"
             " CPU."
+        )
+
+
+def _check_quantization(config: RunConfig) -> None:
+    """Refuse what could not compute over the values that the trainer holds in 4 bits."""
+    engine, ranks = config.engine, config.trainer.ranks
+    obstacles = {
+        # Nothing shards these matrices. "auto" is checked when the GPUs are known.
+        f"trainer.ranks = {ranks}": ranks not in (1, "auto"),
+        f"engine.type = {engine.type!r}, which loads the base in full precision": (
+            engine.type != "embedded"
+        ),
+        # Small values of bfloat16 are less precise in float16.
+        "engine.dtype = 'float16', which rounds the base": engine.dtype == "float16",
+        "weights.probe = true, which reads the base in full precision": config.probes_weights,
+    }
+    if obstacle := next((name for name, is_set in obstacles.items() if is_set), None):
+        raise ConfigError(
+            f"lora.quantization = 'nf4' does not support {obstacle}; change it, or leave"
+            " lora.quantization out."
         )
 
 

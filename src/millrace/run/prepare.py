@@ -262,9 +262,12 @@ def check_lora(config: RunConfig) -> tuple[str, ...]:
         return ()
     from millrace.models.loading import empty_model
     from millrace.models.lora.factors import adapted_layers, describe_layers, require_peft
+    from millrace.models.lora.quantized import quantizable_layers
 
     require_peft()
     empty = empty_model(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    if config.in_nf4:
+        quantizable_layers(empty)
     return (describe_layers(adapted_layers(empty, config.lora), rank=config.lora.rank),)
 
 

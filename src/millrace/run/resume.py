@@ -120,6 +120,7 @@ def _newest_checkpoint(
     from millrace.models.lora.folders import check_same_kind  # only here: it imports torch
 
     check_same_kind(checkpoint, config.lora)
+    check_same_base(checkpoint, config, saved=state.get("quantization"))
     check_same_model(checkpoint, config.model)
     directory.check_same_critic(checkpoint, has_critic=config.critic is not None)
     step = state["step"]
@@ -164,6 +165,16 @@ def check_same_model(checkpoint: Path, model: ModelConfig) -> None:
                 f" model.path = {model.path!r} is {wanted!r}; resume with the model that the run"
                 " began with."
             )
+
+
+def check_same_base(checkpoint: Path, config: RunConfig, *, saved: str | None) -> None:
+    """Refuse to resume an adapter over other values of its base than it was trained with."""
+    own = None if config.lora is None else config.lora.quantization
+    if own != saved:
+        raise ConfigError(
+            f"{str(checkpoint)!r} was trained with lora.quantization = {saved!r}, and it is {own!r}"
+            f" now; to resume, {'leave it out' if saved is None else 'set it to that'}."
+        )
 
 
 def resume_history(folder: Path, checkpoint: Cursor) -> tuple[JournalHistory, list[str]]:

@@ -17,6 +17,7 @@ from millrace.models.directory import max_positions, text_config
 from millrace.models.exact.attention import check_trainable
 from millrace.models.exact.mode import check_exact
 from millrace.models.loading import load_model
+from millrace.models.lora.quantized import quantize_base
 from millrace.models.lora.trained import TrainedAdapter, train_in_float32
 from millrace.models.routing import (
     RouteReplay,
@@ -74,6 +75,7 @@ def build_trainers(
         root=lambda model: model,
         compute_dtype=train_settings(config).compute_dtype,
         dtype=dtype,
+        in_nf4=config.in_nf4,
     )
     adapted = AdaptedModel(model, dtype=dtype)
     train_in_float32(model)
@@ -142,6 +144,7 @@ def build_policy(
         root=lambda model: model,
         compute_dtype=torch.float32 if is_dora else settings.compute_dtype,
         dtype=frozen_dtype(config),
+        in_nf4=config.in_nf4,
     )
     # Before the first pass, in which FSDP collects the units of the model.
     adapter = config.lora and TrainedAdapter(model, config.lora, model_path=path)
@@ -262,6 +265,7 @@ def _load(
     root: Callable[[PreTrainedModel], Any],
     compute_dtype: torch.dtype,
     dtype: torch.dtype = torch.float32,
+    in_nf4: bool = False,
 ) -> PreTrainedModel:
     def shard_over_ranks(model: PreTrainedModel) -> None:
         shard(model, root=root(model), meshes=ranks.sharding_meshes, dtype=compute_dtype)
@@ -271,11 +275,14 @@ def _load(
         text = text_config(path, trust_remote_code=trust)
         limit = config.engine.max_context or max_positions(text)
         check_trainable(text, device, max_context=limit or sys.maxsize)
-    return load_model(
+    model = load_model(
         path,
         dtype=dtype,
-        device=device,
+        device=torch.device("cpu") if in_nf4 else device,
         attention=EXACT_PACKED if config.is_exact else PACKED,
         trust_remote_code=trust,
         shard=None if ranks.is_alone else shard_over_ranks,
     )
+    if in_nf4:
+        quantize_base(model, device=device)
+    return model

@@ -20,6 +20,7 @@ from millrace.core.microbatch import Batch, Microbatch
 from millrace.models.attention.context import LocalTokens
 from millrace.models.kept_rows import KeptRows
 from millrace.models.logprobs import chunked_distributions
+from millrace.models.lora.nf4 import Nf4Linear
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.routing import RouteReplay, balance_experts, policy_tensors
 from millrace.models.sharding import gathered, inside
@@ -237,7 +238,8 @@ class PolicyModel(TrainableModel):
         self._adapter.write(weights, folder)
 
     def merged_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self._backbone.parameters())
+        packed = sum(m.num_bytes for m in self._backbone.modules() if isinstance(m, Nf4Linear))
+        return packed + sum(p.numel() * p.element_size() for p in self._backbone.parameters())
 
 
 def _less_baseline(microbatch: Microbatch, log_weights: np.ndarray) -> Microbatch:

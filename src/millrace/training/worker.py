@@ -89,6 +89,7 @@ class TrainerWorker:
         self._pass_tokens = config.trainer.microbatch_tokens
         exports = config.lora is not None and config.lora.export_merged
         self._has_adapter = config.lora is not None
+        self._in_nf4 = config.in_nf4
         self._export_step = config.trainer.steps if exports else None
         # Engines that wake up need what the trainer holds for its next step.
         self._gives_memory_back = config.cluster.share_gpu == "sleep"
@@ -106,7 +107,6 @@ class TrainerWorker:
             )
             for policy, own in {**configs, **dict.fromkeys(self._lagged, config)}.items()
         }
-
         # The newest version of each that was published; engines begin with what is loaded here.
         self._sent = {policy: self._weights(policy)[0] for policy in self._publishers}
 
@@ -330,7 +330,13 @@ class TrainerWorker:
         self._writers[message.policy].begin(
             directory,
             write=write,
-            run_state={"step": step, "version": trainer.steps_done, **message.run_state},
+            run_state={
+                "step": step,
+                "version": trainer.steps_done,
+                # An adapter belongs to the values of its base.
+                **({"quantization": "nf4"} if self._in_nf4 else {}),
+                **message.run_state,
+            },
             needed_bytes=trainer.state_bytes() + num_models * trainer.policy.merged_bytes(),
             on_done=reply,
         )

@@ -30,6 +30,7 @@ from millrace.models.exact.mode import check_exact
 from millrace.models.loading import load_model, stop_token_ids
 from millrace.models.lora.factors import Adapter, adapter_of
 from millrace.models.lora.folders import read_checkpoint, read_resident
+from millrace.models.lora.quantized import round_base
 from millrace.models.routing import Routing, find_routing
 
 _CPU_KV_BYTES = 2**30
@@ -55,6 +56,8 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
             attention=engine_path(device, exact=spec.exact),
             trust_remote_code=spec.trust_remote_code,
         )
+        if spec.lora is not None and spec.lora.quantization == "nf4":
+            round_base(model)  # before the merger copies it
         memory = None
         if spec.sleeps and device.type == "cuda":
             memory = EngineMemory(device, trainer_bytes=spec.trainer_bytes)

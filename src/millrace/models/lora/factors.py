@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from millrace.config import ALL_LINEAR, LoraConfig
 from millrace.core.errors import ConfigError
+from millrace.models.lora.nf4 import Nf4Linear
 from millrace.models.sharding import local_part, shard_experts
 
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # [E, O, I] or [E, I, O]; in the order of their use
@@ -232,7 +233,7 @@ def adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     layers: dict[str, tuple[int, ...]] = {
         name: (module.out_features, module.in_features)
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head
+        if (type(module) is nn.Linear or isinstance(module, Nf4Linear)) and module is not head
     }
     for name, module in expert_modules(model).items():
         for weight, p in module.named_parameters(recurse=False):

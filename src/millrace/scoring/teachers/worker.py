@@ -40,6 +40,7 @@ from millrace.models.directory import text_config
 from millrace.models.loading import load_model, read_weights, write_weights
 from millrace.models.lora.factors import adapter_of
 from millrace.models.lora.folders import read_checkpoint
+from millrace.models.lora.quantized import round_base
 from millrace.models.routing import policy_tensors
 from millrace.scoring.teachers.process import LogprobModelSettings
 from millrace.weights.transport import make_receiver
@@ -242,6 +243,8 @@ class TeacherWorker(ModelWorker):
                 f"The weights of {path!r} do not fit on {device}; set the scorer's"
                 " dtype to bfloat16, or use another device."
             ) from None
+        if message.history is not None and config.in_nf4:
+            round_base(model)  # versions are adapters of these values
         policy = text_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
         num_known = policy.vocab_size if message.num_known is None else message.num_known
         self._engine = ScoringEngine(
