@@ -20,6 +20,7 @@ from engine_rig import (
 from millrace.core.completions import kept_counts, kept_row
 from millrace.core.records import Completion, Request
 from millrace.inference.embedded.decode.loop import row_sizes
+from millrace.inference.embedded.engine import EmbeddedEngine
 
 SETTINGS = [
     {},
@@ -158,6 +159,76 @@ def test_row_sizes_cover_all_batches_with_little_padding(max_rows: int):
     assert all(
         larger - smaller <= max(8, smaller // 2) for smaller, larger in itertools.pairwise(sizes)
     )
+
+
+def prepared_rows(engine: EmbeddedEngine) -> list[int]:
+    """The rows of the plain steps that the loop has, which on a GPU are captured."""
+    assert engine._decode_loop is not None
+    return sorted(shape.num_rows for shape in engine._decode_loop._steps if not shape.truncates)
+
+
+def truncating_rows(engine: EmbeddedEngine) -> list[int]:
+    assert engine._decode_loop is not None
+    return sorted(shape.num_rows for shape in engine._decode_loop._steps if shape.truncates)
+
+
+def short_requests(count: int, **sampling: Any) -> list[Request]:
+    settings = {"max_new_tokens": 12, **sampling}
+    return [make_request(str(i), seed=i, **settings) for i in range(count)]
+
+
+SIZES = {"decode_steps": 4, "max_sequences": 50, "num_blocks": 1024, "prefill_tokens": 256}
+RARE: dict[str, Any] = {"eos_ids": (), **SIZES, "defers_captures": True}
+
+
+def test_launch_of_a_rare_shape_has_more_rows_until_the_engine_is_idle():
+    requests = short_requests(20)  # fit into 24 rows
+    engine = make_engine(**RARE)
+    engine.warm_up()
+    assert prepared_rows(engine) == [8, 16, 32, 64]
+    done = finish_all(engine, requests)
+    assert prepared_rows(engine) == [8, 16, 32, 64]
+    for _ in range(2):  # one shape at a time
+        engine.use_idle_time()
+        assert prepared_rows(engine) == [8, 16, 24, 32, 64]
+    again = finish_all(engine, requests)
+    assert prepared_rows(engine) == [8, 16, 24, 32, 64]
+    expected = finish_all(make_engine(eos_ids=()), requests)
+    for found in (done, again):
+        assert_all_same(found, expected)
+
+
+def test_rare_shape_is_captured_at_once_if_no_shape_of_about_its_size_was():
+    engine = make_engine(**RARE)
+    engine.warm_up()
+    finish_all(engine, [make_request("one", top_k=5, max_new_tokens=3)])
+    assert truncating_rows(engine) == [8]
+    for request in short_requests(20, top_k=5):
+        engine.add_request(request)
+    engine.step()
+    assert truncating_rows(engine) == [8, 24]
+
+
+def test_capture_does_not_wait_forever_if_the_engine_is_never_idle():
+    engine = make_engine(**RARE)
+    engine.warm_up()
+    for request in short_requests(20, max_new_tokens=100):
+        engine.add_request(request)
+    num_launches = 0
+    while 24 not in prepared_rows(engine):
+        engine.step()
+        num_launches += 1
+        assert engine.stats().running == 20
+    assert num_launches == 17
+
+
+def test_every_shape_that_a_launch_needs_is_captured_unless_captures_are_deferred():
+    engine = make_engine(**{**RARE, "defers_captures": False})
+    engine.warm_up()
+    for request in short_requests(20):
+        engine.add_request(request)
+    engine.step()
+    assert prepared_rows(engine) == [8, 16, 24, 32, 64]
 
 
 def test_launch_ends_early_on_should_stop():

@@ -172,6 +172,21 @@ def test_published_weights_become_visible(link: FakeLink, model_path: Path, send
     assert set(completion.versions) == {4}
 
 
+def test_idle_engine_captures_what_launches_lacked():
+    sizes: dict[str, Any] = {"max_sequences": 50, "num_blocks": 1024, "prefill_tokens": 256}
+    engine = make_engine(eos_ids=(), decode_steps=4, defers_captures=True, **sizes)
+    engine.warm_up()
+    link, loop = FakeLink(), engine._decode_loop
+    assert loop is not None
+    before = {shape.num_rows for shape in loop._steps}
+    with serving(link, GatedReceiver(), engine):
+        generated = link.call(Generate(request=make_request(n=20)))
+        assert len(generated.completions()) == 20
+        for _ in range(2):  # when the second is answered, the engine has been idle
+            link.call(AbortRequests(ids=[])).result()
+    assert {shape.num_rows for shape in loop._steps} == before | {24}
+
+
 def test_damaged_update_is_refused_and_old_version_still_serves(
     link: FakeLink, model_path: Path, sender: PackingSender
 ):

@@ -111,11 +111,11 @@ def test_rotary_kernel_matches_plain_function(
 ):
     joint = random(7, (heads + 2 * kv_heads) * dim).to(dtype)
     positions = torch.tensor([0, 1, 5, 63, 64, 1000, 1199])
-    rotation, on_device = rotation_of(dim, has_norm=has_norm), joint.to(DEVICE, copy=True)
+    rotation, (rotated,) = rotation_of(dim, has_norm=has_norm), on_device(joint)
     sizes = {"num_heads": (heads, kv_heads)}
-    rotary_kernels.rotate(on_device, positions.to(DEVICE), moved(rotation), **sizes)
+    rotary_kernels.rotate(rotated, positions.to(DEVICE), moved(rotation), **sizes)
     plain_rotate(joint, positions, rotation, **sizes)
-    assert_close((on_device, None), (joint, None), dtype=dtype)
+    assert_close((rotated, None), (joint, None), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != FP8])
@@ -129,20 +129,20 @@ def test_decode_attention_rotates_queries_and_keys(
     tables = torch.randperm(num_rows * 63).view(num_rows, 63).int()
     joint = random(num_rows, (heads + 2 * kv_heads) * dim).to(dtype)
     cache = random(num_rows * 63 * block, kv_heads, 2 * dim, seed=1).to(dtype)
-    rotation, on_device = rotation_of(dim, has_norm=has_norm), cache.to(DEVICE, copy=True)
+    rotation, (written,) = rotation_of(dim, has_norm=has_norm), on_device(cache)
     *work, num_splits = split_work(num_rows, splits)
     sizes = [heads, kv_heads, kv_heads]
     settings = (block, num_splits, dim**-0.5, 0, 0.0, None)
     parts: Any = joint.to(DEVICE, copy=True).view(num_rows, -1, dim).split(sizes, dim=1)
     places = on_device(tables, lengths, *work)
     decode: Any = attention_kernels.paged_decode
-    output = decode(*parts, on_device, *places, *settings, moved(rotation))
+    output = decode(*parts, written, *places, *settings, moved(rotation))
     plain_rotate(joint, (lengths - 1).clamp_min(0), rotation, num_heads=(heads, kv_heads))
     parts = joint.view(num_rows, -1, dim).split(sizes, dim=1)
     plain: Any = plain_decode
     expected = plain(*parts, cache, tables, lengths, *work, *settings)
     assert_close((output, None), (expected, None), dtype=dtype)
-    assert_close((on_device, None), (cache, None), dtype=dtype)
+    assert_close((written, None), (cache, None), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -170,9 +170,9 @@ def test_product_kernel_matches_reference(
     num_parts = 3 if kind == "in parts" else 1
     tiling = Tiling(32, 64, num_parts)
     options = {"bias": None if bias is None else bias.to(DEVICE), "is_gated": kind == "gated"}
-    on_device = [tuple(on_device(*part)) for part in (rows, matrix)]
+    factors = [tuple(on_device(*part)) for part in (rows, matrix)]
     product: Any = fused_kernels.product
-    output = product(*on_device, dtype=torch.float32, tiling=tiling, **options)
+    output = product(*factors, dtype=torch.float32, tiling=tiling, **options)
     assert len(output) == num_parts
     error = (output.sum(0).cpu().double() - expected).abs().max() / expected.abs().max()
     assert error < (5e-3 if dtype == FP8 else 1e-4)
@@ -185,6 +185,7 @@ SHAPES = {
 }
 
 
+@on_gpu
 @pytest.mark.parametrize("num_rows", [1, 16, 64])
 @pytest.mark.parametrize("model", SHAPES)
 def test_chosen_tilings_compute_the_product(model: str, num_rows: int):

@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--versions", type=int, default=10, help="published, per row (10)")
     parser.add_argument("--sequences", type=int, help="decoded together (256; on a CPU 4)")
     parser.add_argument("--threads", type=int, default=1, help="of each process on a CPU (1)")
+    parser.add_argument("--quantization", choices=["fp8"], help="of the engines' layers")
     args = parser.parse_args(argv)
     device, dtype = chosen_device(args)
     on_gpu = device.type == "cuda"
@@ -98,6 +99,7 @@ def cases(args: argparse.Namespace, *, on_gpu: bool) -> list[Case]:
 def settings(args: argparse.Namespace, case: Case, *, scratch: Path) -> RunConfig:
     apply = APPLIED.get(case.payload)
     lora = None if apply is None else {"rank": args.rank, "apply": apply}
+    options = {} if args.quantization is None else {"quantization": args.quantization}
     overrides = {
         "model": args.model,
         "run_dir": str(scratch / "run"),
@@ -105,6 +107,7 @@ def settings(args: argparse.Namespace, case: Case, *, scratch: Path) -> RunConfi
         "engine.dtype": args.dtype,
         "engine.max_sequences": args.sequences,
         "engine.max_context": 2 * NEW_TOKENS,
+        "engine.options": options,
         "cluster.threads": args.threads,
         "placement": {"trainer": args.device, "engines": args.device},
         "lora": lora,
@@ -156,6 +159,7 @@ async def measure(
         "model": config.model.path,
         "device": config.placement.engine(0),
         "dtype": config.engine.dtype,
+        "quantization": config.engine.options.get("quantization"),
         "floor_ms": floor_s * 1000,
         "tokens_share": publishing / alone,
         "tokens_share_minus_copy": publishing / (alone * (1 - floor_s / PERIOD_S)),

@@ -19,7 +19,10 @@ from millrace.cluster.link import Link, run_worker
 from millrace.config import RunConfig
 from millrace.core.records import WeightUpdate
 from millrace.core.spans import Timeline
+from millrace.inference.backend import EmbeddedBackend, load_backend
 from millrace.inference.embedded.build import applied_adapters, engine_of
+from millrace.inference.embedded.decode.fp8_layers import quantize_layers
+from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.self_test import engine_path
 from millrace.inference.worker import EngineWorker, wire
 from millrace.models.devices import resolve_device, resolve_dtype, use_threads
@@ -52,15 +55,28 @@ def main(link: Link, name: str) -> None:
 
 
 def build_engine_worker(config: RunConfig, *, link: Link, name: str) -> EngineWorker:
+    return wire(build_engine(config), config, link=link, timeline=Timeline(name))
+
+
+def build_engine(config: RunConfig) -> EmbeddedEngine:
+    options = load_backend(config.engine)
+    assert isinstance(options, EmbeddedBackend), "the bench sets no other"
     device = resolve_device(config.placement.engine(0))
     dtype = resolve_dtype(config.engine.dtype, device)
     path = config.model.path
     model, tokenizer = make_model(path, dtype=dtype, device=device, attention=engine_path(device))
     merger, adapters = applied_adapters(model, config=config.engine, lora=config.lora)
-    engine = engine_of(
-        model, tokenizer, config=config.engine, version=0, merger=merger, adapters=adapters
+    if options.quantization == "fp8":
+        quantize_layers(model)  # the merger has copied the 16-bit weights
+    return engine_of(
+        model,
+        tokenizer,
+        config=config.engine,
+        version=0,
+        merger=merger,
+        adapters=adapters,
+        options=options,
     )
-    return wire(engine, config, link=link, timeline=Timeline(name))
 
 
 def make_weights(config: RunConfig) -> dict[str, torch.Tensor]:

@@ -94,7 +94,7 @@ def measure(
         compile_layers=on_gpu and not args.no_compile,
         exact=args.exact,
     )
-    policy = _policy(name, settings, lora_rank=args.lora, device=device, ranks=ranks)
+    policy = make_policy(name, settings, lora_rank=args.lora, device=device, ranks=ranks)
     model = policy.module
     schedule = Schedule(learning_rate=1e-6, total_steps=1000)
     trainer = Trainer(policy, loss=PolicyLoss(), schedule=schedule)
@@ -137,13 +137,25 @@ def measure(
     }
 
 
-def _policy(
-    name: str, settings: TrainSettings, *, lora_rank: int | None, device: torch.device, ranks: Ranks
+def weights_dtype(compute_dtype: torch.dtype, *, lora_rank: int | None) -> torch.dtype:
+    """Of the model's weights in training: frozen ones are in 16 bits."""
+    is_half = lora_rank and compute_dtype is torch.bfloat16
+    return torch.bfloat16 if is_half else torch.float32
+
+
+def make_policy(
+    name: str,
+    settings: TrainSettings,
+    *,
+    lora_rank: int | None,
+    device: torch.device,
+    ranks: Ranks,
+    num_positions: int = 0,
 ) -> PolicyModel:
-    """The model as build_policy() makes it: frozen weights are in 16 bits."""
-    is_half = lora_rank and settings.compute_dtype is torch.bfloat16
-    dtype = torch.bfloat16 if is_half else torch.float32
-    model, _ = make_model(name, dtype=dtype, device=device, attention=PACKED)
+    """The model as build_policy() makes it. A shape gets at least `num_positions`."""
+    dtype = weights_dtype(settings.compute_dtype, lora_rank=lora_rank)
+    sizes = {"num_positions": num_positions}
+    model, _ = make_model(name, dtype=dtype, device=device, attention=PACKED, **sizes)
     if not ranks.is_alone:
         shard(model, root=model, meshes=ranks.sharding_meshes, dtype=settings.compute_dtype)
     lora = LoraConfig(rank=lora_rank) if lora_rank else None

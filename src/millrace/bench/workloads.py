@@ -95,17 +95,34 @@ def shape_named(name: str) -> PreTrainedConfig:
     return shape_of(Qwen3Config, 2048, hidden, mlp, layers, heads, heads, 64, 1024)
 
 
+def with_positions(config: PreTrainedConfig, num_positions: int) -> PreTrainedConfig:
+    """The configuration, changed so that it has at least so many positions: by YaRN."""
+    original: int = config.max_position_embeddings
+    if num_positions > original:
+        factors = {"factor": num_positions / original, "original_max_position_embeddings": original}
+        config.rope_parameters = {**config.rope_parameters, "rope_type": "yarn", **factors}
+        config.max_position_embeddings = num_positions
+    return config
+
+
 def make_model(
-    name: str, *, dtype: torch.dtype, device: torch.device, attention: AttentionPath
+    name: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: AttentionPath,
+    num_positions: int = 0,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model of that shape, or the one in the directory `name`, with a tokenizer."""
+    """A model of that shape, or the one in the directory `name`, with a tokenizer. A shape gets at
+    least `num_positions`."""
     if name not in shapes() and Path(name).is_dir():
         model = load_model(name, dtype=dtype, device=device, attention=attention)
         return model, load_tokenizer(name, trust_remote_code=False)
+    config = with_positions(shape_named(name), num_positions)
     torch.manual_seed(0)
     with torch.device(device):  # drawing the weights on the host may take minutes
         model = AutoModelForCausalLM.from_config(
-            shape_named(name), dtype=dtype, attn_implementation=attention.name
+            config, dtype=dtype, attn_implementation=attention.name
         )
     return model.eval(), build_tokenizer()
 

@@ -167,6 +167,14 @@ class HasPolicies(Protocol):
         """What prepare() returns, for a version with the weights that the engine has."""
 
 
+@runtime_checkable
+class UsesIdleTime(Protocol):
+    """An EngineCore with work that can wait until there are no requests."""
+
+    def use_idle_time(self) -> None:
+        """Do a part of it; called again while the engine is idle."""
+
+
 class AdapterLoader(Protocol):
     """The adapters of an engine that can be replaced, by name."""
 

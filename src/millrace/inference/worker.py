@@ -30,6 +30,7 @@ from millrace.inference.backend import (
     FinishedCompletions,
     HasAdapters,
     HasPolicies,
+    UsesIdleTime,
     load_backend,
 )
 from millrace.inference.capabilities import check_request
@@ -151,8 +152,7 @@ class EngineWorker(ModelWorker):
         self._is_paused = self._is_asleep = False
         # Arrived while the engine was asleep, or while an update of another policy was staged.
         self._early_swaps: list[WorkerCall] = []
-        self._report_s = report_s
-        self._coalesced_s = time.monotonic()  # of the last coalesced report
+        self._report_s, self._coalesced_s = report_s, time.monotonic()  # of the last one
 
     def _compute(self) -> None:
         self._commit_weights()
@@ -166,6 +166,8 @@ class EngineWorker(ModelWorker):
             self._timeline.enter("drain" if self._engine.has_held else "generate", busy=True)
             self._answer(self._engine.step(should_stop=self._is_awaited))
             self._owed_s -= time.perf_counter() - start_s
+        elif isinstance(self._engine, UsesIdleTime) and not (self._is_held or self._staging):
+            self._engine.use_idle_time()
         if time.monotonic() - self._coalesced_s >= self._report_s:
             self._coalesced_s = time.monotonic()
             self._send_chunks(self._engine.take_chunks(coalesced=True))
@@ -235,8 +237,6 @@ class EngineWorker(ModelWorker):
                     self._calls[request.id] = call
                 except TaskError as error:
                     call.fail(error)
-            case messages.SwapWeights() if self._is_asleep:
-                self._early_swaps.append(call)
             case messages.SwapWeights(update=update):
                 self._stage(update, call)
             case messages.ScoreTokens():
@@ -326,7 +326,7 @@ class EngineWorker(ModelWorker):
         version the last: a trainer that replaces a dead one publishes its version again. Policies
         take turns: staged weights are for the next commit."""
         under_way, policies = self._staging, self._policies
-        if under_way is not None and under_way.update.policy != update.policy:
+        if self._is_asleep or (under_way is not None and under_way.update.policy != update.policy):
             self._early_swaps.append(call)
             return
         if under_way is not None and under_way.update.version > update.version:

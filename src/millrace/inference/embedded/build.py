@@ -83,6 +83,7 @@ def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> Em
         options=options,
         memory=memory,
         exact=spec.exact,
+        reproducible=spec.reproducible,
     )
     if spec.adapter_path is not None:
         engine.swap(read_checkpoint(spec.adapter_path), version=spec.version)
@@ -105,8 +106,9 @@ def engine_of(
     options: EmbeddedBackend = DEFAULTS,
     memory: EngineMemory | None = None,
     exact: bool = False,
+    reproducible: bool = False,
 ) -> EmbeddedEngine:
-    """An engine with these settings, ready for its first request."""
+    """An engine with these settings, ready for its first request; `reproducible` as EngineSpec."""
     on_gpu, probe = model.device.type == "cuda", measure_cache(model)
     block_tokens, kv_dtype = options.block_tokens, kv_dtype_of(options, model)
     wanted: Any = {"wanted": config.max_context, "setting": "engine.max_context"}
@@ -138,6 +140,7 @@ def engine_of(
                 prefix_cache=options.prefix_cache,
                 num_snapshots=num_snapshots,
                 decode_steps=_decode_steps(model, options.launch_steps, probe),
+                defers_captures=on_gpu and not reproducible,
                 fast_layers=options.compile and on_gpu and not exact,
                 exact=exact,
                 speculates=options.speculation in (("on",) if on_gpu else ("auto", "on")),
@@ -146,11 +149,7 @@ def engine_of(
         on_warm_up()
         engine.warm_up()
     except torch.OutOfMemoryError:
-        raise ConfigError(
-            f"The KV cache takes {num_blocks * of_block / _GIB:.1f} GiB, which leaves too little"
-            f" memory for decoding on {model.device} ({_free(model.device)}); lower"
-            " engine.options.kv_bytes or engine.max_sequences."
-        ) from None
+        raise _too_large(num_blocks * of_block, model.device) from None
     return engine
 
 
@@ -263,6 +262,13 @@ def _room(
     # A running sequence has the newest snapshot of its own, and one at the end of its prompt.
     num_snapshots = min(2 * states[0], (bound - of_states - size) // 4 // states[1])
     return bound - of_states - num_snapshots * states[1], num_snapshots
+
+
+def _too_large(kv_bytes: int, device: torch.device) -> ConfigError:
+    return ConfigError(
+        f"The KV cache takes {kv_bytes / _GIB:.1f} GiB, which leaves too little memory for decoding"
+        f" on {device} ({_free(device)}); lower engine.options.kv_bytes or engine.max_sequences."
+    )
 
 
 def _free(device: torch.device) -> str:

@@ -24,7 +24,7 @@ from millrace.inference.embedded.decode.adjustments import adjusted_rows, top_lo
 from millrace.inference.embedded.decode.loop import DecodeLoop
 from millrace.inference.embedded.device_memory import EngineMemory
 from millrace.inference.embedded.kv.prefix_cache import PrefixCache
-from millrace.inference.embedded.live_weights import LiveWeights, PreparedWeights
+from millrace.inference.embedded.live_weights import LiveWeights, PreparedWeights, name_of
 from millrace.inference.embedded.parts import EngineParts, EngineSizes
 from millrace.inference.embedded.runner import ModelRunner
 from millrace.inference.embedded.sampler import SamplerOutput, mask_logits, sample_batch
@@ -109,7 +109,7 @@ class EmbeddedEngine(EngineCore):
         return self._weights.version
 
     def version_of(self, policy: str) -> int | None:
-        return self._weights.versions[_name_of(policy)]
+        return self._weights.versions[name_of(policy)]
 
     @property
     def has_work(self) -> bool:
@@ -164,6 +164,11 @@ class EmbeddedEngine(EngineCore):
             while self.has_work:
                 self.step()
         self._num_generated = self._num_prefilled = 0
+
+    @torch.inference_mode()
+    def use_idle_time(self) -> None:
+        if self._decode_loop is not None:
+            self._decode_loop.capture_deferred()
 
     @torch.inference_mode()
     def step(self, *, should_stop: Callable[[], bool] = lambda: False) -> list[FinishedCompletions]:
@@ -240,10 +245,10 @@ class EmbeddedEngine(EngineCore):
         version: int,
         policy: str = records.DEFAULT_POLICY,
     ) -> PreparedWeights:
-        return self._weights.prepare(tensors, version=version, policy=_name_of(policy))
+        return self._weights.prepare(tensors, version=version, policy=name_of(policy))
 
     def unchanged(self, *, version: int, policy: str) -> PreparedWeights:
-        return PreparedWeights(version=version, pairs=[], policy=_name_of(policy))
+        return PreparedWeights(version=version, pairs=[], policy=name_of(policy))
 
     @torch.inference_mode()
     def commit(self, prepared: PreparedWeights) -> None:
@@ -390,8 +395,3 @@ class EmbeddedEngine(EngineCore):
             self._scheduler.leave(sequence, ends=True)
             self._outputs.mark_ended(sequence, finish=finish)
         return counts
-
-
-def _name_of(policy: str) -> str | None:
-    """The adapter of a policy: that of the only or first one has no name."""
-    return None if policy == records.DEFAULT_POLICY else policy

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.core.errors import WeightError
+from millrace.core.records import DEFAULT_POLICY
 from millrace.inference.embedded.adapters import AdapterBank, AdapterMerger
 from millrace.inference.embedded.decode.fused_linear import row_scales_of
 from millrace.inference.embedded.fp8 import FP8, quantize_rows
@@ -33,6 +34,11 @@ class PreparedWeights:
     version: int
     pairs: list[tuple[Tensor, Tensor]]  # live tensors, and their new values; none if they stay
     policy: str | None = None  # a further one, whose adapter this is
+
+
+def name_of(policy: str) -> str | None:
+    """The adapter of a policy: that of the only or first one has no name."""
+    return None if policy == DEFAULT_POLICY else policy
 
 
 class LiveWeights:

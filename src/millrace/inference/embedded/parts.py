@@ -41,6 +41,9 @@ class EngineSizes:
     num_snapshots: int = 0  # of recurrent states, for the prefix cache
     decode_steps: int = 1  # per launch on the device, at most; 1 = no decode loop
     kept_capacity: int = KEPT_CAPACITY  # see sampler.py
+    # Rare steps run with more rows until they are captured, so the rounding of logits depends on
+    # earlier requests.
+    defers_captures: bool = False
     fast_layers: bool = False  # by kernels of Millrace; on a GPU, others by torch.compile
     exact: bool = False  # logprobs are bit for bit those of the trainer
     speculates: bool = False  # where a pass decodes one step of a model without recurrent states

@@ -3,7 +3,9 @@
 The host chooses the slots and reads the sampled tokens. In between, the device feeds itself its own
 tokens and detects rows that end (eos token, length). Such rows idle until the launch ends, so a
 launch is short while other sequences wait. Steps run as CUDA graphs, captured once per shape, over
-tensors at fixed addresses, so that they stay valid across swaps. Elsewhere a step simply runs.
+tensors at fixed addresses, so that they stay valid across swaps. Elsewhere a step simply runs. A
+capture takes as long as many steps, so a launch of a rare shape may run one with more rows, and the
+capture waits until the engine is idle.
 
 Promise: tokens, logprobs, kept ids and routes of a slot are those of single steps, up to rounding.
 
@@ -32,6 +34,8 @@ from millrace.models.logprobs import final_logits
 
 _WARMUPS = 2  # steps before a capture: the first one compiles and allocates buffers
 _MIN_ROWS = 8  # fewer cost the same, and compiled code treats 0 and 1 as special
+_MOST_PADDED = 2  # times the rows that a launch needs; more would cost more than a capture
+_PATIENCE = 16  # launches with more rows than they need, before one waits for the capture
 
 
 class StepShape(NamedTuple):
@@ -60,6 +64,8 @@ class DecodeLoop:
         self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         # The parts of a step: with grammars one up to the logits, and one from the masks on.
         self._steps: dict[StepShape, list[Callable[[], None]]] = {}
+        # Shapes that launches needed and others replaced, and in how many launches.
+        self._deferred: dict[StepShape, int] = {}
         self._vocab_size = parts.model.config.get_text_config().vocab_size
         self._extras = ExtraRows(
             self._vocab_size,
@@ -76,6 +82,12 @@ class DecodeLoop:
                     num_splits = self._num_splits(num_rows, np.empty(0, dtype=np.int64))
                     self._prepare(StepShape(num_rows, num_splits))
 
+    def capture_deferred(self) -> None:
+        """Capture one of the shapes that launches needed, if there are some."""
+        if self._deferred:
+            with self._parts.numerics():
+                self._prepare(next(iter(self._deferred)))
+
     def run(
         self,
         plan: DecodePlan,
@@ -89,14 +101,12 @@ class DecodeLoop:
         while the device works, and so is masks() if a slot has a grammar: it fills [R, V / 32]."""
         slots, count = self._parts.slots, len(plan.slots)
         self._parts.begin_pass(plan)
-        num_rows = next(size for size in self._sizes if size >= count)
-        lengths = slots.num_tokens[plan.slots] + plan.num_steps
-        counts = self._split_counts(lengths, num_rows)
-        shape = self._shape(plan.slots, num_rows, counts)
+        shape, counts = self._chosen_shape(plan)
         assert plan.num_steps == 1 or not shape.is_guided
         self._prepare(shape)
         self._state.load(plan.slots, slots, self._parts.tables)
-        self._state.load_splits(counts, num_rows=num_rows, num_splits=shape.num_splits)
+        splits_of = {"num_rows": shape.num_rows, "num_splits": shape.num_splits}
+        self._state.load_splits(counts, **splits_of)
         if size := shape.num_adjusted:
             own, sizes = plan.slots[:size], {"vocab_size": self._vocab_size, "num_rows": size}
             self._extras.adjuster(size).load(slots.logit_changes(own, **sizes))
@@ -124,6 +134,25 @@ class DecodeLoop:
             recorder = self._extras.recorder(shape.num_reported, shape.num_top)
             top = recorder.read(num_steps=num_steps)
         return DecodeResult(tokens, logprobs, (tokens != NO_TOKEN).sum(0), kept, num_kept, top)
+
+    def _chosen_shape(self, plan: DecodePlan) -> tuple[StepShape, np.ndarray]:
+        """The shape of a launch, and the splits of its rows [R]: of the fewest rows, or of a few
+        more if only that one was captured."""
+        slots, least = plan.slots, next(size for size in self._sizes if size >= len(plan.slots))
+        lengths = self._parts.slots.num_tokens[slots] + plan.num_steps
+        most = _MOST_PADDED * least if self._parts.sizes.defers_captures else least
+        found: list[tuple[StepShape, np.ndarray]] = []
+        for num_rows in (size for size in self._sizes if least <= size <= most):
+            counts = self._split_counts(lengths, num_rows)
+            found.append((self._shape(slots, num_rows, counts), counts))
+            if found[-1][0] in self._steps:
+                break
+        needed, known = found[0][0], found[-1][0]
+        num_launches = self._deferred.get(needed, 0)
+        if known == needed or known not in self._steps or num_launches >= _PATIENCE:
+            return found[0]
+        self._deferred[needed] = num_launches + 1
+        return found[-1]
 
     def _shape(self, chosen: np.ndarray, num_rows: int, split_counts: np.ndarray) -> StepShape:
         slots = self._parts.slots
@@ -157,6 +186,7 @@ class DecodeLoop:
             self._state.set_idle(num_rows=shape.num_rows, num_splits=shape.num_splits)
             parts = [self._captured(part) for part in parts]
         self._steps[shape] = parts
+        self._deferred.pop(shape, None)
 
     def _captured(self, part: Callable[[], None]) -> Callable[[], None]:
         side = torch.cuda.Stream(self._device)

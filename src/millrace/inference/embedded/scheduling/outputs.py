@@ -32,8 +32,11 @@ from millrace.inference.embedded.scheduling.sequence import (
     sequences_of,
 )
 
-# The first tokens of a tail may decode differently there (half a character, a lost space).
-_TAIL_MARGIN = 4
+# The first tokens of a tail may decode differently there: three that end a character, and one that
+# loses its space.
+_HALF_TOKENS = 3
+_TAIL_MARGIN = _HALF_TOKENS + 1
+_HALF = "\ufffd"  # what half a character decodes to
 
 
 class StopRules:
@@ -50,7 +53,7 @@ class StopRules:
     def ends_in_stop_string(self, sampled: np.ndarray, stop: tuple[str, ...]) -> bool:
         """True if the sampled tokens [N], checked after each of them, now contain a stop string."""
         reach = _reach(stop)
-        tail = self._decode(sampled[-reach:])
+        tail = self._decode_from(sampled, max(0, len(sampled) - reach))
         if not any(text in tail for text in stop):
             return False
         whole = tail if len(sampled) <= reach else self._decode(sampled)
@@ -89,10 +92,10 @@ class StopRules:
             earlier, _, _ = slots.sampled_by(sequence)
             stop = sequence.request.sampling.stop
             sampled = np.concatenate([earlier, result.tokens[: counts[row], row]])
-            # One look at all new tokens rules out nearly every launch. Half a character, which
-            # later tokens complete, decodes to U+FFFD.
-            text = self._decode(sampled[max(0, len(earlier) - _reach(stop)) :])
-            if not any(one in text or "\ufffd" in one for one in stop):
+            # One look at all new tokens rules out nearly every launch.
+            text = self._decode_from(sampled, start := max(0, len(earlier) - _reach(stop)))
+            is_whole = _HALF not in text or not self._has_half(earlier, start, text)
+            if is_whole and not any(one in text or _HALF in one for one in stop):
                 continue
             for count in range(1, counts[row] + 1):
                 if self.ends_in_stop_string(sampled[: len(earlier) + count], stop):
@@ -112,6 +115,21 @@ class StopRules:
             return "length"
         is_old = sequence.request.expires and (sequence.versions < expired_before).any()
         return "expire" if is_old else None
+
+    def _has_half(self, earlier: np.ndarray, start: int, text: str) -> bool:
+        """Whether `text`, of the tokens from `start` on, has half a character after `earlier`. It
+        may hide a stop string: some tokenizers decode all bytes beside it to U+FFFD, too."""
+        known = self._decode_from(earlier, start).rstrip(_HALF)
+        return _HALF in text[len(known) :] or not text.startswith(known)
+
+    def _decode_from(self, sampled: np.ndarray, start: int) -> str:
+        """The text of the tokens from `start` on, without what only ends a character."""
+        text = self._decode(sampled[start:])
+        most = start + _HALF_TOKENS if start else 0
+        while text.startswith(_HALF) and start < most:
+            start += 1
+            text = self._decode(sampled[start:])
+        return text
 
     def _decode(self, tokens: np.ndarray) -> str:
         # Special tokens stay: a stop string may be one.
