@@ -119,11 +119,12 @@ def test_rotary_kernel_matches_plain_function(
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != FP8])
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("splits", "chunk"), [(1, 0), (4, 0), (1, 64), (4, 300)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "has_norm"), ROTATIONS)
 def test_decode_attention_rotates_queries_and_keys(
-    heads: int, kv_heads: int, dim: int, has_norm: bool, splits: int, dtype: torch.dtype
+    heads: int, kv_heads: int, dim: int, has_norm: bool, splits: int, chunk: int, dtype: torch.dtype
 ):
+    """With chunks of the context, and without."""
     lengths = torch.tensor([0, 1, 17, 64, 65, 400, 1000])
     num_rows, block = len(lengths), 16
     tables = torch.randperm(num_rows * 63).view(num_rows, 63).int()
@@ -132,11 +133,11 @@ def test_decode_attention_rotates_queries_and_keys(
     rotation, (written,) = rotation_of(dim, has_norm=has_norm), on_device(cache)
     *work, num_splits = split_work(num_rows, splits)
     sizes = [heads, kv_heads, kv_heads]
-    settings = (block, num_splits, dim**-0.5, 0, 0.0, None)
+    settings = (block, num_splits, dim**-0.5, 0, 0.0, None, chunk)
     parts: Any = joint.to(DEVICE, copy=True).view(num_rows, -1, dim).split(sizes, dim=1)
     places = on_device(tables, lengths, *work)
     decode: Any = attention_kernels.paged_decode
-    output = decode(*parts, written, *places, *settings, moved(rotation))
+    output = decode(*parts, written, *places, *settings, rotation=moved(rotation))
     plain_rotate(joint, (lengths - 1).clamp_min(0), rotation, num_heads=(heads, kv_heads))
     parts = joint.view(num_rows, -1, dim).split(sizes, dim=1)
     plain: Any = plain_decode

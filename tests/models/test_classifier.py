@@ -8,7 +8,12 @@ import pytest
 import torch
 from tiny_classifier import make_tiny_classifier
 from tiny_model import make_tiny_model
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    MistralConfig,
+    PhimoeConfig,
+)
 
 from millrace.core.errors import ConfigError
 from millrace.models import classifier as module
@@ -110,6 +115,33 @@ def test_a_sequence_can_grow_token_by_token(tmp_path, monkeypatch):
         assert states is not None
         found += values
     expected = plain_values(path, "token", tokens, range(len(tokens)), 1)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "is_incremental"), [(PhimoeConfig, False), (MistralConfig, True)])
+def test_values_of_sequences_beyond_a_window_are_those_of_transformers(
+    tmp_path, kind, is_incremental
+):
+    """PhiMoE gives its window to the mask alone, Mistral to attention, too."""
+    config = kind(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=8,
+        num_labels=2,
+        pad_token_id=0,
+        initializer_range=0.5,
+    )
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    classifier = load(tmp_path, "sequence", label=1)
+    assert classifier.is_incremental == is_incremental
+    long = ClassifierInput(tokens=SEQUENCES[2], ends=[13])
+    ((found, _),) = classifier.values([long])
+    expected = plain_values(tmp_path, "sequence", SEQUENCES[2], [13], 1)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 

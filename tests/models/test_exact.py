@@ -21,6 +21,11 @@ def weight(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + sum(shape)))
 
 
+def squared(pairs: torch.Tensor) -> torch.Tensor:
+    numbers = torch.view_as_complex(pairs)
+    return numbers * numbers
+
+
 FUNCTIONS = {
     "wide product": lambda x: F.linear(x, weight(37, 700)),
     "product with a vector": lambda x: F.linear(x, weight(1, 700), weight(1)),
@@ -31,6 +36,7 @@ FUNCTIONS = {
     "selu": F.selu,
     "power": lambda x: x.abs() ** 1.7,
     "power of a number": lambda x: 1.7**x,
+    "complex product": lambda x: torch.view_as_real(squared(x.unflatten(-1, (-1, 2)))),
     "logaddexp": lambda x: torch.logaddexp(x, weight(700)),
     "cumsum": lambda x: x.cumsum(-1),
     "norm": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),

@@ -5,8 +5,12 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, VOCAB, tiny_model
 from safetensors.torch import load_file, save_file
-from transformers import BloomConfig, BloomForCausalLM
-from transformers.models.hyperclovax import HyperCLOVAXConfig, HyperCLOVAXForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
+)
 
 from millrace.core.errors import ConfigError
 from millrace.models.attention.packed import PACKED, PACKED_ATTENTION, PackedLayout
@@ -144,7 +148,8 @@ SHAPE = {
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id"), 1),
+    **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
 }
 REFUSED = {
     "own attention": (
@@ -154,7 +159,7 @@ REFUSED = {
         "does not go through transformers' AttentionInterface",
     ),
     "own head": (
-        lambda: HyperCLOVAXForCausalLM(HyperCLOVAXConfig(**SHAPE, logits_scaling=3.0)),
+        lambda: ModernBertDecoderForCausalLM(ModernBertDecoderConfig(**SHAPE)),
         "its logits are not the product of its hidden states and its head",
     ),
 }

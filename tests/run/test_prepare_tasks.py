@@ -197,6 +197,22 @@ def test_run_without_a_checkpoint_resumes_with_the_same_policies_only(folder, tm
         prepare(load_config(settings), scorers=[length], resume=True)
 
 
+def test_no_policy_of_several_learns_from_a_teacher(folder):
+    async def play(task, agent):
+        await agent.role("solver").complete("1+1=")
+
+    policies = {"proposer": {}, "solver": {"loss": {"type": "distil"}}}
+    config = load_config(
+        {
+            "model": str(folder / "model"),
+            "tasks": {"path": str(folder / "sums.jsonl")},
+            "policies": policies,
+        }
+    )
+    with pytest.raises(ConfigError, match=r"policies\.solver\.loss\.distil = 'reverse_kl' learns"):
+        prepare(config, scorers=[length], environment=play)
+
+
 def test_evaluation_engines_need_held_out_tasks(folder):
     path = {"path": str(folder / "sums.jsonl")}
     with pytest.raises(ConfigError, match=r"evaluate\.engines = 1 have no tasks to evaluate"):

@@ -45,9 +45,14 @@ class LogitTransform:
     def of(cls, model: PreTrainedModel) -> "LogitTransform":
         # Which of these exist depends on the architecture; load_model checks the resulting logits.
         config = model.config.get_text_config()
+        scaling = getattr(config, "logits_scaling", None)
+        names = ("logit_scale", "lm_head_multiplier")  # of Cohere, and of Falcon-H1
+        factors = [getattr(config, name, None) for name in names]
+        if config.model_type == "hyperclovax":  # multiplies where Granite divides
+            factors, scaling = [scaling], None
         return cls(
-            divisor=getattr(config, "logits_scaling", None),
-            factor=getattr(config, "logit_scale", None),
+            divisor=scaling,
+            factor=next((factor for factor in factors if factor is not None), None),
             softcap=getattr(config, "final_logit_softcapping", None),
         )
 

@@ -30,6 +30,7 @@ from millrace.training.checkpoints.directory import (
     past_folders,
     read_run_state,
 )
+from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.losses.recipes import build_loss
 
 FOLDER = "policies"
@@ -159,6 +160,11 @@ def check_policies(
         loss = build_loss(own.loss, max_new_tokens=own.sampling.max_new_tokens)
         checks.check_loss(own, loss)
         check_baseline(own, loss)
+        if isinstance(loss, PolicyLoss) and loss.distil.is_on:  # teachers are refused above
+            raise ConfigError(
+                f"policies.{name}.loss.distil = {loss.distil.distil!r} learns from a teacher, which"
+                " a run with several policies does not support; choose another loss."
+            )
 
 
 def _obstacles_of_adapters(config: RunConfig) -> dict[str, bool]:

@@ -196,7 +196,7 @@ def prepare(
         models=load_models(config, has_roles=function is not None),
         policies=further_policies(config, checkpoint=point.checkpoint),
         max_context=max_context,
-        notes=check_lora(config) + idle,
+        notes=check_model(config) + idle,
         **point._replace(warnings=(*point.warnings, *check_files(config)))._asdict(),
     )
     _check_teachers(prepared)
@@ -256,19 +256,23 @@ def place(
     return config, processes, devices
 
 
-def check_lora(config: RunConfig) -> tuple[str, ...]:
-    """Check [lora] against the model; returns what the user should see."""
+def check_model(config: RunConfig) -> tuple[str, ...]:
+    """Check [lora] against the model; returns what the user should see of both."""
+    model, wanted, setting = config.model, config.engine.max_context, "engine.max_context"
+    trust = {"trust_remote_code": model.trust_remote_code}
+    note = directory.context_note(model.path, wanted=wanted, setting=setting, **trust)
+    notes = () if note is None else (note,)
     if config.lora is None:
-        return ()
+        return notes
     from millrace.models.loading import empty_model
     from millrace.models.lora.factors import adapted_layers, describe_layers, require_peft
     from millrace.models.lora.quantized import quantizable_layers
 
     require_peft()
-    empty = empty_model(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    empty = empty_model(model.path, **trust)
     if config.in_nf4:
         quantizable_layers(empty)
-    return (describe_layers(adapted_layers(empty, config.lora), rank=config.lora.rank),)
+    return *notes, describe_layers(adapted_layers(empty, config.lora), rank=config.lora.rank)
 
 
 def check_files(config: RunConfig) -> tuple[str, ...]:

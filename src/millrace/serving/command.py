@@ -179,14 +179,12 @@ async def _score_pool(
 
 def _read_model(config: RunConfig) -> tuple[Any, int]:
     """Return tokenizer and context length. Runs in a thread while the engines load."""
-    from millrace.models.directory import context_length, load_tokenizer  # slow import
+    from millrace.models import directory  # slow import
 
-    model = config.model
-    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    context = context_length(
-        model.path,
-        wanted=config.engine.max_context,
-        setting="--engine.max_context",
-        trust_remote_code=model.trust_remote_code,
-    )
+    model, trust = config.model, {"trust_remote_code": config.model.trust_remote_code}
+    tokenizer = directory.load_tokenizer(model.path, **trust)
+    wanted: Any = {"wanted": config.engine.max_context, "setting": "--engine.max_context"}
+    context = directory.context_length(model.path, **wanted, **trust)
+    if (note := directory.context_note(model.path, **wanted, **trust)) is not None:
+        print(note, file=sys.stderr, flush=True)
     return tokenizer, context

@@ -249,6 +249,20 @@ def _along_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     return exact
 
 
+def _of_complex(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap a product, whose vector code rounds complex numbers otherwise than the code for the
+    elements behind the last whole vector. Real products and sums are rounded in one way."""
+
+    @functools.wraps(function)
+    def exact(a: Any, b: Any, **kwargs: Any) -> Tensor:
+        if not all(isinstance(x, Tensor) and x.is_complex() for x in (a, b)):
+            return function(a, b, **kwargs)
+        real = a.real * b.real - a.imag * b.imag
+        return torch.complex(real, a.real * b.imag + a.imag * b.real)
+
+    return exact
+
+
 def _table() -> dict[Any, Callable[..., Any]]:
     internal: Any = getattr(torch._C, "_nn")  # noqa: B009 - no type stub has it
     table: dict[Any, Callable[..., Any]] = {F.linear: linear}
@@ -267,6 +281,7 @@ def _table() -> dict[Any, Callable[..., Any]]:
 
     put((*_ELEMENTWISE, "__pow__", "__rpow__"), _elementwise)
     put(("cumsum", "logcumsumexp", "cummax", "cummin"), _along_rows)
+    put(("mul", "multiply", "__mul__", "__rmul__"), _of_complex)
     for name in ("logsumexp", "mean"):
         put((name,), lambda _, name=name: _over_rows(name))
     in_place = [f"{name}_" for name in (*_ELEMENTWISE, *_REFUSED)]
