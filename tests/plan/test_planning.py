@@ -22,8 +22,10 @@ from millrace.monitoring.files.trace import TraceWriter
 from millrace.plan.command import _merged, compared
 from millrace.plan.controller_load import controller_busy
 from millrace.plan.lengths import Lengths
+from millrace.plan.memory import fitting, trainer_fit
 from millrace.plan.model_costs import GPUS, DeviceCosts, ModelShape, gpu_named
-from millrace.plan.search import PlannedRun, Split, _fitting, _limits, _trainer_fit, search
+from millrace.plan.planned_run import PlannedRun, Split
+from millrace.plan.search import _limits, search
 from millrace.run.checks import check_settings
 
 QWEN_8B = {
@@ -116,7 +118,7 @@ def test_a_plan_uses_all_gpus_and_fits():
 def test_a_smaller_copy_of_a_large_run_is_as_fast():
     run = planned(QWEN_2B, 1024, "h100", trainer={"groups_per_step": 32})
     run = replace(run, lengths=Lengths(groups=(np.array([[60]]),)))
-    *_, split = (Split(**s, groups_per_step=32, max_staleness=1) for s in _fitting(run))
+    *_, split = (Split(**s, groups_per_step=32, max_staleness=1) for s in fitting(run))
     whole, copied = (run.predict(split, num_groups=n) for n in (32, 8))
     assert copied.issued_groups == whole.issued_groups / 4
     for key in ("samples_per_s", "tokens_per_s", "staleness_mean"):
@@ -129,7 +131,7 @@ def test_every_split_can_be_launched(tmp_path, num_gpus, engine_type):
     """On hosts with 8 GPUs each, of which none has more workers than GPUs."""
     run = planned(QWEN_30B, num_gpus, "h100", engine={"type": engine_type}, lora={})
     num_nodes = -(-num_gpus // 8)
-    splits = [Split(**split, groups_per_step=4, max_staleness=1) for split in _fitting(run)]
+    splits = [Split(**split, groups_per_step=4, max_staleness=1) for split in fitting(run)]
     assert max(split.ranks for split in splits) >= num_gpus // 2
     for split in splits:
         file = tmp_path / "run.plan.toml"
@@ -182,7 +184,7 @@ def test_staleness_limits_up_to_that_of_the_run_are_tried(settings, most, limits
 def test_a_plan_keeps_what_a_run_has_set():
     sizes = {"engine": {"max_sequences": 7}, "rollout": {"max_running_groups": 5}}
     run = planned(QWEN_2B, 2, "h100", buffer={"capacity": 24}, **sizes)
-    (split, *_) = (Split(**s, groups_per_step=4, max_staleness=1) for s in _fitting(run))
+    (split, *_) = (Split(**s, groups_per_step=4, max_staleness=1) for s in fitting(run))
     config = run.with_split(split)
     assert (config.buffer.capacity, config.rollout.max_running_groups) == (24, 5)
     assert config.engine.max_sequences == 7
@@ -191,7 +193,7 @@ def test_a_plan_keeps_what_a_run_has_set():
 
 def test_a_launcher_places_all_workers_of_a_plan():
     run = planned(QWEN_2B, 32, "h100", cluster={"launcher": "ray"})
-    *_, sizes = _fitting(run)
+    *_, sizes = fitting(run)
     written = run.settings(Split(**sizes, groups_per_step=8, max_staleness=1))
     assert written["engine"]["remote"] == written["trainer"]["remote"] == 0
     assert written["engine"]["count"] == sizes["engines"]
@@ -252,7 +254,7 @@ LARGE_MIXTURE = {
 )
 def test_ranks_share_products_or_experts_if_nothing_else_fits(model, ranks, gpu, tokens, tp, ep):
     run = planned(model, 2 * ranks, gpu, trainer={"microbatch_tokens": tokens})
-    fit = _trainer_fit(run, ranks)
+    fit = trainer_fit(run, ranks)
     assert (fit["trainer_cp"], fit["trainer_tp"], fit["trainer_ep"]) == (1, tp, ep)
     assert fit["trainer_bytes"] < run.memory_bytes
 
