@@ -1,4 +1,8 @@
-"""What fits into the memory of GPUs: engines with their KV, and ranks of the trainer."""
+"""What fits into the memory of GPUs: engines with their KV, and ranks of the trainer.
+
+Counted are the bytes that docs/how-to/share-one-gpu.md and docs/explanation/ranks.md list. Promise:
+nothing depends on the devices of this host, which need not be those that are planned for.
+"""
 
 from collections.abc import Iterator
 from itertools import product
@@ -7,7 +11,7 @@ from typing import Any
 from millrace.config.training import MeshConfig
 from millrace.core.microbatch import MeshSizes
 from millrace.plan.model_costs import GIB, HOST_GPUS, ModelShape
-from millrace.plan.planned_run import PlannedRun
+from millrace.plan.planned_run import SEARCHED, PlannedRun
 
 RUNTIME_BYTES = 2 * GIB  # CUDA context, graphs and fragmentation, of each process
 _ROOM = 0.95  # share of a GPU that may be used
@@ -40,8 +44,9 @@ def _num_engines(num_gpus: int, *, ranks: int, tp: int) -> int:
 
 def engine_fit(run: PlannedRun, tp: int) -> dict[str, int] | None:
     """Returns None if the weights and one sequence do not fit."""
-    token_bytes, longest = run.shape.kv_bytes // tp, run.lengths.longest
-    fixed = run.shape.num_weights * 2 // tp + RUNTIME_BYTES
+    # GPUs beyond the number of key-value heads have copies of them.
+    token_bytes, longest = run.shape.kv_bytes // min(tp, run.shape.kv_heads), run.lengths.longest
+    fixed = weights_bytes(run) // tp + RUNTIME_BYTES
     room = int(_ROOM * run.memory_bytes) - fixed
     if room < token_bytes * longest:
         return None
@@ -54,13 +59,31 @@ def engine_fit(run: PlannedRun, tp: int) -> dict[str, int] | None:
     return {"tp": tp, "max_sequences": sequences, **sizes}
 
 
+def weights_bytes(run: PlannedRun) -> int:
+    """What an engine holds of the model, as docs/how-to/share-one-gpu.md counts it: its weights and
+    two staged versions; of an adapter also what it changes, twice (docs/how-to/lora.md)."""
+    config, shape, versions = run.config, run.shape, run.update_bytes
+    weights = 2 * shape.num_weights
+    if config.engine.has_servers:  # these have no second copy
+        return weights
+    staged = 2 * versions if run.stages_on_gpu else versions  # of others while it is copied
+    if config.lora is None:
+        return weights + staged
+    is_merged = config.lora.apply == "merged" or (
+        config.lora.apply == "auto" and not config.engine.adapters and not config.adapter_policies
+    )
+    # Merged: the weights of the base model, and new ones. Unmerged: those in use, and new ones.
+    changed = 2 * (shape.num_weights - shape.table_weights) if is_merged else versions
+    return weights + staged + 2 * changed
+
+
 def trainer_fit(run: PlannedRun, ranks: int) -> dict[str, Any] | None:
     """Returns None if the state and the activations of a microbatch do not fit."""
     ways = (False, True) if not run.config.trainer.gradient_checkpointing else (True,)
     for mesh, recomputes in product(_meshes(run.shape, ranks), ways):
         needed = trainer_bytes(run, ranks=ranks, mesh=mesh, recomputes=recomputes)
         if needed <= _ROOM * run.memory_bytes:
-            sizes = {f"trainer_{name}": getattr(mesh, name) for name in ("cp", "tp", "ep")}
+            sizes = {f"trainer_{name}": getattr(mesh, name) for name in SEARCHED}
             return {**sizes, "gradient_checkpointing": recomputes, "trainer_bytes": needed}
     return None
 
@@ -79,18 +102,22 @@ def _meshes(shape: ModelShape, ranks: int) -> Iterator[MeshSizes]:
 def trainer_bytes(
     run: PlannedRun, *, ranks: int, mesh: MeshSizes | None = None, recomputes: bool = True
 ) -> int:
-    """State, what FSDP gathers of it, and the activations of one microbatch."""
+    """State, what FSDP gathers of it, the activations of one microbatch, and published weights."""
     from millrace.models.devices import ModelSize, rank_bytes  # imports torch
 
     mesh = mesh or MeshSizes(dp_shard=ranks)
-    config, shape = run.config.updated(trainer={"ranks": ranks, "mesh": MeshConfig()}), run.shape
+    dtype = run.config.trainer.dtype
+    dtype = "bfloat16" if dtype == "auto" else dtype  # as on GPUs
+    trainer = {"ranks": ranks, "mesh": MeshConfig(), "dtype": dtype}
+    config = run.config.updated(trainer=trainer, placement={"trainer": ("cpu",)})
+    shape = run.shape
     tokens = max(config.trainer.microbatch_tokens, -(-run.lengths.longest // mesh.cp))
     # Two layers in 16 bits, tables in float32, and without [lora] a gradient in float32 of each.
     per_weight = 8 if config.lora is None else 4
     gathered = (
         per_weight * (shape.table_weights + shape.layer_weights(shape.experts / mesh.ep)) / mesh.tp
     )
-    linear, experts = shape.adapter_weights(config.lora.rank) if config.lora else (0, 0)
+    linear, experts = run.adapter_weights or (0, 0)
     size = ModelSize(
         num_weights=shape.num_weights,
         num_outside=shape.table_weights,
@@ -99,4 +126,8 @@ def trainer_bytes(
         critic=shape.num_weights if config.critic else 0,
     )
     activations = tokens * shape.activation_bytes(checkpointing=recomputes, tp=mesh.tp)
-    return rank_bytes(config, size) + activations + int(gathered) * (ranks > 1) + RUNTIME_BYTES
+    # A snapshot of each rank's shards; rank 0 also has the version that engines copy.
+    published = run.update_bytes // ranks
+    published += run.update_bytes if run.stages_on_gpu else 0
+    needed = rank_bytes(config, size) + activations + int(gathered) * (ranks > 1)
+    return needed + published + RUNTIME_BYTES

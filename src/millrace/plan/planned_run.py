@@ -15,6 +15,7 @@ from millrace.plan.simulation import Prediction, simulate
 from millrace.run.checks import check_settings
 from millrace.run.mesh_checks import check_model_mesh
 
+SEARCHED = ("cp", "tp", "ep")  # sizes of the trainer's mesh
 ENOUGH_GROUPS = 64  # per step, of the copy of a large run that is simulated for its result
 
 
@@ -36,7 +37,7 @@ class Split:
 
     @property
     def mesh(self) -> dict[str, int]:
-        return {"cp": self.trainer_cp, "tp": self.trainer_tp, "ep": self.trainer_ep}
+        return {name: getattr(self, f"trainer_{name}") for name in SEARCHED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +56,41 @@ class PlannedRun:
         """The memory of one GPU."""
         return int(self.gpu.memory_gb * 1e9)
 
-    def costs(self, split: Split) -> DeviceCosts:
+    @property
+    def adapter_weights(self) -> tuple[int, int] | None:
+        """Of linear layers and of experts; None without [lora]."""
         lora = self.config.lora
+        return None if lora is None else self.shape.adapter_weights(lora.rank)
+
+    @property
+    def update_bytes(self) -> int:
+        """The bytes of one version. Engines compute in 16 bits; DoRA's adapters are float32."""
+        lora, factors = self.config.lora, self.adapter_weights
+        if lora is None or factors is None:
+            return 2 * self.shape.num_weights
+        return (4 if lora.dora else 2) * sum(factors)
+
+    @property
+    def stages_on_gpu(self) -> bool:
+        """Whether versions are in the memory of GPUs until engines have copied them. Servers read
+        files, and the other transports keep versions in the host's memory or on disk."""
+        in_host = self.config.weights.transport in ("shm", "disk")
+        return not (in_host or self.config.engine.has_servers)
+
+    def costs(self, split: Split) -> DeviceCosts:
+        trainer, factors = self.config.trainer, self.adapter_weights
         return DeviceCosts(
             shape=self.shape,
             gpu=self.gpu,
             tp=split.tp,
             ranks=split.ranks,
             mesh=MeshSizes(**split.mesh),
-            microbatch_tokens=self.config.trainer.microbatch_tokens,
+            microbatch_tokens=trainer.microbatch_tokens,
+            minibatches=trainer.minibatches,
+            epochs=trainer.epochs,
             recomputes=split.gradient_checkpointing,
-            update_bytes=None if lora is None else 4 * sum(self.shape.adapter_weights(lora.rank)),
+            adapter_weights=None if factors is None else sum(factors),
+            update_bytes=self.update_bytes,
             num_gpus=self.num_gpus,
             score_s=SCORE_S if self.lengths.score_s is None else self.lengths.score_s,
         )

@@ -11,7 +11,7 @@ from itertools import product
 
 from millrace.config import RunConfig, load_config
 from millrace.core.errors import ConfigError
-from millrace.plan.memory import engine_fit, fitting, trainer_bytes
+from millrace.plan.memory import RUNTIME_BYTES, engine_fit, fitting, trainer_bytes, weights_bytes
 from millrace.plan.model_costs import GIB, GPUS
 from millrace.plan.planned_run import PlannedRun, Split
 from millrace.plan.simulation import Prediction
@@ -79,15 +79,17 @@ def _missing(run: PlannedRun) -> str:
     larger = [item for item in larger if item[1].memory_gb > run.gpu.memory_gb]
     if name := next((n for n, gpu in larger if any(fitting(replace(run, gpu=gpu)))), None):
         fits.append(f"{run.num_gpus} x {name}")
-    lora = load_config(run.config, overrides={"lora": {}})
-    if run.config.lora is None and any(fitting(replace(run, config=lora))):
-        fits.append("[lora]")
+    changes = {"[lora]": {"lora": {}}, "lora.apply = 'unmerged'": {"lora.apply": "unmerged"}}
+    changed = ((text, load_config(run.config, overrides=own)) for text, own in changes.items())
+    if text := next((t for t, c in changed if any(fitting(replace(run, config=c)))), None):
+        fits.append(text)
     has = f"one {run.gpu_name} has {run.memory_bytes / GIB:.0f} GiB"
     if run.num_gpus < 2:
         what = "one GPU generates and another one trains"
     elif engine_fit(run, 1) is None and run.config.engine.type == "embedded":
-        needed = run.shape.num_weights * 2 + run.shape.kv_bytes * run.lengths.longest
-        what = f"an engine needs {needed / GIB:.0f} GiB for weights and one sequence, and {has}"
+        needed = weights_bytes(run) + RUNTIME_BYTES + run.shape.kv_bytes * run.lengths.longest
+        parts = "weights, new weights and one sequence"
+        what = f"an engine needs {needed / GIB:.0f} GiB for {parts}, and {has}"
         fits.append("engine.type = 'vllm', whose engines may span GPUs,")
     else:
         needed = trainer_bytes(run, ranks=run.num_gpus - 1)
