@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from planned_models import QWEN_2B, QWEN_8B, QWEN_30B, planned
 
+from millrace.config import load_config
 from millrace.core.microbatch import MeshSizes
 from millrace.plan.memory import fitting
 from millrace.plan.model_costs import GPUS, STEP_S, DeviceCosts, ModelShape
@@ -130,3 +131,16 @@ def test_copies_of_the_model_move_weights_within_hosts_and_gradients_between_the
     assert sharded.train_s(2**14, 2**24) == pytest.approx(STEP_S + sharded_s)
     assert copied.train_s(2**14, 2**24) == pytest.approx(STEP_S + copied_s)
     assert copied_s < sharded_s / 3
+
+
+def test_copies_of_the_model_are_searched_where_ranks_have_several_hosts():
+    run = planned(QWEN_8B, 32, "h100")
+    splits = [Split(**sizes, groups_per_step=4, max_staleness=1) for sizes in fitting(run)]
+    copies = {(split.ranks, split.trainer_dp_replicate) for split in splits}
+    assert {pair for pair in copies if pair[0] > 8} == {(16, 1), (16, 2), (24, 1), (24, 3)}
+    assert all(count == 1 for ranks, count in copies if ranks <= 8)
+    sharded, copied = (split for split in splits if split.ranks == 16)
+    assert run.rates(copied)[1] > 2 * run.rates(sharded)[1]
+    assert copied.trainer_bytes > sharded.trainer_bytes
+    config = load_config({"model": "m", **run.settings(copied)})
+    assert config.trainer.mesh_sizes == MeshSizes(dp_replicate=2, dp_shard=8)

@@ -1,7 +1,7 @@
 """What fits into the memory of GPUs, in the bytes that docs/how-to/share-one-gpu.md lists."""
 
 import pytest
-from planned_models import QWEN_8B, QWEN_30B, planned
+from planned_models import QWEN_2B, QWEN_8B, QWEN_30B, planned
 
 from millrace.plan.memory import RUNTIME_BYTES, engine_fit, trainer_bytes, trainer_fit
 from millrace.plan.model_costs import ModelShape
@@ -59,6 +59,16 @@ def test_gpus_beyond_the_key_value_heads_have_copies_of_the_kv():
     assert eight is not None
     assert four["max_sequences"] == eight["max_sequences"] == 256
     assert four["kv_bytes"] == eight["kv_bytes"]
+
+
+def test_copies_of_the_model_divide_its_state_less():
+    run = planned(QWEN_2B, 64, "h100", engine={"type": "vllm"})
+    sharded, copied = (trainer_fit(run, 32, copies=copies) for copies in (1, 4))
+    assert sharded is not None
+    assert copied is not None
+    assert (copied["trainer_dp_replicate"], copied["trainer_tp"]) == (4, 1)
+    more = (16 + 2) * ModelShape.of_config(QWEN_2B).num_weights * (1 / 8 - 1 / 32)
+    assert copied["trainer_bytes"] - sharded["trainer_bytes"] == pytest.approx(more, rel=1e-6)
 
 
 DENSE_70B = {

@@ -28,8 +28,10 @@ def fitting(run: PlannedRun) -> Iterator[dict[str, Any]]:
     whole = {n if n <= HOST_GPUS else n - n % HOST_GPUS for n in wanted}  # hosts of ranks are full
     for ranks in sorted(whole - {0}):
         engines = _num_engines(run.num_gpus, ranks=ranks, tp=engine["tp"])
-        if engines > 0 and (trainer := trainer_fit(run, ranks)) is not None:
-            yield {"engines": engines, "ranks": ranks, **engine, **trainer}
+        # Sharded over all hosts, or over each: then weights stay within it, and take more memory.
+        for copies in sorted({1, max(1, ranks // HOST_GPUS)}) if engines > 0 else ():
+            if (trainer := trainer_fit(run, ranks, copies=copies)) is not None:
+                yield {"engines": engines, "ranks": ranks, **engine, **trainer}
 
 
 def _num_engines(num_gpus: int, *, ranks: int, tp: int) -> int:
@@ -77,10 +79,10 @@ def weights_bytes(run: PlannedRun) -> int:
     return weights + staged + 2 * changed
 
 
-def trainer_fit(run: PlannedRun, ranks: int) -> dict[str, Any] | None:
+def trainer_fit(run: PlannedRun, ranks: int, *, copies: int = 1) -> dict[str, Any] | None:
     """Returns None if the state and the activations of a microbatch do not fit."""
     ways = (False, True) if not run.config.trainer.gradient_checkpointing else (True,)
-    for mesh, recomputes in product(_meshes(run.shape, ranks), ways):
+    for mesh, recomputes in product(_meshes(run.shape, ranks, copies=copies), ways):
         needed = trainer_bytes(run, ranks=ranks, mesh=mesh, recomputes=recomputes)
         if needed <= _ROOM * run.memory_bytes:
             sizes = {f"trainer_{name}": getattr(mesh, name) for name in SEARCHED}
@@ -88,15 +90,17 @@ def trainer_fit(run: PlannedRun, ranks: int) -> dict[str, Any] | None:
     return None
 
 
-def _meshes(shape: ModelShape, ranks: int) -> Iterator[MeshSizes]:
-    """Meshes that divide the ranks and the model, within a host; those with tp, or ep of a mixture,
-    come after those with cp alone. tp does not divide experts."""
+def _meshes(shape: ModelShape, ranks: int, *, copies: int = 1) -> Iterator[MeshSizes]:
+    """Meshes that divide the ranks of each copy and the model, within a host; those with tp, or ep
+    of a mixture, come after those with cp alone. tp does not divide experts."""
+    ranks //= copies
     for more, cp in product((1, 2, 4, 8), (1, 2, 4, 8)):
         tp, ep = (1, more) if shape.experts else (more, 1)
         shared = [(n, tp * cp) for n in (HOST_GPUS, ranks, shape.heads, shape.kv_heads)]
         alone = [(shape.mlp, tp), (shape.vocab, tp), (shape.experts, ep), (ranks // tp, ep)]
         if not any(number % parts for number, parts in [*shared, *alone]):
-            yield MeshSizes(dp_shard=ranks // (tp * cp), cp=cp, tp=tp, ep=ep)
+            sizes = {"dp_shard": ranks // (tp * cp), "cp": cp, "tp": tp, "ep": ep}
+            yield MeshSizes(dp_replicate=copies, **sizes)
 
 
 def trainer_bytes(
@@ -106,9 +110,9 @@ def trainer_bytes(
     from millrace.models.devices import ModelSize, rank_bytes  # imports torch
 
     mesh = mesh or MeshSizes(dp_shard=ranks)
-    dtype = run.config.trainer.dtype
+    dtype, replicated = run.config.trainer.dtype, MeshConfig(dp_replicate=mesh.dp_replicate)
     dtype = "bfloat16" if dtype == "auto" else dtype  # as on GPUs
-    trainer = {"ranks": ranks, "mesh": MeshConfig(), "dtype": dtype}
+    trainer = {"ranks": ranks, "mesh": replicated, "dtype": dtype}
     config = run.config.updated(trainer=trainer, placement={"trainer": ("cpu",)})
     shape = run.shape
     tokens = max(config.trainer.microbatch_tokens, -(-run.lengths.longest // mesh.cp))
@@ -127,7 +131,7 @@ def trainer_bytes(
     )
     activations = tokens * shape.activation_bytes(checkpointing=recomputes, tp=mesh.tp)
     # A snapshot of each rank's shards; rank 0 also has the version that engines copy.
-    published = run.update_bytes // ranks
+    published = run.update_bytes * mesh.dp_replicate // ranks
     published += run.update_bytes if run.stages_on_gpu else 0
     needed = rank_bytes(config, size) + activations + int(gathered) * (ranks > 1)
     return needed + published + RUNTIME_BYTES

@@ -15,7 +15,7 @@ from millrace.plan.simulation import Prediction, simulate
 from millrace.run.checks import check_settings
 from millrace.run.mesh_checks import check_model_mesh
 
-SEARCHED = ("cp", "tp", "ep")  # sizes of the trainer's mesh
+SEARCHED = ("dp_replicate", "cp", "tp", "ep")  # sizes of the trainer's mesh
 ENOUGH_GROUPS = 64  # per step, of the copy of a large run that is simulated for its result
 
 
@@ -24,6 +24,7 @@ class Split:
     engines: int
     tp: int  # GPUs of one engine
     ranks: int
+    trainer_dp_replicate: int  # copies of the sharded model
     trainer_cp: int  # ranks that share long sequences
     trainer_tp: int  # ranks that share each matrix product
     trainer_ep: int  # ranks that share the experts
@@ -141,7 +142,7 @@ class PlannedRun:
         """The settings to run; raises ConfigError for those that a run refuses."""
         config = load_config(self.config, overrides=self.settings(split))
         check_settings(config)
-        if max(split.mesh.values()) > 1:
+        if max(split.trainer_cp, split.trainer_tp, split.trainer_ep) > 1:
             from millrace.models.directory import text_config  # imports transformers
 
             path, trust = config.model.path, config.model.trust_remote_code
