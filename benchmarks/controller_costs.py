@@ -1,6 +1,6 @@
 """What one controller carries: messages, journal and weights per unit, measured on this machine.
 
-    python benchmarks/controller_costs.py
+    python benchmarks/controller_costs.py --json costs.json
 
 CPU time of the controller's own code: encoding and decoding of a request and its completion, and
 groups that the journal has made durable. Weights: a copy within the memory of the host, which each
@@ -10,13 +10,16 @@ docs/how-to/plan.md derives from them where one controller ends, and plan/contro
 load of a plan.
 """
 
+import argparse
 import asyncio
+import json
 import multiprocessing
 import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,23 +41,35 @@ from millrace.journal import Journal, JournalHistory, Ledger
 from millrace.weights.transport import make_receiver, make_sender
 
 LENGTHS, PROMPT_TOKENS, GROUP_SIZE = (512, 8192), 256, 8
-RECEIVERS, BROADCAST_BYTES = (1, 2, 4, 8), 2**26
+RECEIVERS, BROADCAST_BYTES = (1, 2, 4), 2**26
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
+    args = parser.parse_args()
+    result: dict[str, Any] = {"messages": [], "journal": [], "broadcasts": []}
     for tokens in LENGTHS:
-        print(f"request and completion of {tokens} tokens: {1e6 * message_s(tokens):.0f} us of CPU")
+        seconds = message_s(tokens)
+        result["messages"].append({"tokens": tokens, "cpu_s": seconds})
+        print(f"request and completion of {tokens} tokens: {1e6 * seconds:.0f} us of CPU")
     for tokens in LENGTHS:
         seconds, cpu_s, size = asyncio.run(journal_s(tokens))
+        row = {"tokens": tokens, "seconds": seconds, "cpu_s": cpu_s, "bytes_per_token": size}
+        result["journal"].append(row)
         print(
             f"journal, group of {GROUP_SIZE} x {tokens} tokens: {1e3 * seconds:.1f} ms,"
             f" {1e3 * cpu_s:.1f} ms of CPU, {size:.1f} bytes per token"
         )
-    print(f"copy of weights: {copy_rate() / 1e9:.1f} GB/s")
+    result["copy_bytes_per_s"] = copy_rate()
+    print(f"copy of weights: {result['copy_bytes_per_s'] / 1e9:.1f} GB/s")
     for count in RECEIVERS:
         seconds = broadcast_s(count)
-        rate = BROADCAST_BYTES / seconds / 1e9
-        print(f"broadcast to {count} receivers: {1e3 * seconds:.0f} ms, {rate:.2f} GB/s to each")
+        rate = BROADCAST_BYTES / seconds  # to each
+        result["broadcasts"].append({"receivers": count, "seconds": seconds, "bytes_per_s": rate})
+        print(f"broadcast to {count}: {1e3 * seconds:.0f} ms, {rate / 1e9:.2f} GB/s per receiver")
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def message_s(tokens: int, count: int = 300) -> float:

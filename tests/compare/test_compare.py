@@ -1,6 +1,7 @@
 """`millrace compare`: which runs it plans, what it measures, and what becomes of a failed run."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -159,6 +160,31 @@ def made(toml):
     row = {"settings": dict(design.resolved), "status": "finished", "peak_mib": 100.0}
     file.write_text(json.dumps(row))
     return ["compare", str(toml), "--presets", "tunix"], file, row
+
+
+SHORT = {
+    *("preset", "seed", "samples_per_s", "seconds_to_reward", "accuracy_after"),
+    *("staleness_mean", "tokens_wasted_share"),
+}
+
+
+def test_short_rows_have_the_keys_that_other_programs_read(made, tmp_path):
+    command, file, row = made
+    row["settings"]["loss.correction_high"] = math.inf  # as the preset nemo_rl has it
+    out = tmp_path / "rows.json"
+    assert main([*command, "--json", str(out), "--loss.correction_high=inf"]) == 2  # other settings
+    file.write_text(json.dumps(row))
+    assert main([*command, "--json", str(out), "--loss.correction_high=inf"]) == 0
+    (short,) = json.loads(out.read_text())
+    assert short.keys() >= SHORT
+    assert (short["preset"], short["seed"], short["status"]) == ("tunix", 0, "finished")
+    measured = result_of(file)[0][0]
+    assert short["samples_per_s"] == measured["samples_per_s"] == 128
+    assert short["accuracy_after"] == measured["accuracy"]
+    assert short["staleness_mean"] == measured["mean_staleness"]
+    assert short["tokens_wasted_share"] == measured["wasted_share"]
+    assert short["seconds_to_reward"] is None  # without --target
+    assert "Infinity" not in file.parents[1].joinpath("results.json").read_text()
 
 
 def result_of(file):

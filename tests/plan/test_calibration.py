@@ -1,14 +1,26 @@
 """`millrace plan --calibrate`: real short runs on this machine, and the plan from them."""
 
 import json
+import tomllib
 
 import numpy as np
 import pytest
+import tomli_w
 
 from millrace.bench.workloads import make_long_tailed_model
 from millrace.cli.main import main
+from millrace.config import load_config
 from millrace.core.spans import TurnLife
-from millrace.plan.calibrate import fit_costs, read_calibration, start_costs, turn_costs
+from millrace.plan.calibrate import (
+    fit_costs,
+    microbatch_tokens,
+    read_calibration,
+    start_costs,
+    trial_settings,
+    turn_costs,
+)
+from millrace.plan.lengths import Lengths
+from millrace.run.checks import check_settings
 
 SETTINGS = """
 model = "model"
@@ -50,6 +62,28 @@ def test_no_cost_is_negative():
 )
 def test_starts_cost_something_whatever_their_number_and_per_sequence(few_s, many_s, expected):
     assert start_costs((4, few_s), (16, many_s)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("trial", ["small", "large", "overlapping"])
+def test_settings_of_a_run_do_not_stop_its_trials(tmp_path, device, trial):
+    given = {
+        "model": "m",
+        "trainer": {"groups_per_step": 64, "minibatches": 32},
+        "buffer": {"replay": {"share": 0.25, "max_staleness": 4}},
+    }
+    check_settings(load_config(given))
+    table = trial_settings(given, device=device, folder=tmp_path / trial)
+    config = load_config(tomllib.loads(tomli_w.dumps(table)))
+    check_settings(config)
+    assert config.trainer.minibatches == min(32, config.trainer.groups_per_step)
+
+
+def test_the_largest_microbatch_may_be_one_long_sequence():
+    trainer = {"microbatch_tokens": 100, "groups_per_step": 2}
+    config = load_config({"model": "m", "trainer": trainer, "rollout": {"group_size": 2}})
+    lengths = Lengths(groups=([np.array([900]), np.array([30])],), prompt_tokens=50)
+    assert microbatch_tokens(config, lengths) == 950
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Lengths of completions: from parameters, files and run directories, and what they predict."""
 
+import json
 import math
 import shutil
 
@@ -30,7 +31,7 @@ def write_run(path, groups):
             for tokens in lengths:
                 turns[index].append(TurnLife(begin_s, begin_s + tokens, tokens, 0, 0))
                 begin_s += tokens + TOOL_S
-        end_s = max(turn.end_s for own in turns.values() for turn in own)
+        end_s = max((turn.end_s for own in turns.values() for turn in own), default=1.0)
         times = {"started_s": 1.0, "generated_s": end_s, "ended_s": end_s + SCORE_S}
         lives.append(GroupLife(number=number, turns=turns, outcome="buffered", **times))
     times = {"begin_s": 2.0, "end_s": 3.0, "unix_s": 1e9}
@@ -73,6 +74,22 @@ def test_lengths_of_a_run_are_those_of_its_episodes(tmp_path, groups):
     assert found.mean_turns == pytest.approx(np.mean([len(e) for e in episodes]), rel=0.05)
     assert found.longest == PROMPT_TOKENS + max(sum(e) for e in episodes)
     assert {tuple(e) for e in found.draw(np.random.default_rng(1), 8)} <= set(map(tuple, episodes))
+
+
+@pytest.mark.parametrize(("turns", "longest"), [(1, 400), (2, 410), (3, 810)])
+def test_the_longest_of_many_groups_counts(tmp_path, turns, longest):
+    file = tmp_path / "lengths.json"
+    groups = [[9, 10]] * 5000 + [[400, 10]]
+    file.write_text(json.dumps({"completion_tokens": groups, "prompt_tokens": 0, "turns": turns}))
+    assert read_lengths(str(file), max_new_tokens=9).longest == longest
+
+
+def test_groups_without_turns_have_no_lengths(tmp_path, groups):
+    """As an external program posts them."""
+    found = read_lengths(write_run(tmp_path / "some", [*groups, []]), max_new_tokens=9)
+    assert len(found.groups) == len(groups)
+    with pytest.raises(ConfigError, match=r"lifecycle/ has no turns of trained groups"):
+        read_lengths(write_run(tmp_path / "none", [[]]), max_new_tokens=9)
 
 
 def test_times_between_turns_and_of_scoring_are_those_of_the_run(tmp_path, groups):

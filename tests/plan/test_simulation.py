@@ -2,7 +2,7 @@
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -241,6 +241,44 @@ def test_save_stops_the_engines_while_weights_travel(interrupt):
     waited_s = [pytest.approx(1.5)] * len(transfers) if interrupt == "save" else []
     assert [w.end_s - w.start_s for w in waits if w.end_s < found.ends_s[-1]] == waited_s
     assert [w.start_s for w in waits][: len(waited_s)] == transfers[: len(waited_s)]
+
+
+def test_rates_and_busy_shares_leave_the_warm_up_out():
+    """The engine is eight batches ahead after the warm-up, and then waits for the trainer."""
+    config = settings(
+        engine={"count": 1, "max_sequences": 16},
+        rollout={"group_size": 4},
+        trainer={"groups_per_step": 4},
+        buffer={"max_staleness": 8},
+    )
+    lengths = Lengths(groups=(np.array([[50]]),), prompt_tokens=0)
+    found = simulate(config, costs(train_step_s=5.0), lengths)
+    assert found.step_s == pytest.approx(5.0)
+    assert found.tokens_per_s == pytest.approx(16 * 50 / 5.0, rel=0.01)
+    assert found.engine_busy == pytest.approx(50 * 0.01 / 5.0, rel=0.01)
+    assert found.trainer_busy == pytest.approx(1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotedPrefills(FixedCosts):
+    tokens: list[float] = field(default_factory=list)
+
+    def prefill_s(self, tokens: float) -> float:
+        self.tokens.append(tokens)
+        return 0.0
+
+
+def test_sequences_are_computed_again_one_by_one_after_a_swap():
+    """Attention within each grows with the square of its length, not with that of their sum."""
+    config = settings(
+        engine={"count": 1, "kv": "recompute"},
+        rollout={"group_size": 8},
+        trainer={"groups_per_step": 2},
+    )
+    times = NotedPrefills(shape=SHAPE, gpu=GPUS["h100"], score_s=0.0, train_step_s=0.2)
+    lengths = Lengths(median=60, p90=90, max=100, prompt_tokens=10)
+    simulate(config, times, lengths, steps=6)
+    assert 10 < max(times.tokens) <= 110
 
 
 def test_filtered_groups_are_replaced():

@@ -148,6 +148,18 @@ def test_presets_are_listed_and_shown(capsys):
     assert main(["presets", "show"]) == 2
 
 
+def test_all_presets_are_one_json_list(tmp_path, capsys):
+    assert main(["presets", "--json", str(tmp_path / "presets.json")]) == 0
+    assert main(["presets", "--json"]) == 0
+    text = capsys.readouterr().out
+    assert (tmp_path / "presets.json").read_text() == text
+    assert not {"Infinity", "NaN"} & set(re.findall(r"\w+", text)), "no part of JSON"
+    found = {row["name"]: row["settings"] for row in json.loads(text)}
+    assert list(found) == NAMES
+    assert found["nemo_rl"]["loss"]["correction_high"] == "inf"
+    assert found["areal"] == tomllib.loads(preset_text("areal"))
+
+
 def test_train_prints_what_overrides_its_preset(tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text('model = "nowhere"\nbuffer.max_staleness = 0\n')

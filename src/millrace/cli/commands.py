@@ -188,8 +188,14 @@ def dashboard(args: argparse.Namespace) -> None:
 
 
 def presets(args: argparse.Namespace) -> None:
-    from millrace.presets import preset_names, preset_text, preset_title
+    from millrace.presets import preset_names, preset_text, preset_title, presets_json
 
+    if args.json is not None:
+        if args.json == "-":
+            print(presets_json())
+        else:
+            Path(args.json).write_text(presets_json() + "\n")
+        return
     if args.show is not None:
         print(preset_text(args.name or ""), end="")
         return

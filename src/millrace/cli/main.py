@@ -276,6 +276,8 @@ def _parser() -> argparse.ArgumentParser:
     presets = add("presets", PRESETS, help="list the designs of other libraries, or show one")
     presets.add_argument("show", nargs="?", choices=["show"], metavar="show")
     presets.add_argument("name", nargs="?", metavar="NAME")
+    text = "write the settings of all presets as JSON to FILE (default: to the terminal)"
+    presets.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
     options.add_eval(add("eval", options.EVAL, options.EVAL_MORE, help="measure a model"))
     text = "run several designs on the same work"
     options.add_compare(add("compare", options.COMPARE, options.COMPARE_MORE, help=text))

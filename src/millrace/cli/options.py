@@ -146,6 +146,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     add("--parallel", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
     text = "folder for runs and results (default: compare, beside the first RUN.toml)"
     add("--out", type=Path, metavar="DIR", help=text)
+    add("--json", type=Path, metavar="FILE", help="write a short row of each run there, too")
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:

@@ -31,9 +31,17 @@ from millrace.monitoring.activity import mean_by_role, total_shares
 from millrace.monitoring.files.metrics import flatten, read_metrics, run_rates, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.report.summary import accuracy_by_step
-from millrace.monitoring.run_dir import RunDir, write_atomically
+from millrace.monitoring.run_dir import RunDir, to_json, write_atomically
 from millrace.run.checks import check_settings
 
+# The keys of a row of --json, and those of results.json.
+_SHORT = {
+    **{key: key for key in ("design", "preset", "seed", "status", "error", "samples_per_s")},
+    "seconds_to_reward": "time_to_target_s",
+    "accuracy_after": "accuracy",
+    "staleness_mean": "mean_staleness",
+    "tokens_wasted_share": "wasted_share",
+}
 _SAMPLE_S = 1.0  # between two readings of the memory, at least
 _SAMPLE_SHARE = 0.05  # of the time at most: the kernel holds up a process while it adds its pages
 
@@ -132,7 +140,10 @@ def compare(args: argparse.Namespace) -> bool:
     shown = markdown(rows, notes=notes)
     write_atomically(folder / "table.md", f"`{command}`\n\n{shown}")
     result = {"command": command, "target": args.target, "notes": notes, "rows": rows}
-    write_atomically(folder / "results.json", json.dumps(result, indent=2) + "\n")
+    write_atomically(folder / "results.json", json.dumps(to_json(result), indent=2) + "\n")
+    if args.json is not None:
+        short = [{key: row.get(name) for key, name in _SHORT.items()} for row in rows]
+        args.json.write_text(json.dumps(to_json(short), indent=2) + "\n")
     write_atomically(folder / "page.html", page(rows, command=command, notes=notes))
     print(f"{printable(shown)}\nwrote table.md, results.json and page.html to {folder}")
     return all(row["status"] == "finished" for row in rows)
@@ -176,7 +187,8 @@ class _Run:
 
     def row(self, *, target: float | None) -> dict[str, Any]:
         """Make the run, unless it has finished, and measure it."""
-        row = {"design": self._design.name, "seed": self._seed}
+        design = self._design
+        row = {"design": design.name, "preset": design.preset, "seed": self._seed}
         try:
             if self._ended.get("status") != "finished" or not self._dir.is_finished:
                 self._make()

@@ -25,7 +25,7 @@ import tomli_w
 
 from millrace.cluster.process import available_cores
 from millrace.compare.runs import train_process
-from millrace.config import RunConfig, load_config, settings_table
+from millrace.config import RunConfig, anchored, load_config, settings_table
 from millrace.core.errors import ConfigError, RunFailed
 from millrace.core.spans import Span, TurnLife
 from millrace.monitoring.activity import role_of
@@ -50,7 +50,12 @@ _SYNC = {
     "weights.interrupt": "barrier",
 }
 _ASYNC = {"buffer.max_staleness": 4, "weights.interrupt": "swap"}
-_ALWAYS = {"buffer.capacity": 64, "evaluate.every_steps": 0, "checkpoint.every_steps": 0}
+_ALWAYS = {
+    "buffer.capacity": 64,
+    "buffer.replay": None,  # alternating steps refuse it, and plans leave it out
+    "evaluate.every_steps": 0,
+    "checkpoint.every_steps": 0,
+}
 
 
 def predict(
@@ -69,14 +74,14 @@ def predict(
 
 
 def microbatch_tokens(config: RunConfig, lengths: Lengths) -> float:
-    """The tokens of the largest microbatch of a run."""
+    """The tokens of the largest microbatch of a run; a longer sequence gets one of its own."""
     rng, size = np.random.default_rng(config.seed), config.rollout.group_size
     groups = range(config.trainer.groups_per_step)
     steps = [
         sum(np.concatenate(lengths.draw(rng, size)).sum() + lengths.prompt_tokens for _ in groups)
         for _ in range(min(config.trainer.steps, _DRAWN_STEPS))
     ]
-    return min(max(steps), config.trainer.microbatch_tokens)
+    return min(max(steps), max(config.trainer.microbatch_tokens, lengths.longest))
 
 
 def calibration_file(given: Path | None) -> Path:
@@ -178,21 +183,29 @@ def turn_costs(turns: Sequence[TurnLife], *, num_engines: int = 1) -> tuple[np.n
     return np.stack([np.ones(len(turns)), num_tokens, steps.sum(1) / num_engines], 1), seconds
 
 
+def trial_settings(given: Mapping[str, Any], *, device: str, folder: Path) -> dict[str, Any]:
+    """The settings of the trial that the folder is named after."""
+    config = load_config(given)
+    size, minibatches = config.rollout.group_size, config.trainer.minibatches
+    steps, groups, slots = _TRIALS[device][folder.name]
+    own: dict[str, Any] = {
+        **_ALWAYS,
+        **(_ASYNC if folder.name == "overlapping" else _SYNC),
+        "trainer.steps": steps,
+        "trainer.groups_per_step": groups,
+        "trainer.minibatches": min(minibatches, groups),
+        "engine.max_sequences": max(1, round(slots * groups * size)),
+        "run_dir": str(folder),
+    }
+    # anchored() leaves out what is None, which TOML does not have.
+    return anchored(settings_table(given, overrides=own), folder=folder)
+
+
 class _Trial:
     """A short run of the user's settings, in a process of its own."""
 
     def __init__(self, given: Mapping[str, Any], *, device: str, folder: Path) -> None:
-        size = load_config(given).rollout.group_size
-        steps, groups, slots = _TRIALS[device][folder.name]
-        own: dict[str, Any] = {
-            **_ALWAYS,
-            **(_ASYNC if folder.name == "overlapping" else _SYNC),
-            "trainer.steps": steps,
-            "trainer.groups_per_step": groups,
-            "engine.max_sequences": max(1, round(slots * groups * size)),
-            "run_dir": str(folder),
-        }
-        table = settings_table(given, overrides=own)
+        table = trial_settings(given, device=device, folder=folder)
         toml, log = folder.with_suffix(".toml"), folder.with_suffix(".log")
         toml.write_text(tomli_w.dumps(table))
         ended = train_process(["train", str(toml)], log=log)

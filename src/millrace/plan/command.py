@@ -28,7 +28,8 @@ from millrace.plan import calibrate as calibration
 from millrace.plan.controller_load import controller_busy
 from millrace.plan.lengths import read_lengths
 from millrace.plan.model_costs import GIB, ModelShape, gpu_named
-from millrace.plan.search import PlannedRun, search
+from millrace.plan.planned_run import PlannedRun
+from millrace.plan.search import search
 from millrace.plan.simulation import Prediction
 from millrace.presets import over_preset
 from millrace.run.checks import check_settings

@@ -72,7 +72,10 @@ class Lengths:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence, with its prompt."""
-        return int(self.prompt_tokens + max(turns.sum() for turns in self._examples))
+        # Examples may lack the longest of many groups, which needs memory, too.
+        groups = [np.sort([turns.sum() for turns in group])[::-1] for group in self.groups]
+        sums = [np.resize(group, self.turns).sum() for group in groups]
+        return int(self.prompt_tokens + max(sums or [turns.sum() for turns in self._examples]))
 
 
 _NUMBERS = tuple(one.name for one in fields(Lengths) if one.name not in ("groups", "source"))
@@ -141,9 +144,10 @@ def _of_run(path: Path) -> Lengths:
     run_dir = RunDir(path)
     read = [read_lifecycle(run_dir, step) for step in steps_in(run_dir.lifecycle)]
     lives = [life for life in read if life is not None]
-    trained = [group for life in lives for group in life.groups]
+    # Groups that an external program posted have no turns.
+    trained = [group for life in lives for group in life.groups if group.turns]
     if not trained:
-        text = "its lifecycle/ names no trained group; pass the folder that run_dir named"
+        text = "its lifecycle/ has no turns of trained groups; pass the folder that run_dir named"
         raise ConfigError(f"{path} has no lengths: {text}.")
     episodes = [list(group.turns.values()) for group in trained]
     pauses = [b.start_s - a.end_s for group in episodes for e in group for a, b in pairwise(e)]

@@ -17,10 +17,21 @@ from millrace.core.microbatch import MeshSizes
 
 GIB = 2**30
 HOST_GPUS = 8  # per host; ranks and engines beyond it use the network
-# What Millrace reaches on an H200 (docs/performance.md). Decode: the 1.7B shape at 64 and 256
-# sequences is 66 % of its floor and 18 us per layer, the 135M shape 72 % and 36 us. Training: 459
-# TFLOP/s of 989 at the 1.7B shape. Prefill was not measured by itself.
-DECODE_SHARE, LAYER_S, TRAIN_MFU, PREFILL_MFU = 0.68, 25e-6, 0.46, 0.4
+# Shares of the maker's numbers that Millrace reached on an H200 (docs/performance.md).
+# Decoding ("Generation", layers of Millrace's own kernels, 64 prompt and 512 new tokens): 68,538
+# tokens/s of SmolLM2-135M and 28,653 of Qwen3-1.7B with 64 sequences, 11,229 and 22,691 of Qwen3-8B
+# with 64 and 256; all four are met to 5 %. Of the first two with 256 sequences and of Qwen3-30B-A3B
+# there are only the lower rates of an earlier version, and no prediction is above them.
+DECODE_SHARE, DECODE_MFU = 0.74, 0.56  # of bandwidth; of the peak where computing takes longer
+LAYER_S, SEQUENCE_S = 19e-6, 2.4e-6  # per decode step: of a layer, and of a sequence (sampling)
+# Prefill ("FP8"): 39,636 tokens/s of Qwen3-8B with prompts of 64 tokens, 70 % of the rate of a
+# large matrix product. Training: 42,546 tokens/s of Qwen3-1.7B with rollouts of 2,048 tokens, and
+# 16,328 with one of 32,768, half of whose FLOPs are attention. The share of attention is that of
+# forward and backward pass together; in prefill it was not measured by itself.
+PREFILL_MFU, TRAIN_MFU, ATTENTION_MFU = 0.55, 0.49, 0.29
+# A mixture of experts ("Training"): 9,310 tokens/s of Qwen3-30B-A3B with an adapter and recomputed
+# layers. Its prefill was not measured, and is assumed to be no better.
+MIXTURE_MFU = 0.19
 _ENGINE_MIB = 60.0  # of one more engine process on a CPU, without its weights
 STEP_S, PUBLISH_S, SCORE_S = 0.01, 0.02, 0.01  # per step, version and group: assumptions
 
@@ -130,7 +141,7 @@ class ModelShape:
         experts that no token uses, and looks the input embedding up."""
         unused = (1 - self.experts_used / self.experts) ** num_tokens if self.experts else 0.0
         layer = self.layer_weights(self.experts * (1 - unused))
-        return self.layers * layer + self.vocab * self.hidden
+        return self.layers * layer + self.vocab_weights
 
     @property
     def kv_bytes(self) -> int:
@@ -138,9 +149,14 @@ class ModelShape:
         return 4 * self.layers * self.kv_heads * self.head_dim
 
     @property
+    def vocab_weights(self) -> int:
+        """The weights of the head, or of the embeddings."""
+        return self.vocab * self.hidden
+
+    @property
     def table_weights(self) -> int:
         """The weights of embeddings and head."""
-        return self.vocab * self.hidden * (1 if self.is_tied else 2)
+        return self.vocab_weights * (1 if self.is_tied else 2)
 
     def adapter_weights(self, rank: int) -> tuple[int, int]:
         """The weights of a LoRA adapter of all linear layers: their factors, and those of experts,
@@ -151,10 +167,14 @@ class ModelShape:
         experts = self.experts * (2 * self.hidden + 3 * self.mlp)
         return rank * self.layers * linear, rank * self.layers * experts
 
-    def forward_flops(self, tokens: float, pairs: float) -> float:
-        """`pairs`: of a token and one that it attends to, summed over all tokens."""
-        attention = 4 * pairs * self.heads * self.head_dim * self.layers
-        return 2 * tokens * self.read_weights(1) + attention
+    def product_flops(self, tokens: float, *, logits: float | None = None) -> float:
+        """Of a forward pass without attention. `logits`: tokens that get them; None = all."""
+        layers = self.layers * self.layer_weights(self.experts_used)
+        return 2 * (tokens * layers + (tokens if logits is None else logits) * self.vocab_weights)
+
+    def attention_flops(self, pairs: float) -> float:
+        """Of a forward pass. `pairs`: of a token and one that it attends to, over all tokens."""
+        return 4 * pairs * self.heads * self.head_dim * self.layers
 
     def activation_bytes(self, *, checkpointing: bool, tp: int = 1) -> int:
         """What one token keeps for the backward pass, in 16 bits. The terms of a layer reproduce
@@ -172,9 +192,13 @@ class DeviceCosts:
     gpu: Gpu
     tp: int = 1  # GPUs that hold an engine
     ranks: int = 1
-    mesh: MeshSizes = field(default_factory=MeshSizes)  # its cp, tp and ep
+    # Its dp_replicate, cp, tp and ep; the other ranks shard.
+    mesh: MeshSizes = field(default_factory=MeshSizes)
     microbatch_tokens: int = 8192
+    minibatches: int = 1
+    epochs: int = 1
     recomputes: bool = False  # gradient checkpointing
+    adapter_weights: int | None = None  # that are trained; None = all weights of the model
     update_bytes: int | None = None  # of one version; None = all weights in 16 bits
     num_gpus: int = 1  # of the run
     train_scale: int = 1  # work of a real step over that of a simulated one
@@ -185,39 +209,61 @@ class DeviceCosts:
     start_s: ClassVar[float] = 0.0
 
     def decode_s(self, num_sequences: int, context_tokens: float) -> float:
-        """One step of a batch whose sequences have so many tokens together: the floor is reading
-        weights and KV once, or computing, whichever takes longer."""
-        shape, gpu = self.shape, self.gpu
-        read = 2 * shape.read_weights(num_sequences) + context_tokens * shape.kv_bytes
-        flops = shape.forward_flops(num_sequences, context_tokens)
-        floor_s = max(read / (gpu.gb_per_s * 1e9), flops / (gpu.tflops * 1e12)) / self.tp
-        return shape.layers * LAYER_S + floor_s / DECODE_SHARE
+        """One step of a batch whose sequences have so many tokens together: products read their
+        weights or compute, whichever takes longer, and attention reads the KV."""
+        shape, bandwidth = self.shape, self.gpu.gb_per_s * 1e9 * DECODE_SHARE
+        read_s = 2 * shape.read_weights(num_sequences) / bandwidth
+        compute_s = shape.product_flops(num_sequences) / (self.gpu.tflops * 1e12 * DECODE_MFU)
+        kv_s = context_tokens * shape.kv_bytes / bandwidth
+        overhead_s = shape.layers * LAYER_S + num_sequences * SEQUENCE_S
+        return overhead_s + (max(read_s, compute_s) + kv_s) / self.tp
 
     def prefill_s(self, tokens: float) -> float:
-        flops = self.shape.forward_flops(tokens, tokens**2 / 2)
-        return flops / (self.gpu.tflops * 1e12 * self.tp * PREFILL_MFU)
+        """Of one sequence."""
+        shape, mfu = self.shape, MIXTURE_MFU if self.shape.experts else PREFILL_MFU
+        products = shape.product_flops(tokens, logits=1) / mfu
+        attention = shape.attention_flops(tokens**2 / 2) / ATTENTION_MFU
+        return (products + attention) / (self.gpu.tflops * 1e12 * self.tp)
 
     def train_s(self, tokens: float, pairs: float) -> float:
-        """One optimizer step; FSDP moves weights while it computes. Each sum over tp and each
-        exchange over cp or ep moves hidden states of all layers before the ranks compute on."""
-        shape, mesh, tokens = self.shape, self.mesh, tokens * self.train_scale
-        # Recomputation is not part of MFU, so it lengthens the step by a third.
-        flops = shape.forward_flops(tokens, pairs * self.train_scale)
-        flops *= 4 if self.recomputes else 3
-        compute_s = flops / (self.ranks * self.gpu.tflops * 1e12 * TRAIN_MFU)
+        """One step; FSDP moves weights while it computes. Each sum over tp and each exchange over
+        cp or ep moves hidden states of all layers before the ranks compute on."""
+        shape, mesh = self.shape, self.mesh
+        tokens, pairs = tokens * self.train_scale, pairs * self.train_scale
+        compute_s = self._compute_s(tokens, pairs)
         rows = tokens * mesh.tp / self.ranks  # of one rank; those of a tp group are the same
-        passes = max(1.0, rows / self.microbatch_tokens)
-        own, every = (shape.layer_weights(shape.experts / parts) for parts in (mesh.ep, 1))
-        gathered = (shape.num_weights - shape.layers * (every - own)) / mesh.tp
-        moved = 6 * gathered * (1 - 1 / self.ranks) * passes
+        moved_s = max(self.minibatches, rows / self.microbatch_tokens) * self._moved_s
         hidden = 2 * (1 - 1 / mesh.tp) + (1 - 1 / mesh.cp)  # a sum moves everything twice
         hidden += shape.experts_used * (1 - 1 / mesh.ep) / mesh.tp
         # Two in the forward pass, two in the backward pass, and two to recompute.
         hidden *= rows * 2 * shape.hidden * shape.layers * (6 if self.recomputes else 4)
         hidden_s = hidden / self._link(HOST_GPUS)  # these groups are within a host
-        optimizer = 32 * shape.num_weights / self.ranks  # bytes read and written
-        optimizer_s = optimizer / (self.gpu.gb_per_s * 1e9)
-        return STEP_S + max(compute_s, moved / self._link(self.ranks)) + hidden_s + optimizer_s
+        trained = shape.num_weights if self.adapter_weights is None else self.adapter_weights
+        optimizer = 32 * trained * mesh.dp_replicate / self.ranks  # bytes read and written
+        optimizer_s = self.minibatches * optimizer / (self.gpu.gb_per_s * 1e9)
+        return STEP_S + self.epochs * (max(compute_s, moved_s) + hidden_s + optimizer_s)
+
+    def _compute_s(self, tokens: float, pairs: float) -> float:
+        """One pass over a step. Besides the forward pass, products compute gradients of inputs and
+        of trained weights, and recomputation is another forward pass, which is no part of MFU."""
+        products = (3 if self.adapter_weights is None else 2) + self.recomputes
+        mfu = MIXTURE_MFU if self.shape.experts else TRAIN_MFU
+        flops = products * self.shape.product_flops(tokens) / mfu
+        flops += (3 + self.recomputes) * self.shape.attention_flops(pairs) / ATTENTION_MFU
+        return flops / (self.ranks * self.gpu.tflops * 1e12)
+
+    @property
+    def _moved_s(self) -> float:
+        """What FSDP moves in one microbatch: weights in 16 bits for both passes, and gradients in
+        float32, which copies of the model (dp_replicate) sum over their hosts as well."""
+        shape, mesh = self.shape, self.mesh
+        own, every = (shape.layer_weights(shape.experts / parts) for parts in (mesh.ep, 1))
+        gathered = (shape.num_weights - shape.layers * (every - own)) / mesh.tp
+        gradient_bytes = 4 * gathered if self.adapter_weights is None else 0.0  # else they are few
+        shards = self.ranks // (mesh.dp_replicate * mesh.tp)
+        moved_s = (4 * gathered + gradient_bytes) * (1 - 1 / shards) / self._link(shards * mesh.tp)
+        summed = 2 * gradient_bytes / shards * (1 - 1 / mesh.dp_replicate)
+        return moved_s + summed / self._link(self.ranks)
 
     @property
     def publish_s(self) -> float:

@@ -11,11 +11,11 @@ its seed. It runs on an event loop of its own.
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,7 +38,8 @@ _STAMPS = 64  # of a mean completion: each stands for several tokens if it is lo
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Means are over the steps after the first few."""
+    """Rates, busy shares and mean staleness are those of the steps after the first few; what is
+    wasted or lost is that of the whole simulated run."""
 
     samples_per_s: float
     tokens_per_s: float  # sampled, wasted ones included
@@ -53,6 +54,16 @@ class Prediction:
     open_groups: int  # running or waiting at the end
     lost_groups: dict[str, int]  # for good, by reason
     spans: Sequence[Span] = field(repr=False)
+
+
+class _SimulatedStep(NamedTuple):
+    """Totals when a step ended, and the staleness of what it trained."""
+
+    end_s: float = 0.0
+    tokens: float = 0.0  # sampled
+    busy_s: Mapping[str, float] = {}  # by worker
+    mean_staleness: float = 0.0
+    most: int = 0  # staleness
 
 
 class _NumberedTasks(TaskStream):
@@ -77,7 +88,7 @@ class _Simulation:
         self._rng = np.random.default_rng(config.seed)
         self._scorers = asyncio.Semaphore(config.scoring.workers)
         self._version = 0
-        self.steps: list[tuple[float, float, int]] = []  # end, mean staleness, most
+        self.steps: list[_SimulatedStep] = []
         self.dispatcher = build_dispatcher(self._run_parts())
         # Engines that pause are told before they receive a version, others see it afterwards.
         self._announce_s = 0.0 if config.weights.interrupt == "save" else costs.publish_s
@@ -135,7 +146,9 @@ class _Simulation:
             mean = token_versions.total_staleness(self._version) / token_versions.num_tokens
             most = self._version - min(token_versions.counts)
             self._version += 1
-            self.steps.append((loop.time(), mean, most))
+            tokens = sum(engine.sampled for engine in self.engines)
+            busy_s = self.host.busy_until_now()
+            self.steps.append(_SimulatedStep(loop.time(), tokens, busy_s, mean, most))
             self.dispatcher.tracker.trained(group.number for group in groups)
             empty: dict[str, Any] = {"tensors": (), "num_bytes": 0, "checksum": 0, "location": ""}
             update = WeightUpdate(version=self._version, transport="shm", **empty)
@@ -255,22 +268,26 @@ def simulate(
 
 
 def _prediction(run: _Simulation, warm_up: int) -> Prediction:
-    ends_s = [end_s for end_s, _, _ in run.steps]
-    whole_s, counted = ends_s[-1], run.steps[warm_up:]
-    seconds = whole_s - ([0.0, *ends_s][warm_up])
-    tracker, tokens = run.dispatcher.tracker, sum(engine.tokens for engine in run.engines)
+    counted, end = run.steps[warm_up:], run.steps[-1]
+    begin = run.steps[warm_up - 1] if warm_up else _SimulatedStep()
+    seconds, tracker = end.end_s - begin.end_s, run.dispatcher.tracker
+    busy = {
+        worker: (busy_s - begin.busy_s.get(worker, 0.0)) / seconds
+        for worker, busy_s in end.busy_s.items()
+    }
+    wasted = sum(tracker.waste.tokens.values()) * run.unit / end.tokens
     open_numbers: Any = tracker.cursor()["unfinished"]
     samples = run.config.trainer.groups_per_step * run.config.rollout.group_size * len(counted)
     return Prediction(
         samples_per_s=float(samples / seconds),
-        tokens_per_s=float(tokens / whole_s),
+        tokens_per_s=float((end.tokens - begin.tokens) / seconds),
         step_s=float(seconds / len(counted)),
-        staleness_mean=fmean(mean for _, mean, _ in counted),
-        staleness_max=max(most for _, _, most in run.steps),
-        engine_busy=fmean(run.host.busy_s[e.name] / whole_s for e in run.engines),
-        trainer_busy=float(run.host.busy_s["trainer"] / whole_s),
-        tokens_wasted_share=min(1.0, sum(tracker.waste.tokens.values()) * run.unit / tokens),
-        ends_s=ends_s,
+        staleness_mean=fmean(step.mean_staleness for step in counted),
+        staleness_max=max(step.most for step in run.steps),
+        engine_busy=fmean(float(busy[engine.name]) for engine in run.engines),
+        trainer_busy=float(busy["trainer"]),
+        tokens_wasted_share=float(min(1.0, wasted)),
+        ends_s=[step.end_s for step in run.steps],
         issued_groups=tracker.next_number,
         open_groups=len(open_numbers),
         lost_groups=dict(tracker.dropped),

@@ -72,6 +72,14 @@ class SimulatedHost:
                 for event in self.changed:
                     event.set()
 
+    def busy_until_now(self) -> dict[str, float]:
+        """Busy seconds of each worker, with those of its present activity."""
+        now_s = asyncio.get_running_loop().time()
+        return {
+            worker: self.busy_s.get(worker, 0.0) + (now_s - since_s) * busy
+            for worker, (_, busy, since_s) in self._doing.items()
+        }
+
     def close(self) -> None:
         for worker in self._doing:
             self._end(worker, asyncio.get_running_loop().time())
@@ -124,7 +132,7 @@ class SimulatedEngine:
     ) -> None:
         """`unit`: tokens for which finish() returns one version."""
         self.name = name
-        self.tokens = self.steps = 0.0  # sampled; decode steps
+        self.tokens = self.steps = 0.0  # sampled, and decode steps, until the last event
         self._config, self._costs, self._host, self._unit = config, costs, host, unit
         self._queue: deque[SimulatedSequence] = deque()
         self._running: dict[SimulatedSequence, None] = {}  # a set in order
@@ -143,6 +151,13 @@ class SimulatedEngine:
         self._wake = asyncio.Event()
         self._drained: asyncio.Event | None = None  # while it starts no sequence
         self._is_paused = False
+
+    @property
+    def sampled(self) -> float:
+        """Tokens until now."""
+        seconds = (asyncio.get_running_loop().time() - self._since_s) * self._speed
+        steps = max(0.0, seconds - self._debt_s) / self._step_s
+        return self.tokens + steps * len(self._running)
 
     @property
     def load(self) -> int:
@@ -195,8 +210,8 @@ class SimulatedEngine:
             self._drained = None
         self._catch_up()
         self._debt_s += self._costs.swap_s
-        if (recomputes or interrupt == "abort") and self._running:
-            self._debt_s += self._costs.prefill_s(self._context)
+        if (recomputes or interrupt == "abort") and (num := len(self._running)):
+            self._debt_s += num * self._costs.prefill_s(self._context / num)
         self._swaps.append((self.steps, version))
         self._launch_end = self.steps  # the swap ends a launch
         self._wake.set()

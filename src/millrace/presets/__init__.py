@@ -4,6 +4,8 @@ Promise: a preset sets only what belongs to an axis of its design, below a comme
 axis; what a user sets wins, and each axis that is changed this way is reported. Torch-free.
 """
 
+import json
+import math
 import tomllib
 from collections.abc import Callable, Mapping
 from importlib.resources import files
@@ -39,6 +41,23 @@ def preset_text(name: str) -> str:
 
 def preset_title(name: str) -> str:
     return preset_text(name).partition("\n")[0].removeprefix("# ")
+
+
+def presets_json() -> str:
+    """A list of names and settings. JSON has no infinity: it is "inf" there, as in TOML."""
+    found = [
+        {"name": name, "settings": _for_json(tomllib.loads(preset_text(name)))}
+        for name in preset_names()
+    ]
+    return json.dumps(found, indent=2, allow_nan=False)
+
+
+def _for_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        table = cast(dict[str, Any], value)
+        return {key: _for_json(below) for key, below in table.items()}
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return value if is_finite else str(value)
 
 
 def axis_of(key: str) -> str | None:
