@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from millrace.core.errors import ConfigError
 from millrace.inference.embedded.self_test import SINGLE_STEPS
 from millrace.models.attention.packed import PACKED
-from millrace.models.directory import context_limit, context_note, max_positions
+from millrace.models.directory import context_limit, context_notes, max_positions
 from millrace.models.shrinking import chosen_layers, shrunk, thresholds
 from millrace.models.support import PROBE_ATTENTION, check_supported, find_obstacle
 
@@ -136,17 +136,16 @@ def test_the_context_of_longrope_ends_where_its_factors_change():
 def test_a_limit_below_the_stated_context_is_named_unless_a_setting_chose_it(tmp_path):
     TABLE["config_of"]("phi3 (LongRoPE)").save_pretrained(tmp_path)
     path, setting = str(tmp_path), "engine.max_context"
-    note = context_note(path, wanted=None, setting=setting)
-    assert note is not None
+    (note,) = context_notes(path, wanted=None, setting=setting)
     assert note.startswith("Sequences end at 4096 tokens (engine.max_context), not at the 131072 ")
     assert f"that {path!r} states, because LongRoPE computes longer sequences with other" in note
     assert note.endswith("; set engine.max_context to choose a limit up to 4096.")
-    assert context_note(path, wanted=4096, setting=setting) is None
+    assert context_notes(path, wanted=4096, setting=setting) == ()
 
 
 def test_no_limit_is_named_if_the_model_has_all_of_its_stated_context(tmp_path):
     TABLE["config_of"]("qwen3").save_pretrained(tmp_path)
-    assert context_note(str(tmp_path), wanted=None, setting="engine.max_context") is None
+    assert context_notes(str(tmp_path), wanted=None, setting="engine.max_context") == ()
 
 
 @pytest.mark.parametrize("path", PATHS)

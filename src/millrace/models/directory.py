@@ -63,18 +63,18 @@ def context_limit(config: Any, path: str, *, wanted: int | None, setting: str) -
     return length
 
 
-def context_note(
+def context_notes(
     path: str, *, wanted: int | None, setting: str, trust_remote_code: bool = False
-) -> str | None:
+) -> tuple[str, ...]:
     """What the user should see if sequences end before the length that the model at `path` states,
     and `setting` did not choose their limit."""
     config = text_config(path, trust_remote_code=trust_remote_code)
     limit, reason = max_positions(config), _limit_reason(config)
     if wanted is not None or not reason:
-        return None
+        return ()
     return (
         f"Sequences end at {limit} tokens ({setting}), not at the {config.max_position_embeddings}"
-        f" that {path!r} states{reason}; set {setting} to choose a limit up to {limit}."
+        f" that {path!r} states{reason}; set {setting} to choose a limit up to {limit}.",
     )
 
 

@@ -260,8 +260,7 @@ def check_model(config: RunConfig) -> tuple[str, ...]:
     """Check [lora] against the model; returns what the user should see of both."""
     model, wanted, setting = config.model, config.engine.max_context, "engine.max_context"
     trust = {"trust_remote_code": model.trust_remote_code}
-    note = directory.context_note(model.path, wanted=wanted, setting=setting, **trust)
-    notes = () if note is None else (note,)
+    notes = directory.context_notes(model.path, wanted=wanted, setting=setting, **trust)
     if config.lora is None:
         return notes
     from millrace.models.loading import empty_model
@@ -271,7 +270,7 @@ def check_model(config: RunConfig) -> tuple[str, ...]:
     require_peft()
     empty = empty_model(model.path, **trust)
     if config.in_nf4:
-        quantizable_layers(empty)
+        quantizable_layers(empty)  # raises if it has none
     return *notes, describe_layers(adapted_layers(empty, config.lora), rank=config.lora.rank)
 
 

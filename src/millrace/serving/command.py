@@ -185,6 +185,6 @@ def _read_model(config: RunConfig) -> tuple[Any, int]:
     tokenizer = directory.load_tokenizer(model.path, **trust)
     wanted: Any = {"wanted": config.engine.max_context, "setting": "--engine.max_context"}
     context = directory.context_length(model.path, **wanted, **trust)
-    if (note := directory.context_note(model.path, **wanted, **trust)) is not None:
+    for note in directory.context_notes(model.path, **wanted, **trust):
         print(note, file=sys.stderr, flush=True)
     return tokenizer, context
