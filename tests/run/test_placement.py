@@ -252,7 +252,9 @@ def test_dry_run_prints_the_placement_and_starts_nothing(tmp_path, capsys, has_a
     )
     run_dir = tmp_path / "run"
     settings = ["--run_dir", str(run_dir), "--engine.count", "2", "--engine.max_context", "64"]
-    assert main(["train", str(tmp_path / "run.toml"), "--dry-run", *settings]) == 0
+    file = tmp_path / "placement.json"
+    command = ["train", str(tmp_path / "run.toml"), "--dry-run", "--json", str(file), *settings]
+    assert main(command) == 0
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines() if line.startswith("  ")] == [
         "trainer",
@@ -261,6 +263,18 @@ def test_dry_run_prints_the_placement_and_starts_nothing(tmp_path, capsys, has_a
     ]
     assert "Nothing was started." in printed
     assert not run_dir.exists()
+    found = json.loads(file.read_text())
+    assert found["placement"] == {"trainer": "cpu", "engine-0": "cpu", "engine-1": "cpu"}
+    assert [row["name"] for row in found["processes"]] == ["trainer", "engine-0", "engine-1"]
+    total = sum(row["min_bytes"] for row in found["processes"])
+    assert found["memory_bytes_per_device"] == {"cpu": total}
+    assert total > 0
+
+
+def test_a_placement_is_written_as_json_only_by_a_dry_run(tmp_path, capsys):
+    (tmp_path / "run.toml").write_text('model = "model"\n')
+    assert main(["train", str(tmp_path / "run.toml"), "--json", str(tmp_path / "file")]) == 2
+    assert "add --dry-run" in capsys.readouterr().err
 
 
 def test_dry_run_says_what_an_adapter_trains(tmp_path, capsys):

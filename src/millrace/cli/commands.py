@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from millrace.core.errors import Terminated
+from millrace.core.errors import ConfigError, Terminated
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 128 + signal.SIGTERM
 PREEMPTED = os.EX_TEMPFAIL  # 75: schedulers start the command again
@@ -59,6 +59,8 @@ def init(args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace) -> int:
+    if args.json is not None and not args.dry_run:
+        raise ConfigError("--json FILE writes what --dry-run prints; add --dry-run.")
     if (begun := _begin_run(args)) is None:
         return DONE
     config, resume = begun
@@ -77,7 +79,7 @@ def train(args: argparse.Namespace) -> int:
         finally:
             progress.stop()
         if args.dry_run:
-            print(run.describe_placement(config, resume=resume))
+            print(run.describe_placement(config, resume=resume, file=args.json))
             return DONE
         if url is not None:  # which was printed during the import
             print(url.readline().rstrip() or "warning: the dashboard did not start.")

@@ -158,7 +158,7 @@ examples:
 
 
 # Options of train that are no settings.
-PLAIN_OPTIONS = ("resume", "auto-resume", "dry-run", "dashboard", "help")
+PLAIN_OPTIONS = ("resume", "auto-resume", "dry-run", "json", "dashboard", "help")
 
 
 def command() -> None:

@@ -100,7 +100,7 @@ examples:
 """
 
 USAGE = """\
-RUN.toml [--preset NAME] [--resume|--auto-resume] [--dry-run]
+RUN.toml [--preset NAME] [--resume|--auto-resume] [--dry-run [--json FILE]]
          [--dashboard] [--section.key value ...]"""
 
 
@@ -117,6 +117,8 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     text = "print which process would use which device, and start nothing"
     parser.add_argument("--dry-run", action="store_true", help=text)
+    text = "with --dry-run: write the placement and its memory there, too"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=text)
     parser.add_argument("--dashboard", action="store_true", help="show the run in a browser")
 
 

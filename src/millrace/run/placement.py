@@ -13,7 +13,8 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from millrace.cluster.launchers.launcher import HostDevice
 from millrace.cluster.process import available_cores
@@ -300,16 +301,20 @@ def check_memory(processes: Sequence[PlacedProcess], devices: Sequence[HostDevic
     """Raise ConfigError if a device cannot hold the weights of its processes."""
     for device in devices:
         here = [process for process in processes if process.device == device.name]
-        in_step = sum(_first(process.step_bytes, process.min_bytes) for process in here)
-        idle = sum(_first(process.idle_bytes, process.min_bytes) for process in here)
-        needed = max(in_step, idle)
-        if needed > device.total_bytes:
+        if (needed := _needed_bytes(here)) > device.total_bytes:
             raise ConfigError(
                 f"Device {device.name!r} has {device.total_bytes / GIB:.1f} GiB, and its processes"
                 f" ({', '.join(process.name for process in here)}) need {needed / GIB:.1f} GiB for"
                 " weights and optimizer state alone; use more devices or set optimizer.offload ="
                 " true on a GPU, or train a smaller model or a LoRA adapter."
             )
+
+
+def _needed_bytes(processes: Sequence[PlacedProcess]) -> int:
+    """The memory of processes on one device, when they need most."""
+    in_step = sum(_first(process.step_bytes, process.min_bytes) for process in processes)
+    idle = sum(_first(process.idle_bytes, process.min_bytes) for process in processes)
+    return max(in_step, idle)
 
 
 def idle_gpus(
@@ -347,6 +352,18 @@ def cluster_lines(config: RunConfig, processes: Sequence[PlacedProcess]) -> Iter
     yield f"  {'role':<18} number  CPUs  GPUs  memory of each device"
     for (role, cpus, gpus, memory), count in rows.items():
         yield f"  {role:<18} {count:>6} {cpus:>5} {gpus:>5}  {memory}".rstrip()
+
+
+def placement_table(processes: Sequence[PlacedProcess]) -> dict[str, Any]:
+    """What runs where, and what it needs at least, for programs."""
+    by_device: dict[str, list[PlacedProcess]] = {}
+    for process in processes:
+        by_device.setdefault(process.device, []).append(process)
+    return {
+        "placement": {process.name: process.device for process in processes},
+        "memory_bytes_per_device": {name: _needed_bytes(p) for name, p in by_device.items()},
+        "processes": [asdict(process) for process in processes],
+    }
 
 
 def placement_lines(

@@ -5,6 +5,7 @@ runs in the calling thread, unless an event loop runs there, as in a notebook.
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from millrace.controller.preemption import Preemption
 from millrace.core.errors import ConfigError
 from millrace.monitoring.callbacks import Callback, check_callback
 from millrace.run.execution.execute import RunResult, execute
-from millrace.run.placement import cluster_lines, placement_lines
+from millrace.run.placement import cluster_lines, placement_lines, placement_table
 from millrace.run.prepare import prepare
 from millrace.run.scaling import ask
 
@@ -64,9 +65,12 @@ def finish(run: "Run", *, resume: bool) -> RunResult:
     return run.start(resume=resume).result()
 
 
-def describe_placement(config: RunConfig, *, resume: bool = False) -> str:
-    """What a run would start where, and what it needs there; nothing is started."""
+def describe_placement(config: RunConfig, *, resume: bool = False, file: Path | None = None) -> str:
+    """What a run would start where, and what it needs there, also as JSON in a file; nothing is
+    started."""
     prepared = prepare(config, resume=resume)
+    if file is not None:
+        file.write_text(json.dumps(placement_table(prepared.processes), indent=2) + "\n")
     if config.cluster.is_local:
         lines = [*placement_lines(prepared.processes, prepared.devices)]
     else:

@@ -181,7 +181,8 @@ def _read_model(config: RunConfig) -> tuple[Any, int]:
     """Return tokenizer and context length. Runs in a thread while the engines load."""
     from millrace.models import directory  # slow import
 
-    model, trust = config.model, {"trust_remote_code": config.model.trust_remote_code}
+    model = config.model
+    trust: Any = {"trust_remote_code": model.trust_remote_code}
     tokenizer = directory.load_tokenizer(model.path, **trust)
     wanted: Any = {"wanted": config.engine.max_context, "setting": "--engine.max_context"}
     context = directory.context_length(model.path, **wanted, **trust)

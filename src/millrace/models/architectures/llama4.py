@@ -63,7 +63,7 @@ class GroupedLlama4Moe(Llama4TextMoe):
 
 class PositionedLlama4Layer(Llama4TextDecoderLayer):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, hidden_states: Tensor, *, position_ids: Tensor | None = None, **kwargs: Any
+        self, hidden_states: Tensor, *, position_ids: Any = None, **kwargs: Any
     ) -> Any:
         if any(kwargs.get(name) is not None for name in _OF_PASSES):
             assert position_ids is not None

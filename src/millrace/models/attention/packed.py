@@ -128,8 +128,8 @@ def _attend_in_chunks(
     """[T, H, D] of each -> [T, H, D_v]."""
     assert rules.chunk is not None
     rows = layout.chunked(rules.chunk)
-    own = [_Gather.apply(x, rows.order, rows.inverse, None) for x in (q, k, v)]
-    out = _attend_rows(*own, rows.layout, rules._replace(chunk=None))
+    q, k, v = (_Gather.apply(x, rows.order, rows.inverse, None) for x in (q, k, v))
+    out = _attend_rows(q, k, v, rows.layout, rules._replace(chunk=None))
     return _Gather.apply(out, rows.inverse, rows.order, None)
 
 
