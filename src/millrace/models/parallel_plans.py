@@ -30,12 +30,16 @@ from millrace.core.errors import ConfigError
 
 _EXPERTS = "ep_dispatch_experts"  # the style of a module of experts
 _COLUMNS, _ROWS, _SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
+# Every rank computes the compressed keys and values of all heads, as in DeepSeek-V2. Some outputs,
+# the rotary part of keys, go to the heads without another divided layer between, so the style sums
+# their gradients.
+_COMPRESSED = "mla_kv_a_proj"
 # The dimension of a weight that a style divides. The parts of other styles are no slices of their
 # weights, or their gradients are not known.
 _STYLES = {
     **dict.fromkeys((_COLUMNS, "colwise_gather_output", "colwise_rep", "embedding_rowwise"), 0),
     **dict.fromkeys((_ROWS, "rowwise_split_input", "rowwise_rep"), 1),
-    _SUMMED: None,
+    **dict.fromkeys((_SUMMED, _COMPRESSED), None),
 }
 
 
@@ -127,15 +131,20 @@ def _tensor_plan(model: PreTrainedModel) -> dict[str, str]:
     return {name: style for name, style in plan if not f"{name}.".startswith(experts)}
 
 
-def divide_factors(model: PreTrainedModel, linears: Mapping[str, Any], *, adapter: str) -> None:
-    """Divide the factors of PEFT's layers, by name, as the layers beneath them are divided."""
+def divide_factors(
+    model: PreTrainedModel, linears: Mapping[str, Any], mesh: DeviceMesh, *, adapter: str
+) -> None:
+    """Divide the factors of PEFT's layers, by name, as the layers beneath them are divided over
+    the mesh."""
     plan = _tensor_plan(model)
     for name, layer in linears.items():
-        weight = layer.base_layer.weight
-        style = plan.get(replace_layer_number_by_wildcard(name))
-        if style not in (_COLUMNS, _ROWS):
-            continue  # inputs and outputs are whole
-        factor = (layer.lora_B if style == _COLUMNS else layer.lora_A)[adapter]
-        mesh = weight.device_mesh["tp"]
-        ALL_PARALLEL_STYLES[style].shard_param(factor, "weight", mesh)
-        ALL_PARALLEL_STYLES[style].install_forward(factor, mesh)
+        style = plan.get(replace_layer_number_by_wildcard(name), _SUMMED)
+        if style == _COMPRESSED:
+            # The gradients of factors come from the same outputs.
+            del layer.base_layer.forward
+            layer.config = layer.base_layer.config
+            ALL_PARALLEL_STYLES[style].install_forward(layer, mesh)
+        elif style in (_COLUMNS, _ROWS):  # else inputs and outputs are whole
+            factor = (layer.lora_B if style == _COLUMNS else layer.lora_A)[adapter]
+            ALL_PARALLEL_STYLES[style].shard_param(factor, "weight", mesh)
+            ALL_PARALLEL_STYLES[style].install_forward(factor, mesh)

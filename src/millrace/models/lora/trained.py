@@ -52,11 +52,12 @@ class TrainedAdapter:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".lora_" in name)
         train_in_float32(model)
-        sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
-        if any("tp" in (p.device_mesh.mesh_dim_names or ()) for p in sharded):
+        meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+        divided = next((mesh for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())), None)
+        if divided is not None:
             from millrace.models.parallel_plans import divide_factors
 
-            divide_factors(model, self._linears, adapter=_ADAPTER)
+            divide_factors(model, self._linears, divided["tp"], adapter=_ADAPTER)
         model.eval()  # new modules start in train mode
 
     def _inject(self, linears: list[str]) -> None:
