@@ -150,13 +150,6 @@ def test_mesh_that_cannot_share_the_model_is_refused(sizes, model, message):
     assert message in refusal_of(check_model_mesh, sizes, model, path="m")
 
 
-def test_dora_is_refused_with_tensor_parallelism():
-    config = config_of(ranks=2, mesh={"tp": 2}, lora={"dora": True})
-    assert "lora.dora = true is not supported with trainer.mesh.tp = 2" in refusal_of(
-        check_mesh, config
-    )
-
-
 def test_mesh_that_shares_the_model_evenly_is_accepted():
     check_model_mesh(MeshSizes(tp=2, cp=2), DENSE, path="m")
     check_model_mesh(MeshSizes(dp_shard=3, ep=3), MIXTURE, path="m")

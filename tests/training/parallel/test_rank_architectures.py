@@ -46,7 +46,8 @@ def train(ranks, folder, names, num_shares) -> dict[str, bench.Numbers]:
 
 
 def train_adapters(ranks, folder, names, num_shares, lora) -> dict[str, bench.Numbers]:
-    """Gradients with factors that are not 0, as B is at first: then A has a gradient, too."""
+    """Gradients with factors that are not 0, as B is at first: then A has a gradient, too, and DoRA
+    scales."""
     feature = bench.Feature(settings={**SMOOTH, "lora": lora})
     found = {}
     for name in names:
@@ -91,8 +92,9 @@ def test_ranks_compute_what_one_rank_computes_with_other_architectures(tmp_path,
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mesh", ["tp 2", "tp 2 fsdp 2"])
-def test_adapters_of_ranks_that_share_products_have_the_gradients_of_one_rank(tmp_path, mesh):
-    lora = {"rank": 4}
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_adapters_of_ranks_that_share_products_have_the_gradients_of_one_rank(tmp_path, dora, mesh):
+    lora = {"rank": 4, "dora": dora}
     found = differences(tmp_path, mesh, ADAPTED, lora, run=train_adapters)
     print(f"\n{mesh}, {lora}: {max(found.values()):.1e} at most, of {found}")
     assert all(worst < FLOAT32_LIMIT for worst in found.values()), found

@@ -75,7 +75,8 @@ class TrainedAdapter:
                 names = [f"model.{name}" for name in here]
                 settings = replace(self._settings, target_modules=names, target_parameters=None)
                 holder = nn.ModuleDict({"model": model})
-                with _looking_whole([model.get_submodule(name) for name in here]):
+                layers = [model.get_submodule(name) for name in here]
+                with _looking_whole(layers, has_values=self._adapter.is_dora):
                     peft.inject_adapter_in_model(settings, holder, adapter_name=_ADAPTER)
             targets = {key: name for key, name in targets.items() if name not in here}
         self._linears: dict[str, Any] = {name: model.get_submodule(name) for name in linears}
@@ -179,12 +180,16 @@ def train_in_float32(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _looking_whole(layers: list[nn.Module]) -> Iterator[None]:
-    """A context in which weights of tensor parallelism have their whole shape, and no values: PEFT
-    would create factors for a rank's part, and other random numbers than on one rank."""
+def _looking_whole(layers: list[nn.Module], *, has_values: bool) -> Iterator[None]:
+    """A context in which weights of tensor parallelism have their whole shape, and values only if
+    asked for: PEFT would create factors for a rank's part, and other random numbers than on one
+    rank."""
     divided = {m: m.weight for m in layers if isinstance(m.weight, DTensor)}
     for module, weight in divided.items():
-        values = weight.to_local().detach().new_empty(()).expand(weight.shape)
+        if has_values:
+            values = whole(weight.detach())
+        else:
+            values = weight.to_local().detach().new_empty(()).expand(weight.shape)
         module.weight = nn.Parameter(values, requires_grad=False)
     try:
         yield
