@@ -49,6 +49,12 @@ _MAMBA = {
     **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_chunk_size"), 8),
     "mamba_n_groups": 1,
 }
+# Keys and values are compressed, with their rotary part beside it.
+_COMPRESSED = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+}
 _EXPERTS = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 16}
 
 
@@ -175,7 +181,7 @@ def tiny_model(architecture: str, *, seed: int = 0, num_layers: int = 2) -> PreT
         # Experts come in four groups, of which two are chosen before experts are.
         "deepseek_v2": lambda: transformers.DeepseekV2ForCausalLM(
             transformers.DeepseekV2Config(
-                **{**shape, "num_key_value_heads": 4},
+                **{**shape, **_COMPRESSED},
                 n_routed_experts=NUM_EXPERTS,
                 num_experts_per_tok=TOP_K,
                 moe_intermediate_size=16,
@@ -185,12 +191,26 @@ def tiny_model(architecture: str, *, seed: int = 0, num_layers: int = 2) -> PreT
                 n_group=4,
                 topk_group=2,
                 q_lora_rank=None,
-                kv_lora_rank=16,
-                qk_nope_head_dim=8,
-                qk_rope_head_dim=8,
-                v_head_dim=8,
             )
         ),
+        # Queries are compressed, too.
+        "minicpm3": lambda: transformers.MiniCPM3ForCausalLM(
+            transformers.MiniCPM3Config(
+                **{**shape, **_COMPRESSED, "initializer_range": 0.1}, q_lora_rank=16
+            )
+        ),
+        # So they are here, and its first layer is dense.
+        "glm4_moe_lite": lambda: transformers.Glm4MoeLiteForCausalLM(
+            transformers.Glm4MoeLiteConfig(
+                **{**shape, **_COMPRESSED},
+                n_routed_experts=NUM_EXPERTS,
+                num_experts_per_tok=TOP_K,
+                moe_intermediate_size=16,
+                q_lora_rank=16,
+            )
+        ),
+        # One matrix gives queries, keys and values, and one both parts of the MLP.
+        "phi3": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**shape)),
         # Its first layer is dense, and experts come in two groups, of which one is chosen.
         "glm4_moe": lambda: transformers.Glm4MoeForCausalLM(
             transformers.Glm4MoeConfig(

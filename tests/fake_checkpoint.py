@@ -21,6 +21,15 @@ def write_fake_checkpoint(
 def _write(folder: Path, *, num_layers: int) -> None:
     (folder / "merged").mkdir()
     (folder / "merged" / "model.safetensors").write_bytes(b"12345")
-    shape = {"hidden_size": 32, "num_hidden_layers": num_layers, "vocab_size": 2 + len(ALPHABET)}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 2 + len(ALPHABET),
+        "tie_word_embeddings": True,
+    }
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **shape}))
     (folder / "trainer_state.pt").write_text("{}")

@@ -41,6 +41,8 @@ SHARED_EXPERTS = Glm4MoeConfig(
     num_hidden_layers=1, first_k_dense_replace=0, moe_intermediate_size=17
 )
 MLA = Glm4MoeLiteConfig(num_hidden_layers=1)
+UNKNOWN_STYLE = dense()
+UNKNOWN_STYLE.base_model_tp_plan = {"layers.*.mlp.gate_proj": "packed_colwise"}
 WITHOUT_ATTENTION = (MambaConfig(), Mamba2Config(), FalconMambaConfig())
 
 
@@ -139,7 +141,7 @@ def test_devices_are_named_for_the_ranks_of_this_host_only():
             "tp = 2 ranks cannot share evenly; choose a",
         ),
         (MeshSizes(tp=2), SHARED_EXPERTS, "'model.layers.0.mlp.shared_experts.gate_proj' in Glm4"),
-        (MeshSizes(tp=2), MLA, "for Glm4MoeLiteForCausalLM uses 'mla_kv_a_proj', which is not"),
+        (MeshSizes(tp=2), UNKNOWN_STYLE, "for Qwen3ForCausalLM uses 'packed_colwise', which is"),
         (MeshSizes(tp=2), GPT2Config(), "no plan of tensor parallelism for 'gpt2', the"),
         (MeshSizes(tp=2), Llama4TextConfig(), "no plan of expert parallelism for 'llama4_text'"),
     ],
@@ -148,17 +150,11 @@ def test_mesh_that_cannot_share_the_model_is_refused(sizes, model, message):
     assert message in refusal_of(check_model_mesh, sizes, model, path="m")
 
 
-def test_dora_is_refused_with_tensor_parallelism():
-    config = config_of(ranks=2, mesh={"tp": 2}, lora={"dora": True})
-    assert "lora.dora = true is not supported with trainer.mesh.tp = 2" in refusal_of(
-        check_mesh, config
-    )
-
-
 def test_mesh_that_shares_the_model_evenly_is_accepted():
     check_model_mesh(MeshSizes(tp=2, cp=2), DENSE, path="m")
     check_model_mesh(MeshSizes(dp_shard=3, ep=3), MIXTURE, path="m")
     check_model_mesh(MeshSizes(dp_shard=2, tp=4, ep=2), MIXTURE, path="m")
+    check_model_mesh(MeshSizes(tp=2), MLA, path="m")
     for model in WITHOUT_ATTENTION:
         check_model_mesh(MeshSizes(), model, path="m")
         check_model_mesh(MeshSizes(dp_replicate=2, dp_shard=2), model, path="m")

@@ -11,9 +11,11 @@ from full_disk import files_of_at_most
 from old_states import change_state, number_parameters
 from transformers import AutoModelForCausalLM
 
+from millrace.config import ModelConfig
 from millrace.core.errors import CheckpointError, ConfigError
 from millrace.models.attention.packed import PACKED
 from millrace.models.loading import load_model
+from millrace.run.resume import check_same_model
 from millrace.training.checkpoints.directory import (
     CRITIC,
     FoundCheckpoint,
@@ -302,3 +304,36 @@ def test_a_run_resumes_with_a_critic_only_if_it_had_one(tmp_path):
     check_same_critic(tmp_path, has_critic=True)
     with pytest.raises(ConfigError, match=r"was trained with a critic; to resume, add the"):
         check_same_critic(tmp_path, has_critic=False)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "weight", "found", "wanted"),
+    [
+        ("qwen3", {"intermediate_size": 96}, "mlp.gate_proj.weight", [48, 32], [96, 32]),
+        ("qwen3", {"head_dim": 16}, "self_attn.q_proj.weight", [32, 32], [64, 32]),
+        ("qwen3", {"num_key_value_heads": 1}, "self_attn.k_proj.weight", [16, 32], [8, 32]),
+        (MIXTURE, {"num_experts": 4}, "mlp.experts.gate_up_proj", [8, 32, 32], [4, 32, 32]),
+        (MIXTURE, {"mlp_only_layers": [0]}, "mlp.experts.gate_up_proj", [8, 32, 32], None),
+        ("llama", {"attention_bias": True}, "self_attn.q_proj.bias", None, [32]),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_named_by_the_first_difference_of_weights(
+    tmp_path, architecture, changes, weight, found, wanted
+):
+    def check(**changes) -> None:
+        config = tiny_model(architecture).config
+        for name, value in changes.items():
+            setattr(config, name, value)
+        config.save_pretrained(tmp_path / "model")
+        check_same_model(tmp_path / "step_1", ModelConfig(path=str(tmp_path / "model")))
+
+    save(trainer_of(tiny_model(architecture)), tmp_path / "step_1")
+    check(max_position_embeddings=512, pad_token_id=3, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError) as caught:
+        check(**changes)
+    saved, ours = ("absent" if s is None else f"of shape {s}" for s in (found, wanted))
+    assert str(caught.value) == (
+        f"{str(tmp_path / 'step_1')!r} holds a model whose model.layers.0.{weight} is {saved}, and"
+        f" that of model.path = {str(tmp_path / 'model')!r} is {ours}; resume with the model that"
+        " the run began with."
+    )

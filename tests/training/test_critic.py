@@ -15,12 +15,13 @@ from critics import (
     plain_values,
     were_cut,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from millrace.core.errors import CheckpointError
 from millrace.training.checkpoints.directory import CRITIC
-from millrace.training.critic import GaeEstimator
+from millrace.training.critic import Critic, GaeEstimator
 from millrace.training.losses.policy_loss import PolicyLoss
+from millrace.training.optimizer import TrainSettings
 
 DISCOUNT, DECAY = 0.9, 0.8
 NUM = 7
@@ -282,6 +283,26 @@ def test_a_damaged_critic_is_one_sentence(tmp_path):
     file.write_bytes(b"not tensors")
     with pytest.raises(CheckpointError, match="remove that checkpoint"):
         trainer.restore(folder)
+
+
+def test_the_critic_of_another_model_is_named_by_its_first_difference(tmp_path):
+    folder = tmp_path / "step_0"
+    trainer_of(tiny_model("qwen3"), critic=critic_of()).snapshot().write(folder)
+    config = tiny_model("qwen3").config
+    config.intermediate_size = 96
+    critic = Critic(
+        Qwen3ForCausalLM(config),
+        estimator=GaeEstimator(),
+        learning_rate=1e-3,
+        settings=TrainSettings(),
+    )
+    with pytest.raises(CheckpointError) as caught:
+        trainer_of(tiny_model("qwen3"), critic=critic).restore(folder)
+    assert str(caught.value) == (
+        f"{str(folder / CRITIC)!r} was saved from another model, whose"
+        " backbone.layers.0.mlp.gate_proj.weight is of shape [48, 32], and here it is of shape"
+        " [96, 32]; resume with the model.path and critic.path that the run began with."
+    )
 
 
 def test_microbatches_that_do_not_fit_are_split_with_the_same_advantages_and_update():

@@ -67,9 +67,8 @@ class Feature:
         return not (self.is_mixture or self.is_half or self.rounds_updates)
 
     def fits(self, sizes: MeshSizes) -> bool:
-        """Whether a mesh can train it: only mixtures share experts, and DoRA is refused with tp."""
-        is_dora = self.settings.get("lora", {}).get("dora", False)
-        return (self.is_mixture or sizes.ep == 1) and not (is_dora and sizes.tp > 1)
+        """Whether a mesh can train it: only mixtures share experts."""
+        return self.is_mixture or sizes.ep == 1
 
 
 FEATURES = {

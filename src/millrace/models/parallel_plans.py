@@ -6,11 +6,13 @@ the same hidden states, and the same gradients of weights that are not divided o
 - Tensor parallelism divides linear layers, embeddings and head by the plan of the model.
 - Expert parallelism gives each rank of ep whole experts, and tokens travel to them. With tensor
   parallelism alone there is one such rank, and ranks of tp send different tokens to their experts.
-- Factors of an adapter are divided if their side of the layer is.
+- Factors of an adapter are divided if their side of the layer is, and magnitudes of DoRA if the
+  outputs are. The norms of DoRA are those of whole rows.
 
 Imported only for such a model: earlier versions of transformers lack these plans.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
@@ -27,15 +30,20 @@ from transformers.distributed.tensor_parallel import (
 )
 
 from millrace.core.errors import ConfigError
+from millrace.models.sharding import local_part, shard_like
 
 _EXPERTS = "ep_dispatch_experts"  # the style of a module of experts
 _COLUMNS, _ROWS, _SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
+# Every rank computes the compressed keys and values of all heads, as in DeepSeek-V2. Some outputs,
+# the rotary part of keys, go to the heads without another divided layer between, so the style sums
+# their gradients.
+_COMPRESSED = "mla_kv_a_proj"
 # The dimension of a weight that a style divides. The parts of other styles are no slices of their
 # weights, or their gradients are not known.
 _STYLES = {
     **dict.fromkeys((_COLUMNS, "colwise_gather_output", "colwise_rep", "embedding_rowwise"), 0),
     **dict.fromkeys((_ROWS, "rowwise_split_input", "rowwise_rep"), 1),
-    _SUMMED: None,
+    **dict.fromkeys((_SUMMED, _COMPRESSED), None),
 }
 
 
@@ -127,15 +135,55 @@ def _tensor_plan(model: PreTrainedModel) -> dict[str, str]:
     return {name: style for name, style in plan if not f"{name}.".startswith(experts)}
 
 
-def divide_factors(model: PreTrainedModel, linears: Mapping[str, Any], *, adapter: str) -> None:
-    """Divide the factors of PEFT's layers, by name, as the layers beneath them are divided."""
+def divide_factors(
+    model: PreTrainedModel, linears: Mapping[str, Any], mesh: DeviceMesh, *, adapter: str
+) -> None:
+    """Divide the factors of PEFT's layers, by name, as the layers beneath them are divided over
+    the mesh."""
     plan = _tensor_plan(model)
     for name, layer in linears.items():
-        weight = layer.base_layer.weight
-        style = plan.get(replace_layer_number_by_wildcard(name))
-        if style not in (_COLUMNS, _ROWS):
-            continue  # inputs and outputs are whole
-        factor = (layer.lora_B if style == _COLUMNS else layer.lora_A)[adapter]
-        mesh = weight.device_mesh["tp"]
-        ALL_PARALLEL_STYLES[style].shard_param(factor, "weight", mesh)
-        ALL_PARALLEL_STYLES[style].install_forward(factor, mesh)
+        style = plan.get(replace_layer_number_by_wildcard(name), _SUMMED)
+        if style == _COMPRESSED:
+            # The gradients of factors and magnitudes come from the same outputs.
+            del layer.base_layer.forward
+            layer.config = layer.base_layer.config
+            ALL_PARALLEL_STYLES[style].install_forward(layer, mesh)
+        elif style in (_COLUMNS, _ROWS):  # else inputs and outputs are whole
+            factor = (layer.lora_B if style == _COLUMNS else layer.lora_A)[adapter]
+            ALL_PARALLEL_STYLES[style].shard_param(factor, "weight", mesh)
+            ALL_PARALLEL_STYLES[style].install_forward(factor, mesh)
+        if _STYLES[style] is not None and adapter in layer.lora_magnitude_vector:
+            magnitude = layer.lora_magnitude_vector[adapter]
+            if style == _COLUMNS:
+                ALL_PARALLEL_STYLES[style].shard_param(magnitude, "weight", mesh)
+            magnitude.forward = functools.partial(_scaled_update, magnitude, style)
+
+
+def _scaled_update(
+    magnitude: Any,
+    style: str,
+    x: Tensor,
+    *,
+    lora_A: Any,
+    lora_B: Any,
+    scaling: float,
+    base_layer: Any,
+    base_result: Tensor,
+    **_: Any,
+) -> Tensor:
+    """What DoRA adds to the output of its base layer, of which this rank has a part of the weight.
+    PEFT's own function needs the whole weight."""
+    outputs = [Shard(0) if style == _COLUMNS else Replicate()]
+    with torch.no_grad():  # norms are constants in the backward pass
+        weight, update = base_layer.weight, local_part(lora_B.weight) @ local_part(lora_A.weight)
+        if style not in (_COLUMNS, _ROWS):  # the factors are whole
+            update = local_part(shard_like(update, weight))
+        part = local_part(weight)
+        squares = (part + scaling * update.to(part.dtype)).square().sum(1)
+        divided = [Partial() if _STYLES[style] == 1 else Shard(0)]
+        of_rows = DTensor.from_local(squares, weight.device_mesh, divided, run_check=False)
+        norms = of_rows.redistribute(placements=outputs).to_local().sqrt()
+    if base_layer.bias is not None:
+        base_result = base_result - base_layer.bias.redistribute(placements=outputs).to_local()
+    scale = local_part(magnitude.weight) / norms
+    return (scale - 1) * base_result + scale * lora_B(lora_A(x)) * scaling

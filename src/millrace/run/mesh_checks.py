@@ -42,11 +42,6 @@ def check_mesh(config: RunConfig) -> None:
             f"trainer.mesh.ep = {sizes.ep} does not divide dp_shard * cp ="
             f" {sizes.dp_shard * sizes.cp}; choose a divisor."
         )
-    if sizes.tp > 1 and config.lora is not None and config.lora.dora:
-        raise ConfigError(
-            f"lora.dora = true is not supported with trainer.mesh.tp = {sizes.tp}; set lora.dora to"
-            " false, or tp to 1."
-        )
     num_devices = f"{len(devices)} device{'s' * (len(devices) > 1)}"
     num_here, remote = ranks - trainer.remote, trainer.remote
     if len(devices) != num_here and (len(devices) > 1 or any(":" in device for device in devices)):

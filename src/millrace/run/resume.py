@@ -153,16 +153,13 @@ def check_same_model(checkpoint: Path, model: ModelConfig) -> None:
     """Refuse to resume from the weights of another model; an adapter is compared when it loads."""
     if not (checkpoint / "config.json").is_file():
         return
-    ours, saved = (
-        text_config(str(path), trust_remote_code=model.trust_remote_code)
-        for path in (model.path, checkpoint)
-    )
-    for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
-        found, wanted = getattr(saved, name, None), getattr(ours, name, None)
+    saved, ours = (_described(str(path), model) for path in (checkpoint, model.path))
+    for name in {**saved, **ours}:
+        found, wanted = saved.get(name, "absent"), ours.get(name, "absent")
         if found != wanted:
             raise ConfigError(
-                f"{str(checkpoint)!r} holds a model whose {name} is {found!r}, and that of"
-                f" model.path = {model.path!r} is {wanted!r}; resume with the model that the run"
+                f"{str(checkpoint)!r} holds a model whose {name} is {found}, and that of"
+                f" model.path = {model.path!r} is {wanted}; resume with the model that the run"
                 " began with."
             )
 
@@ -175,6 +172,19 @@ def check_same_base(checkpoint: Path, config: RunConfig, *, saved: str | None) -
             f"{str(checkpoint)!r} was trained with lora.quantization = {saved!r}, and it is {own!r}"
             f" now; to resume, {'leave it out' if saved is None else 'set it to that'}."
         )
+
+
+def _described(path: str, model: ModelConfig) -> dict[str, str]:
+    """What weights of the model at `path` fit: its kind and sizes, and the shape of each weight."""
+    from millrace.models.loading import empty_model  # only here: it imports torch
+
+    trust = model.trust_remote_code
+    config = text_config(path, trust_remote_code=trust)
+    names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+    described = {name: repr(getattr(config, name, None)) for name in names}
+    for name, weight in empty_model(path, trust_remote_code=trust).named_parameters():
+        described[name] = f"of shape {list(weight.shape)}"
+    return described
 
 
 def resume_history(folder: Path, checkpoint: Cursor) -> tuple[JournalHistory, list[str]]:

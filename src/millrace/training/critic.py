@@ -184,7 +184,7 @@ class Critic(TrainableModel):
         return {"optimizer": self.optimizer_state()}
 
     def restore(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Load weights and optimizer; raises RuntimeError or ValueError for another model's."""
+        """Load weights and optimizer; raises CheckpointError for another model's weights."""
         ShardReader(folder).read(self.weights())
         self.load_optimizer_state(state["optimizer"], shards=folder / OPTIMIZER)
 

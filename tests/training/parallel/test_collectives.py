@@ -25,6 +25,7 @@ from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.sharding import shard, whole
 from millrace.training.build import seed_everything
 from millrace.training.losses.policy_loss import PolicyLoss
+from millrace.training.losses.recipes import SUPERVISED
 from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.parallel.ranks import Ranks, sum_unsharded
 from millrace.training.policy_model import PolicyModel
@@ -33,6 +34,7 @@ from millrace.weights.gathering import GatheringSender
 from millrace.weights.transport import make_sender
 
 GATHER, SCATTER, SUM = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
+GATHER_ONE = "all_gather_into_tensor"  # of one tensor, by whole()
 EXCHANGES = {"alltoall_base_", "all_to_all_single"}
 TRANSFERS = {"send", "recv_"}  # of a rank to rank 0, which gathers weights to be published
 LEFT_OUT = "a collective that rank 1 leaves out"
@@ -205,16 +207,25 @@ def sequences(ranks, features, folder) -> dict[str, list[list[tuple]]]:
     [
         (
             MeshSizes(dp_shard=2),
-            ("grpo", "critic", "lora", "minibatches", "one group", "baseline", "router loss"),
+            (
+                *("grpo", "critic", "lora", "minibatches", "one group", "baseline", "muon"),
+                *("dora", SUPERVISED, "teacher's top k", "router loss"),
+            ),
         ),
         (MeshSizes(dp_replicate=2, dp_shard=2), ("grpo", "lora")),
         (MeshSizes(cp=2), ("grpo", "critic", "lora")),
         (MeshSizes(dp_shard=2, ep=2), ("lora of experts",)),
         (MeshSizes(cp=2, ep=2), ("lora of experts", "route replay")),
-        pytest.param(MeshSizes(cp=2, tp=2), ("lora", "critic"), marks=pytest.mark.slow),
+        pytest.param(
+            MeshSizes(cp=2, tp=2),
+            ("lora", "dora", "muon", SUPERVISED, "teacher's top k", "critic"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(MeshSizes(dp_shard=2, ep=2), ("route replay",), marks=pytest.mark.slow),
         pytest.param(
-            MeshSizes(dp_shard=2, tp=2), ("critic", "lora", "one group"), marks=pytest.mark.slow
+            MeshSizes(dp_shard=2, tp=2),
+            ("critic", "lora", "muon", "one group", "dora"),  # the last one is saved
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -234,11 +245,15 @@ def test_ranks_make_the_same_collectives(tmp_path, sizes, names):
     assert first_mismatch(saved) is None
     assert saved[0]
     assert (tmp_path / "step_1").is_dir()
+    gathers: dict[str, int] = {}
     for name, of_ranks in found.items():
         assert len(of_ranks) == sizes.num_ranks
+        gathers[name] = [call[0] for call in of_ranks[0]].count(GATHER_ONE)
         kinds = {call[0] for call in of_ranks[0]}
         assert {GATHER, SUM} <= kinds, name
         # FSDP sums the gradients of the weights that it shards; no others are trained here.
-        assert (SCATTER in kinds) == ("lora" not in name), name
+        assert (SCATTER in kinds) == ("lora" not in features[name].settings), name
         assert bool(EXCHANGES & kinds) == (sizes.cp * sizes.ep > 1), name
         assert first_mismatch(of_ranks) is None, name
+    if {"grpo", "muon"} <= gathers.keys():  # whose steps gather each matrix
+        assert gathers["muon"] > gathers["grpo"]

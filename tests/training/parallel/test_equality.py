@@ -32,8 +32,9 @@ def test_ranks_that_share_microbatches_compute_what_one_rank_computes():
 
 
 def test_ranks_that_share_products_and_experts_compute_what_one_rank_computes():
-    assert not too_large(["critic", "lora of experts"], ["tp 2", "ep 2"])
-    assert compare({"dora": FEATURES["dora"]}, {"tp 2": MESHES["tp 2"]}) == {"dora": {}}  # refused
+    # Sums over tp are rounded in another order, which shows in DoRA's magnitudes.
+    assert are_rounding(too_large(["critic", "dora", "lora of experts"], ["tp 2", "ep 2"]))
+    assert compare({"dora": FEATURES["dora"]}, {"ep 2": MESHES["ep 2"]}) == {"dora": {}}  # no fit
 
 
 def test_large_differences_that_float64_cannot_explain_are_not_rounding():

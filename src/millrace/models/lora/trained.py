@@ -52,11 +52,12 @@ class TrainedAdapter:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".lora_" in name)
         train_in_float32(model)
-        sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
-        if any("tp" in (p.device_mesh.mesh_dim_names or ()) for p in sharded):
+        meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+        divided = next((mesh for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())), None)
+        if divided is not None:
             from millrace.models.parallel_plans import divide_factors
 
-            divide_factors(model, self._linears, adapter=_ADAPTER)
+            divide_factors(model, self._linears, divided["tp"], adapter=_ADAPTER)
         model.eval()  # new modules start in train mode
 
     def _inject(self, linears: list[str]) -> None:
@@ -74,7 +75,8 @@ class TrainedAdapter:
                 names = [f"model.{name}" for name in here]
                 settings = replace(self._settings, target_modules=names, target_parameters=None)
                 holder = nn.ModuleDict({"model": model})
-                with _looking_whole([model.get_submodule(name) for name in here]):
+                layers = [model.get_submodule(name) for name in here]
+                with _looking_whole(layers, has_values=self._adapter.is_dora):
                     peft.inject_adapter_in_model(settings, holder, adapter_name=_ADAPTER)
             targets = {key: name for key, name in targets.items() if name not in here}
         self._linears: dict[str, Any] = {name: model.get_submodule(name) for name in linears}
@@ -178,12 +180,16 @@ def train_in_float32(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _looking_whole(layers: list[nn.Module]) -> Iterator[None]:
-    """A context in which weights of tensor parallelism have their whole shape, and no values: PEFT
-    would create factors for a rank's part, and other random numbers than on one rank."""
+def _looking_whole(layers: list[nn.Module], *, has_values: bool) -> Iterator[None]:
+    """A context in which weights of tensor parallelism have their whole shape, and values only if
+    asked for: PEFT would create factors for a rank's part, and other random numbers than on one
+    rank."""
     divided = {m: m.weight for m in layers if isinstance(m.weight, DTensor)}
     for module, weight in divided.items():
-        values = weight.to_local().detach().new_empty(()).expand(weight.shape)
+        if has_values:
+            values = whole(weight.detach())
+        else:
+            values = weight.to_local().detach().new_empty(()).expand(weight.shape)
         module.weight = nn.Parameter(values, requires_grad=False)
     try:
         yield

@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from millrace.config.training import ADAMW_8BIT
+from millrace.core.errors import CheckpointError
 from millrace.models.sharding import empty_like, is_first_owner, local_part, shard_like, with_part
 from millrace.training.offload import OffloadedOptimizer
 
@@ -89,13 +90,22 @@ def _file_numbers(parts: Mapping[str, Tensor]) -> dict[str, int]:
 
 class ShardReader:
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._reader = HuggingFaceStorageReader(str(folder))
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill tensors, of which this rank may have a part, with the values of these names. Raises
-        RuntimeError or ValueError if the files hold another model's."""
+        """Fill tensors, of which this rank may have a part, with the values of these names."""
+        saved: dict[str, Any] = self._metadata.state_dict_metadata
+        for name, tensor in tensors.items():
+            if name not in saved or saved[name].size != tensor.shape:
+                found = f"of shape {list(saved[name].size)}" if name in saved else "absent"
+                raise CheckpointError(
+                    f"{str(self._folder)!r} was saved from another model, whose {name} is {found},"
+                    f" and here it is of shape {list(tensor.shape)}; resume with the model.path and"
+                    " critic.path that the run began with."
+                )
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner(dict(tensors), self._metadata, is_coordinator=True)
         self._reader.read_data(planner.create_local_plan(), planner).wait()
@@ -152,7 +162,7 @@ def load_named_state(
     optimizer: torch.optim.Optimizer, module: nn.Module, state: Mapping[str, Any], *, shards: Path
 ) -> None:
     """Other tensors of `state` are whole; the files with sharded ones are in `shards`. Raises
-    KeyError, RuntimeError or ValueError if the state is another model's."""
+    CheckpointError, KeyError, RuntimeError or ValueError if the state is another model's."""
     names = _names(optimizer, module)
     groups = state["param_groups"]
     if any(isinstance(key, int) for group in groups for key in group["params"]):
