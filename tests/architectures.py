@@ -26,7 +26,7 @@ MIXTURE = "qwen3_moe"
 WIDE_MIXTURE = "qwen3_moe, wide"  # its sizes are those of the kernels of experts
 MIXTURES = (MIXTURE, "qwen2_moe", "mixtral", "gpt_oss", "glm4_moe")
 # Routers of other kinds, and mixtures with recurrent states.
-OTHER_MIXTURES = ("phimoe", "deepseek_v2", "qwen3_next", "granite4")
+OTHER_MIXTURES = ("phimoe", "deepseek_v2", "qwen3_next", "granite4", "llama4")
 NUM_EXPERTS = 8
 TOP_K = 2
 _SHAPE = {
@@ -149,13 +149,14 @@ def tiny_model(architecture: str, *, seed: int = 0, num_layers: int = 2) -> PreT
                 chunk_size=8,
             )
         ),
-        # Layers attend within chunks, a third without rotary embeddings attends to all tokens, and
-        # one expert of each token has a shared one beside it.
+        # Layers attend within chunks, a third without rotary embeddings attends to all tokens with
+        # scaled queries, and one expert of each token has a shared one beside it.
         "llama4": lambda: transformers.Llama4ForCausalLM(
             transformers.Llama4TextConfig(
                 **{**shape, "num_hidden_layers": 3},
                 intermediate_size_mlp=48,
-                attention_chunk_size=64,
+                attention_chunk_size=12,
+                floor_scale=10,
                 no_rope_layers=[1, 1, 0],
                 interleave_moe_layer_step=2,
                 num_local_experts=NUM_EXPERTS,

@@ -30,6 +30,7 @@ from millrace.inference.embedded.parts import EngineSizes
 from millrace.models.devices import use_threads
 from millrace.models.lora.factors import Adapter, adapter_of
 from millrace.models.routing import find_routing
+from millrace.models.support import use_own_classes
 
 # On tensors this small, a second thread only spins. As in a worker, so that the rounding of a test
 # does not depend on which tests ran before it in the same process.
@@ -78,6 +79,7 @@ def make_engine(
     of its layers."""
     model = cast(tiny_model(architecture, seed=seed, num_layers=num_layers).to(device), dtype)
     model.set_attn_implementation(PAGED_ATTENTION)
+    use_own_classes(model)
     merger, adapters = None, {**(residents or {})}
     if lora is not None and lora.apply == "unmerged":
         adapters = {None: adapter_of(model, lora), **adapters}
@@ -202,6 +204,10 @@ def plain_routes(
 @functools.cache
 def _recording_model(architecture: str, seed: int) -> tuple[PreTrainedModel, list[_RecordedChoice]]:
     model = tiny_model(architecture, seed=seed)
+    use_own_classes(model)
+    for module in model.modules():
+        if hasattr(module, "attn_temperature_tuning"):  # in a batch of one, places are positions
+            vars(module)["attn_temperature_tuning"] = True
     routing = find_routing(model)
     assert routing is not None
     rules = [_RecordedChoice() for _ in routing.routers]

@@ -28,7 +28,8 @@ The table holds for the default configuration of each architecture in transforme
 every checkpoint is tested when it is loaded. Models with LongRoPE (Phi-3-mini-128k,
 Phi-3.5-mini, Phi-4-mini) use other rotary factors for all tokens of a sequence once it is longer
 than `original_max_position_embeddings`. Tokens sampled before that point would then have other
-logprobs, so Millrace limits the context of these models to that length.
+logprobs, so Millrace limits the context of these models to that length, and says so at start unless
+`engine.max_context` is set.
 
 ## GPT-OSS
 
@@ -43,6 +44,21 @@ On a GPU an engine decodes models with sinks in single steps by default, with a 
 5,793 with the decode loop (`engine.options.decode_steps = 32`, `compile = false`). The kernels of
 the loop agree with a float64 reference, but the whole loop with sinks was compared with
 transformers in bfloat16 only, where random experts differ by up to 1.3 nats (0.7 in single steps).
+
+## Llama 4
+
+Engines and trainer compute a token by the experts that its router chooses, as in other mixtures;
+transformers multiplies every token by every expert of a layer. Routes are replayed. `[lora]` cannot
+adapt the experts, because PEFT reads their weights, which have the shape [experts, input, output],
+as [experts, output, input]; name other layers in `lora.target_modules`.
+
+Layers with rotary embeddings attend within chunks of 8,192 tokens, and the others scale queries by
+their positions. The trainer packs the parts of a sequence in each chunk as sequences of their own.
+
+None of this has been run on a GPU yet: experts by PyTorch's grouped products (the engine's kernels
+for few rows do not support their layout) and the decode kernel with chunks, which is tested by
+Triton's interpreter. An engine on a GPU does not use the flash kernel for prompts beyond the first
+chunk, with a warning. Exact mode computes the same floats on a CPU, and is refused on a GPU.
 
 ## Layers with a recurrent state
 
@@ -86,12 +102,6 @@ values of DeepSeek-V2 and -V3 expanded, for every head, not in the compressed fo
 - DeepSeek-V3.2, GLM-5 and others with an indexer: which tokens attention sees depends on a top-k
   over all tokens, and engine and trainer may decide near-ties differently. The choice would have to
   be recorded and replayed for every token and layer.
-- Llama 4 beyond its first chunk of 8192 tokens: its layers attend within chunks, and those without
-  rotary embeddings scale queries from there on. Millrace limits the context to the first chunk, in
-  which neither changes anything. Beyond it, each attention kernel would need masks of chunks, and
-  the scale of a query depends on its place in the batch, which in a flat batch of several sequences
-  is not its position. Routes cannot be replayed (`trainer.replay_routes = false`), `[lora]` cannot
-  adapt its experts (name other layers in `lora.target_modules`), and exact mode refuses it.
 
 ## All architectures
 

@@ -114,7 +114,7 @@ def attend(
         cache, places, torch.ones(num_rows).long(), places,
         torch.zeros(num_rows, layer.kv_heads, dtype=torch.int32), block, num_rows,
         layer.dim**-0.5, scores.get("window", 0), scores.get("cap", 0.0), scores.get("sinks"),
-        rotation,
+        scores.get("chunk", 0), rotation,
     )  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def test_attention_of_other_models_compiles(
     compiled = compile_for(capability)
     layer = Layer(8, 2, dim, 512, 512)
     joint = torch.zeros(4, 12 * dim, dtype=torch.float16)
-    rules = {"window": 100, "cap": 30.0, "sinks": torch.zeros(8)}
+    rules = {"window": 100, "cap": 30.0, "sinks": torch.zeros(8), "chunk": 256}
     attend(joint, layer, None, is_fp8=dtype == FP8, **rules)
     assert compiled.shared_bytes <= SHARED_BYTES[capability]
 

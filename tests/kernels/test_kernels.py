@@ -119,30 +119,31 @@ def test_rotary_kernel_matches_plain_function(
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != FP8])
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("splits", "chunk"), [(1, 0), (4, 0), (1, 64), (4, 300)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "has_norm"), ROTATIONS)
 def test_decode_attention_rotates_queries_and_keys(
-    heads: int, kv_heads: int, dim: int, has_norm: bool, splits: int, dtype: torch.dtype
+    heads: int, kv_heads: int, dim: int, has_norm: bool, splits: int, chunk: int, dtype: torch.dtype
 ):
+    """With chunks of the context, and without."""
     lengths = torch.tensor([0, 1, 17, 64, 65, 400, 1000])
     num_rows, block = len(lengths), 16
     tables = torch.randperm(num_rows * 63).view(num_rows, 63).int()
     joint = random(num_rows, (heads + 2 * kv_heads) * dim).to(dtype)
     cache = random(num_rows * 63 * block, kv_heads, 2 * dim, seed=1).to(dtype)
-    rotation, on_device = rotation_of(dim, has_norm=has_norm), cache.to(DEVICE, copy=True)
+    rotation, written = rotation_of(dim, has_norm=has_norm), cache.to(DEVICE, copy=True)
     *work, num_splits = split_work(num_rows, splits)
     sizes = [heads, kv_heads, kv_heads]
-    settings = (block, num_splits, dim**-0.5, 0, 0.0, None)
+    settings = (block, num_splits, dim**-0.5, 0, 0.0, None, chunk)
     parts: Any = joint.to(DEVICE, copy=True).view(num_rows, -1, dim).split(sizes, dim=1)
     places = on_device(tables, lengths, *work)
     decode: Any = attention_kernels.paged_decode
-    output = decode(*parts, on_device, *places, *settings, moved(rotation))
+    output = decode(*parts, written, *places, *settings, rotation=moved(rotation))
     plain_rotate(joint, (lengths - 1).clamp_min(0), rotation, num_heads=(heads, kv_heads))
     parts = joint.view(num_rows, -1, dim).split(sizes, dim=1)
     plain: Any = plain_decode
     expected = plain(*parts, cache, tables, lengths, *work, *settings)
     assert_close((output, None), (expected, None), dtype=dtype)
-    assert_close((on_device, None), (cache, None), dtype=dtype)
+    assert_close((written, None), (cache, None), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -6,7 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.models.attention.layout import Block, PackedLayout, ScoreRules
-from millrace.models.attention.packed import PACKED_ATTENTION, attend, packed_attention
+from millrace.models.attention.packed import (
+    PACKED_ATTENTION,
+    attend,
+    attend_masked,
+    packed_attention,
+)
 from millrace.models.loading import hidden_states
 
 CPU = torch.device("cpu")
@@ -63,6 +68,31 @@ def test_packed_gradients_are_the_sum_of_those_of_separate_sequences(architectur
             continue
         scale = theirs.grad.abs().max().item()
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5 * scale, msg=name)
+
+
+@pytest.mark.parametrize("size", [1, 4, 7, 16, 64])
+def test_rows_attend_within_chunks_of_their_sequence(size):
+    """Parts of several segments lie in one chunk, and parts of one segment in several."""
+    layout = PackedLayout([9, 7, 12, 3, 20, 5], parents=[-1, 0, 1, 1, 0, -1], device=CPU)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(1, h, 56, 8, generator=generator).requires_grad_() for h in (4, 2, 2)]
+    ours, _ = packed_attention(
+        torch.nn.Module(), *inputs, None, layout=layout, scaling=0.3, attention_chunk=size
+    )
+    visible = torch.zeros(56, 56, dtype=torch.bool)
+    for segment, length in enumerate(layout.lengths):
+        rows = layout.path(segment)
+        for place in range(len(rows) - length, len(rows)):
+            visible[rows[place], rows[place // size * size : place + 1]] = True
+    rules = ScoreRules(0.3)
+    expected = attend_masked(*inputs, visible=visible[None, None], rules=rules).transpose(1, 2)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    weights = torch.randn(expected.shape, generator=generator)
+    found = torch.autograd.grad((ours * weights).sum(), inputs)
+    for one, other in zip(
+        found, torch.autograd.grad((expected * weights).sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_token_changes_only_what_follows_it_in_its_own_sequence():

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from millrace.core.errors import ConfigError
 from millrace.inference.embedded.self_test import SINGLE_STEPS
 from millrace.models.attention.packed import PACKED
-from millrace.models.directory import context_limit, max_positions
+from millrace.models.directory import context_limit, context_note, max_positions
 from millrace.models.shrinking import chosen_layers, shrunk, thresholds
 from millrace.models.support import PROBE_ATTENTION, check_supported, find_obstacle
 
@@ -108,6 +108,22 @@ def test_a_window_that_only_the_mask_knows_is_refused_unless_it_spans_the_contex
     assert find_obstacle(spanning, attention=PATHS[path]) is None
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("falcon_h1", "lm_head_multiplier", 0.04),
+        ("hyperclovax", "logits_scaling", 0.125),
+        ("granite", "logits_scaling", 8.0),
+        ("cohere", "logit_scale", 0.25),
+    ],
+)
+def test_logits_are_scaled_as_checkpoints_of_an_architecture_ask(name, setting, value, path):
+    config = TABLE["config_of"](name)
+    setattr(config, setting, value)
+    assert find_obstacle(config, attention=PATHS[path]) is None
+
+
 def test_the_context_of_longrope_ends_where_its_factors_change():
     config = TABLE["config_of"]("phi3 (LongRoPE)")
     assert max_positions(config) == 4096
@@ -117,12 +133,28 @@ def test_the_context_of_longrope_ends_where_its_factors_change():
         context_limit(config, "phi", wanted=4097, setting="engine.max_context")
 
 
-def test_the_context_of_chunked_attention_ends_with_the_first_chunk():
+def test_a_limit_below_the_stated_context_is_named_unless_a_setting_chose_it(tmp_path):
+    TABLE["config_of"]("phi3 (LongRoPE)").save_pretrained(tmp_path)
+    path, setting = str(tmp_path), "engine.max_context"
+    note = context_note(path, wanted=None, setting=setting)
+    assert note is not None
+    assert note.startswith("Sequences end at 4096 tokens (engine.max_context), not at the 131072 ")
+    assert f"that {path!r} states, because LongRoPE computes longer sequences with other" in note
+    assert note.endswith("; set engine.max_context to choose a limit up to 4096.")
+    assert context_note(path, wanted=4096, setting=setting) is None
+
+
+def test_no_limit_is_named_if_the_model_has_all_of_its_stated_context(tmp_path):
+    TABLE["config_of"]("qwen3").save_pretrained(tmp_path)
+    assert context_note(str(tmp_path), wanted=None, setting="engine.max_context") is None
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_sequences_in_several_chunks_are_computed_as_transformers_computes_them(path):
     config = TABLE["config_of"]("llama4_text")
-    assert max_positions(config) == 8191
-    with pytest.raises(ConfigError, match="8191 tokens that 'scout' allows, because its layers"):
-        context_limit(config, "scout", wanted=8192, setting="engine.max_context")
-    assert find_obstacle(config, attention=PACKED) is None
+    assert max_positions(config) == 131072
+    assert thresholds(config) == [8192]
+    assert find_obstacle(config, attention=PATHS[path]) is None
 
 
 class ShiftingConfig(LlamaConfig):

@@ -11,6 +11,7 @@ from architectures import VOCAB
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.records import Episode, Group, Kept, Rollout, Sampling, Task
 from millrace.models.attention.packed import PACKED_ATTENTION
+from millrace.models.support import use_own_classes
 from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.packing.packer import pack
@@ -109,6 +110,7 @@ def batch_of(
 
 def trainer_of(model, *, loss=None, learning_rate: float = 1e-2, **settings) -> Trainer:
     model.set_attn_implementation(PACKED_ATTENTION)
+    use_own_classes(model)
     policy_settings = {
         name: settings.pop(name)
         for name in ("adapter", "replay", "logprob_chunk", "on_forward", "is_prepared")

@@ -20,6 +20,7 @@ from millrace.environments.token_record import TokenRecord, rollout_of
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.routing import RouteReplay, find_routing
+from millrace.models.support import use_own_classes
 from millrace.training.metrics import mixed_context
 from millrace.training.optimizer import TrainSettings
 from millrace.training.packing.packer import pack
@@ -36,6 +37,7 @@ def differing_bits(
         lead_astray(engine, num_experts=NUM_EXPERTS)
     model = tiny_model(architecture)
     model.set_attn_implementation(PACKED_ATTENTION)
+    use_own_classes(model)
     routing = find_routing(model) if replays else None
     replay = None if routing is None else RouteReplay(routing)
     train = TrainSettings(exact=exact)
@@ -58,7 +60,7 @@ def test_engine_and_trainer_compute_the_same_bits(architecture):
     assert differing_bits(architecture, exact=True, **small) == 0
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "glm4_moe", "phimoe"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "glm4_moe", "phimoe", "llama4"])
 @pytest.mark.parametrize("replays", [False, True])
 def test_replayed_routes_give_the_same_bits(architecture: str, replays: bool):
     small = {"num_blocks": 30, "prefill_tokens": 11}

@@ -17,6 +17,7 @@ from millrace.core.records import Completion, Request, Rollout
 from millrace.environments.token_record import rollout_of
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.routing import RouteReplay, find_routing
+from millrace.models.support import use_own_classes
 from millrace.training.layers import checkpoint_layers, compile_layers
 from millrace.training.packing.splitting import halves
 from millrace.training.trainer import Trainer
@@ -30,6 +31,7 @@ def astray_engine(architecture: str = MIXTURE, **settings):
 
 
 def replaying(model, **settings) -> Trainer:
+    use_own_classes(model)
     routing = find_routing(model)
     assert routing is not None
     return trainer_of(model, replay=RouteReplay(routing), **settings)

@@ -54,38 +54,55 @@ def context_limit(config: Any, path: str, *, wanted: int | None, setting: str) -
     """The context_length() of a configuration that was read before."""
     limit = max_positions(config)
     if wanted is not None and limit is not None and wanted > limit:
-        reason = ""
-        if limit < config.max_position_embeddings:
-            reason = ", because LongRoPE computes longer sequences with other factors"
-        if limit == chunk_limit(config):
-            reason = ", because its layers attend within chunks of the context"
         raise ConfigError(
-            f"{setting} = {wanted} exceeds the {limit} tokens that {path!r} allows{reason};"
-            " lower it."
+            f"{setting} = {wanted} exceeds the {limit} tokens that {path!r} allows"
+            f"{_limit_reason(config)}; lower it."
         )
     if (length := wanted or limit) is None:
         raise ConfigError(f"Model {path!r} does not state its context length; set {setting}.")
     return length
 
 
+def context_note(
+    path: str, *, wanted: int | None, setting: str, trust_remote_code: bool = False
+) -> str | None:
+    """What the user should see if sequences end before the length that the model at `path` states,
+    and `setting` did not choose their limit."""
+    config = text_config(path, trust_remote_code=trust_remote_code)
+    limit, reason = max_positions(config), _limit_reason(config)
+    if wanted is not None or not reason:
+        return None
+    return (
+        f"Sequences end at {limit} tokens ({setting}), not at the {config.max_position_embeddings}"
+        f" that {path!r} states{reason}; set {setting} to choose a limit up to {limit}."
+    )
+
+
+def _limit_reason(config: "PreTrainedConfig") -> str:
+    """Why max_positions() is less than the configuration states, as the end of a clause; "" if it
+    is not."""
+    stated, limit = getattr(config, "max_position_embeddings", None), max_positions(config)
+    if stated is None or limit is None or limit >= stated:
+        return ""
+    return ", because LongRoPE computes longer sequences with other factors"
+
+
 def max_positions(config: "PreTrainedConfig") -> int | None:
     """The longest sequence that the model with this text configuration computes; None if it states
     none. LongRoPE changes the factors of all tokens once a sequence is longer than in the model's
     first training: tokens sampled before that, and their KV, belong to other factors than the whole
-    sequence. So sequences end there, and likewise at the end of the first chunk."""
-    limits = [getattr(config, "max_position_embeddings", None), chunk_limit(config)]
+    sequence. So sequences end there."""
+    limits = [getattr(config, "max_position_embeddings", None)]
     for rope in rope_tables(config):
         if rope.get("rope_type") == "longrope":
             limits.append(rope["original_max_position_embeddings"])
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def chunk_limit(config: "PreTrainedConfig") -> int | None:
-    """The length up to which chunked attention (Llama 4) sees all tokens, and up to which layers
-    without rotary embeddings do not scale queries; None if a model has neither."""
-    chunk = getattr(config, "attention_chunk_size", None)
-    tuned = getattr(config, "attn_temperature_tuning", False) and config.floor_scale - 1
-    return min((limit for limit in (chunk, tuned) if limit), default=None)
+def attention_chunk(config: "PreTrainedConfig") -> int | None:
+    """The size of the chunks of the context within which layers attend (Llama 4); None without."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return config.attention_chunk_size if "chunked_attention" in kinds else None
 
 
 def rope_tables(config: "PreTrainedConfig") -> list[dict[str, Any]]:

@@ -101,6 +101,7 @@ def _loading_shards(shard: Callable[[Any], None], device: torch.device) -> Itera
 
     def distribute(cls: type, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
         model.tie_weights()  # before they are sharded: a tied weight is one shard
+        support.use_own_classes(model)
         shard(model)
         return model
 
@@ -129,6 +130,7 @@ def load_pretrained(kind: Any, path: str, *, setting: str, remedy: str, **option
             f"Model {path!r} lacks {len(missing)} of its weights, {missing[0]!r} among them;"
             f" {remedy}."
         )
+    support.use_own_classes(model)
     return model
 
 

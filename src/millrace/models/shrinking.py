@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from millrace.models.directory import chunk_limit, rope_tables
+from millrace.models.directory import rope_tables
 
 VOCAB = 64
 SPECIAL_ID = 1  # of all special tokens
@@ -48,7 +48,10 @@ _STEPS = ("decoder_sparse_step", "moe_layer_interval")
 _LAYER_NUMBERS = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "hybrid_layer_ids")
 _SIZE_ENDINGS = ("_size", "_dim", "_rank", "_width", "_inner", "_channels")
 _IN_ROPE = "original_max_position_embeddings"
-_THRESHOLD_NAMES = ("sliding_window", "window_size", "attention_chunk_size", "index_topk", _IN_ROPE)
+_THRESHOLD_NAMES = (
+    *("sliding_window", "window_size", "attention_chunk_size", "floor_scale"),
+    *("index_topk", _IN_ROPE),
+)
 _KEPT = ("patch_size", "temporal_patch_size", "spatial_merge_size", "image_size")
 
 
@@ -77,8 +80,7 @@ def chosen_layers(config: PreTrainedConfig) -> list[int]:
 def thresholds(config: PreTrainedConfig) -> list[int]:
     """Lengths within the model's limit beyond which it treats sequences differently, ascending."""
     config = config.get_text_config()
-    limits = (getattr(config, "max_position_embeddings", None), chunk_limit(config))
-    limit = min((limit for limit in limits if limit is not None), default=None)
+    limit = getattr(config, "max_position_embeddings", None)
     found = {value for name, value in vars(config).items() if _is_threshold(name, value)}
     found |= {rope[_IN_ROPE] for rope in rope_tables(config) if rope.get(_IN_ROPE)}
     return sorted(value for value in found if limit is None or value < limit)

@@ -182,6 +182,7 @@ def _difference(case: _Case, model: PreTrainedModel) -> float:
     limit = max_positions(model.config.get_text_config())
     reach = max(thresholds(model.config), default=0) + _BEYOND
     model.set_attn_implementation(case.attention.name)
+    use_own_classes(model)
     fix_rotary_factors(model)
     scored = case.attention.score(model, _sequences(min(reach, limit or reach)))
     differences = [np.abs(_plain_logprobs(plain, s) - s.logprobs).max() for s in scored]
@@ -263,6 +264,15 @@ def name_backbone(model: PreTrainedModel) -> None:
         vars(model)["base_model_prefix"] = "model"
 
 
+def use_own_classes(model: PreTrainedModel) -> None:
+    """Replace the classes of modules whose code does not fit flat batches, or computes every expert
+    for every token (Llama 4)."""
+    if model.config.get_text_config().model_type == "llama4_text":
+        from millrace.models.architectures import llama4  # slow import
+
+        llama4.use_own_classes(model)
+
+
 def is_close(ours: Tensor, theirs: Tensor, *, dtype: torch.dtype, min_scale: float = 0.0) -> bool:
     """Whether two results of a model that computes in `dtype` differ by rounding only, relative to
     the largest value, or to min_scale if that is larger."""
@@ -299,9 +309,8 @@ def _attend_to_self(
 
 
 def fix_rotary_factors(model: nn.Module) -> None:
-    """Keep rotary factors that would follow the longest sequence of a pass, and scales that would
-    follow a token's place in it (Llama 4). Within max_positions() they never change, and to look at
-    that sequence means to wait for the device."""
+    """Keep rotary factors that would follow the longest sequence of a pass. Within max_positions()
+    they never change, and to look at that sequence means to wait for the device."""
 
     def fixed(kind: str) -> str:
         return "default" if kind == "longrope" or "dynamic" in kind else kind
@@ -312,8 +321,6 @@ def fix_rotary_factors(model: nn.Module) -> None:
             vars(module)["rope_type"] = fixed(kind)
         elif isinstance(kind, dict):  # by type of layer
             vars(module)["rope_type"] = {layer: fixed(own) for layer, own in kind.items()}
-        if hasattr(module, "attn_temperature_tuning"):
-            vars(module)["attn_temperature_tuning"] = False
 
 
 def register_attention(name: str, function: Callable[..., tuple[Tensor, Any]]) -> None:

@@ -4,6 +4,7 @@ R = rows (slots) of the plan, T = tokens of the pass, D = hidden size.
 The engine's thread calls everything.
 """
 
+import warnings
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +17,7 @@ from millrace.inference.embedded.kv.states import SequenceGroup, groups_of
 from millrace.inference.embedded.parts import EngineParts
 from millrace.inference.embedded.scheduling.batch_slots import within
 from millrace.inference.embedded.scheduling.sequence import BatchPlan
+from millrace.models.directory import attention_chunk
 from millrace.models.exact.attention import KeyTables, Tiles
 from millrace.models.loading import hidden_states
 
@@ -35,6 +37,15 @@ class ModelRunner:
         # PrefillLayer needs layers that know their caches.
         has_loop = parts.sizes.decode_steps > 1 and not self._exact
         self._flashes = has_loop and can_flash(parts.cache, model=parts.model)
+        context = parts.sizes.usable_context
+        self._flash_context = attention_chunk(parts.model.config.get_text_config()) or context
+        if self._flashes and self._flash_context < context:
+            warnings.warn(
+                f"Prompts beyond {self._flash_context} tokens do not use the flash kernel in"
+                " prefill, because the model attends within chunks of the context; they take"
+                " several times as long.",
+                stacklevel=2,
+            )
 
     def forward(self, plan: BatchPlan) -> Tensor:
         """Compute the plan's tokens; returns the hidden state of each row's last token, [R, D], or
@@ -56,7 +67,7 @@ class ModelRunner:
             tables = KeyTables(self._tensor(rows.reshape(-1)), offsets, block)
             tiles = Tiles.of(starts, plan.counts, tables=tables, device=self._device)
             batch = ExactBatch(cache=parts.cache, slot_mapping=slot_mapping, tiles=tiles)
-        elif self._flashes and plan.num_single == 0:
+        elif self._flashes and plan.num_single == 0 and self._is_short(starts + plan.counts):
             batch = self._flash_prefill(plan, starts, slot_mapping=slot_mapping)
         else:
             groups: tuple[SequenceGroup, ...] = ()
@@ -81,6 +92,9 @@ class ModelRunner:
         if plan.num_single == len(plan.slots) or plan.drafts is not None:
             return hidden
         return hidden[self._tensor(np.cumsum(plan.counts) - 1)]
+
+    def _is_short(self, lengths: np.ndarray) -> bool:
+        return int(lengths.max()) <= self._flash_context
 
     def _flash_prefill(
         self, plan: BatchPlan, starts: np.ndarray, *, slot_mapping: Tensor

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.core.microbatch import segment_order
+
 FLASH_CAPABILITY = (8, 0)  # Ampere, the first that PyTorch's flash kernel supports
 _MIN_FILL = 0.75  # of a block: a sequence shorter than this share of the longest starts another
 _TREE_ROWS = 128  # trees of at most this size are computed whole, with a mask
@@ -34,6 +36,7 @@ class ScoreRules(NamedTuple):
     window: int | None = None  # keys that a query attends to, itself included
     softcap: float | None = None
     sinks: Tensor | None = None  # [H]; one more score per head, whose value is 0
+    chunk: int | None = None  # positions of a chunk; a query attends to keys of its own
 
     @property
     def is_plain(self) -> bool:
@@ -74,6 +77,15 @@ class FlatCalls(NamedTuple):
     table: Tensor
 
 
+class ChunkedRows(NamedTuple):
+    """A layout in which rows attend within chunks of the context, with the rows in another order:
+    those of a segment in several chunks belong to several segments."""
+
+    layout: "PackedLayout"
+    order: Tensor  # [T] int64; the row of each row of the layout
+    inverse: Tensor  # [T] int64
+
+
 class PackedLayout:
     """Used by one thread."""
 
@@ -90,6 +102,7 @@ class PackedLayout:
         self.lengths, self.parents = lengths, parents
         self.num_rows = int(lengths.sum())
         self._device = device
+        self._by_chunk: dict[int, ChunkedRows] = {}
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         self._below = _numbers_below(parents)
         self.first_positions = np.zeros(len(lengths), np.int64)  # of each segment
@@ -146,6 +159,34 @@ class PackedLayout:
             is_padding=self._tensor(is_padding),
             row_of_key=None if row_of_key is None else self._tensor(row_of_key),
         )
+
+    def chunked(self, size: int) -> ChunkedRows:
+        """The layout for layers that attend within chunks of `size` positions."""
+        if size not in self._by_chunk:
+            self._by_chunk[size] = self._chunked(size)
+        return self._by_chunk[size]
+
+    def _chunked(self, size: int) -> ChunkedRows:
+        spans: list[np.ndarray] = []  # rows of each part of a segment
+        parents: list[int] = []
+        lasts: list[int] = []  # the last part of each segment
+        for segment, first in enumerate(self.first_positions.tolist()):
+            rows, above = self._rows(segment), int(self.parents[segment])
+            cuts = np.arange((first // size + 1) * size, first + len(rows), size) - first
+            continues = above >= 0 and first % size > 0
+            parents += [lasts[above] if continues else -1, *[-1] * len(cuts)]
+            spans += np.split(rows, cuts)
+            lasts.append(len(spans) - 1)
+        order = _tree_by_tree(np.array(parents))
+        number = np.argsort(order)
+        above = np.array(parents)[order]
+        rows = np.concatenate([spans[n] for n in order])
+        layout = PackedLayout(
+            [len(spans[n]) for n in order],
+            parents=np.where(above >= 0, number[above], -1),
+            device=self._device,
+        )
+        return ChunkedRows(layout, self._tensor(rows), self._tensor(np.argsort(rows)))
 
     @cached_property
     def sequences(self) -> tuple[list[Tensor], Tensor]:
@@ -240,6 +281,16 @@ def _ancestors(parents: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield segments, above
         is_deeper = parents[above] >= 0
         segments, above = segments[is_deeper], parents[above[is_deeper]]
+
+
+def _tree_by_tree(parents: np.ndarray) -> np.ndarray:
+    """The order of a microbatch for segments whose trees may be interleaved."""
+    roots = np.arange(len(parents))
+    for segment in np.flatnonzero(parents >= 0):
+        roots[segment] = roots[parents[segment]]
+    together = np.argsort(roots, kind="stable")
+    above = parents[together]
+    return together[segment_order(np.where(above >= 0, np.argsort(together)[above], -1))]
 
 
 def _numbers_below(parents: np.ndarray) -> np.ndarray:  # [S, 2] int64

@@ -73,13 +73,18 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # [H]; sinks: one more score per head, whose value is 0
+    attention_chunk: int | None = None,
+    query_scales: Tensor | None = None,  # [1, T]
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The signature transformers calls; returns [1, T, H, D_v]. With context parallelism, T are the
     rows of this rank, and the layout is that of all rows."""
+    query = scaled(query, query_scales)
     packed = [x[0].transpose(0, 1) for x in (query, key, value)]  # each [T, H, D]
     if sliding_window is not None and sliding_window >= layout.longest:
         sliding_window = None
+    if attention_chunk is not None and attention_chunk >= layout.longest:
+        attention_chunk = None
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         packed = [x.to(torch.get_autocast_dtype("cuda")) for x in packed]
     if context is not None:
@@ -87,20 +92,45 @@ def packed_attention(
         s_aux = None if s_aux is None else context.own_heads(s_aux)
     q, k, v = packed
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    rules = ScoreRules(scale, sliding_window, softcap, s_aux)
+    rules = ScoreRules(scale, sliding_window, softcap, s_aux, attention_chunk)
     if tiles is not None:
         return attend_packed(q, k, v, tiles, rules, layout=layout)[None], None
-    obstacle = "the tensors are not on a GPU"
-    if query.is_cuda:
-        obstacle = packed_obstacle(q, k, v, layout, rules)
-    if obstacle is None:
-        out, _ = flash_attention(q, k, v, [*layout.calls], sliding_window, scale, s_aux)
-    else:
-        options = (layout, rules, obstacle)
-        out: Any = _attend_in_blocks(q, k, v, *options)  # pyright: ignore[reportCallIssue]
+    attend_rows: Any = _attend_rows if attention_chunk is None else _attend_in_chunks
+    out = attend_rows(q, k, v, layout, rules)
     if context is not None:
         out = context.to_rows(out)
     return out[None], None
+
+
+def scaled(query: Tensor, scales: Tensor | None) -> Tensor:
+    """Queries [1, H, T, D] times `scales` [1, T]."""
+    return query if scales is None else (query * scales[:, None, :, None]).to(query.dtype)
+
+
+def _attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rules: ScoreRules
+) -> Tensor:
+    """[T, H, D] of each -> [T, H, D_v]."""
+    obstacle = "the tensors are not on a GPU"
+    if q.is_cuda:
+        obstacle = packed_obstacle(q, k, v, layout, rules)
+    if obstacle is None:
+        flat = [*layout.calls]
+        return flash_attention(q, k, v, flat, rules.window, rules.scale, rules.sinks)[0]
+    options = (layout, rules, obstacle)
+    return _attend_in_blocks(q, k, v, *options)  # pyright: ignore[reportCallIssue]
+
+
+@torch.compiler.disable  # the first layer makes the layout of the chunks
+def _attend_in_chunks(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rules: ScoreRules
+) -> Tensor:
+    """[T, H, D] of each -> [T, H, D_v]."""
+    assert rules.chunk is not None
+    rows = layout.chunked(rules.chunk)
+    q, k, v = (_Gather.apply(x, rows.order, rows.inverse, None) for x in (q, k, v))
+    out = _attend_rows(q, k, v, rows.layout, rules._replace(chunk=None))
+    return _Gather.apply(out, rows.inverse, rows.order, None)
 
 
 @functools.cache

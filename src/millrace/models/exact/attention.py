@@ -105,8 +105,7 @@ def attend(
     rules: ScoreRules,
 ) -> Tensor:  # [T, H, E]
     """Attention of every row; differentiable on a CPU."""
-    if rules.sinks is not None:
-        refuse("attention sinks")
+    _check_rules(rules, device=query.device)
     with torch._C.DisableTorchFunction():
         if query.is_cuda:
             from millrace.models.exact import exact_kernels
@@ -137,6 +136,8 @@ def _attend_on_cpu(
         slots = tiles.tables.slots(sequences[:num], torch.minimum(at, last[:num, None]))
         behind = places[:num, :, None] - at  # [n, Q, B]
         seen = behind >= 0 if rules.window is None else (behind >= 0) & (behind < rules.window)
+        if rules.chunk is not None:
+            seen &= at >= (places[:num] // rules.chunk * rules.chunk)[:, :, None]
         keys = key[slots].float().permute(0, 2, 3, 1)  # [n, K, D, B]
         products = _batched(grouped[:num], keys) * rules.scale
         if rules.softcap is not None:
@@ -164,12 +165,18 @@ def _batched(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
 
 
+def _check_rules(rules: ScoreRules, *, device: torch.device) -> None:
+    if rules.sinks is not None:
+        refuse("attention sinks")
+    if rules.chunk is not None and device.type == "cuda":
+        refuse("attention within chunks of the context")
+
+
 def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, rules: ScoreRules, *, layout: PackedLayout
 ) -> Tensor:
     """Attention of a microbatch: T rows of q, k and v each. It is differentiable."""
-    if rules.sinks is not None:
-        refuse("attention sinks")
+    _check_rules(rules, device=q.device)
     q, k = q.to(v.dtype), k.to(v.dtype)
     with torch._C.DisableTorchFunction():
         if q.is_cuda:

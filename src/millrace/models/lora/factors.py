@@ -91,6 +91,7 @@ def set_forward(module: nn.Module, function: Any) -> None:
 def forward_with_lora(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
     """The output [T, O] of experts for hidden states [T, I], with indices and weights [T, K]."""
     num_tokens, top_k = indices.shape
+    updates = getattr(module, "expert_updates", {})
     # The rows of an expert stay in the order of their tokens: adapters may have contiguous tokens.
     experts, order = indices.reshape(-1).sort(stable=True)
     tokens = order // top_k
@@ -113,12 +114,19 @@ def forward_with_lora(module: Any, hidden: Tensor, indices: Tensor, weights: Ten
         output = grouped(x, weight, offsets)
         if (bias := getattr(module, f"{name}_bias", None)) is not None:
             output = output + bias[experts.clamp(max=module.num_experts - 1)]
-        if name in module.expert_updates:
-            output = module.expert_updates[name].add(output, x, offsets=offsets, tokens=tokens)
+        if name in updates:
+            output = updates[name].add(output, x, offsets=offsets, tokens=tokens)
         return own(output)
 
-    gated = module._apply_gate(product("gate_up_proj", own(hidden[tokens])))
-    weighted = product("down_proj", gated) * weights.reshape(-1)[order, None]
+    of_rows, on_inputs = weights.reshape(-1)[order, None], scales_inputs(module)
+
+    def inputs() -> Tensor:
+        rows = own(hidden[tokens])
+        # Rounded first: engines get them in the dtype of the experts.
+        return rows.to(module.gate_up_proj.dtype) * of_rows if on_inputs else rows
+
+    output = product("down_proj", module._apply_gate(product("gate_up_proj", inputs())))
+    weighted = output if on_inputs else output * of_rows
     positions = torch.empty_like(order)
     positions[order] = torch.arange(len(order), device=order.device)
     return weighted[positions].view(num_tokens, top_k, -1).sum(1).to(hidden.dtype)
@@ -134,6 +142,11 @@ def is_transposed(module: nn.Module) -> bool:
     return getattr(module, "is_transposed", False)
 
 
+def scales_inputs(module: nn.Module) -> bool:
+    """Whether weights multiply the inputs of experts (Llama 4), not their outputs."""
+    return getattr(module, "scales_inputs", False)
+
+
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of experts, by name, whose weights are 3-D parameters."""
     return {
@@ -145,13 +158,14 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_adaptable(modules: Iterable[nn.Module]) -> None:
-    """Raise ConfigError unless forward_with_lora computes what these experts compute."""
+    """Raise ConfigError unless adapters of these experts compute here what they do in PEFT."""
     for module in modules:
         own = {name: p.ndim for name, p in module.named_parameters(recurse=False)}
         biases = {f"{name}_bias": 2 for name in EXPERT_WEIGHTS} if len(own) > 2 else {}
         is_plain = own == {**dict.fromkeys(EXPERT_WEIGHTS, 3), **biases}
-        is_gated = hasattr(module, "_apply_gate")
-        if not is_plain or not is_gated or getattr(module, "has_post_expert_norm", False):
+        is_plain = is_plain and not getattr(module, "has_post_expert_norm", False)
+        # PEFT takes the weights of Llama 4's experts, whose inputs are scaled, for [E, O, I].
+        if not is_plain or not hasattr(module, "_apply_gate") or scales_inputs(module):
             raise ConfigError(
                 f"[lora] cannot adapt {type(module).__name__}, whose weights have another layout;"
                 " list the linear layers to adapt in lora.target_modules."

@@ -71,6 +71,7 @@ class DecodeLayer(NamedTuple):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rules: ScoreRules) -> Tensor:
         """[B, H, E], of query [B, H, D], key [B, K, D] and value [B, K, E]."""
         scores = (rules.scale, rules.window or 0, rules.softcap or 0.0, rules.sinks)
+        scores = (*scores, rules.chunk or 0)
         return torch.ops.millrace.paged_decode(query, key, value, *self, *scores)
 
     def attend_rotated(
@@ -80,7 +81,8 @@ class DecodeLayer(NamedTuple):
         from millrace.inference.embedded.decode.kernels import attention_kernels
 
         scores = (rules.scale, rules.window or 0, rules.softcap or 0.0, rules.sinks)
-        return attention_kernels.paged_decode(query, key, value, *self, *scores, rotation)
+        scores = (*scores, rules.chunk or 0)
+        return attention_kernels.paged_decode(query, key, value, *self, *scores, rotation=rotation)
 
 
 class PrefillLayer(NamedTuple):
@@ -96,7 +98,7 @@ class PrefillLayer(NamedTuple):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rules: ScoreRules) -> Tensor:
         """[T, H, D], of query [T, H, D], key [T, K, D] and value [T, K, D]."""
-        assert rules.softcap is None, "see can_flash"
+        assert rules.softcap is None, "see can_flash"  # nor does a chunk end within the context
         scores = (rules.scale, rules.window or 0, rules.sinks)
         return torch.ops.millrace.flash_prefill(query, key, value, *self, *scores)
 
@@ -146,6 +148,7 @@ def plain_decode(
     window: int,  # 0 = none
     cap: float,  # 0 = none
     sinks: Tensor | None,  # [H]
+    chunk: int = 0,  # 0 = none
 ) -> Tensor:  # [B, H, E]
     """Decode attention in plain PyTorch, on any device, without splits."""
     tables, lengths = tables[: len(query)], lengths[: len(query)]
@@ -160,6 +163,8 @@ def plain_decode(
     entries = cache[slots].transpose(1, 2)  # [B, K, L, D + E], or in FP8
     ends = lengths[:, None].long()
     seen = (at < ends) & (at >= ends - window) if window else at < ends
+    if chunk:
+        seen &= at >= (ends - 1) // chunk * chunk
     dims = {"key_dim": key.shape[2], "value_dim": value.shape[2]}
     keys, values = from_entries(entries, **dims, dtype=value.dtype)
     rules, visible = ScoreRules(scale, softcap=cap or None, sinks=sinks), seen[:, None, None]
@@ -210,7 +215,7 @@ def _flash_prefill(
 define_operator(
     "paged_decode(Tensor query, Tensor key, Tensor value, Tensor cache, Tensor tables,"
     " Tensor lengths, Tensor splits, Tensor arrivals, SymInt block_tokens, SymInt num_splits,"
-    " float scale, SymInt window, float cap, Tensor? sinks) -> Tensor",
+    " float scale, SymInt window, float cap, Tensor? sinks, SymInt chunk=0) -> Tensor",
     cpu=plain_decode,
     cuda=_decode_on_cuda,
     shape=lambda query, key, value, *_: query.new_empty(*query.shape[:2], value.shape[2]),

@@ -23,7 +23,7 @@ from millrace.inference.embedded.decode.attention import DecodeLayer, PrefillLay
 from millrace.inference.embedded.kv.cache import KVCache, from_entries, to_entries
 from millrace.inference.embedded.kv.states import CacheProbe, SequenceGroup, StatePool
 from millrace.models.attention.layout import PackedLayout, ScoreRules
-from millrace.models.attention.packed import attend_masked, packed_attention
+from millrace.models.attention.packed import attend_masked, packed_attention, scaled
 from millrace.models.exact.attention import Tiles, attend, store
 from millrace.models.loading import hidden_states
 
@@ -40,20 +40,25 @@ class Bucket:
     padded: Tensor | None = None  # [S, Q] int64; tokens of the bucket; None = all have Q queries
     unpadded: Tensor | None = None  # [num_tokens] int64; places of those tokens in [S * Q]
     fresh: bool = False  # one sequence from its first token on: no KV has to be gathered
-    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)  # by (window, L)
+    # By window, chunk and L.
+    masks: dict[tuple[int | None, int | None, int], Tensor] = field(default_factory=dict)
 
-    def mask(self, *, window: int | None, context: int, dtype: torch.dtype) -> Tensor:
+    def mask(
+        self, *, window: int | None, chunk: int | None, context: int, dtype: torch.dtype
+    ) -> Tensor:
         """[S, 1, Q, L] additive; built once per pass and kind of layer."""
-        mask = self.masks.get((window, context))
+        mask = self.masks.get((window, chunk, context))
         if mask is None:
             at = torch.arange(context, device=self.positions.device)
             query_at = self.positions[:, None, :, None]
             hidden = at > query_at
             if window is not None:
                 hidden |= at <= query_at - window
+            if chunk is not None:
+                hidden |= at < query_at // chunk * chunk
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             mask.masked_fill_(hidden, -torch.inf)
-            self.masks[window, context] = mask
+            self.masks[window, chunk, context] = mask
         return mask
 
 
@@ -137,9 +142,11 @@ def _attend_bucket(
     if bucket.padded is not None:
         query = query[bucket.padded]
     window, scale, mask = rules.window, rules.scale, None
-    causal = bucket.fresh and rules.is_plain and (window is None or window >= context)
+    chunk = None if rules.chunk is None or rules.chunk >= context else rules.chunk
+    causal = bucket.fresh and rules.is_plain and chunk is None
+    causal = causal and (window is None or window >= context)
     if not causal:
-        mask = bucket.mask(window=window, context=context, dtype=query.dtype)
+        mask = bucket.mask(window=window, chunk=chunk, context=context, dtype=query.dtype)
     if num_queries == 1 and rules.is_plain:
         # Heads that share a KV head become its queries: one kernel, and no KV is repeated.
         query = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -178,18 +185,21 @@ def _paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    attention_chunk: int | None = None,
+    query_scales: Tensor | None = None,  # [1, T]
     **_: Any,  # load_model refuses models that pass anything else of consequence
 ) -> tuple[Tensor, None]:
     # Rotary embedding runs in the dtype of the residual stream; the cache has the projections'.
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    query, key = scaled(query, query_scales).to(value.dtype), key.to(value.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layout is not None:  # a scoring pass, which caches nothing: see scoring.py
         scoring = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        scoring["attention_chunk"] = attention_chunk
         tensors = (query, key, value, None)
         return packed_attention(module, *tensors, layout=layout, scaling=scale, **scoring)
     assert millrace_paged is not None
     query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    rules = ScoreRules(scale, sliding_window, softcap, s_aux)
+    rules = ScoreRules(scale, sliding_window, softcap, s_aux, attention_chunk)
     if isinstance(millrace_paged, DecodeLayer | PrefillLayer):
         # Reading the layer's number here would make torch.compile build a program for each layer.
         return millrace_paged.attend(query, key, value, rules)[None], None

@@ -101,6 +101,7 @@ def _attend_kernel(
     normalizers,  # float32 [S, H]; of these, log2 of the sum of exp2(scores)
     scale,  # of the scores, times log2(e) unless capped
     window,
+    chunk,  # positions of a chunk of the context
     cap,
     sinks,  # [H]; unused without HAS_SINKS
     angles,  # [positions, 2, D / 2] float32; these four with ROTATES
@@ -125,6 +126,7 @@ def _attend_kernel(
     TILE: tl.constexpr,
     JOINED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     ROTATES: tl.constexpr,
@@ -149,6 +151,8 @@ def _attend_kernel(
     first_token = 0
     if HAS_WINDOW:
         first_token = tl.maximum(length - window, 0)
+    if HAS_CHUNK:
+        first_token = tl.maximum((length - 1) // chunk * chunk, first_token)
     tiles = tl.cdiv(tl.cdiv(length - first_token, TILE), num_splits)
     start = first_token + split * tiles * TILE
     stop = tl.minimum(start + tiles * TILE, length)
@@ -327,6 +331,7 @@ def paged_decode(
     window: int,  # 0 = none
     cap: float,  # 0 = none
     sinks: Tensor | None,  # [H]
+    chunk: int = 0,  # 0 = none
     rotation: Rotation | None = None,  # of queries and keys as projected
 ) -> Tensor:  # [B, H, E]
     (num_rows, num_heads, key_dim), is_fp8 = query.shape, cache.dtype == torch.uint8
@@ -337,16 +342,11 @@ def paged_decode(
     parts = out.new_empty(num_splits, num_heads, value_dim, dtype=torch.float32)
     normalizers = parts.new_empty(num_splits, num_heads)
     _attend_kernel[(num_kv_heads, num_splits)](
-        query,
-        key,
-        value,
-        cache.view(FP8) if is_fp8 else cache,
+        *(query, key, value, cache.view(FP8) if is_fp8 else cache),
         cache.view(torch.float32) if is_fp8 else lengths,
         *(tables, lengths, splits, arrivals, out, parts, normalizers),
         scale if cap else scale * _LOG2_E.value,
-        window,
-        cap,
-        lengths if sinks is None else sinks,
+        *(window, chunk, cap, lengths if sinks is None else sinks),
         *_rotation_arguments(rotation, unused=lengths),
         *(x.stride(0) for x in (tables, query, key, value)),
         **_sizes(num_heads // num_kv_heads, key_dim, value_dim, cache),
@@ -354,6 +354,7 @@ def paged_decode(
         IS_FP8=is_fp8,
         BLOCK_TOKENS=block_tokens,
         HAS_WINDOW=window > 0,
+        HAS_CHUNK=chunk > 0,
         HAS_CAP=cap > 0,
         HAS_SINKS=sinks is not None,
         ROTATES=rotation is not None,
