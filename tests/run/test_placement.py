@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 
@@ -273,6 +274,24 @@ def test_dry_run_says_what_an_adapter_trains(tmp_path, capsys):
     assert main(["train", str(tmp_path / "run.toml"), "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "LoRA of rank 2 adapts 14 linear layers; it has 2,048 weights." in lines
+
+
+def test_dry_run_names_a_context_that_ends_before_the_stated_one(tmp_path, capsys):
+    make_tiny_model(tmp_path / "model")
+    saved = tmp_path / "model" / "config.json"
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    scaling = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    scaling["original_max_position_embeddings"] = 64
+    config = {**json.loads(saved.read_text()), "rope_parameters": scaling}
+    saved.write_text(json.dumps(config))
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1 2", "answer": "2"}\n')
+    (tmp_path / "run.toml").write_text(
+        'model = "model"\nrun_dir = "run"\nscorers = ["exact"]\n[tasks]\npath = "tasks.jsonl"\n'
+        '[placement]\ntrainer = "cpu"\nengines = "cpu"\n'
+    )
+    assert main(["train", str(tmp_path / "run.toml"), "--dry-run"]) == 0
+    begin = "Sequences end at 64 tokens (engine.max_context), not at the 128 that"
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(begin)]
 
 
 class Elsewhere(HostLauncher):

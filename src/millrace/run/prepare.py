@@ -196,7 +196,7 @@ def prepare(
         models=load_models(config, has_roles=function is not None),
         policies=further_policies(config, checkpoint=point.checkpoint),
         max_context=max_context,
-        notes=check_lora(config) + idle,
+        notes=check_model(config) + idle,
         **point._replace(warnings=(*point.warnings, *check_files(config)))._asdict(),
     )
     _check_teachers(prepared)
@@ -256,16 +256,20 @@ def place(
     return config, processes, devices
 
 
-def check_lora(config: RunConfig) -> tuple[str, ...]:
-    """Check [lora] against the model; returns what the user should see."""
+def check_model(config: RunConfig) -> tuple[str, ...]:
+    """Check [lora] against the model; returns what the user should see of both."""
+    model, wanted, setting = config.model, config.engine.max_context, "engine.max_context"
+    trust = {"trust_remote_code": model.trust_remote_code}
+    note = directory.context_note(model.path, wanted=wanted, setting=setting, **trust)
+    notes = () if note is None else (note,)
     if config.lora is None:
-        return ()
+        return notes
     from millrace.models.loading import empty_model
     from millrace.models.lora.factors import adapted_layers, describe_layers, require_peft
 
     require_peft()
-    empty = empty_model(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    return (describe_layers(adapted_layers(empty, config.lora), rank=config.lora.rank),)
+    layers = adapted_layers(empty_model(model.path, **trust), config.lora)
+    return *notes, describe_layers(layers, rank=config.lora.rank)
 
 
 def check_files(config: RunConfig) -> tuple[str, ...]:

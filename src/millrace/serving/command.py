@@ -179,14 +179,13 @@ async def _score_pool(
 
 def _read_model(config: RunConfig) -> tuple[Any, int]:
     """Return tokenizer and context length. Runs in a thread while the engines load."""
-    from millrace.models.directory import context_length, load_tokenizer  # slow import
+    from millrace.models import directory  # slow import
 
     model = config.model
-    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    context = context_length(
-        model.path,
-        wanted=config.engine.max_context,
-        setting="--engine.max_context",
-        trust_remote_code=model.trust_remote_code,
-    )
+    trust: Any = {"trust_remote_code": model.trust_remote_code}
+    tokenizer = directory.load_tokenizer(model.path, **trust)
+    limit: Any = {"wanted": config.engine.max_context, "setting": "--engine.max_context", **trust}
+    context = directory.context_length(model.path, **limit)
+    if (note := directory.context_note(model.path, **limit)) is not None:
+        print(note, file=sys.stderr, flush=True)
     return tokenizer, context

@@ -87,7 +87,7 @@ def prepare_sft(
     # Files of the model are read from here on, which imports torch.
     tokenizer, max_tokens = prepare.read_model(config.model, wanted=config.engine.max_context)
     config, processes, devices = prepare.place(config, ())
-    notes, warnings = prepare.check_lora(config), prepare.check_files(config)
+    notes, warnings = prepare.check_model(config), prepare.check_files(config)
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
     renderer.check([*train_tasks, *held_out])
     stream = make_stream(sources, config.tasks, seed=config.seed)
