@@ -6,7 +6,7 @@ from tiny_model import make_tiny_model
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.run.checks import check_settings
-from millrace.run.prepare import check_lora
+from millrace.run.prepare import check_model
 
 NF4 = {"lora": {"quantization": "nf4"}}
 
@@ -53,7 +53,7 @@ def test_experts_are_refused_before_the_start(tmp_path):
     dense, mixture = tmp_path / "dense", tmp_path / "mixture"
     make_tiny_model(dense)
     make_tiny_model(mixture, num_experts=4)
-    (note,) = check_lora(load_config({"model": str(dense), **NF4}))
+    (note,) = check_model(load_config({"model": str(dense), **NF4}))
     assert note.startswith("LoRA of rank 16 adapts 14 linear layers")
     with pytest.raises(ConfigError, match=r"'nf4' does not support experts such as 'model\.layers"):
-        check_lora(load_config({"model": str(mixture), **NF4}))
+        check_model(load_config({"model": str(mixture), **NF4}))
