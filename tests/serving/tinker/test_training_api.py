@@ -212,6 +212,15 @@ def test_a_damaged_request_is_refused(cut: int):
         wire.read_pass(RECORDED[:-cut])
 
 
+@pytest.mark.parametrize("shape", [[1] * 100, [0, 2**63], [2**62, 4, 0], [3]])
+def test_a_tensor_of_an_impossible_shape_is_refused(shape: list[int]):
+    sizes = b"".join(map(protobuf.write_varint, shape))
+    tensor = protobuf.write([(1, b"" if 0 in shape else b"\0\0\0\0"), (3, 1), (4, sizes)])
+    inputs = (2, protobuf.write([(1, "weights"), (2, tensor)]))
+    with pytest.raises(ApiError, match=r"'weights' has \d values, but the shape"):
+        wire.read_pass(protobuf.write([(1, "m"), (2, 1), (3, protobuf.write([inputs]))]))
+
+
 @pytest.mark.parametrize("count", [FEW, MANY])
 def test_damaged_passes_are_read_or_refused(count: int):
     def read() -> None:
@@ -360,6 +369,17 @@ async def test_requests_of_a_model_run_in_the_order_of_their_numbers(
         assert (await one.post("retrieve_future", {"request_id": first["request_id"]}))[0] == 200
         assert "no gradient" in (await one.step(model, 3))["error"]
         assert "unknown" in (await one.train(model, 4, loss="dro"))["error"]
+
+
+async def test_metadata_of_any_depth_is_accepted(model_path: Path, tmp_path: Path):
+    metadata: dict[str, Any] = {}
+    for _ in range(400):
+        metadata = {"": metadata}
+    async with callers(model_path, tmp_path) as (one, _):
+        model = await one.new_model()
+        await one.train(model, 1)
+        adam = {"model_id": model, "seq_id": 2, "adam_params": {}, "user_metadata": metadata}
+        assert "metrics" in await one.future("optim_step", adam)
 
 
 async def test_a_name_is_not_replaced_unless_the_client_wants_it(model_path: Path, tmp_path: Path):
