@@ -94,8 +94,8 @@ CLIENTS := $(VENV)-clients
 test-clients: $(VENV)/.installed-dev
 	$(call venv_over_main,$(CLIENTS))
 	$(CLIENTS)/bin/pip --disable-pip-version-check --quiet install --no-compile \
-		"openai-agents>=0.24" "pydantic-ai-slim[openai]>=2.66" "langchain-openai>=1.7" \
-		"smolagents[openai]>=1.26" "inspect-ai>=0.3.285" "lm_eval[api]>=0.4.13"
+		"openai-agents>=0.24" "pydantic-ai-slim[openai]>=2.66" "langchain>=1.2" \
+		"langchain-openai>=1.7" "smolagents[openai]>=1.26" "inspect-ai>=0.3.285" "lm_eval[api]>=0.4.13"
 	$(CLIENTS)/bin/pip --disable-pip-version-check --quiet install --no-compile --no-deps \
 		"litellm==1.108.4" fastuuid pydantic-settings python-dotenv "importlib-metadata<9"
 	@# litellm would download a table of prices.

@@ -142,7 +142,9 @@ async def stalls(server: Server, args: argparse.Namespace) -> dict[str, Any]:
     """Latencies of /health in ms, by kind of request that one client repeats meanwhile."""
     result: dict[str, Any] = {}
     async with aiohttp.ClientSession() as client:
-        for name, (path, data, headers) in {"nothing": ("", b"", {}), **hostile_requests()}.items():
+        rest = ("", b"", {})
+        kinds = {"nothing": rest, **hostile_requests(), "nothing, at the end": rest}
+        for name, (path, data, headers) in kinds.items():
             statuses: list[int] = []
 
             async def attack(path=path, data=data, headers=headers, statuses=statuses) -> None:
@@ -169,7 +171,8 @@ async def stalls(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def fairness(server: Server, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of small requests alone and beside large ones, medians, and their ratios."""
+    """Seconds of small requests alone and beside large ones, medians, and their ratios; and the
+    ratio of the slowest request of several tokens, which may have waited for a whole large one."""
     long = {"prompt": [[2, 3 + i % 50] * 240 for i in range(256)]}
     large = {
         "256 prompts": {"prompt": ["12"] * 256, "max_tokens": 500},
@@ -187,20 +190,20 @@ async def fairness(server: Server, args: argparse.Namespace) -> dict[str, Any]:
                 assert response.status == 200, await response.text()
                 await response.read()
 
-        async def small_s() -> dict[int, float]:
+        async def small_s() -> dict[int, list[float]]:
             """By number of tokens."""
-            times: dict[int, list[float]] = {1: [], 8: [], 32: [], 128: []}
+            times: dict[int, list[float]] = {8: [], 32: [], 128: [], 1: []}
             for seed in range(args.rounds):
                 for max_tokens in times:
                     start_s = time.perf_counter()
                     await complete(prompt="12a34", max_tokens=max_tokens, seed=seed, temperature=0)
                     times[max_tokens].append(time.perf_counter() - start_s)
-            return {name: statistics.median(each) for name, each in times.items()}
+            return times
 
         await complete(prompt="12", max_tokens=8)
         result: dict[str, Any] = {}
         for name, body in large.items():
-            alone_s = await small_s()
+            alone_s = medians(await small_s())
 
             async def repeat(body: dict[str, Any] = body) -> None:
                 while True:
@@ -208,13 +211,16 @@ async def fairness(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 
             asking = asyncio.create_task(repeat())
             await asyncio.sleep(1.0)
-            beside_s = await small_s()
+            times = await small_s()
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             await settled(server, client)
+            beside_s = medians(times)
             ratio = {size: beside_s[size] / alone_s[size] for size in alone_s}
-            print(f"{name}: {ratio}", file=sys.stderr, flush=True)
+            slowest = max(max(times[size]) / alone_s[size] for size in alone_s if size > 1)
+            print(f"{name}: {ratio}, slowest {slowest}", file=sys.stderr, flush=True)
             result[name] = {"alone_s": alone_s, "beside_s": beside_s, "ratio": ratio}
+            result[name]["slowest_ratio"] = slowest
     return result
 
 
@@ -287,6 +293,10 @@ async def settled(server: Server, client: aiohttp.ClientSession) -> None:
         if time.monotonic() > end_s:
             raise SystemExit(f"The server still works for clients that have left: {gauges}.")
         await asyncio.sleep(0.1)
+
+
+def medians(times: dict[int, list[float]]) -> dict[int, float]:
+    return {size: statistics.median(each) for size, each in times.items()}
 
 
 def percentiles(values: list[float]) -> dict[str, float]:

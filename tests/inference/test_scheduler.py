@@ -17,6 +17,7 @@ from millrace.inference.embedded.kv.prefix_cache import PrefixCache
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.scheduler import Scheduler
 from millrace.inference.embedded.scheduling.sequence import BatchPlan, DecodeResult, sequences_of
+from millrace.inference.embedded.scheduling.speculation import MAX_LIVE
 
 
 @dataclass(frozen=True, eq=False)
@@ -365,6 +366,29 @@ def test_small_flow_takes_at_most_three_times_as_long_beside_heavy_ones(heavy, n
         assert seconds_of_small(rehearsal) < 3 * alone_s
     # The heavy flows had about half of the time.
     assert rehearsal.num_heavy_tokens > 0.4 * rehearsal.now_s
+
+
+class EachTokenDrafted:
+    def propose(self, slots: np.ndarray) -> list[list[int]]:
+        return [[7]] * len(slots)
+
+
+def test_a_small_flow_has_drafts_in_passes_without_a_heavy_one():
+    rehearsal = Rehearsal(num_slots=64, num_blocks=1000, block_tokens=8, prefill_tokens=64)
+    for _ in range(MAX_LIVE):
+        rehearsal.add(3, max_new_tokens=90, flow=1)
+    rehearsal.add(3, max_new_tokens=90, flow=2)
+    scheduler, found = rehearsal.scheduler, set()
+    for _ in range(40):
+        scheduler.drafts = EachTokenDrafted()  # type: ignore[assignment]
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.drafts = None
+        found.add((*np.unique(rehearsal.slots.flows[plan.slots]).tolist(), plan.drafts is not None))
+        rehearsal.step()
+    assert (2, True) in found
+    assert (1, 2, False) in found
+    assert (1, 2, True) not in found
 
 
 def test_flows_of_the_same_size_compute_in_each_pass():

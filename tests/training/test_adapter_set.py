@@ -132,6 +132,20 @@ def plain_gradient(
     return total.item(), dict(zip(factors, grads, strict=True))
 
 
+def test_calls_for_an_adapter_that_was_removed_are_refused(model_path: Path, tmp_path: Path):
+    adapters, folder = make_set(model_path), tmp_path / "saved"
+    adapters.save("a", folder, optimizer=True, about={})
+    del adapters.owned["a"]
+    for call in (
+        lambda: train_once(adapters),
+        lambda: adapters.step("a", ADAM),
+        lambda: adapters.save("a", folder, optimizer=True, about={}),
+        lambda: adapters.load("a", folder, optimizer=True),
+    ):
+        with pytest.raises(TaskError, match="session of the model has ended"):
+            call()
+
+
 @pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "cispo"])
 @pytest.mark.parametrize("num_experts", [0, 4])
 def test_the_gradient_of_every_parameter_equals_that_of_plain_torch(

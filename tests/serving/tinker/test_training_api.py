@@ -212,6 +212,15 @@ def test_a_damaged_request_is_refused(cut: int):
         wire.read_pass(RECORDED[:-cut])
 
 
+@pytest.mark.parametrize("shape", [[1] * 100, [0, 2**63], [2**62, 4, 0], [3]])
+def test_a_tensor_of_an_impossible_shape_is_refused(shape: list[int]):
+    sizes = b"".join(map(protobuf.write_varint, shape))
+    tensor = protobuf.write([(1, b"" if 0 in shape else b"\0\0\0\0"), (3, 1), (4, sizes)])
+    inputs = (2, protobuf.write([(1, "weights"), (2, tensor)]))
+    with pytest.raises(ApiError, match=r"'weights' has \d values, but the shape"):
+        wire.read_pass(protobuf.write([(1, "m"), (2, 1), (3, protobuf.write([inputs]))]))
+
+
 @pytest.mark.parametrize("count", [FEW, MANY])
 def test_damaged_passes_are_read_or_refused(count: int):
     def read() -> None:
@@ -360,6 +369,17 @@ async def test_requests_of_a_model_run_in_the_order_of_their_numbers(
         assert (await one.post("retrieve_future", {"request_id": first["request_id"]}))[0] == 200
         assert "no gradient" in (await one.step(model, 3))["error"]
         assert "unknown" in (await one.train(model, 4, loss="dro"))["error"]
+
+
+async def test_metadata_of_any_depth_is_accepted(model_path: Path, tmp_path: Path):
+    metadata: dict[str, Any] = {}
+    for _ in range(400):
+        metadata = {"": metadata}
+    async with callers(model_path, tmp_path) as (one, _):
+        model = await one.new_model()
+        await one.train(model, 1)
+        adam = {"model_id": model, "seq_id": 2, "adam_params": {}, "user_metadata": metadata}
+        assert "metrics" in await one.future("optim_step", adam)
 
 
 async def test_a_name_is_not_replaced_unless_the_client_wants_it(model_path: Path, tmp_path: Path):
@@ -642,6 +662,73 @@ async def test_sessions_without_heartbeats_end_when_another_begins(
         assert (await one.post("get_info", {"model_id": heard}))[0] == 200
 
 
+async def test_requests_that_wait_for_earlier_ones_end_with_their_session(
+    model_path: Path, tmp_path: Path
+):
+    async with callers(model_path, tmp_path) as (one, _):
+        model = await one.new_model()
+        adam = {"model_id": model, "seq_id": 2, "adam_params": {}}
+        replies = [await one.post("optim_step", adam)]
+        replies += [await one.post("forward_backward", a_pass(model, 3))]
+        assert one.service is not None
+        (tenant,) = [task.result() for task in one.service._tenants.values()]
+        (session,) = tenant.sessions
+        assert (await one.post(f"sessions/{session}/finish", {}))[0] == 204
+        for status, reply in replies:
+            assert status == 200, reply
+            _, result = await one.post("retrieve_future", {"request_id": reply["request_id"]})
+            assert result.get("category") == "user", result
+            assert "session of the model has ended" in result["error"]
+
+
+async def test_no_adapter_is_left_of_a_model_whose_session_ends_before_it_is_created(
+    model_path: Path, tmp_path: Path
+):
+    async with callers(model_path, tmp_path) as (one, two):
+        assert one.service is not None
+        thread, gate = one.service._thread, threading.Event()
+        busy = asyncio.create_task(thread.run("other", 1, lambda _: gate.wait(20)))
+        _, session = await one.post("create_session", {})
+        body = {**session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
+        _, created = await one.post("create_model", body)
+        (tenant,) = [task.result() for task in one.service._tenants.values()]
+        await until(lambda: tenant.models)
+        path = f"sessions/{session['session_id']}/finish"
+        finishing = asyncio.create_task(one.post(path, {}))
+        await until(lambda: thread._brief)  # removes the adapter, which is not there yet
+        gate.set()
+        assert (await finishing)[0] == 204
+        _, result = await one.post("retrieve_future", created)
+        assert "session of the model has ended" in result.get("error", ""), result
+        await busy
+        assert thread.num_models == 0
+        assert await two.new_model()
+
+
+async def test_sessions_that_end_or_are_heard_while_a_silent_one_ends_are_left_alone(
+    model_path: Path, tmp_path: Path
+):
+    async with callers(model_path, tmp_path) as (one, two):
+        await one.new_model()
+        _, finished = await one.post("create_session", {})
+        _, heard = await one.post("create_session", {})
+        assert one.service is not None
+        (tenant,) = [task.result() for task in one.service._tenants.values()]
+        for session in tenant.sessions.values():
+            session.heard_s -= SILENT_S + 1
+        gate = threading.Event()
+        busy = asyncio.create_task(one.service._thread.run("other", 1, lambda _: gate.wait(20)))
+        opening = asyncio.create_task(two.post("create_session", {}))
+        await until(lambda: not tenant.models)  # the first one ends, as soon as the thread is free
+        assert (await one.post(f"sessions/{finished['session_id']}/finish", {}))[0] == 204
+        assert (await one.post("session_heartbeat", heard))[0] == 200
+        gate.set()
+        status, reply = await opening
+        assert status == 200, reply
+        assert (await one.post("session_heartbeat", heard))[0] == 200
+        await busy
+
+
 def a_tenant(folder: Path) -> Tenant:
     return Tenant(Client(name="one"), folder, TokenQuota(None))
 
@@ -651,7 +738,7 @@ def test_few_sessions_are_examined_however_many_there_are(tmp_path: Path):
     ids = [tenant.open_session() for _ in range(200)]
     for id in ids:
         order.hear(tenant, id)
-    assert order.take_silent() == []
+    assert [*order.take_silent()] == []
     for id in ids[1:]:
         tenant.sessions[id].heard_s -= SILENT_S + 1
     order.hear(tenant, ids[0])

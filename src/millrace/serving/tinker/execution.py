@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from millrace.core.errors import CheckpointError
+from millrace.core.errors import CheckpointError, TaskError
 from millrace.serving.api.errors import ApiError
 from millrace.serving.tinker.computing import TrainingThread
 from millrace.serving.tinker.request_log import AcceptedRequest, RequestLog, Result
@@ -33,6 +33,7 @@ from millrace.serving.tinker.tenants import (
     outcome,
 )
 from millrace.serving.tinker.usage import AuditLog
+from millrace.training.adapters.requests import ENDED
 
 SNAPSHOT_SHARE = 10.0  # seconds of passes for each second of writing snapshots
 _CHANGING = ("create_model", "forward_backward", "optim_step", "load_weights")  # a model
@@ -92,7 +93,8 @@ class RequestExecutor:
         if model is not None and request.seq_id >= model.next_seq:  # not in its snapshot
             turn = model.turn(request.seq_id)
         async with turn:
-            result = await outcome(work(request.id))
+            has_ended = model is not None and model.has_ended
+            result = await outcome(_refused() if has_ended else work(request.id))
             is_error = isinstance(result, dict) and "error" in result
             if request.result is not None:  # the client may have it
                 if is_error and result != request.result:
@@ -134,6 +136,10 @@ class RequestExecutor:
         model.next_seq, folder = max(found, default=(1, None))
 
         def create(adapters: Any) -> None:
+            # Its session may have ended while it waited. remove() then found no adapter, and
+            # nothing would free one that is created now.
+            if model.has_ended:
+                raise TaskError(ENDED)
             adapters.create(id, model.shape, seed=seed)
             if folder is not None:
                 adapters.load(id, folder, optimizer=True)
@@ -172,3 +178,7 @@ class RequestExecutor:
 
 async def _known(result: Result, _id: str) -> Result:
     return result
+
+
+async def _refused() -> Result:
+    raise TaskError(ENDED)

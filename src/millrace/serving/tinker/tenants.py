@@ -12,9 +12,8 @@ import re
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
 from millrace.core.errors import CheckpointError, MillraceError, TaskError, failure_text
@@ -103,10 +102,11 @@ class TenantModel:
     saved_at_s: float = 0.0  # TrainingThread.busy_s when its snapshot was written
     save_s: float = 0.0  # that this took
     waiting: dict[int, asyncio.Event] = field(default_factory=dict[int, asyncio.Event])
+    has_ended: bool = False  # its session has
 
     @contextlib.asynccontextmanager
     async def turn(self, seq_id: int) -> AsyncIterator[None]:
-        """Wait until all requests with smaller numbers are done."""
+        """Wait until all requests with smaller numbers are done, or until the model ends."""
         if seq_id != self.next_seq:
             await self.waiting.setdefault(seq_id, asyncio.Event()).wait()
         try:
@@ -115,6 +115,13 @@ class TenantModel:
             self.next_seq += 1
             if self.next_seq in self.waiting:
                 self.waiting.pop(self.next_seq).set()
+
+    def end(self) -> None:
+        """Requests that wait for earlier ones would wait for ever: those may never come."""
+        self.has_ended = True
+        for turn in self.waiting.values():
+            turn.set()
+        self.waiting.clear()
 
 
 @dataclass(eq=False, slots=True)
@@ -171,7 +178,8 @@ class Tenant:
         models = self.session(id).models
         del self.sessions[id]
         for model in models:
-            self.models.pop(model, None)
+            if (ended := self.models.pop(model, None)) is not None:
+                ended.end()
         for sampler in [each for each in self.samplers if each.startswith(f"{id}:")]:
             del self.samplers[sampler]
         return models
@@ -222,13 +230,12 @@ class SessionOrder:
     def remove(self, id: str) -> None:
         self._owners.pop(id, None)
 
-    def take_silent(self) -> list[tuple[Tenant, str]]:
-        """A few sessions that have been silent for too long; the next call returns others."""
-        silent = [
-            (tenant, id)
-            for id, tenant in islice(self._owners.items(), _ENDED_AT_ONCE)
-            if time.monotonic() - tenant.session(id).heard_s > SILENT_S
-        ]
-        for _, id in silent:
+    def take_silent(self) -> Iterator[tuple[Tenant, str]]:
+        """A few sessions that have been silent for too long; the next call yields others. Each is
+        looked up when it is needed: it may end or be heard while the one before it is ended."""
+        for _ in range(_ENDED_AT_ONCE):
+            id, tenant = next(iter(self._owners.items()), ("", None))
+            if tenant is None or time.monotonic() - tenant.session(id).heard_s <= SILENT_S:
+                return
             self.remove(id)
-        return silent
+            yield tenant, id

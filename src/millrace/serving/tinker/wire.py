@@ -55,7 +55,7 @@ class TinkerBody(Body):
     user_metadata: dict[str, Any] | None = None  # accepted and not kept
 
     def as_json(self) -> bytes:
-        return self.model_dump_json(exclude_unset=True).encode()
+        return self.model_dump_json(exclude_unset=True, exclude={"user_metadata"}).encode()
 
 
 class SessionBody(TinkerBody):
@@ -219,9 +219,12 @@ def _tensor(name: str, fields: protobuf.Fields) -> np.ndarray:
         raise ApiError(f"{name!r} is a sparse tensor; send it dense.")
     values = _array(name, message(fields, 1), sum(integers(fields, 3)))
     shape = integers(fields, 4) or [values.size]
-    if np.prod(shape, dtype=float) != values.size:
-        raise ApiError(f"{name!r} has {values.size} values, but the shape {shape}.")
-    return values.reshape(shape)
+    try:
+        return values.reshape(shape)
+    except (ValueError, OverflowError):  # of another size, or with too many or too large dimensions
+        raise ApiError(
+            f"{name!r:.80} has {values.size} values, but the shape {shape!s:.80}."
+        ) from None
 
 
 def _array(name: str, data: bytes, dtype: int) -> np.ndarray:

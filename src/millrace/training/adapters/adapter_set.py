@@ -27,6 +27,7 @@ from millrace.models.lora.folders import read_checkpoint, write_folder
 from millrace.training.adapters.adapted_model import AdaptedModel, initial_factors, to_tensor
 from millrace.training.adapters.owned_adapter import WEIGHT_BYTES, OwnedAdapter
 from millrace.training.adapters.requests import (
+    ENDED,
     PASS_TOKENS,
     TARGETS,
     AdamSettings,
@@ -180,7 +181,7 @@ class AdapterSet:
 
     def step(self, name: str, adam: AdamSettings) -> dict[str, float]:
         """Apply the gradient of an adapter, and begin the next one."""
-        return {"grad_norm": self.owned[name].step(adam)}
+        return {"grad_norm": self._adapter(name).step(adam)}
 
     def save(
         self,
@@ -193,7 +194,7 @@ class AdapterSet:
     ) -> None:
         """Write an adapter as a PEFT folder, with the optimizer's state and the gradient or without
         them. `about` is returned by read_about()."""
-        adapter = self.owned[name]
+        adapter = self._adapter(name)
         tensors = adapter.named(adapter.flat.detach().cpu())
         moments = {
             f"{tensor}.{key}": part
@@ -219,7 +220,7 @@ class AdapterSet:
 
     def load(self, name: str, folder: Path, *, optimizer: bool) -> None:
         """Continue an adapter from what save() wrote."""
-        adapter, about = self.owned[name], read_about(folder)
+        adapter, about = self._adapter(name), read_about(folder)
         saved = read_checkpoint(folder)
         shapes = {tensor: tuple(value.shape) for tensor, value in saved.items()}
         if shapes != adapter.layout.shapes():
@@ -267,9 +268,13 @@ class AdapterSet:
             scored = self._model.logprobs([datum]).float().cpu().numpy()
         return np.append(np.float32(np.nan), scored)
 
+    def _adapter(self, name: str) -> OwnedAdapter:
+        if name not in self.owned:
+            raise TaskError(ENDED)
+        return self.owned[name]
+
     def _check(self, one: AdapterPass) -> None:
-        if one.model_id not in self.owned:
-            raise TaskError("The session of the model has ended; continue from a saved state.")
+        self._adapter(one.model_id)
         _, inputs, _ = summed_loss(one.loss, one.settings)
         for datum in one.data:
             self._check_datum(datum, inputs)

@@ -7,6 +7,7 @@ import numpy as np
 
 TARGETS = "target_tokens"
 PASS_TOKENS = 8192  # tokens or targets of one forward pass, unless a single datum has more
+ENDED = "The session of the model has ended; continue from a saved state."  # an error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

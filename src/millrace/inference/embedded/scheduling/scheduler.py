@@ -95,7 +95,7 @@ class Scheduler:
 
     def _drafts(self, slots: np.ndarray) -> list[list[int]]:
         """Drafts of these slots, if some pay and there are blocks for them."""
-        if self.drafts is None or np.count_nonzero(self.slots.occupied) > MAX_LIVE:
+        if self.drafts is None or len(slots) > MAX_LIVE:
             return []
         if not len(slots) or self.slots.leads[slots].any():
             return []
