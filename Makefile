@@ -129,7 +129,7 @@ test-trackers: $(VENV)/.installed-dev
 RAY := $(VENV)-ray
 test-ray: $(VENV)/.installed-dev
 	$(call venv_over_main,$(RAY))
-	$(RAY)/bin/pip --disable-pip-version-check --quiet install "ray>=2.40"
+	$(RAY)/bin/pip --disable-pip-version-check --quiet install "ray[default]>=2.40"
 	$(RAY)/bin/python -m pytest tests/contracts/test_ray_launcher.py tests/e2e/test_ray_run.py
 
 # The dashboard in a real browser, Chromium of the system, driven by Playwright.

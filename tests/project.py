@@ -1,6 +1,7 @@
 """A folder as a user has it, with settings, a reward function, tasks and a tiny model, and
 `millrace` commands that run in such folders."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import tomli_w
 from forked_command import start_command
 from tiny_model import make_tiny_model
@@ -91,6 +93,16 @@ class Command:
             assert time.monotonic() < deadline, f"no {path.name}"
             time.sleep(0.05)
 
+    def left(self) -> list[int]:
+        """Processes of its session that run, also those whose parents have ended."""
+        return [pid for pid in psutil.pids() if _session(pid) == self.process.pid]
+
     def finish(self, *, timeout_s: float = 90) -> tuple[int, str, str]:
         stdout, stderr = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, stdout, stderr
+
+
+def _session(pid: int) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(pid)
+    return None

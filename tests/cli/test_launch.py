@@ -167,7 +167,7 @@ def test_all_nodes_but_the_first_have_environment_workers_beside_engines_and_ran
     script = launch("slurm", "run.toml", *given)
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
     step = [line for line in script.splitlines() if "exec srun" in line][2]
-    assert "--nodes=2 --ntasks=2 --relative=1 --cpu-bind=none --overlap " in step
+    assert "--ntasks=2 --relative=1 --cpu-bind=none --gpus-per-node=0 --overlap " in step
     assert 'join "$ticket" --role environment --count 3 ' in step
     text = launch("kubernetes", "run.toml", *PODS, *given)
     *_, pods, service = yaml.safe_load_all(text)

@@ -7,7 +7,11 @@ from launcher_contract import HostLauncherContract
 
 from millrace.cluster.launchers.launcher import Resources
 from millrace.cluster.launchers.ray_cluster import RayLauncher
+from millrace.cluster.messages import GenerateDone
+from millrace.cluster.worker import Worker
 from millrace.core.errors import ConfigError
+
+from echo_worker import ask  # isort: skip - launcher_contract.py finds it
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(300)
@@ -18,9 +22,18 @@ def cluster() -> Iterator[None]:
     """One cluster for all tests: each start takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        ray.init(num_cpus=3, num_gpus=2, **quiet)  # Ray gives out GPUs that need not exist
         yield
         ray.shutdown()
+
+
+async def gpus_of(worker: Worker) -> list[int]:
+    """The numbers in CUDA_VISIBLE_DEVICES of the worker."""
+    reply = await worker.call(ask("gpus"))
+    assert isinstance(reply, GenerateDone)
+    return reply.completions[0].tokens.tolist()
 
 
 class TestRayLauncher(HostLauncherContract):
@@ -30,10 +43,40 @@ class TestRayLauncher(HostLauncherContract):
     async def test_reserving_more_than_there_is_says_what_is_missing(self, launched):
         _, launcher = launched
         launcher.timeout_s = 0.5
-        with pytest.raises(ConfigError, match="2 of 3 CPUs free and 0 of 0 GPUs free, and"):
-            await launcher.reserve({f"trainer-{i}": Resources(cpus=2, gpus=1) for i in range(2)})
+        with pytest.raises(ConfigError, match="2 of 3 CPUs free and 2 of 2 GPUs free, and"):
+            await launcher.reserve({f"trainer-{i}": Resources(cpus=2, gpus=2) for i in range(2)})
         assert "trainer-0" not in launcher._places, "nothing waits for nodes that may be added"
         await launcher.reserve({"echo-1": Resources(cpus=2)})
+
+    async def test_too_few_gpus_are_one_sentence_with_which_and_how_many(self, launched):
+        _, launcher = launched
+        launcher.timeout_s = 0.5
+        with pytest.raises(ConfigError) as refused:
+            await launcher.reserve({"engine-0": Resources(gpus=3)})
+        assert str(refused.value) == (
+            "Ray has 2 of 2 GPUs free, and engine-0 need 1 CPUs and 3 GPUs; lower engine.count,"
+            " trainer.ranks or cluster.threads, or add nodes."
+        )
+
+    async def test_worker_sees_the_gpu_of_its_bundle_also_when_it_is_started_again(self, launched):
+        hub, launcher = launched
+        names = ("echo-1", "echo-2")
+        await launcher.reserve({name: Resources(gpus=1) for name in names})
+        workers = {name: await hub.launch(name, "echo_worker", launcher=launcher) for name in names}
+        seen = {name: await gpus_of(worker) for name, worker in workers.items()}
+        assert sorted(seen.values()) == [[0], [1]]
+        for name, worker in workers.items():
+            worker.kill()
+            assert await worker.is_gone_within(10)
+            again = await hub.launch(name, "echo_worker", launcher=launcher)
+            assert await gpus_of(again) == seen[name]
+
+    async def test_worker_that_needs_two_gpus_sees_both(self, launched):
+        """As an engine whose server has engine.tp = 2."""
+        hub, launcher = launched
+        await launcher.reserve({"echo-1": Resources(gpus=2)})
+        worker = await hub.launch("echo-1", "echo_worker", launcher=launcher)
+        assert sorted(await gpus_of(worker)) == [0, 1]
 
     async def test_released_resources_are_free_again(self, launched):
         _, launcher = launched

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -177,12 +178,25 @@ def test_bad_input_is_reported_before_any_worker_starts(
 
 
 @pytest.mark.slow  # the test above covers the same without a process
-def test_command_prints_one_line_for_bad_input(start):
-    run = start("--engine.max_context", "3")
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (["--engine.max_context", "3"], "raise engine.max_context"),
+        pytest.param(
+            ["--cluster.launcher", "ray"],
+            "needs Ray, which is not installed here; run: pip install 'ray>=2.40'",
+            marks=pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed"),
+        ),
+    ],
+    ids=["context", "ray"],
+)
+def test_command_prints_one_line_for_bad_input(start, change, sentence):
+    run = start(*change)
     code, stdout, stderr = run.finish()
     assert code == 2
-    assert "raise engine.max_context" in stderr
+    assert sentence in stderr
     assert "step" not in stdout
     assert "Traceback" not in stdout + stderr
     assert len(stderr.strip().splitlines()) == 1
+    assert run.left() == []
     run.assert_left_nothing()

@@ -3,28 +3,32 @@
 import contextlib
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
-from project import Command, make_project, steps_in
+from project import REPOSITORY, Command, make_project, steps_in
 
+from millrace.cluster.address import free_port
 from millrace.run.scaling import ask
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(300)
 
 PORT = 6399
+RAY_COMMAND = [sys.executable, "-m", "ray.scripts.scripts"]
 # Ray needs short paths for its sockets. By default it gives its workers a niceness of 15 and kills
 # them when the memory is nearly full, and on a busy machine they would hardly start.
 RAY = {
@@ -32,6 +36,7 @@ RAY = {
     "RAY_TMPDIR": "/tmp",
     "RAY_worker_niceness": "0",
     "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
 }
 ENVIRONMENT = """
 import os
@@ -54,8 +59,8 @@ def project(tmp_path: Path) -> Path:
     )
 
 
-@pytest.fixture
-def cluster() -> Iterator[dict[str, str]]:
+@contextlib.contextmanager
+def started_head(*options: str, **variables: str) -> Iterator[dict[str, str]]:
     """The environment of a command that uses a cluster with four CPUs and a token of its own."""
     folder = tempfile.mkdtemp(prefix="mr", dir="/tmp")  # not the one of other clusters
     own = {
@@ -64,10 +69,9 @@ def cluster() -> Iterator[dict[str, str]]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }
-    options = ["--head", "--block", "--num-cpus=4", "--include-dashboard=false"]
     head = subprocess.Popen(  # in a session of its own: `ray stop` would stop other clusters, too
-        [sys.executable, "-m", "ray.scripts.scripts", "start", *options, f"--port={PORT}"],
-        env={**os.environ, **own, "JUDGE_KEY": "x"},
+        [*RAY_COMMAND, "start", "--head", "--block", "--num-cpus=4", f"--port={PORT}", *options],
+        env={**os.environ, **own, "JUDGE_KEY": "x", **variables},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -90,6 +94,66 @@ def cluster() -> Iterator[dict[str, str]]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def cluster() -> Iterator[dict[str, str]]:
+    with started_head("--include-dashboard=false") as env:
+        yield env
+
+
+class JobServer:
+    """A cluster that takes jobs, and the commands `ray job ...`, which run in a folder."""
+
+    def __init__(self, folder: Path, env: Mapping[str, str], *, url: str) -> None:
+        self.folder, self.env, self.url = folder, {**os.environ, **env}, url
+
+    def job(self, *arguments: str) -> str:
+        """Run `ray job`; returns what it prints."""
+        command = [*RAY_COMMAND, "job", *arguments]
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def logs(self, id: str) -> str:
+        return self.job("logs", "--address", self.url, id)
+
+    def submit(self, *settings: str, options: Sequence[str] = ()) -> str:
+        """The command of docs/how-to/ray.md; `options` are Ray's."""
+        guide = (REPOSITORY / "docs/how-to/ray.md").read_text()
+        (command,) = re.findall(r"^ray job (submit .*)", guide, re.MULTILINE)
+        words = shlex.split(command.replace("http://head:8265", self.url))
+        end = words.index("--")
+        return self.job(*words[:end], *options, *words[end:], *settings)
+
+
+@pytest.fixture
+def job_server(project: Path) -> Iterator[JobServer]:
+    command = project.parent / "bin" / "millrace"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m millrace.cli.main "$@"\n')
+    command.chmod(0o755)
+    port, agent = free_port("127.0.0.1"), free_port("127.0.0.1")
+    options = ["--include-dashboard=true", "--dashboard-host=127.0.0.1"]
+    options += [f"--dashboard-port={port}", f"--dashboard-agent-listen-port={agent}"]
+    variables = {
+        "PATH": f"{command.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(REPOSITORY / "src"),
+        "RAY_JOB_STOP_WAIT_TIME_S": "60",  # between SIGTERM and SIGKILL; 3 by default
+    }
+    with started_head(*options, **variables) as env:
+        deadline = time.monotonic() + 150
+        while not (is_open(port) and is_open(agent)):  # the agent starts the jobs
+            assert time.monotonic() < deadline, "no dashboard"
+            time.sleep(0.2)
+        yield JobServer(project, env, url=f"http://127.0.0.1:{port}")
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def workers() -> dict[str, psutil.Process]:
@@ -176,13 +240,49 @@ def test_commands_of_a_rayjob_train_and_resume_after_the_head_is_stopped(project
     assert steps_in(metrics) == list(range(1, 31))
 
 
-def test_too_few_resources_are_one_sentence_and_leave_no_process(project):
+@pytest.mark.timeout(500)
+def test_submitted_job_trains_saves_at_ray_job_stop_and_resumes(project, job_server):
+    """It runs in a copy of the working directory, so run_dir is elsewhere."""
+    run_dir = project.parent / "run"
+    metrics = run_dir / "metrics.jsonl"
+    settings = ["--run_dir", str(run_dir), "--auto-resume"]
+    options = ["--submission-id", "first", "--no-wait"]
+    job_server.submit(*settings, "--trainer.steps", "100000", options=options)
+    deadline = time.monotonic() + 120
+    while not metrics.is_file() or metrics.read_text().count("\n") < 2:
+        assert time.monotonic() < deadline, job_server.logs("first")
+        time.sleep(0.2)
+    job_server.job("stop", "--address", job_server.url, "first")
+    assert "stopped by SIGTERM" in job_server.logs("first")
+    done = steps_in(metrics)
+    assert (run_dir / "checkpoints" / f"step_{done[-1]}").is_dir()
+    assert workers() == {}
+    output = job_server.submit(*settings, "--trainer.steps", str(done[-1] + 4))
+    assert "succeeded" in output
+    assert steps_in(metrics) == list(range(1, done[-1] + 5))
+    assert not (project / "run").exists()
+    assert workers() == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["--cluster.threads", "500"], "CPUs free, and trainer need 500 CPUs; lower"),
+        (
+            ["--placement.trainer", "cuda", "--placement.engines", "cuda"],
+            "Ray has 0 of 0 GPUs free, and trainer need 1 CPUs and 1 GPUs; lower engine.count",
+        ),
+    ],
+    ids=["CPUs", "GPUs"],
+)
+def test_too_few_resources_are_one_sentence_and_leave_no_process(project, settings, sentence):
     before = ray_processes()
-    settings = ["--cluster.launcher", "ray", "--cluster.threads", "500"]
-    run = Command("train", "run.toml", *settings, folder=project, env=RAY)
+    env = {**RAY, "CUDA_VISIBLE_DEVICES": ""}  # no GPU, whatever the machine has
+    settings = ["--cluster.launcher", "ray", *settings]
+    run = Command("train", "run.toml", *settings, folder=project, env=env)
     code, _, stderr = run.finish()
     assert code == 2
-    assert "CPUs free, and trainer need 500 CPUs; lower" in stderr
+    assert sentence in stderr
     assert len(stderr.strip().splitlines()) == 1
     assert ray_processes() <= before
 

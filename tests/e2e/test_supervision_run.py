@@ -3,11 +3,14 @@
 import contextlib
 import json
 import signal
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 from project import Command, make_project, steps_in
+
+from millrace.run.scaling import ask
 
 SETTINGS = {
     "sampling": {"max_new_tokens": 150},
@@ -23,6 +26,13 @@ class SupervisedRun(Command):
 
     def wait_for_step(self, step: int) -> None:
         self.wait_for(self.path / "metrics.jsonl", lines=step)
+
+    def wait_for_engines(self, *names: str) -> None:
+        deadline = time.monotonic() + 120
+        while ask(self.path) != [*names]:
+            assert self.process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
 
     def worker(self, name: str) -> psutil.Process:
         for process in psutil.Process(self.process.pid).children(recursive=True):
@@ -127,17 +137,33 @@ def test_engines_can_be_added_and_removed(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_engine_is_added_while_the_trainer_waits(start):
+@pytest.mark.timeout(300)
+def test_engine_is_added_while_the_trainer_waits_and_removed_while_batches_wait(start):
     """The policy decides every 30 s."""
     run = start(
-        trainer={"steps": 100000, "groups_per_step": 2}, engine={"count": 1, "max_count": 2}
+        trainer={"steps": 100000, "groups_per_step": 2},
+        engine={"count": 1, "max_count": 2},
+        supervision={"hang_timeout_s": 1000.0},  # a fifth of it is the limit of a transfer
     )
-    run.wait_for(run.path / "logs" / "engine-1.log")
+    run.wait_for_step(1)
+    run.wait_for_engines("engine-0", "engine-1")
     done = len(steps_in(run.path / "metrics.jsonl"))
     run.wait_for_step(done + 2)
+    added, trainer = run.worker("engine-1"), run.worker("trainer")
+    trainer.suspend()  # so whole batches wait for it
+    run.wait_for_engines("engine-0")
+    assert psutil.wait_procs([added], timeout=60)[1] == []
+    assert not (run.path / "logs" / "engine-2.log").exists()
+    trainer.resume()
+    done = len(steps_in(run.path / "metrics.jsonl"))
+    run.wait_for_step(done + 8)  # more than had been sampled when it was removed
     run.process.send_signal(signal.SIGINT)
     code, stdout, _ = run.finish()
     assert code == 130
-    (line,) = [line for line in stdout.splitlines() if "adding an engine" in line]
-    assert "The trainer waited for " in line
-    assert not (run.path / "logs" / "engine-2.log").exists()
+    changes = ("adding an engine", "removing ")
+    adding, removing = [
+        line for line in stdout.splitlines() if any(change in line for change in changes)
+    ][:2]
+    assert "The trainer waited for " in adding
+    assert "Whole batches waited for the trainer: removing engine-1." in removing
+    assert "is being restarted" not in stdout, "it was removed, and did not die"

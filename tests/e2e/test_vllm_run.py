@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import threading
 import time
@@ -164,12 +163,19 @@ def test_run_on_an_attached_server_resumes_after_a_stop_and_a_refused_start(mode
     assert max(row["mismatch/logprob"] for row in rows) < 1e-4
 
 
+VLLM_0_24 = {
+    "/update_weight_version": (404, '{"detail": "Not Found"}'),
+    "/version": (200, '{"version": "0.24.0"}'),
+}
+
+
 @pytest.mark.parametrize(
     ("server", "sentence"),
     [
         (None, r"No vLLM server can be reached at .* \(Connection refused\); start"),
         ({"faults": ["wrong_model"]}, "serves another model than .*: its hidden_size is 64, not"),
         ({"api_key": "right"}, "wants a key, and has got none; set engine"),
+        ({"answers": VLLM_0_24}, r"Not Found \(it is vLLM 0\.24\.0\); start vLLM 0\.32 or newer"),
     ],
 )
 def test_command_with_a_wrong_server_ends_with_one_sentence_and_leaves_no_process(
@@ -187,11 +193,4 @@ def test_command_with_a_wrong_server_ends_with_one_sentence_and_leaves_no_proces
     assert code == 2
     assert re.search(sentence, stderr)
     assert len(stderr.strip().splitlines()) == 1
-    left = [p for p in psutil.process_iter() if p.is_running() and session(p) == run.process.pid]
-    assert left == []
-
-
-def session(process: psutil.Process) -> int | None:
-    with contextlib.suppress(ProcessLookupError):
-        return os.getsid(process.pid)
-    return None
+    assert run.left() == []

@@ -1,4 +1,8 @@
-"""A SLURM of its own on this machine: munged, slurmctld and one slurmd for each node."""
+"""A SLURM of its own on this machine: munged, slurmctld and one slurmd for each node.
+
+Each node has two GPUs that are /dev/null: SLURM allocates them and sets CUDA_VISIBLE_DEVICES, and
+no program can use them.
+"""
 
 import getpass
 import os
@@ -34,11 +38,16 @@ ReturnToService=2
 SchedulerParameters=sched_interval=1,requeue_delay=0
 SlurmdParameters=config_overrides
 KillWait=30
+GresTypes=gpu
 {nodes}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
+"""
+GPUS = """\
+AutoDetect=off
+NodeName=node[0-{last}] Name=gpu File={folder}/gpu[0-1]
 """
 
 
@@ -63,6 +72,7 @@ class Slurm:
         host = socket.gethostname().partition(".")[0]
         nodes = [
             f"NodeName=node{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=4"
+            " Gres=gpu:2"
             for i in range(num_nodes)
         ]
         text = CONFIG.format(
@@ -73,6 +83,9 @@ class Slurm:
             nodes="\n".join(nodes),
         )
         (folder / "slurm.conf").write_text(text)
+        (folder / "gres.conf").write_text(GPUS.format(last=num_nodes - 1, folder=folder))
+        for i in range(2):
+            (folder / f"gpu{i}").symlink_to("/dev/null")  # slurmd wants devices
         self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._start_munge()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from project import REPOSITORY, make_project, steps_in
 from slurm_rig import Slurm, wait_until
@@ -64,6 +65,35 @@ def test_job_on_two_nodes_is_signalled_requeued_and_finishes(slurm, tmp_path, mo
     assert f"--resume continues from {saved.name}" in log
     for worker in ("engine-0", "environment-0"):
         assert sum("Joined the run at" in line and worker in line for line in log.splitlines()) == 2
+
+
+def visible_gpus(job: str) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of the steps of a job, by what they bring."""
+    found = {}
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if words[1:3] != ["-m", "millrace"]:
+            continue
+        env = process.environ()
+        if env.get("SLURM_JOB_ID") == job:
+            role = words[words.index("--role") + 1] if "--role" in words else words[3]
+            found[role] = env.get("CUDA_VISIBLE_DEVICES", "")
+    return found
+
+
+def test_steps_of_a_job_see_the_gpus_of_their_roles_alone(slurm, tmp_path, monkeypatch):
+    """The run computes on CPUs, because PyTorch finds no GPU behind these numbers."""
+    project = make_project(
+        tmp_path / "project",
+        trainer={"steps": 100000},
+        engine={"count": 0, "remote": 1},
+        environment={"function": "play.py:play", "remote": 1},
+    )
+    (project / "play.py").write_text(ENVIRONMENT)
+    gpus = ("--gpus", "controller=2", "--gpus", "engines=1")
+    job = submit(slurm, project, monkeypatch, "--nodes", "2", *gpus)
+    wait_for_step(project, 1)
+    assert visible_gpus(job) == {"train": "0,1", "join": "0", "environment": ""}
 
 
 def test_job_that_a_more_urgent_one_preempts_resumes_after_it(slurm, tmp_path, monkeypatch):

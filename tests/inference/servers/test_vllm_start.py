@@ -5,6 +5,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,10 +26,12 @@ from millrace.inference.backend import (
     load_backend,
     of_engine,
 )
-from millrace.inference.servers.client import Launch
+from millrace.inference.servers.client import Launch, ServerClient
 from millrace.inference.servers.engine import ServerEngine
 from millrace.inference.servers.process import server_environment
+from millrace.inference.servers.sglang import SglangClient
 from millrace.inference.servers.staging import weight_folder
+from millrace.inference.servers.vllm import VllmClient
 
 
 def load(model_path: Path, options: VllmBackend, **settings: Any) -> ServerEngine:
@@ -348,6 +351,21 @@ def test_server_that_is_listed_twice_is_refused_by_its_address():
         check(["http://a"], ["http://a"])
 
 
+def launch_of_two_gpus(folder: Path, *, devices: Sequence[str], **options: Any) -> Launch:
+    """What a server of engine.tp = 2 is started with."""
+    config = EngineConfig(type="vllm", tp=2)
+    return Launch(
+        spec=EngineSpec(config=config, model_path="m", version=0, devices=tuple(devices)),
+        options=VllmBackend(**options),
+        folder=folder,
+        dtype="bfloat16",
+        device=devices[0],
+        max_context=64,
+        lora_layers=(),
+        threads=1,
+    )
+
+
 @pytest.mark.parametrize(
     ("devices", "visible", "seen"),
     [
@@ -363,15 +381,28 @@ def test_server_sees_the_gpus_of_its_engine_and_no_others(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    config = EngineConfig(type="vllm", tp=2)
-    launch = Launch(
-        spec=EngineSpec(config=config, model_path="m", version=0, devices=devices),
-        options=VllmBackend(),
-        folder=tmp_path,
-        dtype="bfloat16",
-        device=devices[0],
-        max_context=64,
-        lora_layers=(),
-        threads=1,
+    env = server_environment(launch_of_two_gpus(tmp_path, devices=devices))
+    assert env["CUDA_VISIBLE_DEVICES"] == seen
+
+
+@pytest.mark.parametrize(
+    ("client", "option"),
+    [(VllmClient, "--tensor-parallel-size"), (SglangClient, "--tp-size")],
+)
+def test_started_server_is_told_to_use_all_gpus_of_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: type[ServerClient], option: str
+):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    python, words = tmp_path / "python", tmp_path / "words"
+    python.write_text(
+        f'#!/bin/sh\nif [ $1 = -c ]; then exit; fi\necho $CUDA_VISIBLE_DEVICES "$@" > {words}\n'
     )
-    assert server_environment(launch)["CUDA_VISIBLE_DEVICES"] == seen
+    python.chmod(0o700)
+    launch = launch_of_two_gpus(tmp_path, devices=("cuda:2", "cuda:3"), python=str(python))
+    connection, server = client.launch(launch)
+    while server.end is None:
+        time.sleep(0.01)
+    connection.close()
+    visible, *arguments = words.read_text().split()
+    assert visible == "2,3"
+    assert arguments[arguments.index(option) + 1] == "2"

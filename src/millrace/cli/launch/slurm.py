@@ -66,5 +66,6 @@ def _step(plan: LaunchPlan, nodes: JoiningNodes, *, python: str, logs: Path) -> 
 
 
 def _srun(plan: LaunchPlan, role: str, *, nodes: int, first: int) -> str:
-    gpus = f" --gpus-per-node={plan.gpus[role]}" if plan.gpus.get(role) else ""
+    # A step without a number gets all GPUs that the job has on its nodes.
+    gpus = f" --gpus-per-node={plan.gpus.get(role, 0)}" if plan.gpus else ""
     return f"srun --nodes={nodes} --ntasks={nodes} --relative={first} --cpu-bind=none{gpus}"
