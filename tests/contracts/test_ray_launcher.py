@@ -54,8 +54,8 @@ class TestRayLauncher(HostLauncherContract):
         with pytest.raises(ConfigError) as refused:
             await launcher.reserve({"engine-0": Resources(gpus=3)})
         assert str(refused.value) == (
-            "Ray has 2 of 2 GPUs free, and engine-0 need 1 CPUs and 3 GPUs; lower engine.count,"
-            " trainer.ranks or cluster.threads, or add nodes."
+            "Ray has 2 of 2 GPUs free, too few for engine-0 (1 CPU and 3 GPUs); lower engine.count,"
+            " trainer.ranks or engine.tp, or add nodes."
         )
 
     async def test_worker_sees_the_gpu_of_its_bundle_also_when_it_is_started_again(self, launched):

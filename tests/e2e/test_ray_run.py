@@ -267,10 +267,10 @@ def test_submitted_job_trains_saves_at_ray_job_stop_and_resumes(project, job_ser
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (["--cluster.threads", "500"], "CPUs free, and trainer need 500 CPUs; lower"),
+        (["--cluster.threads", "500"], "CPUs free, too few for trainer (500 CPUs); lower"),
         (
             ["--placement.trainer", "cuda", "--placement.engines", "cuda"],
-            "Ray has 0 of 0 GPUs free, and trainer need 1 CPUs and 1 GPUs; lower engine.count",
+            "Ray has 0 of 0 GPUs free, too few for trainer (1 CPU and 1 GPU); lower engine.count",
         ),
     ],
     ids=["CPUs", "GPUs"],

@@ -160,9 +160,10 @@ class RayLauncher(HostLauncher):
             has = " and ".join(
                 f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s free" for kind in missing
             )
+            more = "cluster.threads" if "CPU" in missing else "engine.tp"
             raise ConfigError(
-                f"Ray has {has}, and {', '.join(workers)} need {_sentence(needs)}; lower"
-                " engine.count, trainer.ranks or cluster.threads, or add nodes."
+                f"Ray has {has}, too few for {', '.join(workers)} ({_sentence(needs)}); lower"
+                f" engine.count, trainer.ranks or {more}, or add nodes."
             )
 
     async def release(self, name: str) -> None:
@@ -225,4 +226,6 @@ def _bundle(needed: Resources) -> dict[str, float]:
 
 
 def _sentence(needs: Mapping[str, float]) -> str:
-    return " and ".join(f"{count:g} {kind}s" for kind, count in needs.items() if count)
+    return " and ".join(
+        f"{count:g} {kind}{'s' * (count != 1)}" for kind, count in needs.items() if count
+    )
