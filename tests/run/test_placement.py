@@ -12,20 +12,20 @@ from millrace.cluster.launchers.launcher import HostDevice, WorkerProcess
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.models.directory import num_weights
+from millrace.run.execution.placement_report import cluster_lines, placement_lines
 from millrace.run.execution.trainer_replica import count_sharing
 from millrace.run.placement import (
     ELSEWHERE,
     GIB,
     OtherModel,
     PlacedProcess,
+    check_broadcast,
     check_devices,
     check_memory,
-    cluster_lines,
     engine_index,
     idle_gpus,
     placed,
     placed_processes,
-    placement_lines,
 )
 from millrace.run.train import describe_placement
 
@@ -198,6 +198,36 @@ def test_ranks_share_a_device_if_they_are_on_the_same_one_of_the_same_host():
     assert sharing(["cuda", "cuda"], launcher=f"{__name__}:Elsewhere") == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("table", "num_gpus", "sharing"),
+    [
+        ({}, 1, "trainer and engine-0 share cuda:0; set weights.transport to 'auto'"),
+        ({"trainer": {"ranks": 2}}, 2, "trainer-0 and engine-0 share cuda:0; set"),
+        ({"placement": {"engines": ["cuda:1", "cuda:1"]}, "engine": {"count": 2}}, 2, "engine-1"),
+        (
+            {"engine": {"count": 1}, "evaluate": {"engines": 1}, "placement": {"trainer": "cuda:0",
+             "engines": ["cuda:1", "cuda:0"]}},
+            2,
+            "trainer and evaluator-0 share cuda:0",
+        ),
+        ({}, 2, None),
+        ({}, 0, None),
+        ({"engine": {"type": "vllm"}}, 1, None),  # servers get weights over gloo
+        ({"evaluate": {"engines": 1}, "engine": {"count": 1}}, 2, None),
+    ],
+)  # fmt: skip
+def test_a_broadcast_between_processes_that_share_a_gpu_is_refused(table, num_gpus, sharing):
+    config = load_config({"model": "m", "weights": {"transport": "collective"}, **table})
+    config = placed(config, devices=host(num_gpus))
+    processes = placed_processes(config, devices=host(num_gpus))
+    if sharing is None:
+        check_broadcast(config, processes)
+        return
+    with pytest.raises(ConfigError, match="'collective' needs a GPU for each") as e:
+        check_broadcast(config, processes)
+    assert sharing in str(e.value)
+
+
 def test_device_that_cannot_hold_its_processes_is_refused(tmp_path):
     path = str(make_tiny_model(tmp_path))
     table = {"model": path, "engine": {"dtype": "float32"}}
@@ -264,7 +294,7 @@ def test_dry_run_prints_the_placement_and_starts_nothing(tmp_path, capsys, has_a
     assert "Nothing was started." in printed
     assert not run_dir.exists()
     found = json.loads(file.read_text())
-    assert found["placement"] == {"trainer": "cpu", "engine-0": "cpu", "engine-1": "cpu"}
+    assert found["placement"] == {"trainer": ["cpu"], "engine-0": ["cpu"], "engine-1": ["cpu"]}
     assert [row["name"] for row in found["processes"]] == ["trainer", "engine-0", "engine-1"]
     total = sum(row["min_bytes"] for row in found["processes"])
     assert found["memory_bytes_per_device"] == {"cpu": total}

@@ -10,11 +10,8 @@ processes is refused in one sentence before any of them starts. torch is importe
 """
 
 import os
-import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from millrace.cluster.launchers.launcher import HostDevice
 from millrace.cluster.process import available_cores
@@ -297,11 +294,19 @@ def _places(config: RunConfig) -> Iterator[tuple[str, str]]:
                 yield f"placement.models.{name}", device
 
 
+def check_placed(
+    config: RunConfig, processes: Sequence[PlacedProcess], devices: Sequence[HostDevice]
+) -> None:
+    """Raise ConfigError if processes cannot work where they are placed on this host."""
+    check_broadcast(config, processes)
+    check_memory(processes, devices)
+
+
 def check_memory(processes: Sequence[PlacedProcess], devices: Sequence[HostDevice]) -> None:
     """Raise ConfigError if a device cannot hold the weights of its processes."""
     for device in devices:
         here = [process for process in processes if process.device == device.name]
-        if (needed := _needed_bytes(here)) > device.total_bytes:
+        if (needed := needed_bytes(here)) > device.total_bytes:
             raise ConfigError(
                 f"Device {device.name!r} has {device.total_bytes / GIB:.1f} GiB, and its processes"
                 f" ({', '.join(process.name for process in here)}) need {needed / GIB:.1f} GiB for"
@@ -310,7 +315,31 @@ def check_memory(processes: Sequence[PlacedProcess], devices: Sequence[HostDevic
             )
 
 
-def _needed_bytes(processes: Sequence[PlacedProcess]) -> int:
+def check_broadcast(config: RunConfig, processes: Sequence[PlacedProcess]) -> None:
+    """Raise ConfigError if NCCL, which needs a GPU per member, would broadcast new weights between
+    processes that share one. Evaluators are in a broadcast of their own."""
+    transport, in_groups = config.weights.transport, [("engine",), ("evaluator",)]
+    is_broadcast = transport == "collective" or (transport == "auto" and config.spans_hosts)
+    if not is_broadcast or config.engine.has_servers:
+        return
+    for roles in in_groups:
+        first: dict[str, str] = {}  # process by GPU
+        for process in processes:
+            role = process.name.rpartition("-")[0]
+            is_sender = process.name in ("trainer", "trainer-0")
+            if not (is_sender or role in roles) or not process.device.startswith("cuda"):
+                continue
+            other = first.setdefault(process.device, process.name)
+            if other != process.name:
+                remedy = "'disk'" if config.spans_hosts else "'auto'"
+                raise ConfigError(
+                    f"weights.transport = {transport!r} needs a GPU for each process, but {other}"
+                    f" and {process.name} share {process.device}; set weights.transport to"
+                    f" {remedy}, or give them different GPUs in [placement]."
+                )
+
+
+def needed_bytes(processes: Sequence[PlacedProcess]) -> int:
     """The memory of processes on one device, when they need most."""
     in_step = sum(_first(process.step_bytes, process.min_bytes) for process in processes)
     idle = sum(_first(process.idle_bytes, process.min_bytes) for process in processes)
@@ -336,47 +365,3 @@ def idle_gpus(
 
 def _first(given: int | None, default: int) -> int:
     return default if given is None else given
-
-
-def cluster_lines(config: RunConfig, processes: Sequence[PlacedProcess]) -> Iterator[str]:
-    """What another launcher than that of this host is asked to start, for people."""
-    num_devices = Counter(process.name for process in processes)
-    rows = Counter[tuple[str, int | None, int, str]]()
-    for process in {process.name: process for process in processes}.values():
-        role, gpus = re.sub(r"-\d+$", "", process.name), num_devices[process.name]
-        memory = f"{process.min_bytes / GIB:6.1f} GiB {process.more}"
-        rows[role, config.cluster.threads, 0 if process.device == "cpu" else gpus, memory] += 1
-    if config.environment.remote:
-        rows["environment", 1, 0, ""] = config.environment.remote
-    yield f"cluster.launcher = {config.cluster.launcher['type']!r} chooses hosts and devices of:"
-    yield f"  {'role':<18} number  CPUs  GPUs  memory of each device"
-    for (role, cpus, gpus, memory), count in rows.items():
-        yield f"  {role:<18} {count:>6} {cpus:>5} {gpus:>5}  {memory}".rstrip()
-
-
-def placement_table(processes: Sequence[PlacedProcess]) -> dict[str, Any]:
-    """What runs where, and what it needs at least, for programs."""
-    by_device: dict[str, list[PlacedProcess]] = {}
-    for process in processes:
-        by_device.setdefault(process.device, []).append(process)
-    return {
-        "placement": {process.name: process.device for process in processes},
-        "memory_bytes_per_device": {name: _needed_bytes(p) for name, p in by_device.items()},
-        "processes": [asdict(process) for process in processes],
-    }
-
-
-def placement_lines(
-    processes: Sequence[PlacedProcess], devices: Sequence[HostDevice]
-) -> Iterator[str]:
-    """What runs where, and what it needs at least, for people."""
-    found = {d.name: f"{d.name}: {d.kind}, {d.total_bytes / GIB:.1f} GiB" for d in devices}
-    if any(process.device == ELSEWHERE for process in processes):
-        found[ELSEWHERE] = "other hosts, which choose the devices when they join:"
-    for device, line in found.items():
-        here = [process for process in processes if process.device == device]
-        yield line
-        for process in here:
-            yield f"  {process.name:<20} {process.min_bytes / GIB:6.1f} GiB {process.more}".rstrip()
-        if not here and device != "cpu":
-            yield "  not used"

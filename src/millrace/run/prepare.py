@@ -252,7 +252,7 @@ def place(
     config = _resolve_auto(config)
     processes = placement.placed_processes(config, devices=devices, models=models, trains=trains)
     if is_local:
-        placement.check_memory(processes, devices)
+        placement.check_placed(config, processes, devices)
     return config, processes, devices
 
 

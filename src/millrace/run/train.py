@@ -17,7 +17,7 @@ from millrace.controller.preemption import Preemption
 from millrace.core.errors import ConfigError
 from millrace.monitoring.callbacks import Callback, check_callback
 from millrace.run.execution.execute import RunResult, execute
-from millrace.run.placement import cluster_lines, placement_lines, placement_table
+from millrace.run.execution.placement_report import cluster_lines, placement_lines, placement_table
 from millrace.run.prepare import prepare
 from millrace.run.scaling import ask
 
