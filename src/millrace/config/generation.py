@@ -90,8 +90,8 @@ class EngineConfig(Section):
     other models leave free, and 1 if they leave none."""
     max_count: PositiveInt | None = None
     """Maximum number of engines while the run lasts: one is added when the trainer has waited for
-    more than 30 % of 30 seconds, and removed again when a whole batch waits all the time. By
-    default the run neither adds nor removes engines."""
+    more than 30 % of the last 30 seconds, and removed again when a whole batch waits all the time.
+    By default the run neither adds nor removes engines."""
     remote: NonNegativeInt = 0
     """Number of additional engines that other hosts bring with `millrace join`; see
     docs/how-to/join-hosts.md."""

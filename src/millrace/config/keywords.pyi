@@ -212,7 +212,8 @@ class LoraSettings(TypedDict, total=False):
     trained too."""
     apply: Literal["auto", "merged", "unmerged"]
     """Application in the engines: "merged" into the weights at each version, or "unmerged"
-    beside them at each token. "auto" is merged, unless engine.adapters are set."""
+    beside them at each token. "auto" is merged, but unmerged with engine.adapters, with
+    [policies], and on servers of vLLM or SGLang."""
     export_merged: bool
     """Export of the whole model, with the adapter merged into it, beside the last checkpoint."""
     quantization: Literal["nf4"] | None
@@ -243,8 +244,8 @@ class EngineSettings(TypedDict, total=False):
     other models leave free, and 1 if they leave none."""
     max_count: int | None
     """Maximum number of engines while the run lasts: one is added when the trainer has waited
-    for more than 30 % of 30 seconds, and removed again when a whole batch waits all the time.
-    By default the run neither adds nor removes engines."""
+    for more than 30 % of the last 30 seconds, and removed again when a whole batch waits all
+    the time. By default the run neither adds nor removes engines."""
     remote: int
     """Number of additional engines that other hosts bring with `millrace join`; see docs/how-
     to/join-hosts.md."""

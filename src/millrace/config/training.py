@@ -271,7 +271,8 @@ class LoraConfig(Section):
     trained too."""
     apply: Literal["auto", "merged", "unmerged"] = "auto"
     """Application in the engines: "merged" into the weights at each version, or "unmerged" beside
-    them at each token. "auto" is merged, unless engine.adapters are set."""
+    them at each token. "auto" is merged, but unmerged with engine.adapters, with [policies], and on
+    servers of vLLM or SGLang."""
     export_merged: bool = False
     """Export of the whole model, with the adapter merged into it, beside the last checkpoint."""
     quantization: Literal["nf4"] | None = None
