@@ -185,6 +185,25 @@ async def test_raising_environment_fails_its_group_unless_redundant_episodes_rem
     assert len(group.episodes) == 2
 
 
+async def test_environment_that_leaves_by_a_cancelled_task_or_exit_fails_its_group(thread):
+    async def cancelled(task, agent):
+        await agent.complete("x")
+        waiting = asyncio.create_task(asyncio.sleep(30))
+        waiting.cancel()
+        await waiting
+
+    async def leaving(task, agent):
+        await agent.complete("x")
+        raise SystemExit(2)
+
+    with pytest.raises(TaskError, match=r"'cancelled' raised CancelledError.*; fix"):
+        await play(cancelled, lambda _: "1", thread=thread)
+    with pytest.raises(TaskError, match=r"'leaving' raised SystemExit: 2 .*; fix"):
+        await play(leaving, lambda _: "1", thread=thread)
+    group, _engine = await play(once, lambda _: "12", thread=thread)  # the thread still runs
+    assert len(group.episodes) == 2
+
+
 @pytest.mark.parametrize("returned", ["1.0", float("nan"), [1.0]])
 async def test_invalid_reward_raises_task_error(returned, thread):
     async def odd(task, agent):

@@ -46,7 +46,7 @@ from millrace.environments.replay.schema import (
 from millrace.environments.rollouts.partial_rollouts import Expired
 from millrace.environments.rollouts.player import GroupPolicy
 from millrace.environments.rollouts.renderer import History, Renderer, RoleModel, role_model
-from millrace.environments.threads import LoopThread, call_hook, on_loop
+from millrace.environments.threads import LoopThread, call_hook, is_cancelled, on_loop
 from millrace.environments.tools.calls import ToolFormatName
 from millrace.environments.tools.functions import run_tool
 from millrace.scoring.functions.user_function import is_async
@@ -188,7 +188,9 @@ async def _reward_of(
         return settings.ended_reward
     except (MillraceError, Expired):
         raise
-    except Exception as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError) and is_cancelled():
+            raise
         if state.time_limit.expired():
             state.end("timeout")
             return settings.ended_reward
