@@ -114,6 +114,19 @@ async def test_environment_can_return_a_reward_after_the_turn_limit(thread):
     assert [(e.ending, e.reward, len(e.turns)) for e in group.episodes] == [("turns", 0.5, 3)] * 2
 
 
+async def test_limit_that_agents_reach_in_a_task_group_ends_the_episode(thread):
+    async def debate(task, agent):
+        await agent.complete("x")
+        async with asyncio.TaskGroup() as speaking:
+            for name in ("left", "right"):
+                speaking.create_task(agent.role(name).complete(name))
+        return 1.0
+
+    limits = EpisodeLimits(max_turns=1)
+    group, _engine = await play(debate, lambda _: "1", thread=thread, limits=limits)
+    assert [(e.ending, e.reward, len(e.turns)) for e in group.episodes] == [("turns", 0.0, 1)] * 2
+
+
 async def test_timeouts_mark_only_the_slow_episode(thread):
     async def slow_tool(task, agent):
         first = await agent.complete("x")

@@ -26,7 +26,14 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from millrace.core.errors import ConfigError, MillraceError, ReplayError, TaskError, cancel_all
+from millrace.core.errors import (
+    ConfigError,
+    MillraceError,
+    ReplayError,
+    TaskError,
+    cancel_all,
+    first_cause,
+)
 from millrace.core.records import Branching, Completion, Episode, Message, Prompt, Task
 from millrace.environments.agent import Agent
 from millrace.environments.episode_state import EpisodeState, Sample
@@ -182,8 +189,10 @@ async def _reward_of(
 ) -> float | dict[str, float] | None:
     settings = state.settings
     try:
+        # An environment may run its agents in a TaskGroup, which wraps what chat() raises.
         async with state.time_limit:
-            returned = await function(task, state.agent())
+            with first_cause():
+                returned = await function(task, state.agent())
     except EpisodeOver:
         return settings.ended_reward
     except (MillraceError, Expired):
