@@ -18,7 +18,10 @@ from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task
 from millrace.scoring.advantages import BatchAdvantages, GroupAdvantages
 from millrace.scoring.functions import workers as scorer_workers
 from millrace.scoring.pool import ScorerSpec, build_scorer_pool, check_scorers, function_scorer
+from millrace.scoring.scheduling.scorer_queue import ScoreGate
+from millrace.scoring.scorer_type import CallSettings
 from millrace.scoring.shaping import build_shaping
+from millrace.scoring.teachers.teacher import TrainerReference
 from millrace.scoring.verifiers import Numeric, PythonTests, ReasoningGym
 from millrace.tasks.loading import Puzzles, load_tasks
 
@@ -508,11 +511,31 @@ async def test_advantages_must_be_finite_and_one_per_episode(open_pool):
         await shaped(too_many, group("a"))
 
 
+class OnlyTokens:
+    """A scorer type that returns no scores of episodes."""
+
+    default_name = "only_tokens"
+
+    def call_settings(self, *, num_workers):
+        return CallSettings()
+
+    def check(self, tasks, *, name):
+        pass
+
+    def build(self, *, name, weight, calls, context):
+        return TrainerReference(name=name, weight=weight)
+
+
+SILENT = ScorerSpec(type=OnlyTokens(), name="silent")
+GATED = replace(spec("exact"), gate=ScoreGate(scorer="silent", comparison=">=", limit=0.5))
+
+
 @pytest.mark.parametrize(
     ("specs", "sentence"),
     [
         ([spec("exact"), spec("exact")], "Two scorers are named 'exact'; give each a different"),
         ([spec("exakt", name="exact")], "has no 'exakt'"),
+        ([GATED, SILENT], "'exact' waits for the score of 'silent', which scores tokens alone"),
     ],
 )
 def test_wrong_scorer_settings_are_refused_before_the_start(specs, sentence, tmp_path):

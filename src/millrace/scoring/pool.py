@@ -262,6 +262,7 @@ def build_scorer_pool(
         calls = replace(spec.type.call_settings(num_workers=num_workers), **spec.overrides)
         scorer = spec.type.build(name=spec.name, weight=spec.weight, calls=calls, context=context)
         queues.append(ScorerQueue(scorer, calls=calls, gate=spec.gate, warn=warn))
+    _check_gates_have_scores(queues)
     return ScorerPool(
         queues,
         advantages=advantages,
@@ -269,6 +270,18 @@ def build_scorer_pool(
         functions=ship_functions(context.functions, folder=private),
         shaping=shaping or Shaping(),
     )
+
+
+def _check_gates_have_scores(queues: Sequence[ScorerQueue]) -> None:
+    """Raise ConfigError for a gate that no episode can pass."""
+    silent = {queue.scorer.name for queue in queues if not gives_scores(queue.scorer)}
+    for queue in queues:
+        if queue.gate is not None and queue.gate.scorer in silent:
+            raise ConfigError(
+                f"Scorer {queue.scorer.name!r} waits for the score of {queue.gate.scorer!r}, which"
+                " scores tokens alone; name another scorer in its `when`, or set `score` of a"
+                " process_reward_model."
+            )
 
 
 def combine(
