@@ -127,7 +127,8 @@ class JudgeScorer:
         }
         if settings.cache == 0:
             return await self._ask(body)
-        key = cache_key(body)
+        # A resumed run may read another score from the same reply.
+        key = cache_key({"body": body, "key": settings.key, "pattern": settings.pattern})
         # Equal calls share a lock, no result: if one is cancelled or fails, the next makes its own.
         async with self._locks.setdefault(key, asyncio.Lock()):
             score = self.cache.get(key)
