@@ -122,6 +122,17 @@ async def test_group_gets_weighted_scores_and_advantages(open_pool, tmp_path):
     assert "exact sees 2 completions" in (tmp_path / "scorer-0.log").read_text()
 
 
+@pytest.mark.parametrize("prompt", ["1+1=", [{"role": "user", "content": "1+1="}]])
+async def test_evaluated_episode_that_ended_before_its_first_reply_has_an_empty_completion(
+    open_pool, prompt
+):
+    pool = await open_pool(function_spec(Numeric()))
+    played = group("2", prompt=prompt, answer=2)
+    timed_out = Episode(turns=(), rollouts=(), ending="timeout")
+    scored = await pool.evaluate(replace(played, episodes=(*played.episodes, timed_out)))
+    assert [score.total for score in scored.scores] == [1.0, 0.0]
+
+
 async def test_a_group_is_penalized_selected_and_filtered_and_advantages_are_of_what_is_left(
     open_pool,
 ):

@@ -26,6 +26,7 @@ from millrace.config.section import NonEmptyStr, NonNegativeInt
 from millrace.core.errors import ConfigError, ScoreError, WorkerError
 from millrace.core.plugins import plugin
 from millrace.core.records import Episode, Group, ScorerResult, Task
+from millrace.scoring.functions.function_scorer import reply_of
 from millrace.scoring.functions.user_function import check_rewards
 from millrace.scoring.functions.workers import ScorerWorkers
 from millrace.scoring.scorer_type import CallSettings, ScorerContext
@@ -247,7 +248,7 @@ def fill_template(template: str, *, task: Task, episode: Episode) -> str:
     prompt = task.prompt
     if not isinstance(prompt, str):
         prompt = "\n\n".join(f"{m['role']}: {_as_text(m.get('content', ''))}" for m in prompt)
-    values = {**task.columns, "prompt": prompt, "completion": episode.turns[-1].completion}
+    values = {**task.columns, "prompt": prompt, "completion": reply_of(episode)}
 
     def value(found: re.Match[str]) -> str:
         escaped, name = found.groups()
