@@ -1,5 +1,6 @@
 import asyncio
 import itertools
+import json
 import threading
 import time
 
@@ -13,6 +14,7 @@ from millrace.core.records import Task
 from millrace.environments.function_environment import check_function
 from millrace.environments.replay.schema import EpisodeLimits, EpisodeOver
 from millrace.environments.rollouts.partial_rollouts import Attempt, Expired
+from millrace.journal.database import decode_group, encode_group
 
 TASK = Task(prompt="a", columns={"value": "12"})
 
@@ -48,6 +50,30 @@ async def test_tool_result_is_sent_to_the_model(thread):
         sampled = TOKENIZERS["chatml"].decode(rollout.tokens[rollout.mask])
         assert sampled.endswith("</tool_call><|im_end|>12<|im_end|>")
     assert len({request.session for request in engine.requests}) == 2
+
+
+async def test_group_with_a_tool_call_of_a_large_number_can_be_journaled(thread):
+    asked = []
+
+    def half(of: int) -> int:
+        """Half of a number."""
+        asked.append(of)
+        return of // 2
+
+    async def compute(task, agent):
+        await agent.run([user("Half of 10^30?")], tools=[half])
+        return 1.0
+
+    def answer(prompt):
+        arguments = {"name": "half", "arguments": {"of": 10**30}}
+        is_first = "<tool_response>" not in prompt
+        return f"<tool_call>\n{json.dumps(arguments)}\n</tool_call>" if is_first else "Done."
+
+    group, _engine = await play(compute, answer, thread=thread, group_size=1)
+    assert asked == [10**30]
+    read = decode_group(encode_group(group), task=TASK)
+    (call,) = read.episodes[0].turns[1].prompt[1]["tool_calls"]
+    assert call["function"]["arguments"] == {"of": str(10**30)}
 
 
 @pytest.mark.parametrize(
