@@ -116,6 +116,18 @@ async def test_long_tool_result_is_cut_with_a_note():
     assert result.text == f"{'x' * 100}\n[cut: the first 100 of 10000000 characters]"
 
 
+async def test_surrogates_in_a_tool_result_are_replaced():
+    def names(x: int) -> str:
+        """File names."""
+        if x:
+            raise FileNotFoundError("caf\udce9")
+        return "caf\udce9.txt"
+
+    text = (await told(names, x=0)).text
+    assert text == "caf?.txt"
+    assert (await told(names, x=1)).text == "Error: FileNotFoundError: caf?"
+
+
 def test_function_without_type_hints_raises_task_error():
     def untyped(x) -> str:
         return x

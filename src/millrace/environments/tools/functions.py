@@ -188,6 +188,9 @@ def _as_text(result: Any) -> str:
 
 
 def _cut(text: str, *, max_chars: int) -> str:
+    """Return at most `max_chars` of a text, as text that every tokenizer takes: file names and
+    parsed JSON may have surrogates."""
+    kept = text[:max_chars].encode(errors="replace").decode()
     if len(text) <= max_chars:
-        return text
-    return f"{text[:max_chars]}\n[cut: the first {max_chars} of {len(text)} characters]"
+        return kept
+    return f"{kept}\n[cut: the first {max_chars} of {len(text)} characters]"
