@@ -537,6 +537,24 @@ class OnlyTokens:
         return TrainerReference(name=name, weight=weight)
 
 
+class WrongModel(TrainerReference):
+    async def start(self):
+        raise ConfigError("the model does not fit")
+
+    async def close(self):
+        pass
+
+
+class OfWrongModel(OnlyTokens):
+    def build(self, *, name, weight, calls, context):
+        return WrongModel(name=name, weight=weight)
+
+
+async def test_scorer_that_cannot_start_raises_its_own_error(open_pool):
+    with pytest.raises(ConfigError, match="the model does not fit"):
+        await open_pool(ScorerSpec(type=OfWrongModel(), name="model"))
+
+
 SILENT = ScorerSpec(type=OnlyTokens(), name="silent")
 GATED = replace(spec("exact"), gate=ScoreGate(scorer="silent", comparison=">=", limit=0.5))
 

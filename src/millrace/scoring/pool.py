@@ -25,7 +25,7 @@ import numpy as np
 
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.config import ScorerConfig
-from millrace.core.errors import ConfigError, ScoreError, user_code
+from millrace.core.errors import ConfigError, ScoreError, run_all, user_code
 from millrace.core.files import check_file_name
 from millrace.core.plugins import build_plugin
 from millrace.core.protocols import (
@@ -154,10 +154,10 @@ class ScorerPool:
         self.tokens_wasted: Counter[str] = Counter()  # sampled but never trained, by reason
 
     async def start(self) -> None:
-        async with asyncio.TaskGroup() as starting:
-            starting.create_task(self.workers.start(self.functions))
-            for scorer in self._startable:
-                starting.create_task(scorer.start())
+        """Raises the first error."""
+        await run_all(
+            [self.workers.start(self.functions), *(each.start() for each in self._startable)]
+        )
 
     async def close(self) -> None:
         """Also called after a failed start()."""
