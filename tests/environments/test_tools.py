@@ -99,6 +99,17 @@ async def test_raising_tool_fails_only_its_call(error):
     assert result.fault == "tool_errors"
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()])
+async def test_async_tool_that_exits_or_is_cancelled_fails_only_its_call(error):
+    async def broken(x: int) -> int:
+        """Raises."""
+        raise error
+
+    result = await told(broken, x=1)
+    assert type(error).__name__ in result.text
+    assert result.fault == "tool_errors"
+
+
 async def test_hanging_tool_times_out_while_others_run():
     hanging = asyncio.create_task(told(later, timeout_s=0.2, key="a"))
     assert (await told(search, query="b", limit=1)).text == '["b"]'
