@@ -1,5 +1,6 @@
 import asyncio
 import itertools
+import json
 import threading
 import time
 
@@ -13,6 +14,7 @@ from millrace.core.records import Task
 from millrace.environments.function_environment import check_function
 from millrace.environments.replay.schema import EpisodeLimits, EpisodeOver
 from millrace.environments.rollouts.partial_rollouts import Attempt, Expired
+from millrace.journal.database import decode_group, encode_group
 
 TASK = Task(prompt="a", columns={"value": "12"})
 
@@ -48,6 +50,30 @@ async def test_tool_result_is_sent_to_the_model(thread):
         sampled = TOKENIZERS["chatml"].decode(rollout.tokens[rollout.mask])
         assert sampled.endswith("</tool_call><|im_end|>12<|im_end|>")
     assert len({request.session for request in engine.requests}) == 2
+
+
+async def test_group_with_a_tool_call_of_a_large_number_can_be_journaled(thread):
+    asked = []
+
+    def half(of: int) -> int:
+        """Half of a number."""
+        asked.append(of)
+        return of // 2
+
+    async def compute(task, agent):
+        await agent.run([user("Half of 10^30?")], tools=[half])
+        return 1.0
+
+    def answer(prompt):
+        arguments = {"name": "half", "arguments": {"of": 10**30}}
+        is_first = "<tool_response>" not in prompt
+        return f"<tool_call>\n{json.dumps(arguments)}\n</tool_call>" if is_first else "Done."
+
+    group, _engine = await play(compute, answer, thread=thread, group_size=1)
+    assert asked == [10**30]
+    read = decode_group(encode_group(group), task=TASK)
+    (call,) = read.episodes[0].turns[1].prompt[1]["tool_calls"]
+    assert call["function"]["arguments"] == {"of": str(10**30)}
 
 
 @pytest.mark.parametrize(
@@ -112,6 +138,19 @@ async def test_environment_can_return_a_reward_after_the_turn_limit(thread):
         generous, lambda _: "1", thread=thread, limits=EpisodeLimits(max_turns=3)
     )
     assert [(e.ending, e.reward, len(e.turns)) for e in group.episodes] == [("turns", 0.5, 3)] * 2
+
+
+async def test_limit_that_agents_reach_in_a_task_group_ends_the_episode(thread):
+    async def debate(task, agent):
+        await agent.complete("x")
+        async with asyncio.TaskGroup() as speaking:
+            for name in ("left", "right"):
+                speaking.create_task(agent.role(name).complete(name))
+        return 1.0
+
+    limits = EpisodeLimits(max_turns=1)
+    group, _engine = await play(debate, lambda _: "1", thread=thread, limits=limits)
+    assert [(e.ending, e.reward, len(e.turns)) for e in group.episodes] == [("turns", 0.0, 1)] * 2
 
 
 async def test_timeouts_mark_only_the_slow_episode(thread):
@@ -182,6 +221,25 @@ async def test_raising_environment_fails_its_group_unless_redundant_episodes_rem
     group, _ = await play(
         fragile, lambda _: next(numbers), thread=thread, group_size=2, redundancy=1
     )
+    assert len(group.episodes) == 2
+
+
+async def test_environment_that_leaves_by_a_cancelled_task_or_exit_fails_its_group(thread):
+    async def cancelled(task, agent):
+        await agent.complete("x")
+        waiting = asyncio.create_task(asyncio.sleep(30))
+        waiting.cancel()
+        await waiting
+
+    async def leaving(task, agent):
+        await agent.complete("x")
+        raise SystemExit(2)
+
+    with pytest.raises(TaskError, match=r"'cancelled' raised CancelledError.*; fix"):
+        await play(cancelled, lambda _: "1", thread=thread)
+    with pytest.raises(TaskError, match=r"'leaving' raised SystemExit: 2 .*; fix"):
+        await play(leaving, lambda _: "1", thread=thread)
+    group, _engine = await play(once, lambda _: "12", thread=thread)  # the thread still runs
     assert len(group.episodes) == 2
 
 

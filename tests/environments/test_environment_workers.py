@@ -155,7 +155,7 @@ async def test_errors_of_an_environment_fail_its_group_with_one_sentence(tokeniz
     async with opened as workers:
         for prompt, sentence in [
             ("raise", r"'misbehaving' raised ValueError: no such move \(episode 0, .*\); fix the"),
-            ("exit", r"group 3: the environment raised SystemExit\(3\); fix the environment\."),
+            ("exit", r"'misbehaving' raised SystemExit: 3 \(episode 0, .*\); fix the"),
             (
                 "object",
                 r"group 3: its episode cannot be sent to the controller: .* builtins\.object",

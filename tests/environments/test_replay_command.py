@@ -90,3 +90,11 @@ def test_replay_marks_turns_after_an_edit_as_not_recorded(recorded, tmp_path, ca
     assert "name it with --environment" in capsys.readouterr().err
     assert main(["replay", str(path), "--reward", "0.5"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[0])["reward"] == 0.5
+
+
+def test_scorer_that_needs_a_run_is_refused_in_one_sentence(recorded, tmp_path, capsys):
+    path, _environment = recorded
+    config = tmp_path / "run.toml"
+    config.write_text('model = "m"\nscorers = [{ type = "reference" }]\n')
+    assert main(["replay", str(path), "--config", str(config)]) == 2
+    assert "error: Scorer 'reference' reads the tokens of a training run" in capsys.readouterr().err

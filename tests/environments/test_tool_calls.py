@@ -82,6 +82,13 @@ def test_call_inside_thinking_is_ignored():
         ("gemma", "```tool_code\nimport os\n```", "'import os' is not a call"),
         ("gemma", "```tool_code\nsearch(open('x'))\n```", "cannot be read"),
         ("gemma", "```tool_code\nsearch(1, 2, 3)\n```", "takes fewer arguments"),
+        ("llama3", "<|python_tag|>search({(1, 2): 3})", "keys must be str"),
+        ("llama3", "<|python_tag|>search(1j)", "1j cannot be an argument"),
+        (
+            "hermes",
+            r'<tool_call>{"name": "search", "arguments": {"key": "\ud83d"}}</tool_call>',
+            "surrogates not allowed",
+        ),
     ],
 )
 def test_malformed_call_is_a_problem_for_the_model(name: str, text: str, problem: str):
@@ -89,6 +96,11 @@ def test_malformed_call_is_a_problem_for_the_model(name: str, text: str, problem
     assert parsed.calls == ()
     (sentence,) = parsed.problems
     assert re.search(problem, sentence)
+
+
+def test_python_literals_become_json():
+    parsed = FORMATS["llama3"].parse("<|python_tag|>search({1: (2, {3})}, limit=True)", [SCHEMA])
+    assert parsed.calls[0].arguments == {"key": {"1": [2, [3]]}, "limit": True}
 
 
 def test_llama_makes_only_the_first_of_several_calls():

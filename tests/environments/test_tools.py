@@ -99,6 +99,17 @@ async def test_raising_tool_fails_only_its_call(error):
     assert result.fault == "tool_errors"
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()])
+async def test_async_tool_that_exits_or_is_cancelled_fails_only_its_call(error):
+    async def broken(x: int) -> int:
+        """Raises."""
+        raise error
+
+    result = await told(broken, x=1)
+    assert type(error).__name__ in result.text
+    assert result.fault == "tool_errors"
+
+
 async def test_hanging_tool_times_out_while_others_run():
     hanging = asyncio.create_task(told(later, timeout_s=0.2, key="a"))
     assert (await told(search, query="b", limit=1)).text == '["b"]'
@@ -114,6 +125,18 @@ async def test_long_tool_result_is_cut_with_a_note():
 
     result = await told(dump, x=1)
     assert result.text == f"{'x' * 100}\n[cut: the first 100 of 10000000 characters]"
+
+
+async def test_surrogates_in_a_tool_result_are_replaced():
+    def names(x: int) -> str:
+        """File names."""
+        if x:
+            raise FileNotFoundError("caf\udce9")
+        return "caf\udce9.txt"
+
+    text = (await told(names, x=0)).text
+    assert text == "caf?.txt"
+    assert (await told(names, x=1)).text == "Error: FileNotFoundError: caf?"
 
 
 def test_function_without_type_hints_raises_task_error():

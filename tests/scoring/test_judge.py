@@ -105,12 +105,20 @@ async def test_stored_cache_is_used_after_a_resume(service, tmp_path):
     async with open_pool(settings, folder=tmp_path) as pool:
         assert await scores_of(pool, "a", "bb") == [1.0, 2.0]
     (file,) = (tmp_path / "scorers").iterdir()
-    assert "bb" not in file.read_text()
+    assert "Judge" not in file.read_text()
     file.write_text(file.read_text() + '{"key": "cut sh')
     async with open_pool(settings, folder=tmp_path) as pool:
         assert await scores_of(pool, "bb", "ccc") == [2.0, 3.0]
     assert len(service.bodies) == 3
     assert len([json.loads(line) for line in file.read_text().splitlines()]) == 3
+
+
+async def test_stored_score_is_not_used_after_a_resume_with_another_key(service, tmp_path):
+    service.reply = lambda body: says('{"score": 1, "style": 3}')
+    async with open_pool(table(service, keep=True), folder=tmp_path) as pool:
+        assert await scores_of(pool, "a") == [1.0]
+    async with open_pool(table(service, keep=True, key="style"), folder=tmp_path) as pool:
+        assert await scores_of(pool, "a") == [3.0]
 
 
 def test_cache_drops_the_least_recently_used_scores():

@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 from scored_groups import scored, totals_of
 
 from millrace.core.errors import ConfigError, ScoreError
+from millrace.core.records import Branching
 from millrace.scoring.shaping import (
     CosineLength,
     LinearLength,
@@ -51,6 +54,15 @@ def test_penalties_compose_with_rewards_and_with_each_other():
     assert short.total == pytest.approx(1 - 0.2 - 0.2)
     assert long.parts["late"] == -1.0
     assert long.total == pytest.approx(1 - 0.45 - 1 - 0.3)
+
+
+def test_penalty_of_a_branch_counts_the_tokens_that_it_shares():
+    root, branch = scored(1.0, 1.0, lengths=[9, 3]).episodes
+    root = replace(root, branching=Branching(number=0))
+    branch = replace(branch, branching=Branching(number=1, parent=0, place=6))
+    group = replace(scored(1.0, 1.0), episodes=(root, branch))
+    (penalty,) = build_penalties([{"type": "linear", "max_tokens": 10}])
+    assert penalty.score(group) == [-0.9, -0.9]
 
 
 def test_correct_answer_that_was_too_long_is_still_solved():

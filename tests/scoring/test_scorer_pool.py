@@ -18,7 +18,10 @@ from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task
 from millrace.scoring.advantages import BatchAdvantages, GroupAdvantages
 from millrace.scoring.functions import workers as scorer_workers
 from millrace.scoring.pool import ScorerSpec, build_scorer_pool, check_scorers, function_scorer
+from millrace.scoring.scheduling.scorer_queue import ScoreGate
+from millrace.scoring.scorer_type import CallSettings
 from millrace.scoring.shaping import build_shaping
+from millrace.scoring.teachers.teacher import TrainerReference
 from millrace.scoring.verifiers import Numeric, PythonTests, ReasoningGym
 from millrace.tasks.loading import Puzzles, load_tasks
 
@@ -117,6 +120,17 @@ async def test_group_gets_weighted_scores_and_advantages(open_pool, tmp_path):
     assert load.busy_s > 0
     assert pool.workers.num_lost == 0
     assert "exact sees 2 completions" in (tmp_path / "scorer-0.log").read_text()
+
+
+@pytest.mark.parametrize("prompt", ["1+1=", [{"role": "user", "content": "1+1="}]])
+async def test_evaluated_episode_that_ended_before_its_first_reply_has_an_empty_completion(
+    open_pool, prompt
+):
+    pool = await open_pool(function_spec(Numeric()))
+    played = group("2", prompt=prompt, answer=2)
+    timed_out = Episode(turns=(), rollouts=(), ending="timeout")
+    scored = await pool.evaluate(replace(played, episodes=(*played.episodes, timed_out)))
+    assert [score.total for score in scored.scores] == [1.0, 0.0]
 
 
 async def test_a_group_is_penalized_selected_and_filtered_and_advantages_are_of_what_is_left(
@@ -508,11 +522,49 @@ async def test_advantages_must_be_finite_and_one_per_episode(open_pool):
         await shaped(too_many, group("a"))
 
 
+class OnlyTokens:
+    """A scorer type that returns no scores of episodes."""
+
+    default_name = "only_tokens"
+
+    def call_settings(self, *, num_workers):
+        return CallSettings()
+
+    def check(self, tasks, *, name):
+        pass
+
+    def build(self, *, name, weight, calls, context):
+        return TrainerReference(name=name, weight=weight)
+
+
+class WrongModel(TrainerReference):
+    async def start(self):
+        raise ConfigError("the model does not fit")
+
+    async def close(self):
+        pass
+
+
+class OfWrongModel(OnlyTokens):
+    def build(self, *, name, weight, calls, context):
+        return WrongModel(name=name, weight=weight)
+
+
+async def test_scorer_that_cannot_start_raises_its_own_error(open_pool):
+    with pytest.raises(ConfigError, match="the model does not fit"):
+        await open_pool(ScorerSpec(type=OfWrongModel(), name="model"))
+
+
+SILENT = ScorerSpec(type=OnlyTokens(), name="silent")
+GATED = replace(spec("exact"), gate=ScoreGate(scorer="silent", comparison=">=", limit=0.5))
+
+
 @pytest.mark.parametrize(
     ("specs", "sentence"),
     [
         ([spec("exact"), spec("exact")], "Two scorers are named 'exact'; give each a different"),
         ([spec("exakt", name="exact")], "has no 'exakt'"),
+        ([GATED, SILENT], "'exact' waits for the score of 'silent', which scores tokens alone"),
     ],
 )
 def test_wrong_scorer_settings_are_refused_before_the_start(specs, sentence, tmp_path):

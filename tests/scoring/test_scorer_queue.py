@@ -61,6 +61,18 @@ async def test_concurrency_is_bounded_and_older_groups_go_first():
     assert bench.scorer.calls[2:] == [["g1"], ["g9"]]
 
 
+async def test_scorer_that_raises_cancelled_error_fails_its_call():
+    bench = Bench(concurrency=1)
+    bench.scorer.fails = lambda group: asyncio.CancelledError() if group.number == 0 else None
+    ask = bench.submit("a")
+    await settle()
+    assert ask.done()
+    with pytest.raises(ScoreError, match=r"Scorer 'scripted' raised CancelledError\(\); fix it"):
+        await ask
+    assert await bench.scores("bc", group=1) == [2.0]
+    assert bench.queue.load().failures == 1
+
+
 async def test_waiting_episodes_of_a_group_share_calls_up_to_the_batch_size():
     bench = Bench(concurrency=1, batch=3)
     bench.scorer.let.clear()

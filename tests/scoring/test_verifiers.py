@@ -165,6 +165,13 @@ def test_json_schema(text, reward):
     assert score(v.JsonSchema(schema=SCHEMA), text) == reward
 
 
+@pytest.mark.parametrize("number", ["1e400", "1" + "0" * 400])
+def test_number_beyond_floats_scores_0_under_a_schema_with_a_divisor(number):
+    verifier = v.JsonSchema(schema={"type": "number", "multipleOf": 0.5})
+    assert score(verifier, "2.5") == 1
+    assert score(verifier, number) == 0
+
+
 def test_a_schema_comes_from_a_file_and_may_forbid_fences(tmp_path):
     path = tmp_path / "schema.json"
     path.write_text(json.dumps(SCHEMA))

@@ -42,6 +42,7 @@ RunTool = Callable[..., Awaitable[ToolResult]]  # with the signature of run_tool
 
 # About 4,000 tokens. A tool that returns a whole file must not fill the context.
 TOOL_RESULT_CHARS = 16384
+STORABLE_INTS = range(-(2**63), 2**64)
 # Numbers of the tool calls that the running code is part of.
 _ENCLOSING_TOOLS: ContextVar[tuple[int, ...]] = ContextVar("_ENCLOSING_TOOLS", default=())
 
@@ -129,6 +130,7 @@ class EpisodeState:
     ) -> Exchange:
         """Sample a reply to `prompt`; raise EpisodeOver at a limit. `session`: None = its own."""
         self.check()
+        prompt = _storable(prompt)
         number = next(self._calls)
         if number >= self.limits.max_turns:
             raise self.end("turns")
@@ -241,3 +243,16 @@ class EpisodeState:
             f" {self.models[agent.model].row.max_context}; shorten the prompt or raise"
             f" {section}.max_context."
         )
+
+
+def _storable(value: Any) -> Any:
+    """Return a prompt with integers of more than 64 bits as text, because the journal and other
+    processes cannot hold them. A model may write any number into a tool call."""
+    match value:
+        case list():
+            return [_storable(row) for row in value]
+        case dict():
+            return {key: _storable(row) for key, row in value.items()}
+        case int() if value not in STORABLE_INTS:
+            return str(value)
+    return value

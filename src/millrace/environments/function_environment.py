@@ -26,7 +26,14 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from millrace.core.errors import ConfigError, MillraceError, ReplayError, TaskError, cancel_all
+from millrace.core.errors import (
+    ConfigError,
+    MillraceError,
+    ReplayError,
+    TaskError,
+    cancel_all,
+    first_cause,
+)
 from millrace.core.records import Branching, Completion, Episode, Message, Prompt, Task
 from millrace.environments.agent import Agent
 from millrace.environments.episode_state import EpisodeState, Sample
@@ -46,7 +53,7 @@ from millrace.environments.replay.schema import (
 from millrace.environments.rollouts.partial_rollouts import Expired
 from millrace.environments.rollouts.player import GroupPolicy
 from millrace.environments.rollouts.renderer import History, Renderer, RoleModel, role_model
-from millrace.environments.threads import LoopThread, call_hook, on_loop
+from millrace.environments.threads import LoopThread, call_hook, is_cancelled, on_loop
 from millrace.environments.tools.calls import ToolFormatName
 from millrace.environments.tools.functions import run_tool
 from millrace.scoring.functions.user_function import is_async
@@ -182,13 +189,17 @@ async def _reward_of(
 ) -> float | dict[str, float] | None:
     settings = state.settings
     try:
+        # An environment may run its agents in a TaskGroup, which wraps what chat() raises.
         async with state.time_limit:
-            returned = await function(task, state.agent())
+            with first_cause():
+                returned = await function(task, state.agent())
     except EpisodeOver:
         return settings.ended_reward
     except (MillraceError, Expired):
         raise
-    except Exception as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError) and is_cancelled():
+            raise
         if state.time_limit.expired():
             state.end("timeout")
             return settings.ended_reward

@@ -55,6 +55,14 @@ async def on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
 
 
+def is_cancelled() -> bool:
+    """True if this task was asked to end. Otherwise users' code itself raised a CancelledError, for
+    example that of a task which it has cancelled. Passed on, that would end the caller in silence,
+    as if its result were not wanted any more."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def call_hook(owner: object, name: str) -> None:
     """Await an async method without arguments that a user's object may define."""
     method = getattr(owner, name, None)

@@ -25,7 +25,7 @@ import numpy as np
 
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.config import ScorerConfig
-from millrace.core.errors import ConfigError, ScoreError, user_code
+from millrace.core.errors import ConfigError, ScoreError, run_all, user_code
 from millrace.core.files import check_file_name
 from millrace.core.plugins import build_plugin
 from millrace.core.protocols import (
@@ -154,10 +154,10 @@ class ScorerPool:
         self.tokens_wasted: Counter[str] = Counter()  # sampled but never trained, by reason
 
     async def start(self) -> None:
-        async with asyncio.TaskGroup() as starting:
-            starting.create_task(self.workers.start(self.functions))
-            for scorer in self._startable:
-                starting.create_task(scorer.start())
+        """Raises the first error."""
+        await run_all(
+            [self.workers.start(self.functions), *(each.start() for each in self._startable)]
+        )
 
     async def close(self) -> None:
         """Also called after a failed start()."""
@@ -262,6 +262,7 @@ def build_scorer_pool(
         calls = replace(spec.type.call_settings(num_workers=num_workers), **spec.overrides)
         scorer = spec.type.build(name=spec.name, weight=spec.weight, calls=calls, context=context)
         queues.append(ScorerQueue(scorer, calls=calls, gate=spec.gate, warn=warn))
+    _check_gates_have_scores(queues)
     return ScorerPool(
         queues,
         advantages=advantages,
@@ -269,6 +270,18 @@ def build_scorer_pool(
         functions=ship_functions(context.functions, folder=private),
         shaping=shaping or Shaping(),
     )
+
+
+def _check_gates_have_scores(queues: Sequence[ScorerQueue]) -> None:
+    """Raise ConfigError for a gate that no episode can pass."""
+    silent = {queue.scorer.name for queue in queues if not gives_scores(queue.scorer)}
+    for queue in queues:
+        if queue.gate is not None and queue.gate.scorer in silent:
+            raise ConfigError(
+                f"Scorer {queue.scorer.name!r} waits for the score of {queue.gate.scorer!r}, which"
+                " scores tokens alone; name another scorer in its `when`, or set `score` of a"
+                " process_reward_model."
+            )
 
 
 def combine(

@@ -25,7 +25,7 @@ from millrace.config import FASTEST
 from millrace.core.errors import ConfigError, Filtered, ScoreError, user_code
 from millrace.core.plugins import build_callable, plugin
 from millrace.core.protocols import Filter, Selection
-from millrace.core.records import Group, Rollout, Score
+from millrace.core.records import Episode, Group, Rollout, Score
 
 SELECTION_SECTION = "rollout.selection"
 FILTER_SECTION = "rollout.filter"
@@ -70,8 +70,13 @@ class RocSelection:
                     f" name one of {', '.join(score.parts)}."
                 )
             quality = score.parts[self.quality] or 0.0
-        length = sum(rollout.num_sampled for rollout in episode.rollouts)
-        return episode.turns[-1].finish == "length", -quality, length
+        return episode.turns[-1].finish == "length", -quality, _num_sampled(episode)
+
+
+def _num_sampled(episode: Episode) -> int:
+    """Sampled tokens, with those that a branch shares with its parent, which trains them."""
+    shared = 0 if episode.branching is None else episode.branching.place
+    return shared + sum(rollout.num_sampled for rollout in episode.rollouts)
 
 
 # Of the fastest, the environment plays no more than are kept.
@@ -249,7 +254,7 @@ class Penalty:
     of_tokens: Callable[[int], float] = field(repr=False)
 
     def score(self, group: Group) -> list[float]:
-        lengths = [sum(r.num_sampled for r in episode.rollouts) for episode in group.episodes]
+        lengths = [_num_sampled(episode) for episode in group.episodes]
         with user_code(f"Penalty {self.name!r}"):
             values = [float(self.of_tokens(length)) for length in lengths]
         if not all(math.isfinite(value) for value in values):

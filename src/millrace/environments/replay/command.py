@@ -34,6 +34,8 @@ from millrace.scoring.pool import (
     resolve_scorer,
     resolve_scorers,
 )
+from millrace.scoring.reward_models.reward_model import ProcessRewardModel, RewardModel
+from millrace.scoring.teachers.teacher import Reference, TeacherSettings
 
 
 async def replay(
@@ -100,7 +102,18 @@ async def _rerun(
     return replace(line, episode=decode(episode.recording, Recording))
 
 
+def _check_needs_no_run(specs: Sequence[ScorerSpec]) -> None:
+    for spec in specs:
+        takes_ids = isinstance(spec.type, RewardModel) and spec.type.template == "ids"
+        if takes_ids or isinstance(spec.type, ProcessRewardModel | TeacherSettings | Reference):
+            raise ConfigError(
+                f"Scorer {spec.name!r} reads the tokens of a training run, which a replay does not"
+                " have; remove it from the config."
+            )
+
+
 async def _scored(lines: Sequence[Line], specs: Sequence[ScorerSpec]) -> list[Line]:
+    _check_needs_no_run(specs)
     groups: dict[int | str, list[Line]] = {}
     for line in lines:
         key = line.episode.name if line.group is None else line.group

@@ -82,6 +82,7 @@ class ToolFormat:
         for body in bodies:
             try:
                 for name, arguments in read(body):
+                    json.dumps([name, arguments], ensure_ascii=False).encode()  # no half characters
                     id = f"call{len(calls):05d}"  # nine characters, which some templates require
                     calls.append(ToolCall(id=id, name=name, arguments=arguments))
             except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
@@ -218,4 +219,18 @@ def _python_calls(body: str, *, schemas: Schemas) -> Iterator[NamedArguments]:
         if len(positional) < len(call.args):
             raise ValueError(f"{name} takes fewer arguments")
         keywords = {row.arg: ast.literal_eval(row.value) for row in call.keywords if row.arg}
-        yield name, {**positional, **keywords}
+        yield name, _as_json({**positional, **keywords})
+
+
+def _as_json(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Python literals as what JSON has for them: messages and recordings are JSON."""
+
+    def as_list(value: Any) -> list[Any]:
+        if isinstance(value, set):
+            return list(value)
+        raise ValueError(f"{value!r:.40} cannot be an argument")
+
+    try:
+        return json.loads(json.dumps(arguments, default=as_list))
+    except TypeError as error:  # a key of a dict
+        raise ValueError(str(error)) from None

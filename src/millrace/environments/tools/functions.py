@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from millrace.core.errors import TaskError
-from millrace.environments.threads import complete_future
+from millrace.environments.threads import complete_future, is_cancelled
 from millrace.scoring.functions.user_function import is_async
 
 Fault = Literal["tool_errors", "tool_timeouts"]
@@ -96,7 +96,9 @@ async def run_tool(
         async with limit:
             result = await _result(tool.call, checked)
         return ToolResult(text=_cut(_as_text(result), max_chars=max_chars))
-    except Exception as error:  # noqa: BLE001 - the user's own code may raise anything
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError) and is_cancelled():
+            raise
         if limit.expired():
             text = f"Error: {tool.name} took longer than {timeout_s:g} s and was given up."
             return ToolResult(text=text, fault="tool_timeouts")
@@ -188,6 +190,9 @@ def _as_text(result: Any) -> str:
 
 
 def _cut(text: str, *, max_chars: int) -> str:
+    """Return at most `max_chars` of a text, as text that every tokenizer takes: file names and
+    parsed JSON may have surrogates."""
+    kept = text[:max_chars].encode(errors="replace").decode()
     if len(text) <= max_chars:
-        return text
-    return f"{text[:max_chars]}\n[cut: the first {max_chars} of {len(text)} characters]"
+        return kept
+    return f"{kept}\n[cut: the first {max_chars} of {len(text)} characters]"

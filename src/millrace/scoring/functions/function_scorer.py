@@ -63,13 +63,13 @@ class FunctionScorer:
     num_lost: int = 0  # processes that died or were killed in its calls
 
     async def score(self, group: Group) -> list[ScorerResult]:
-        prompt, rollouts = group.task.prompt, [e.rollouts[-1] for e in group.episodes]
+        prompt, size = group.task.prompt, len(group.episodes)
         message = ScoreGroup(  # the TRL signature: lists with one entry per episode
             function=self.name,
-            prompts=[prompt] * len(rollouts),
+            prompts=[prompt] * size,
             completions=[completion_of(episode, prompt) for episode in group.episodes],
-            completion_ids=[rollout.tokens[rollout.mask].tolist() for rollout in rollouts],
-            columns={name: [value] * len(rollouts) for name, value in group.task.columns.items()},
+            completion_ids=list(map(_sampled_ids, group.episodes)),
+            columns={name: [value] * size for name, value in group.task.columns.items()},
         )
         try:
             scored = await self.workers.call(
@@ -96,10 +96,21 @@ class FunctionScorer:
 
 def completion_of(episode: Episode, prompt: Prompt) -> Prompt:
     """Return the completion text; for a chat, all messages after those of the task's prompt."""
-    turn = episode.turns[-1]
+    text = reply_of(episode)
     if isinstance(prompt, str):
-        return turn.completion
-    messages = [*(turn.prompt if not isinstance(turn.prompt, str) else [])]
+        return text
+    asked = episode.turns[-1].prompt if episode.turns else prompt
+    messages = [*(asked if not isinstance(asked, str) else [])]
     starts_with_prompt = messages[: len(prompt)] == prompt
-    reply: list[Message] = [{"role": "assistant", "content": turn.completion}]
+    reply: list[Message] = [{"role": "assistant", "content": text}]
     return [*messages[len(prompt) :], *reply] if starts_with_prompt else reply
+
+
+def reply_of(episode: Episode) -> str:
+    """The text of the last reply; "" if an episode of an evaluation reached a limit before one."""
+    return episode.turns[-1].completion if episode.turns else ""
+
+
+def _sampled_ids(episode: Episode) -> list[int]:
+    """The sampled tokens of the last rollout; an evaluated episode may have none."""
+    return [id for rollout in episode.rollouts[-1:] for id in rollout.tokens[rollout.mask].tolist()]

@@ -295,6 +295,11 @@ class ScorerQueue:
             for (_, result), scored in zip(call.entries, results, strict=True):
                 if not result.done():
                     result.set_result(scored)
+        except asyncio.CancelledError as error:
+            if not call.task.cancelling():  # the scorer raised it; nobody gave the call up
+                self._load.failures += 1
+                call.fail(ScoreError(f"Scorer {self.scorer.name!r} raised {error!r}; fix it."))
+            raise
         except Exception as error:  # noqa: BLE001 - the callers of score() raise it
             self._load.failures += isinstance(error, ScoreError)
             call.fail(error)

@@ -26,6 +26,7 @@ from millrace.config.section import NonEmptyStr, NonNegativeInt
 from millrace.core.errors import ConfigError, ScoreError, WorkerError
 from millrace.core.plugins import plugin
 from millrace.core.records import Episode, Group, ScorerResult, Task
+from millrace.scoring.functions.function_scorer import reply_of
 from millrace.scoring.functions.user_function import check_rewards
 from millrace.scoring.functions.workers import ScorerWorkers
 from millrace.scoring.scorer_type import CallSettings, ScorerContext
@@ -127,7 +128,8 @@ class JudgeScorer:
         }
         if settings.cache == 0:
             return await self._ask(body)
-        key = cache_key(body)
+        # A resumed run may read another score from the same reply.
+        key = cache_key({"body": body, "key": settings.key, "pattern": settings.pattern})
         # Equal calls share a lock, no result: if one is cancelled or fails, the next makes its own.
         async with self._locks.setdefault(key, asyncio.Lock()):
             score = self.cache.get(key)
@@ -246,7 +248,7 @@ def fill_template(template: str, *, task: Task, episode: Episode) -> str:
     prompt = task.prompt
     if not isinstance(prompt, str):
         prompt = "\n\n".join(f"{m['role']}: {_as_text(m.get('content', ''))}" for m in prompt)
-    values = {**task.columns, "prompt": prompt, "completion": episode.turns[-1].completion}
+    values = {**task.columns, "prompt": prompt, "completion": reply_of(episode)}
 
     def value(found: re.Match[str]) -> str:
         escaped, name = found.groups()

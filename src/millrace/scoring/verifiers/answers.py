@@ -266,8 +266,8 @@ class JsonSchema:
         try:
             value = json.loads(text if block is None else block, parse_constant=_refuse)
             return float(validator.is_valid(value))
-        except (ValueError, RecursionError):  # not JSON, or nested too deeply
-            return 0.0
+        except (ValueError, OverflowError, RecursionError):
+            return 0.0  # not JSON, a number beyond floats, or nested too deeply
 
 
 def _read(path: Path) -> Any:
