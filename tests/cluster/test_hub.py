@@ -11,6 +11,7 @@ from echo_worker import ask
 
 from millrace.cluster.hub import Hub
 from millrace.cluster.join.registry import JoinRegistry, host_identity
+from millrace.cluster.launchers.launcher import Launcher, ProcessExit, WorkerProcess, WorkerSpec
 from millrace.cluster.messages import (
     Done,
     GenerateDone,
@@ -267,3 +268,26 @@ def test_a_hub_runs_on_uvloop_and_leaves_nothing_open(tmp_path: Path, address: s
     assert pid is not None
     assert not psutil.pid_exists(pid)
     assert psutil.Process().num_fds() <= num_fds
+
+
+async def test_failed_launch_keeps_its_reason_although_another_begins_meanwhile(tmp_path: Path):
+    class Ended(WorkerProcess):
+        async def exited(self) -> ProcessExit:
+            return ProcessExit(reason="ended at once")
+
+        def kill(self) -> None:
+            if not second:
+                second.append(asyncio.create_task(launch("second")))
+
+    class Ending(Launcher):
+        async def start(self, spec: WorkerSpec) -> WorkerProcess:
+            return Ended()
+
+    async def launch(name: str) -> None:
+        with pytest.raises(WorkerError, match=f"'{name}' ended at once"):
+            await hub.launch(name, "", launcher=Ending())
+
+    second: list[asyncio.Task[None]] = []
+    async with Hub(log_dir=tmp_path, on_event=ignore) as hub:
+        await launch("first")
+        await second[0]
