@@ -11,6 +11,7 @@ from echo_worker import ask
 
 from millrace.cluster.hub import Hub
 from millrace.cluster.join.registry import JoinRegistry, host_identity
+from millrace.cluster.launchers.launcher import Launcher, ProcessExit, WorkerProcess, WorkerSpec
 from millrace.cluster.messages import (
     Done,
     GenerateDone,
@@ -21,6 +22,7 @@ from millrace.cluster.messages import (
     WorkerProgress,
 )
 from millrace.cluster.wire import WireError, encode
+from millrace.cluster.worker import Worker
 from millrace.core.errors import ConfigError, RunFailed, ScoreError, WorkerError
 
 Events = list[tuple[str, Message]]
@@ -267,3 +269,56 @@ def test_a_hub_runs_on_uvloop_and_leaves_nothing_open(tmp_path: Path, address: s
     assert pid is not None
     assert not psutil.pid_exists(pid)
     assert psutil.Process().num_fds() <= num_fds
+
+
+async def test_failed_launch_keeps_its_reason_although_another_begins_meanwhile(tmp_path: Path):
+    class Ended(WorkerProcess):
+        async def exited(self) -> ProcessExit:
+            return ProcessExit(reason="ended at once")
+
+        def kill(self) -> None:
+            if not second:
+                second.append(asyncio.create_task(launch("second")))
+
+    class Ending(Launcher):
+        async def start(self, spec: WorkerSpec) -> WorkerProcess:
+            return Ended()
+
+    async def launch(name: str) -> None:
+        with pytest.raises(WorkerError, match=f"'{name}' ended at once"):
+            await hub.launch(name, "", launcher=Ending())
+
+    second: list[asyncio.Task[None]] = []
+    async with Hub(log_dir=tmp_path, on_event=ignore) as hub:
+        await launch("first")
+        await second[0]
+
+
+async def test_hung_worker_ends_although_its_caller_stops_waiting():
+    class Stuck(WorkerProcess):
+        async def exited(self) -> ProcessExit:
+            await ended.wait()
+            return ProcessExit(reason="was killed", code=-9)
+
+        def kill(self) -> None:
+            ended.set()
+
+        async def dump_stacks(self) -> tuple[str, str]:
+            dumping.set()
+            await asyncio.Event().wait()
+            raise AssertionError("it never writes them")
+
+    async def send(_id: bytes, _message: Message) -> None: ...
+
+    ended, dumping = asyncio.Event(), asyncio.Event()
+    worker = Worker("engine-0", send=send, stop_timeout_s=1.0)
+    worker.on_event(Hello(worker="engine-0", pid=1, address="127.0.0.1", free_port=1))
+    await worker.start(Stuck(), timeout_s=1.0)
+    failing = asyncio.create_task(worker.fail_hung("made no progress"))
+    await dumping.wait()
+    failing.cancel()
+    await asyncio.wait({failing})
+    assert ended.is_set()
+    assert await worker.is_gone_within(1.0)
+    with pytest.raises(WorkerError, match="'engine-0' made no progress"):
+        await worker.call(Done())

@@ -89,6 +89,18 @@ def test_a_call_that_cannot_be_decoded_is_answered_with_an_error(
     assert link.receive(0) is None
 
 
+def test_error_may_quote_half_of_a_surrogate_pair(controller: Controller, link: Link):
+    controller.say(b"call-001", *encode(Release(version=3)))
+    call = link.receive(5)
+    assert call is not None
+    call.fail(ValueError("cannot read a\ud83d"))
+    call_id, error = controller.hear()
+    assert call_id == b"call-001"
+    assert isinstance(error, Error)
+    assert error.reason == r"cannot read a\ud83d"
+    assert "ValueError" in error.traceback
+
+
 def test_many_threads_may_emit_at_once(controller: Controller, link: Link):
     def emit(thread: int) -> None:
         for number in range(100):

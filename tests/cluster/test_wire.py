@@ -150,8 +150,8 @@ def test_an_unaligned_frame_is_copied_to_an_aligned_array():
 
 @pytest.mark.parametrize(
     "value",
-    [object(), np.array([object()]), np.array(["text"]), 2**70, np.zeros((1,) * 9)],
-    ids=["object", "object array", "string array", "huge int", "many dimensions"],
+    [object(), np.array([object()]), np.array(["text"]), 2**70, np.zeros((1,) * 9), "a\ud83d"],
+    ids=["object", "object array", "string array", "huge int", "many dimensions", "half a pair"],
 )
 def test_values_that_cannot_be_encoded_are_refused_by_the_sender(value: object):
     message = ScoreGroup(

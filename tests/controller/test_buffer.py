@@ -166,3 +166,21 @@ async def test_batch_does_not_wait_without_need(oldest, age_s, steps):
     await buffer.admit(make_group(1, versions=5))
     taken = await asyncio.wait_for(buffer.take(1, version=5), 5)
     assert [group.number for group in taken] == [1]
+
+
+@pytest.mark.parametrize("num_turns", range(5))
+async def test_take_that_is_cancelled_just_after_a_change_ends(num_turns):
+    """`num_turns`: of the event loop, between the two."""
+    buffer, _, _ = make_waiting_buffer((0, 3, 60.0))
+    await buffer.admit(make_group(1, versions=5))
+    taking = asyncio.create_task(buffer.take(1, version=5))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    await buffer.recheck()
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    taking.cancel()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert taking.cancelled()
+    await buffer.admit(make_group(2, versions=5))  # nothing holds its lock

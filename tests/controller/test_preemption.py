@@ -86,3 +86,22 @@ async def test_stop_after_a_step_cancels_nothing_before_the_first_one():
             never = asyncio.create_task(asyncio.sleep(1000))
             assert await preemption.unless_requested(never) is None
         never.cancel()
+
+
+async def test_sigterm_while_a_stopped_run_shuts_down_changes_nothing():
+    async def stop_twice() -> None:
+        async with Preemption() as preemption:
+            preemption.request("Run.stop()")
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                preemption.request()
+
+    with pytest.raises(Preempted):
+        await stop_twice()
+
+
+async def test_sigterm_after_the_run_changes_nothing():
+    async with Preemption() as preemption:
+        pass
+    preemption.request()  # the handler of the signal stays until the loop is closed

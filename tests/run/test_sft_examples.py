@@ -26,6 +26,10 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+}
 CHAT = [user("one"), assistant("two"), user("three"), assistant("four")]
 
 
@@ -103,6 +107,8 @@ def test_long_examples_lose_their_end_and_are_left_out_without_a_trained_token(m
         ({"prompt": "a"}, "completion None"),
         ({"prompt": "a", "completion": ""}, "completion ''"),
         ({"prompt": "a", "completion": [assistant("b")]}, "has no assistant message"),
+        ({"prompt": CHAT[:1], "completion": ["b"]}, r"the completion \['b'\]; it needs"),
+        ({"prompt": CHAT[:1], "completion": [assistant("b"), {"content": "c"}]}, "it needs"),
     ],
 )
 def test_examples_without_anything_to_train_are_refused(row, sentence):
@@ -110,12 +116,13 @@ def test_examples_without_anything_to_train_are_refused(row, sentence):
         check_examples(load_tasks([row]))
 
 
-def test_template_that_writes_no_generation_prompt_before_a_turn_is_refused():
+@pytest.mark.parametrize("turn", [assistant("two"), CALL], ids=["a text", "a tool call"])
+def test_template_that_writes_no_generation_prompt_before_a_turn_is_refused(turn):
     tokenizer = TOKENIZERS["chatml"]
     before, tokenizer.chat_template = tokenizer.chat_template, "{{ messages | length }}"
     try:
         with pytest.raises(TaskError, match="without its generation prompt"):
-            encoded(tokenizer, {"messages": CHAT})
+            encoded(tokenizer, {"messages": [user("one"), turn]})
     finally:
         tokenizer.chat_template = before
 

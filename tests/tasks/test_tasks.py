@@ -128,3 +128,12 @@ def test_invalid_line_raises_config_error_with_its_number(write, line, sentence)
 def test_invalid_row_raises_config_error_with_its_index(rows, sentence):
     with pytest.raises(ConfigError, match=sentence):
         load_tasks(rows)
+
+
+def test_generator_function_that_raises_later_is_named_with_its_error():
+    def broken():
+        yield {"prompt": "a"}
+        raise KeyError("split")
+
+    with pytest.raises(ConfigError, match="'broken' raised KeyError: 'split'"):
+        load_tasks(broken)

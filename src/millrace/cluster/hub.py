@@ -147,7 +147,7 @@ class Hub:
         except BaseException:  # a worker that does not come up leaves nothing behind
             worker.kill()
             await worker.is_gone_within(None)
-            del self._workers[identity]
+            self._workers.pop(identity, None)  # a launch that began meanwhile may have removed it
             raise
         return worker
 

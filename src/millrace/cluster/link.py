@@ -204,11 +204,17 @@ class Link:
 
 
 def _as_message(error: BaseException) -> messages.Error:
+    reason, kind = str(error), type(error).__name__
     return messages.Error(
-        kind=type(error).__name__,
-        reason=str(error) or type(error).__name__,
-        traceback="".join(traceback.format_exception(error)),
+        kind=kind,
+        reason=_encodable(reason) or kind,
+        traceback=_encodable("".join(traceback.format_exception(error))),
     )
+
+
+def _encodable(text: str) -> str:
+    """The text without halves of surrogate pairs: an error may quote what a model has written."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class WorkerLoop(Protocol):
@@ -292,9 +298,10 @@ def run_worker(main: Callable[[Link, str], None]) -> NoReturn:
     except Exception as error:  # noqa: BLE001 - reported to the controller
         traceback.print_exc()
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        reason, trace = _encodable(reason), _encodable(traceback.format_exc())
         # If the link itself broke, the controller has the log and the exit code.
         with contextlib.suppress(WireError):
-            link.emit(messages.Failed(reason=reason, traceback=traceback.format_exc()))
+            link.emit(messages.Failed(reason=reason, traceback=trace))
         sys.exit(1)
     finally:
         link.close()

@@ -42,7 +42,7 @@ def encode(message: Any) -> list[Frame]:
     arrays: list[Frame] = []
     try:
         header = msgspec.msgpack.Encoder(enc_hook=_array_collector(arrays)).encode(message)
-    except (TypeError, OverflowError, RecursionError) as error:
+    except (TypeError, OverflowError, RecursionError, UnicodeEncodeError) as error:
         raise WireError(
             f"A {type(message).__name__} holds a value that cannot travel between"
             f" processes: {error}; use plain numbers, strings, lists, dicts and numpy arrays."

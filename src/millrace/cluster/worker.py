@@ -161,9 +161,12 @@ class Worker:
         if self.dead.done():
             return
         self._is_hung = True
-        outcome, log_tail = await self._process.dump_stacks()
-        self._end(self._error(f"{reason}; {outcome}", traceback=log_tail))
-        self.kill()
+        outcome, log_tail = "its stacks may not be in its log", ""
+        try:
+            outcome, log_tail = await self._process.dump_stacks()
+        finally:  # also when the caller is cancelled meanwhile
+            self._end(self._error(f"{reason}; {outcome}", traceback=log_tail))
+            self.kill()
 
     def kill(self) -> None:
         """Send SIGKILL. Calls that wait fail as soon as the system reports the death."""

@@ -91,8 +91,10 @@ class Buffer:
                     if timeout_s <= 0:
                         break
                     self._changed.notify_all()  # an awaited group may enter a full buffer
+                # Not wait_for(): in Python 3.11, it may swallow a cancellation.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), timeout_s)
+                    async with asyncio.timeout(timeout_s):
+                        await self._changed.wait()
             taken = [self._waiting[index] for index in chosen]
             rest = set(range(len(self._waiting))) - set(chosen)
             self._waiting = [self._waiting[index] for index in sorted(rest)]

@@ -64,14 +64,16 @@ class Preemption:
             return
         self.reason = reason
         self._requested.set()
+        if self._loop is None or self._limit.expired():  # the run has ended, or is about to
+            return
         if not self._can_save:
-            self._limit.reschedule(asyncio.get_running_loop().time())
+            self._limit.reschedule(self._loop.time())
         elif reason == SIGTERM:
             self.warn(
                 f"SIGTERM: the run finishes its step and writes a checkpoint, within"
                 f" {self.grace_s:g} s (checkpoint.grace_s)."
             )
-            self._limit.reschedule(asyncio.get_running_loop().time() + self.grace_s)
+            self._limit.reschedule(self._loop.time() + self.grace_s)
 
     def finish_step(self, reason: str) -> None:
         """End the training after this step. What comes before the first step is not cancelled."""

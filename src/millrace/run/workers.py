@@ -160,13 +160,13 @@ class RunWorkers:
         """Hold what all workers need before the first one starts."""
         config, placement = self._config, self._config.placement
         trainers = self._trainers.values() if self.trains else ()
-        await self.launcher.reserve(
-            {
-                name: self.resources(placement.rank(rank))
-                for trainer in trainers
-                for rank, name in enumerate(trainer.members_here)
-            }
-        )
+        ranks = {
+            name: self.resources(placement.rank(rank))
+            for trainer in trainers
+            for rank, name in enumerate(trainer.members_here)
+        }
+        if ranks:  # an evaluation has none
+            await self.launcher.reserve(ranks)
         num_engines = config.engine.num_local
         names = [f"engine-{i}" for i in range(num_engines)]
         names += [f"evaluator-{i}" for i in range(config.evaluate.engines)]

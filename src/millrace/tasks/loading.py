@@ -99,6 +99,8 @@ def _from_function(function: Any, *, where: str) -> list[Task]:
         )
     try:
         rows = function()
+        if isinstance(rows, Iterator):  # the code of a generator runs only now
+            rows = list(rows)
     except Exception as error:
         raise ConfigError(
             f"{where} raised {type(error).__name__}: {error}; it is called without arguments and"

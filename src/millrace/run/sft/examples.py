@@ -39,7 +39,8 @@ def check_examples(tasks: Sequence[Task]) -> None:
         if messages and isinstance(completion, list):
             messages = [*messages, *completion]
         is_chat = completion is None or isinstance(completion, list)
-        roles = [message["role"] for message in messages]
+        are_messages = all(isinstance(m, dict) and "role" in m for m in messages)
+        roles = [message["role"] for message in messages] if are_messages else []
         if not is_text and not (is_chat and "assistant" in roles):
             raise ConfigError(
                 f"Example {index} has no assistant message, and the completion {completion!r:.80};"
@@ -95,7 +96,7 @@ class ExampleEncoder:
             replied = render(messages[: index + 1], tools=tools, add_generation_prompt=False)
             if not replied.startswith(prompt):
                 raise TaskError(
-                    f"The chat template writes the turn {message['content']!r:.80} without its"
+                    f"The chat template writes the turn {message.get('content')!r:.80} without its"
                     " generation prompt before it; set environment.template, or write the example"
                     " as prompt and completion texts."
                 )

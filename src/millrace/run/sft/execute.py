@@ -18,7 +18,7 @@ from millrace.cluster.messages import Stepped
 from millrace.config import EngineConfig, JournalConfig, RunConfig, WeightsConfig
 from millrace.config.keywords import TrainArguments
 from millrace.controller.checkpointing import Checkpointing
-from millrace.core.errors import ConfigError, Preempted
+from millrace.core.errors import CheckpointError, ConfigError, Preempted
 from millrace.core.microbatch import Batch
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.monitoring.files.episodes import SkippedSteps
@@ -232,9 +232,11 @@ class SftRun(RunProcesses):
         await writer.finish_writing()
         if self._saved < self._version:  # the run is to stop
             await self._save(writer, activities, is_last=True)
-        await writer.finish_uploads()
         if self._has_next:
+            with contextlib.suppress(CheckpointError):  # a warning has said so
+                await writer.finish_uploads()
             raise Preempted(f"{self.preemption.reason} stopped the run after step {self._version}.")
+        await writer.finish_uploads()
 
     @property
     def _has_next(self) -> bool:
