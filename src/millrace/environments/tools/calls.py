@@ -192,24 +192,16 @@ def format_of(name: ToolFormatName, *, template: str) -> ToolFormat:
 
 def _json_calls(body: str) -> Iterator[NamedArguments]:
     """Yield the calls of a JSON object, or of a list of them."""
-    rows = json.loads(body, parse_int=_int64)
+    rows = json.loads(body)
     for row in rows if isinstance(rows, list) else [rows]:
         if not isinstance(row, dict) or not isinstance(row.get("name"), str):
             raise ValueError('it needs a "name"')
         arguments = row.get("arguments", row.get("parameters", {}))
         if isinstance(arguments, str):  # JSON within JSON, as in the OpenAI API
-            arguments = json.loads(arguments, parse_int=_int64)
+            arguments = json.loads(arguments)
         if not isinstance(arguments, dict):
             raise ValueError("its arguments must be an object")
         yield row["name"], arguments
-
-
-def _int64(digits: str) -> int:
-    """The messages of a group, which the journal keeps, cannot hold longer integers."""
-    number = int(digits)
-    if not -(2**63) <= number < 2**64:
-        raise ValueError(f"{digits:.40} does not fit into 64 bits; write it as a text")
-    return number
 
 
 def _python_calls(body: str, *, schemas: Schemas) -> Iterator[NamedArguments]:
