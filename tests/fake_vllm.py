@@ -7,7 +7,7 @@ are switched on by name, each as it was seen on a real server or at one that was
   "stale_adapter": so does an adapter
 - "raw_logprobs", "no_versions", "no_dev_mode", "no_extension", "no_lora", "wrong_model": a wrong
   start
-- "broken_stream": a stream ends with an error
+- "broken_stream": a stream ends with an error; "short_stream": it ends without one, too early
 
 `answers` replace those of whole paths: another program behind the port, or another version.
 
@@ -241,6 +241,8 @@ class FakeVllm:
         await stream.prepare(request)
         while True:
             choice = self.shown(await job.new.get())
+            if "short_stream" in self.faults and len(job.tokens) > 3:
+                break
             data = {"request_id": body["request_id"], "choices": [choice]}
             if "broken_stream" in self.faults and len(job.tokens) > 3:
                 data = {"error": {"message": "Internal server error", "code": 500}}

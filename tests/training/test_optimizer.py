@@ -151,6 +151,23 @@ def test_a_state_of_muon_resumes():
         assert torch.equal(weight, other), name
 
 
+@pytest.mark.parametrize("name", [ADAMW, MUON])
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_run_may_be_resumed_with_other_settings_of_its_optimizer(name, offload):
+    model = tiny_model("qwen3")
+    before = build_optimizer(model, TrainSettings(optimizer=name, weight_decay=0.1))
+    step(model, before)
+    settings = {"weight_decay": 0.3, "betas": (0.8, 0.9), "offload_optimizer": offload}
+    fresh, resumed = (
+        build_optimizer(model, TrainSettings(optimizer=name, **settings)) for _ in range(2)
+    )
+    resumed.load_state_dict(host_copy(before.state_dict()))
+    for own, wanted in zip(resumed.param_groups, fresh.param_groups, strict=True):
+        assert own["weight_decay"] == wanted["weight_decay"]
+        assert own.get("betas") == wanted.get("betas")
+    assert resumed.state.keys() == before.state.keys()
+
+
 def test_the_state_of_another_optimizer_is_refused():
     model = torch.nn.Linear(2, 2)
     state = build_optimizer(model, TrainSettings(optimizer="torch.optim:SGD")).state_dict()

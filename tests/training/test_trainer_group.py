@@ -168,6 +168,44 @@ async def test_updates_of_a_dead_group_are_lost_and_never_released_to_the_next()
     assert isinstance(second.calls[-1], Release)
 
 
+async def test_update_that_a_killed_rank_still_announces_is_lost_with_its_group():
+    group = make_group(FakeWorker(), FakeWorker(rank=1))
+    group.lose()
+    old = make_update(1)
+    group.published(old)  # it was on its way
+    second = [FakeWorker(), FakeWorker(rank=1)]
+    await group.replace(second, version=0)  # pyright: ignore
+    assert await group.is_lost(old)
+    await group.release(old)
+    assert not any(isinstance(message, Release) for message in second[0].calls)
+
+
+class SlowLender(FakeWorker):
+    """Answers BorrowWeights when the test allows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_lend = asyncio.Event()
+
+    async def call(self, message, **settings):
+        reply = await super().call(message, **settings)
+        if isinstance(message, BorrowWeights):
+            await self.may_lend.wait()
+        return reply
+
+
+async def test_loan_is_released_if_its_borrower_was_cancelled_before_it_came():
+    rank = SlowLender()
+    borrowing = asyncio.create_task(make_group(rank).borrow())
+    await run_pending_tasks()
+    borrowing.cancel()
+    await run_pending_tasks()
+    assert borrowing.cancelled()
+    rank.may_lend.set()
+    await run_pending_tasks()
+    assert rank.calls == [BorrowWeights(), Release(version=0)]
+
+
 @pytest.mark.parametrize(("is_copied", "is_last"), [(False, False), (True, True)])
 async def test_checkpoint_is_retried_if_the_new_group_is_at_the_same_version(
     tmp_path, is_copied, is_last
@@ -243,3 +281,15 @@ async def test_steps_continue_when_all_ranks_have_copied_their_state(tmp_path):
     num_copied = []
     await save(make_group(*ranks), tmp_path, is_last=True, on_copied=lambda: num_copied.append(1))
     assert num_copied == [1]
+
+
+async def test_checkpoints_of_further_policies_forget_no_steps(tmp_path):
+    group = make_group(FakeWorker())
+    for version in (1, 2):
+        await group.step(BATCH, version=version)
+    for policy in ("second", "third"):
+        settings = {"run_state": {}, "is_last": True, "on_copied": lambda: None}
+        await group.save(tmp_path / policy, **settings, policy=policy)
+    second = FakeWorker()  # it starts from the checkpoint that the first policy has
+    await group.replace([second], version=0)  # pyright: ignore
+    assert second.steps == [(1, False), (2, False)]

@@ -218,6 +218,19 @@ def test_with_lora_only_the_adapter_is_published(link, config):
     link.call(Release(version=1))
 
 
+def test_an_earlier_version_on_disk_leaves_the_same_version_of_its_policy_alone(link, config):
+    policies = {"solver": {"lags": [1]}}
+    config = {**config, "lora": {"rank": 2}, "policies": policies, "weights": {"transport": "disk"}}
+    assert link.call(StartTrainer(config=config, checkpoint=None)) == Done()
+    for version in (1, 2):
+        assert isinstance(link.call(TrainStep(batch=batch(), version=version)), Stepped)
+    updates = [link.event(Published).update for _ in range(3)]
+    found = {(update.policy, update.version): update.location for update in updates}
+    assert found.keys() == {(DEFAULT_POLICY, 1), (DEFAULT_POLICY, 2), ("solver@1", 1)}
+    assert len({*found.values()}) == 3
+    assert all(Path(location).is_file() for location in found.values())
+
+
 def test_a_critic_is_saved_and_restored_but_never_published(link, config, tmp_path):
     config = load_config(config, overrides={"critic": {"learning_rate": 1e-2}}).model_dump()
     rng = np.random.default_rng(0)

@@ -1,5 +1,6 @@
 import dataclasses
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from millrace.core.errors import WeightError
 from millrace.core.records import Delta, WeightUpdate
 from millrace.weights import packing
+from millrace.weights.transport import make_sender
 
 
 def update_of(payload: torch.Tensor, *, changed: int, word_bytes: int) -> WeightUpdate:
@@ -88,3 +90,15 @@ def test_a_delta_of_an_impossible_size_is_refused(change: dict[str, int]):
     assert update.delta is not None
     with pytest.raises(WeightError, match="impossible size"):
         packing.check_delta(update, dataclasses.replace(update.delta, **change))
+
+
+def test_a_version_that_is_published_again_takes_the_memory_that_it_had():
+    """As for an engine that joins late, when all others are done with the newest version."""
+    sender, process = make_sender("shm", dtype=torch.bfloat16, payload="delta"), psutil.Process()
+    num_open: list[int] = []  # file descriptors
+    for _ in range(5):
+        sender.publish(1, {"weight": torch.ones(1000)})
+        sender.release(1)
+        num_open.append(process.num_fds())
+    sender.close()
+    assert len(set(num_open[1:])) == 1

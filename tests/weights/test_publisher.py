@@ -381,6 +381,21 @@ def test_loan_waits_for_the_version_being_sent(
     assert list(slow.published) == [1]
 
 
+def test_loan_of_a_version_that_waits_to_be_sent_gets_no_older_one(
+    publisher: Publisher, slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
+):
+    lent: queue.Queue[WeightUpdate] = queue.Queue()
+    slow.num_slots = 2
+    publisher.publish(1, weights(1))
+    assert slow.is_publishing.wait(5)
+    publisher.publish(2, weights(2))
+    publisher.lend(2, weights(2), answer=lent.put)
+    slow.may_publish.set()
+    assert [emitted.get(timeout=5).version for _ in range(2)] == [1, 2]
+    assert lent.get(timeout=5).version == 2
+    assert lent.empty()
+
+
 def wait_until(happens: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 5
     while not happens():

@@ -217,9 +217,11 @@ def build_sender(
     ranks: Ranks | None = None,
     reference: ProbeReference | None = None,
     own_address: str = "",
+    folder: str = "",
 ) -> WeightSender:
     """The sender of one rank; several ranks gather weights to rank 0, which has the transport.
-    `reference`: of the probes of versions. `own_address`: this host's, if not the controller's."""
+    `reference`: of the probes of versions. `own_address`: this host's, if not the controller's.
+    `folder`: in weights.directory, of a sender that is not the only one with these settings."""
     weights, engine, cluster = config.weights, config.engine, config.cluster
 
     def build() -> PackingSender:
@@ -236,7 +238,7 @@ def build_sender(
             transport,
             dtype=resolve_dtype(config.transfer_dtype, engine_device),
             payload=weights.payload,
-            directory=Path(weights.directory or Path(config.run_dir) / "weights"),
+            directory=Path(weights.directory or Path(config.run_dir) / "weights") / folder,
             address=own_address or listening_address(own, is_one_host=is_one_host),
             num_engines=engine.num_local + engine.remote,
             num_evaluators=config.evaluate.engines,

@@ -14,6 +14,7 @@ the next one splits large microbatches. Runs on the controller's event loop.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from millrace.cluster.supervision.replica import DEATH_NOTICE_S
 from millrace.cluster.worker import Worker
 from millrace.core.errors import (
     CheckpointError,
+    MillraceError,
     OutOfMemory,
     RankUnreachable,
     RunFailed,
@@ -122,6 +124,7 @@ class TrainerGroup:
     _replaced: asyncio.Event = field(default_factory=asyncio.Event)
     # Published by the present group.
     _unreleased: list[WeightUpdate] = field(default_factory=list[WeightUpdate])
+    _returning: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
 
     async def step(self, batch: Batch, *more: Batch, version: int) -> messages.Stepped:
         """Update on each batch; the weights become `version`, published in the background."""
@@ -173,20 +176,36 @@ class TrainerGroup:
             on_death=check_retry,
         )
         assert isinstance(reply, messages.Saved)
-        self.past.saved(reply.version)
+        if policy == DEFAULT_POLICY:  # of the others, a group loads those of the same step
+            self.past.saved(reply.version)
         return reply
 
     def published(self, update: WeightUpdate) -> None:
-        self._unreleased.append(update)
+        if self.ranks:  # else it comes from a rank that is being killed
+            self._unreleased.append(update)
 
     async def borrow(self, policy: str = DEFAULT_POLICY) -> WeightUpdate:
         """The newest version, which stays readable until it is released."""
+        lending = asyncio.create_task(self._borrow(policy))
+        try:
+            return await asyncio.shield(lending)
+        except asyncio.CancelledError:  # the trainer lends it nevertheless
+            returning = asyncio.create_task(self._give_back(lending))
+            self._returning.add(returning)
+            returning.add_done_callback(self._returning.discard)
+            raise
+
+    async def _borrow(self, policy: str) -> WeightUpdate:
         reply = await self._call(
             messages.BorrowWeights(policy=policy), timeout_s=self.step_timeout_s
         )
         assert isinstance(reply, messages.Published)
         self._unreleased.append(reply.update)
         return reply.update
+
+    async def _give_back(self, lending: asyncio.Task[WeightUpdate]) -> None:
+        with contextlib.suppress(MillraceError):  # then nothing was lent
+            await self.release(await lending)
 
     async def release(self, update: WeightUpdate) -> None:
         """Allow the trainer to reuse the bytes of an update that no engine reads any more."""

@@ -103,6 +103,8 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Op
     for group in made.param_groups:
         group["type"] = settings.optimizer
     made.register_load_state_dict_pre_hook(functools.partial(_check_type, settings.optimizer))
+    if settings.optimizer in (ADAMW, ADAMW_8BIT, MUON):  # others may change theirs as they step
+        made.register_load_state_dict_pre_hook(_keep_settings)
     return made
 
 
@@ -113,6 +115,15 @@ def _check_type(name: str, _: torch.optim.Optimizer, state: dict[str, Any]) -> N
                 f"The checkpoint was written with optimizer.type = {found!r}, and the run has"
                 f" {name!r}, which cannot use its state; set optimizer.type to {found!r}."
             )
+
+
+def _keep_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """The state with the settings of this optimizer: a run may be resumed with others."""
+    groups = [
+        {**saved, **{key: own[key] for key in ("betas", "weight_decay") if key in own}}
+        for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
+    ]
+    return {**state, "param_groups": groups}
 
 
 def _groups(parameters: Iterable[Tensor], settings: TrainSettings) -> list[dict[str, Any]]:

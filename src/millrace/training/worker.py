@@ -7,6 +7,7 @@ weights are published, so that the controller packs and sends the next batch mea
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -88,8 +89,7 @@ class TrainerWorker:
         self._past = self._past_versions(checkpoints)
         self._pass_tokens = config.trainer.microbatch_tokens
         exports = config.lora is not None and config.lora.export_merged
-        self._has_adapter = config.lora is not None
-        self._in_nf4 = config.in_nf4
+        self._has_adapter, self._in_nf4 = config.lora is not None, config.in_nf4
         self._export_step = config.trainer.steps if exports else None
         # Engines that wake up need what the trainer holds for its next step.
         self._gives_memory_back = config.cluster.share_gpu == "sleep"
@@ -97,9 +97,10 @@ class TrainerWorker:
         self._link, self._timeline = link, timeline
         self._reported_at = time.monotonic()
         reference, address = self._reference(config, device), message.own_address
+        sender = partial(build_sender, ranks=self._ranks, reference=reference, own_address=address)
         self._publishers = {
             policy: Publisher(
-                build_sender(own, ranks=self._ranks, reference=reference, own_address=address),
+                sender(own, folder=policy if policy in self._lagged else ""),
                 emit=self._announce,
                 patience_s=config.supervision.transfer_timeout_s,
                 policy=policy,
@@ -166,7 +167,7 @@ class TrainerWorker:
                     self._report_progress()
         finally:
             self._wait_for_writers()
-            for publisher in self._publishers.values():
+            for publisher in reversed(self._publishers.values()):  # inner folders first
                 publisher.close()
 
     def _handle(self, call: WorkerCall) -> bool:

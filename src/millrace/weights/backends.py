@@ -217,8 +217,10 @@ class PackingSender:
 
     def _recycle(self, slot: PayloadSlot | None) -> None:
         """Free a slot unless engines or the next delta still need it."""
-        if slot is not None and slot is not self._newest and slot.version not in self._held:
-            self._free.append(slot)
+        # A version that was released may be held in another slot: it is published again for a loan.
+        if slot is None or slot is self._newest or self._held.get(slot.version) is slot:
+            return
+        self._free.append(slot)
 
 
 class Fetched(NamedTuple):

@@ -113,7 +113,8 @@ class Publisher:
         self._spare = [WeightSnapshot(), WeightSnapshot()]
         self._pending: WeightSnapshot | None = None
         self._sending: int | None = None  # version
-        self._borrowers: list[Callable[[WeightUpdate], None]] = []  # of the next ready version
+        # Of the next ready version that is at least this one.
+        self._borrowers: list[tuple[int, Callable[[WeightUpdate], None]]] = []
         self._ready: dict[int, WeightUpdate] = {}  # by version; not released
         self._holders: Counter[int] = Counter()  # by version
         self._releases: list[int] = []
@@ -136,7 +137,7 @@ class Publisher:
             if (ready := self._ready.get(version)) is not None:
                 self._holders[version] += 1
             else:
-                self._borrowers.append(answer)
+                self._borrowers.append((version, answer))
             is_coming = self._sending == version or self._pending is not None
         if ready is not None:
             answer(ready)
@@ -260,9 +261,11 @@ class Publisher:
                 self.superseded += snapshot.is_announced
                 return
             self._no_space_since_s = None
-            borrowers, self._borrowers = self._borrowers, []
-            self._ready[update.version] = update
-            self._holders[update.version] = len(borrowers) + snapshot.is_announced
+            version, waiting = update.version, self._borrowers
+            borrowers = [answer for wanted, answer in waiting if wanted <= version]
+            self._borrowers = [one for one in waiting if one[0] > version]
+            self._ready[version] = update
+            self._holders[version] = len(borrowers) + snapshot.is_announced
         for answer in borrowers:
             answer(update)
         if snapshot.is_announced:

@@ -71,6 +71,15 @@ def test_broken_stream_loses_the_engine(model_path: Path):
         engine.close()
 
 
+def test_a_stream_that_ends_before_its_completion_loses_the_engine(model_path: Path):
+    with serving(model_path, faults=["short_stream"]) as (url, _):
+        engine = swapped(url, model_path)
+        engine.add_request(make_request(temperature=0.0))
+        with pytest.raises(EngineLost, match="broke off a completion: the stream ended before"):
+            finish_all(engine, max_steps=100)
+        engine.close()
+
+
 class WithoutLogprobs(FakeVllm):
     def shown(self, choice: dict[str, Any]) -> dict[str, Any]:
         return {**choice, "logprobs": None}

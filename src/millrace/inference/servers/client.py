@@ -245,7 +245,7 @@ class ServerClient:
 
     async def _stream(self, id: str, body: Mapping[str, Any]) -> None:
         try:
-            num_received = 0
+            num_received, has_ended = 0, False
             async with self._session.post(self.url + self.path, json=body) as answer:
                 if answer.status >= 400:
                     raise ValueError(_reason(await answer.text()))
@@ -257,7 +257,10 @@ class ServerClient:
                         raise ValueError(_reason(json.dumps(data)))
                     chunk = self.read_chunk(id, data, num_received=num_received)
                     num_received += len(chunk.tokens)
+                    has_ended = has_ended or chunk.finish is not None
                     self.chunks.put(chunk)
+            if not has_ended:
+                raise ValueError("the stream ended before the completion did")
         except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
             reason = str(error) or type(error).__name__
             self.chunks.put(ServedChunk(id=id, version=self.version, error=reason))
