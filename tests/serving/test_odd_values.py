@@ -50,13 +50,14 @@ async def test_very_deep_values_are_accepted_or_refused(depth: int):
 @pytest.mark.parametrize(
     ("form", "text", "arguments"),
     [
-        ("hermes", r'<tool_call>{"name": "lookup", "arguments": {"k": "\ud800"}}', {"k": "\ud800"}),
-        ("gemma", "```tool_code\nlookup(k=b'x', s={1}, t=(1, 2))\n```", {"k": "b'x'", "s": "{1}"}),
-        ("gemma", "```tool_code\nlookup(k={(1, 2): 3, 4: 5})\n```", {"k": {"4": 5}}),
+        ("hermes", r'<tool_call>{"name": "lookup", "arguments": {"k": "\ud800"}}', None),
+        ("gemma", "```tool_code\nlookup(k=b'x')\n```", None),
+        ("gemma", "```tool_code\nlookup(k={(1, 2): 3, 4: 5})\n```", None),
+        ("gemma", "```tool_code\nlookup(s={1}, t=(1, 2))\n```", {"s": [1], "t": [1, 2]}),
     ],
 )
-async def test_arguments_that_are_no_json_are_sent_as_near_as_possible(
-    form: str, text: str, arguments: dict, stream: bool
+async def test_arguments_are_sent_as_json_or_their_call_stays_a_text(
+    form: str, text: str, arguments: dict | None, stream: bool
 ):
     ask = {"model": "tiny", "messages": [json.loads(USER)], "tools": [LOOKUP]}
     async with served(WritingEngine(text), form=form) as client:
@@ -64,9 +65,7 @@ async def test_arguments_that_are_no_json_are_sent_as_near_as_possible(
         calls = (
             [call async for chunk in reply for call in chunk.choices[0].delta.tool_calls or []]
             if stream
-            else reply.choices[0].message.tool_calls
+            else reply.choices[0].message.tool_calls or []
         )
-    (call,) = calls
-    assert call.function.name == "lookup"
-    found = json.loads(call.function.arguments)
-    assert {name: found[name] for name in arguments} == arguments
+    sent = [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+    assert sent == ([] if arguments is None else [("lookup", arguments)])

@@ -6,7 +6,6 @@ turn it recorded.
 """
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,6 @@ from millrace.serving.served_model import ServedModel
 
 CHUNK_KIND = "chat.completion.chunk"
 ROLES = ("system", "user", "assistant", "tool")
-_SURROGATE = re.compile(r"[\ud800-\udfff]")  # half of a character, which UTF-8 does not have
 
 
 class ChatAnswer(ApiAnswer[ChatBody]):
@@ -144,13 +142,9 @@ def read_messages(messages: Sequence[Mapping[str, Any]], *, form: ToolFormat) ->
 
 
 def write_call(call: ToolCall) -> dict[str, Any]:
-    """Write a call in the API's format, with arguments as JSON text. Values that only Python has
-    become texts, and halves of characters, which cannot be sent, are written as escapes."""
-    settings: dict[str, Any] = {"default": repr, "skipkeys": True}
-    arguments = json.dumps(call.arguments, ensure_ascii=False, **settings)
-    if _SURROGATE.search(arguments):
-        arguments = json.dumps(call.arguments, **settings)
-    function = {"name": _SURROGATE.sub("?", call.name), "arguments": arguments}
+    """Write a call in the API's format, with arguments as JSON text."""
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    function = {"name": call.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
