@@ -45,16 +45,19 @@ def requests():
     return [make_request(str(i), prompt=prompt_of(n, seed=i), n=2, seed=i) for i, n in sizes]
 
 
+def assert_samples_from(engine: EmbeddedEngine, model: Any, *, tolerance: float) -> None:
+    done = finish_all(engine, requests())
+    for request in requests():
+        for completion in done[request.id]:
+            logits = plain_logits(model, request.prompt, completion)
+            assert_sampled_from(logits, completion, request.sampling, tolerance=tolerance)
+
+
 @pytest.mark.parametrize("architecture", FUSED)
 def test_fused_layers_sample_from_plain_transformers(architecture: str):
     engine = make_engine(architecture, eos_ids=(), decode_steps=5, fast_layers=True)
     assert is_fused(engine)
-    done = finish_all(engine, requests())
-    model = tiny_model(architecture)
-    for request in requests():
-        for completion in done[request.id]:
-            logits = plain_logits(model, request.prompt, completion)
-            assert_sampled_from(logits, completion, request.sampling, tolerance=1e-4)
+    assert_samples_from(engine, tiny_model(architecture), tolerance=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "qwen2_moe", "gpt_oss"])
@@ -135,23 +138,13 @@ def test_swaps_reach_fused_layers():
     engine = make_engine("llama", eos_ids=(), decode_steps=5, fast_layers=True)
     finish_all(engine, requests())
     engine.swap(weights("llama", seed=7), version=1)
-    done = finish_all(engine, requests())
-    model = tiny_model("llama", seed=7)
-    for request in requests():
-        for completion in done[request.id]:
-            logits = plain_logits(model, request.prompt, completion)
-            assert_sampled_from(logits, completion, request.sampling, tolerance=1e-4)
+    assert_samples_from(engine, tiny_model("llama", seed=7), tolerance=1e-4)
 
 
 def test_fused_layers_in_fp8_sample_from_the_model_of_fp8_weights():
     engine = make_engine("qwen3", eos_ids=(), decode_steps=5, fast_layers=True, in_fp8=True)
     assert is_fused(engine)
-    done = finish_all(engine, requests())
-    model = fp8_model()
-    for request in requests():
-        for completion in done[request.id]:
-            logits = plain_logits(model, request.prompt, completion)
-            assert_sampled_from(logits, completion, request.sampling, tolerance=2e-3)
+    assert_samples_from(engine, fp8_model(), tolerance=2e-3)
 
 
 @pytest.mark.gpu
@@ -188,9 +181,4 @@ def test_fused_layers_on_cuda_sample_from_plain_transformers(
         architecture, eos_ids=(), decode_steps=5, fast_layers=True, device="cuda", dtype=dtype
     )
     assert is_fused(engine)
-    done = finish_all(engine, requests())
-    model = tiny_model(architecture)
-    for request in requests():
-        for completion in done[request.id]:
-            logits = plain_logits(model, request.prompt, completion)
-            assert_sampled_from(logits, completion, request.sampling, tolerance=tolerance)
+    assert_samples_from(engine, tiny_model(architecture), tolerance=tolerance)

@@ -228,6 +228,16 @@ def test_a_broadcast_between_processes_that_share_a_gpu_is_refused(table, num_gp
     assert sharing in str(e.value)
 
 
+def test_a_broadcast_to_other_hosts_needs_a_gpu_for_each_process_here():
+    cluster = {"address": "tcp://127.0.0.1:0", "ticket": "ticket"}
+    table = {"model": "m", "cluster": cluster, "engine": {"count": 1, "remote": 1}}
+    config = placed(load_config(table), devices=host(1))
+    processes = placed_processes(config, devices=host(1))
+    with pytest.raises(ConfigError, match=r"'auto' \(with other hosts a broadcast\) needs a GPU"):
+        check_broadcast(config, processes)
+    check_broadcast(config, placed_processes(config, devices=host(1), trains=False))
+
+
 def test_device_that_cannot_hold_its_processes_is_refused(tmp_path):
     path = str(make_tiny_model(tmp_path))
     table = {"model": path, "engine": {"dtype": "float32"}}

@@ -317,26 +317,28 @@ def check_memory(processes: Sequence[PlacedProcess], devices: Sequence[HostDevic
 
 def check_broadcast(config: RunConfig, processes: Sequence[PlacedProcess]) -> None:
     """Raise ConfigError if NCCL, which needs a GPU per member, would broadcast new weights between
-    processes that share one. Evaluators are in a broadcast of their own."""
-    transport, in_groups = config.weights.transport, [("engine",), ("evaluator",)]
-    is_broadcast = transport == "collective" or (transport == "auto" and config.spans_hosts)
-    if not is_broadcast or config.engine.has_servers:
+    processes that share one. Rank 0 sends to all engines, and to all evaluators separately."""
+    transport, spans_hosts = config.weights.transport, config.spans_hosts
+    is_broadcast = transport == "collective" or (transport == "auto" and spans_hosts)
+    senders = [p for p in processes if p.name in ("trainer", "trainer-0")]  # none in an evaluation
+    if not is_broadcast or not senders or config.engine.has_servers:
         return
-    for roles in in_groups:
+    for role in ("engine", "evaluator"):
         first: dict[str, str] = {}  # process by GPU
-        for process in processes:
-            role = process.name.rpartition("-")[0]
-            is_sender = process.name in ("trainer", "trainer-0")
-            if not (is_sender or role in roles) or not process.device.startswith("cuda"):
-                continue
-            other = first.setdefault(process.device, process.name)
-            if other != process.name:
-                remedy = "'disk'" if config.spans_hosts else "'auto'"
-                raise ConfigError(
-                    f"weights.transport = {transport!r} needs a GPU for each process, but {other}"
-                    f" and {process.name} share {process.device}; set weights.transport to"
-                    f" {remedy}, or give them different GPUs in [placement]."
+        for process in (*senders, *(p for p in processes if p.name.startswith(f"{role}-"))):
+            if process.device in first and process.device.startswith("cuda"):
+                own = (
+                    "'auto' (with other hosts a broadcast)"
+                    if transport == "auto"
+                    else "'collective'"
                 )
+                remedy = "'disk'" if spans_hosts else "'auto'"
+                raise ConfigError(
+                    f"weights.transport = {own} needs a GPU for each process, but"
+                    f" {first[process.device]} and {process.name} share {process.device}; set"
+                    f" weights.transport to {remedy}, or give them different GPUs in [placement]."
+                )
+            first[process.device] = process.name
 
 
 def needed_bytes(processes: Sequence[PlacedProcess]) -> int:
