@@ -265,12 +265,17 @@ def name_backbone(model: PreTrainedModel) -> None:
 
 
 def use_own_classes(model: PreTrainedModel) -> None:
-    """Replace the classes of modules whose code does not fit flat batches, or computes every expert
-    for every token (Llama 4)."""
-    if model.config.get_text_config().model_type == "llama4_text":
+    """Replace the classes of modules whose code does not fit flat batches or CUDA graphs, or that
+    computes every expert for every token (Llama 4)."""
+    kind = model.config.get_text_config().model_type
+    if kind == "llama4_text":
         from millrace.models.architectures import llama4  # slow import
 
         llama4.use_own_classes(model)
+    elif kind == "phimoe":
+        from millrace.models.architectures import phimoe  # slow import
+
+        phimoe.use_own_classes(model)
 
 
 def is_close(ours: Tensor, theirs: Tensor, *, dtype: torch.dtype, min_scale: float = 0.0) -> bool:

@@ -1,0 +1,63 @@
+"""Rotary embeddings of Phi-3.5-MoE, against those of transformers."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PhimoeConfig, PhimoeForCausalLM
+
+from millrace.models.architectures.phimoe import StaticPhimoeRotary, use_own_classes
+from millrace.models.directory import max_positions
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "short_mscale": 1.2,
+    "long_mscale": 1.3,
+    "original_max_position_embeddings": 64,
+}
+
+
+class Operators(TorchDispatchMode):
+    """Their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def model_with(rope: dict) -> PhimoeForCausalLM:
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
+    config = PhimoeConfig(
+        **sizes,
+        vocab_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=256,
+        sliding_window=None,
+        rope_parameters={"rope_theta": 10_000.0, **rope},
+        pad_token_id=0,
+    )
+    return PhimoeForCausalLM(config)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, LONG_ROPE], ids=["default", "longrope"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_embeddings_equal_those_of_transformers_and_never_wait(rope, dtype):
+    model = model_with(rope)
+    rotary, hidden = model.model.rotary_emb, torch.empty(0, dtype=dtype)
+    positions = torch.arange(max_positions(model.config))[None]
+    expected = rotary(hidden, positions)
+    use_own_classes(model)
+    assert isinstance(rotary, StaticPhimoeRotary)
+    with Operators() as operators:
+        found = rotary(hidden, positions)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    # `item` of a tensor waits for the device; others make tensors on the host.
+    assert not {"_local_scalar_dense", "arange", "max"} & set(operators.names)
