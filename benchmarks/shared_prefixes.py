@@ -10,8 +10,8 @@ half of a turn is sampled; the rest are results of tools.
 
 The same rollouts are packed three times: without sharing, with the rows that all episodes of a
 group share stored once (the prompt and the turns before the first branch), and as trees. The
-gradient of every parameter is compared between the first and the last. Rows are given per trained
-token.
+gradient of every parameter is compared between the first and the last, and in 16 bits also with
+that of float32 without sharing. Rows are given per trained token.
 """
 
 import argparse
@@ -56,14 +56,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     device, dtype = chosen_device(args)
     on_gpu = device.type == "cuda"
     name = args.model or ("qwen3-1.7b" if on_gpu else "tiny")
-    model, _ = make_model(name, dtype=torch.float32, device=device, attention=PACKED)
-    settings = TrainSettings(compute_dtype=dtype, compile_layers=on_gpu)
-    schedule = Schedule(learning_rate=1e-6, total_steps=1000)
-    policy = PolicyModel(model, settings=settings)
-    trainer = Trainer(policy, loss=PolicyLoss(), schedule=schedule)
+    trainer = make_trainer(name, dtype, device)
     rng = np.random.default_rng(0)
     size = args.turn_tokens or (256 if on_gpu else 32)
-    vocab = model.config.vocab_size
+    vocab = trainer.policy.module.config.vocab_size
     groups = [episodes(rng, number, size=size, vocab=vocab) for number in range(args.groups)]
     alone = [
         group_of(i, [rollout], np.array([advantage]))
@@ -76,7 +72,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(args.repeats):  # side by side
         for batch, own in zip(batches, seconds, strict=True):
             own.append(best_s(lambda b=batch: trainer.accumulate(b), repeats=1, device=device))
-    gradients = [gradient(trainer, batch) for batch in batches]
+    unshared, trees = (gradient(trainer, batch) for batch in batches)
+    rounding = {}
+    if dtype != torch.float32:
+        trainer.policy.module.to("cpu")
+        exact = gradient(make_trainer(name, torch.float32, device), batches[0])
+        rounding = {
+            "rounding_unshared": largest_difference(unshared, exact),
+            "rounding_trees": largest_difference(trees, exact),
+        }
     trained = batches[0].num_trained_tokens
     return {
         "model": name,
@@ -88,11 +92,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "unshared_s": min(seconds[0]),
         "trees_s": min(seconds[1]),
         "speedup": min(seconds[0]) / min(seconds[1]),
-        "gradient_error": max(
-            ((ours - theirs).abs().max() / theirs.abs().max()).item()
-            for ours, theirs in zip(*reversed(gradients), strict=True)
-        ),
+        "gradient_error": largest_difference(trees, unshared),
+        **rounding,
     }
+
+
+def make_trainer(name: str, dtype: torch.dtype, device: torch.device) -> Trainer:
+    """With the same random weights in each call."""
+    model, _ = make_model(name, dtype=torch.float32, device=device, attention=PACKED)
+    settings = TrainSettings(compute_dtype=dtype, compile_layers=device.type == "cuda")
+    policy = PolicyModel(model, settings=settings)
+    schedule = Schedule(learning_rate=1e-6, total_steps=1000)
+    return Trainer(policy, loss=PolicyLoss(), schedule=schedule)
 
 
 def episodes(rng: np.random.Generator, number: int, *, size: int, vocab: int) -> Group:
@@ -147,9 +158,16 @@ def first_level_rows(groups: Sequence[Group]) -> int:
 
 
 def gradient(trainer: Trainer, batch: Batch) -> list[torch.Tensor]:
+    """Of each parameter, on the host."""
     trainer.accumulate(batch)
     found = [parameter.grad for parameter in trainer.policy.module.parameters()]
-    return [grad.clone() for grad in found if grad is not None]
+    return [grad.to("cpu", copy=True) for grad in found if grad is not None]
+
+
+def largest_difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """Of all parameters, relative to the largest entry of the parameter's gradient."""
+    pairs = zip(ours, theirs, strict=True)
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
 if __name__ == "__main__":
