@@ -12,8 +12,8 @@ is calibrated once with other settings (`millrace plan --calibrate`). With `--jo
 are made at a time, each on its own cores, which have a calibration of their own. The prediction
 gets the lengths that the run had, so its error is that of costs and simulation, not of a guess
 about lengths. The policy learns nothing, or its completions would grow longer during the run. Rates
-and staleness are means of 16 (CPU) or 20 (GPU) steps, after those in which kernels are tuned and
-the buffer fills. Memory is that of all processes together, on the GPU if there is one.
+and staleness are means of 16 (CPU) or 48 (GPU) steps, after those in which kernels are tuned, CUDA
+graphs are captured and the buffer fills. Memory is that of all processes together, on the GPU if there is one.
 
 Rows in FOLDER/rows.json are not measured again, so the script may be stopped at any time.
 """
@@ -38,7 +38,7 @@ from millrace.plan.lengths import read_lengths
 from millrace.plan.model_costs import Calibration, ModelShape
 
 # Steps that count, and steps before them, to which the staleness limit is added.
-STEPS, WARM_UP = {"cpu": 16, "cuda": 20}, {"cpu": 3, "cuda": 6}
+STEPS, WARM_UP = {"cpu": 16, "cuda": 48}, {"cpu": 3, "cuda": 16}
 # Groups per step, episodes per group, sequences per engine, staleness limit, engines. Those of the
 # CPU are held out: no version of the model was fitted to one of them, or compared with it, before
 # the table of docs/how-to/plan.md was made.

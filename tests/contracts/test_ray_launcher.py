@@ -43,7 +43,8 @@ class TestRayLauncher(HostLauncherContract):
     async def test_reserving_more_than_there_is_says_what_is_missing(self, launched):
         _, launcher = launched
         launcher.timeout_s = 0.5
-        with pytest.raises(ConfigError, match="2 of 3 CPUs free and 2 of 2 GPUs free, and"):
+        missing = "2 of 3 CPUs free and 2 of 2 GPUs free, too few for trainer-0, trainer-1"
+        with pytest.raises(ConfigError, match=rf"{missing} \(4 CPUs and 4 GPUs\)"):
             await launcher.reserve({f"trainer-{i}": Resources(cpus=2, gpus=2) for i in range(2)})
         assert "trainer-0" not in launcher._places, "nothing waits for nodes that may be added"
         await launcher.reserve({"echo-1": Resources(cpus=2)})

@@ -177,7 +177,9 @@ class FusedLogprobs(torch.autograd.Function):
             products = project(hidden[rows].to(dtype), *factors)
             logits = transform.apply(_of_all_ranks(products, group))
             mask = None if allowed is None else allowed.allowed(logits.shape[-1])
-            results.append(describe(logits, targets[rows], temperatures[rows], mask))
+            results.append(
+                describe(logits, _copied(targets, rows), _copied(temperatures, rows), mask)
+            )
             if topk_ids is not None:
                 topk_results.append(topk_logprobs(logits, topk_ids[rows], temperatures[rows]))
         logprobs, entropies, normalizers = map(torch.cat, zip(*results, strict=True))
@@ -213,7 +215,7 @@ class FusedLogprobs(torch.autograd.Function):
             if logits is None:
                 logits = ctx.transform.apply(_of_all_ranks(project(part, *factors), ctx.group))
             mask = None if allowed is None else allowed.allowed(logits.shape[-1])
-            given = (None if x is None else x[rows] for x in (*known, *sampled_grads))
+            given = (None if x is None else _copied(x, rows) for x in (*known, *sampled_grads))
             grad = differentiate(logits, mask, *given)
             if topk_grad is not None:
                 _, temperatures, _, normalizers = (values[rows] for values in known)
@@ -233,6 +235,11 @@ class FusedLogprobs(torch.autograd.Function):
             dist.all_reduce(hidden_grad, group=ctx.group)
         of_head = (None if g is None else g.to(weight.dtype) for g in (weight_grad, bias_grad))
         return hidden_grad, *of_head, *[None] * 9
+
+
+def _copied(values: Tensor, rows: slice) -> Tensor:
+    """A copy, because torch.compile builds another program for a view of other rows."""
+    return values[rows].clone()
 
 
 def _add_product(total: Tensor, grad: Tensor, part: Tensor) -> None:

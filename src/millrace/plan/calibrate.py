@@ -37,11 +37,12 @@ from millrace.plan.model_costs import Calibration, ModelShape
 from millrace.plan.simulation import Prediction, simulate
 
 # By device: steps that warm up; steps, groups per step and slots per sequence of a step of each
-# trial. A GPU needs more of all: its first steps tune kernels, and small batches do not fill it.
-_WARM_UP = {"cpu": 2, "cuda": 10}
+# trial. A GPU needs more of all: its first steps tune kernels and capture graphs, and small batches
+# do not fill it.
+_WARM_UP = {"cpu": 2, "cuda": 16}
 _TRIALS = {
     "cpu": {"small": (6, 2, 0.5), "large": (6, 8, 1.0), "overlapping": (12, 6, 1.5)},
-    "cuda": {"small": (24, 4, 0.5), "large": (20, 24, 1.0), "overlapping": (20, 20, 0.5)},
+    "cuda": {"small": (36, 4, 0.5), "large": (32, 24, 1.0), "overlapping": (36, 20, 0.5)},
 }
 _DRAWN_STEPS = 100  # at most, of which the largest tells the memory of a run
 _SYNC = {
@@ -138,7 +139,8 @@ def calibrate(given: Mapping[str, Any], *, file: Path) -> Calibration:
     found = replace(found, admit_s=max(0.0, (small.engine_s - without_s) / per_second))
     alone_s = [found.train_s(tokens, 0.0) for _, _, tokens in overlapping.train_steps[0]]
     slowdown = overlapping.train_steps[1].sum() / sum(alone_s)
-    found = replace(found, trainer_slowdown=max(1.0, float(slowdown)))
+    # Below 1 if the work of an engine costs the trainer less than pauses between its steps do.
+    found = replace(found, trainer_slowdown=float(slowdown))
     predicted = predict(found, overlapping.config, shape, overlapping.lengths)
     found = replace(found, engine_slowdown=max(1.0, overlapping.step_s / predicted.step_s))
     trials = (small, large, overlapping)
