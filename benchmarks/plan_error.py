@@ -13,7 +13,8 @@ are made at a time, each on its own cores, which have a calibration of their own
 gets the lengths that the run had, so its error is that of costs and simulation, not of a guess
 about lengths. The policy learns nothing, or its completions would grow longer during the run. Rates
 and staleness are means of 16 (CPU) or 48 (GPU) steps, after those in which kernels are tuned, CUDA
-graphs are captured and the buffer fills. Memory is that of all processes together, on the GPU if there is one.
+graphs are captured and the buffer fills. Memory is that of all processes together, on the GPU if
+there is one.
 
 Rows in FOLDER/rows.json are not measured again, so the script may be stopped at any time.
 """

@@ -39,6 +39,7 @@ TP_AND_EP = ({"ranks": 4, "mesh": {"tp": 2, "ep": 2}}, {"ranks": 1})
     ("extra", "num_experts", "meshes"),
     [
         ({}, 0, FSDP_AND_CP),
+        ({}, 0, ({"mesh": {"dp_shard": 1}}, {"ranks": 1})),  # FSDP on one rank, and without
         ({}, 4, TP_AND_EP),
         ({"lora": {"rank": 4}}, 0, FSDP_AND_CP),
         ({"lora": {"rank": 4}}, 4, TP_AND_EP),  # of experts, too

@@ -64,6 +64,22 @@ def test_two_ranks_share_a_gpu(model, tmp_path):
     assert not any(name.startswith("restarts") for name in rows[-1])
 
 
+def test_one_rank_trains_with_fsdp_over_nccl(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "VERSION")
+    run_dir = tmp_path / "run"
+    rows = trained(
+        model,
+        run_dir,
+        trainer={"mesh": {"dp_shard": 1}},
+        optimizer={"learning_rate": 1e-2},
+        buffer={"max_staleness": 0},
+        weights={"probe": True},  # an engine with other weights would be replaced
+    )
+    assert len(rows) == 2
+    assert not any(name.startswith("restarts") for name in rows[-1])
+    assert "NCCL version" in "".join(log.read_text() for log in (run_dir / "logs").iterdir())
+
+
 def test_exact_mode_finds_no_differing_logprob(model, tmp_path):
     """A differing bit would end the run."""
     rows = trained(model, tmp_path / "run", fidelity={"mode": "exact"})

@@ -29,9 +29,10 @@ def run_ranks(
     """What function(ranks, *args) returns on rank 0. Ranks on "cuda" share one GPU. With `sharded`,
     a single rank uses the code of several."""
     context = _context(function, device=device)
-    rendezvous = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+    is_alone = sizes.num_ranks == 1 and not sharded
+    rendezvous = "" if is_alone else f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     receiver, sender = context.Pipe(duplex=False)
-    settings = (sizes, rendezvous, device, threads, sharded)
+    settings = (sizes, rendezvous, device, threads)
     processes = [
         context.Process(
             target=_run_rank, args=(function, args, rank, settings, sender if rank == 0 else None)
@@ -96,7 +97,7 @@ def _run_before_ranks(function: Callable[..., Any], args: tuple[Any, ...], sende
 def _run_rank(
     function: Callable[..., Any], args: tuple[Any, ...], rank: int, settings: Any, sender: Any
 ) -> None:
-    sizes, rendezvous, device, threads, sharded = settings
+    sizes, rendezvous, device, threads = settings
     use_threads(threads)
     ranks = Ranks.join(
         sizes,
@@ -105,7 +106,6 @@ def _run_rank(
         device=torch.device(device),
         backend="gloo" if sizes.num_ranks > 1 else None,  # NCCL does not share a GPU
         timeout_s=120,
-        sharded=sharded,
     )
     result = function(ranks, *args)
     if sender is not None:

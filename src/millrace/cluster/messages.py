@@ -200,7 +200,7 @@ class StartTrainer(Message, frozen=True):
     config: dict[str, Any]
     checkpoint: str | None
     rank: int = 0
-    rendezvous: str = ""  # "tcp://HOST:PORT" where rank 0 listens for the others; "" = one rank
+    rendezvous: str = ""  # "tcp://HOST:PORT" where rank 0 listens for the others; "" = no FSDP
     own_address: str = ""  # of the rank's host; "" = it is on the controller's host
     peer_address: str = ""  # of another rank's host, if ranks are on several hosts
     num_sharing: int = 1  # ranks on the device of this one

@@ -131,7 +131,8 @@ class MeshConfig(Section):
     """Number of copies of the sharded model (HSDP). Each copy trains on its share of a batch."""
     dp_shard: PositiveIntOrAuto = "auto"
     """Number of ranks that FSDP shards weights, gradients and optimizer state over. "auto" is
-    trainer.ranks / (dp_replicate * cp * tp)."""
+    trainer.ranks / (dp_replicate * cp * tp), and no FSDP on a single rank. 1 on a single rank tries
+    FSDP and NCCL on one GPU, which is slower."""
     cp: PositiveInt = 1
     """Number of ranks that share the rows of each microbatch (context parallelism), for sequences
     whose activations one GPU cannot hold. tp * cp must divide the number of key-value heads."""
@@ -191,6 +192,11 @@ class TrainerConfig(Section):
     def num_ranks(self) -> int:
         """`ranks`, which is 1 before "auto" is resolved."""
         return 1 if self.ranks == "auto" else self.ranks
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks use FSDP."""
+        return self.num_ranks > 1 or self.mesh.dp_shard != "auto"
 
     @property
     def mesh_sizes(self) -> MeshSizes:

@@ -189,6 +189,7 @@ def _fidelity(config: RunConfig, *, trains: bool) -> None:
         "[lora]": config.lora is not None,
         f"engine.adapters ({', '.join(engine.adapters)})": bool(engine.adapters),
         f"trainer.ranks = {trainer.ranks}": trainer.ranks != 1,
+        f"trainer.mesh.dp_shard = {trainer.mesh.dp_shard}": trainer.is_sharded,
         f"engine.dtype = {engine.dtype!r} beside trainer.dtype = {trainer.dtype!r}": (
             engine.dtype != trainer.dtype
         ),

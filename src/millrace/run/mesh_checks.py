@@ -60,10 +60,11 @@ def check_mesh(config: RunConfig) -> None:
 
 def _check_quantization(config: RunConfig) -> None:
     """Refuse what could not compute over the values that the trainer holds in 4 bits."""
-    engine, ranks = config.engine, config.trainer.ranks
+    engine, ranks, sharded = config.engine, config.trainer.ranks, config.trainer.mesh.dp_shard
     obstacles = {
         # Nothing shards these matrices. "auto" is checked when the GPUs are known.
         f"trainer.ranks = {ranks}": ranks not in (1, "auto"),
+        f"trainer.mesh.dp_shard = {sharded}": sharded != "auto",
         f"engine.type = {engine.type!r}, which loads the base in full precision": (
             engine.type != "embedded"
         ),
@@ -164,7 +165,7 @@ def check_has_plans(*, module: str = "transformers.distributed.expert_parallel")
 def rank_warnings(config: RunConfig, *, tried: Mapping[str, str] = TRIED) -> list[str]:
     """A warning if several ranks were never tested with the installed versions."""
     found = {name: version(name) for name in tried}
-    if config.trainer.num_ranks == 1 or all(
+    if not config.trainer.is_sharded or all(
         found[name].startswith(f"{tried[name]}.") for name in tried
     ):
         return []

@@ -133,6 +133,7 @@ def check_policies(
         "[critic]": config.critic is not None,
         f"engine.type = {engine.type!r}": engine.type != "embedded",
         f"trainer.ranks = {trainer.ranks}": trainer.ranks != 1,
+        f"trainer.mesh.dp_shard = {trainer.mesh.dp_shard}": trainer.is_sharded,
         f"trainer.remote = {trainer.remote}": trainer.remote > 0,
         f"engine.remote = {engine.remote}": engine.remote > 0,
         f"engine.max_count = {engine.max_count}": engine.max_count is not None,

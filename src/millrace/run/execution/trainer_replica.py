@@ -109,7 +109,7 @@ class TrainerReplica(GroupReplica):
         start = StartTrainer(
             config=config.model_dump(mode="json"),
             checkpoint=None if checkpoint is None else absolute(str(checkpoint)),
-            rendezvous="" if len(workers) == 1 else f"tcp://{host}:{port}",
+            rendezvous=f"tcp://{host}:{port}" if config.trainer.is_sharded else "",
             shares_device=max(num_sharing) > 1,
             policies=await asyncio.to_thread(self._further, checkpoint),
         )

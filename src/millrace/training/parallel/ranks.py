@@ -77,12 +77,11 @@ class Ranks:
         device: torch.device,
         backend: str | None = None,
         timeout_s: float = 600.0,
-        sharded: bool = False,
     ) -> "Ranks":
-        """Wait for the other ranks at `rendezvous`, "tcp://HOST:PORT", where rank 0 listens. The
-        default backend is NCCL on GPUs and gloo on CPUs. With `sharded`, one rank uses the code of
-        several, for measurements."""
-        if sizes.num_ranks == 1 and not sharded:
+        """Wait for the other ranks at `rendezvous`, "tcp://HOST:PORT", where rank 0 listens; "" is
+        one rank without the code of several. The default backend is NCCL on GPUs and gloo on
+        CPUs."""
+        if not rendezvous:
             return cls(sizes)
         # Gathering one dimension after the other, of which it warns, is what whole() does.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
