@@ -52,7 +52,9 @@ def model_with(rope: dict) -> PhimoeForCausalLM:
 def test_rotary_embeddings_equal_those_of_transformers_and_never_wait(rope, dtype):
     model = model_with(rope)
     rotary, hidden = model.model.rotary_emb, torch.empty(0, dtype=dtype)
-    positions = torch.arange(max_positions(model.config))[None]
+    limit = max_positions(model.config)
+    assert limit is not None
+    positions = torch.arange(limit)[None]
     expected = rotary(hidden, positions)
     use_own_classes(model)
     assert isinstance(rotary, StaticPhimoeRotary)

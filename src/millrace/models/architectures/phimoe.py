@@ -10,6 +10,8 @@ parameters keep their names.
 from torch import Tensor, nn
 from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 
+from millrace.models.directory import rope_tables
+
 
 class StaticPhimoeRotary(PhimoeRotaryEmbedding):
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -17,7 +19,8 @@ class StaticPhimoeRotary(PhimoeRotaryEmbedding):
         assert position_ids is not None
         angles = position_ids[..., None].float() * self.inv_freq.to(x.device).float()
         angles = angles.repeat(1, 1, 2)
-        scale = self.config.rope_parameters.get("short_mscale", self.attention_scaling)
+        (rope,) = rope_tables(self.config)
+        scale = rope.get("short_mscale", self.attention_scaling)
         return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
 
 
