@@ -1,5 +1,6 @@
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -75,6 +76,28 @@ def test_all_layers_and_all_sizes_share_their_compiled_code(steps):
     assert steps.num_layers == 2
     assert steps.num_graphs[0] > 0
     assert set(steps.num_graphs) == {steps.num_graphs[0]}
+
+
+def test_steps_after_a_warm_up_compile_nothing_more(monkeypatch):
+    """Nor do they see its gradient."""
+    eager = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", lambda f, *, dynamic, **_: eager(f, dynamic=dynamic))
+    warm, plain = (
+        trainer_of(tiny_model("qwen3"), compile_layers=compiles, logprob_chunk=16)
+        for compiles in (True, False)
+    )
+    torch._dynamo.reset()
+    counters.clear()
+    warm.policy.warm_up()
+    num_graphs = counters["stats"]["unique_graphs"]
+    assert num_graphs > 1
+    for batch in batches():
+        whole = [replace(part, kept=None) for part in batch.microbatches]  # not truncated
+        batch = replace(batch, microbatches=tuple(whole))
+        ours, theirs = warm.step(batch), plain.step(batch)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert counters["stats"]["unique_graphs"] == num_graphs
+    torch._dynamo.reset()
 
 
 def test_a_missing_compiler_is_reported_before_the_first_step(monkeypatch):

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace.core.microbatch import Batch, Microbatch
+from millrace.core.microbatch import Batch, Microbatch, Segments
 from millrace.models.attention.context import LocalTokens
 from millrace.models.kept_rows import KeptRows
 from millrace.models.logprobs import chunked_distributions
@@ -64,6 +64,12 @@ class PolicyModel(TrainableModel):
         self._replay = replay
         self.replays_routes = replay is not None
         self._logprob_chunk = logprob_chunk
+
+    def warm_up(self) -> None:
+        """Let torch.compile build what a step needs, before the first batch arrives."""
+        if self._settings.compile_layers and not self._settings.exact:
+            self.logprobs(_example()).logprobs.sum().backward()
+            self.free_gradient()
 
     def logprobs(
         self, microbatch: Microbatch, *, topk_ids: np.ndarray | None = None
@@ -240,6 +246,30 @@ class PolicyModel(TrainableModel):
     def merged_bytes(self) -> int:
         packed = sum(m.num_bytes for m in self._backbone.modules() if isinstance(m, Nf4Linear))
         return packed + sum(p.numel() * p.element_size() for p in self._backbone.parameters())
+
+
+def _example() -> Microbatch:
+    """Two rollouts that share a prompt, and one alone."""
+    segments = Segments()
+    prompt = segments.add(np.zeros(8, np.int32))
+    added = [segments.add(np.zeros(size, np.int32), parent=prompt) for size in (33, 50)]
+    added.append(segments.add(np.zeros(47, np.int32)))
+    rows = [segments.paths[number][7:-1] for number in added]
+    rollouts = np.repeat(np.arange(len(rows), dtype=np.int32), [len(own) for own in rows])
+    zeros = np.zeros(len(rollouts), np.float32)
+    return Microbatch(
+        tokens=np.concatenate(segments.tokens),
+        positions=np.concatenate(segments.positions).astype(np.int32),
+        lengths=np.array([len(tokens) for tokens in segments.tokens], np.int32),
+        parents=np.array(segments.parents, np.int32),
+        predictors=np.concatenate(rows).astype(np.int32),
+        targets=np.zeros(len(rollouts), np.int32),
+        rollouts=rollouts,
+        engine_logprobs=zeros,
+        versions=np.zeros(len(rollouts), np.int32),
+        advantages=zeros,
+        temperatures=np.ones(len(rollouts), np.float32),
+    )
 
 
 def _less_baseline(microbatch: Microbatch, log_weights: np.ndarray) -> Microbatch:

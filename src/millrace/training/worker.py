@@ -108,6 +108,10 @@ class TrainerWorker:
             )
             for policy, own in {**configs, **dict.fromkeys(self._lagged, config)}.items()
         }
+        if config.trainer.compile:
+            timeline.enter("compile", busy=True)
+            for trainer in self._trainers.values():
+                trainer.policy.warm_up()  # while engines start
         # The newest version of each that was published; engines begin with what is loaded here.
         self._sent = {policy: self._weights(policy)[0] for policy in self._publishers}
 
