@@ -27,7 +27,7 @@ OF_MESHES = {
     "tp 2": (
         *DENSE,
         *("qwen3_5", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "qwen3_next"),
-        *COMPRESSED,
+        *(*COMPRESSED, "glm4_moe_lite, plain queries"),
     ),
     "ep 2": (*MIXTURES, "qwen3_next", "phimoe", *COMPRESSED),
     "cp 2": (*DENSE, *MIXTURES, "phimoe", *COMPRESSED, "llama4"),
