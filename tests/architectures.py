@@ -200,14 +200,9 @@ def tiny_model(architecture: str, *, seed: int = 0, num_layers: int = 2) -> PreT
             )
         ),
         # So they are here, and its first layer is dense.
-        "glm4_moe_lite": lambda: transformers.Glm4MoeLiteForCausalLM(
-            transformers.Glm4MoeLiteConfig(
-                **{**shape, **_COMPRESSED},
-                n_routed_experts=NUM_EXPERTS,
-                num_experts_per_tok=TOP_K,
-                moe_intermediate_size=16,
-                q_lora_rank=16,
-            )
+        "glm4_moe_lite": lambda: _glm4_moe_lite({**shape, **_COMPRESSED}, q_lora_rank=16),
+        "glm4_moe_lite, plain queries": lambda: _glm4_moe_lite(
+            {**shape, **_COMPRESSED}, q_lora_rank=None
         ),
         # One matrix gives queries, keys and values, and one both parts of the MLP.
         "phi3": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**shape)),
@@ -232,3 +227,14 @@ def tiny_model(architecture: str, *, seed: int = 0, num_layers: int = 2) -> PreT
             torch.nn.init.normal_(parameter)
     name_backbone(model)
     return model.eval()
+
+
+def _glm4_moe_lite(shape: dict[str, int], *, q_lora_rank: int | None) -> PreTrainedModel:
+    config = transformers.Glm4MoeLiteConfig(
+        **shape,
+        n_routed_experts=NUM_EXPERTS,
+        num_experts_per_tok=TOP_K,
+        moe_intermediate_size=16,
+        q_lora_rank=q_lora_rank,
+    )
+    return transformers.Glm4MoeLiteForCausalLM(config)

@@ -34,14 +34,19 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_chat_model(
-    directory: Path, *, max_context: int = 512, initializer_range: float = 0.02
+    directory: Path,
+    *,
+    max_context: int = 512,
+    initializer_range: float = 0.02,
+    tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> Path:
     """With a small range, all tokens are about as likely whatever an adapter learns, because the
-    embeddings are the head."""
-    chat_tokenizer().save_pretrained(directory)
+    embeddings are the head. `tokenizer` replaces that of characters."""
+    tokenizer = tokenizer or chat_tokenizer()
+    tokenizer.save_pretrained(directory)
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=128,
+        vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -51,8 +56,8 @@ def make_chat_model(
         max_position_embeddings=max_context,
         initializer_range=initializer_range,
         tie_word_embeddings=True,
-        eos_token_id=IM_END,
-        pad_token_id=0,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )
     Qwen3ForCausalLM(config).save_pretrained(directory)

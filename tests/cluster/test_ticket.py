@@ -13,7 +13,7 @@ from millrace.cluster.join.ticket import (
     read_ticket,
     ticket_file,
 )
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, RunFailed
 
 TICKET = JoinTicket(
     address="tcp://controller:5000",
@@ -73,9 +73,28 @@ def test_file_that_is_not_a_ticket_is_never_overwritten(tmp_path: Path, content:
 
 def test_error_of_an_unwritable_path_is_one_sentence(tmp_path: Path):
     (tmp_path / "file").touch()
-    for path in (tmp_path, tmp_path / "file" / "ticket.json"):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")  # which no user can read
+    unwritable = [tmp_path, tmp_path / "file" / "ticket.json", tmp_path / "loop"]
+    for path in (*unwritable, tmp_path / ("x" * 300)):
         with pytest.raises(ConfigError, match=r"cluster\.ticket = .* choose another path"):
             ticket_file(TICKET, path).__enter__()
+
+
+def test_ticket_that_cannot_be_removed_does_not_hide_how_the_run_ended(tmp_path: Path, capsys):
+    path = tmp_path / "ticket.json"
+    with ticket_file(TICKET, path):
+        path.unlink()
+        path.mkdir()
+    assert path.is_dir()
+    assert capsys.readouterr().err == ""
+    path.rmdir()
+    run = ticket_file(TICKET, path)
+    run.__enter__()
+    path.unlink()
+    path.symlink_to(path)  # which no user can read
+    error = RunFailed("no engine is left")
+    assert not run.__exit__(RunFailed, error, None)
+    assert "cannot be removed: Too many levels of symbolic links" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])

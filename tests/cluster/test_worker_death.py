@@ -14,6 +14,7 @@ from echo_worker import ask
 from millrace.cluster.hub import Hub
 from millrace.cluster.link import END_SIGNAL
 from millrace.cluster.messages import Done, Failed, GenerateDone, Message
+from millrace.cluster.process import describe_exit
 from millrace.cluster.worker import Worker
 from millrace.core.errors import WorkerError
 
@@ -246,3 +247,16 @@ async def test_stopped_worker_is_killed_without_a_stack_dump(hub: Hub):
     with pytest.raises(WorkerError, match="made no progress; it is stopped"):
         await waiting
     assert await worker.is_gone_within(10)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (3, "exited with code 3"),
+        (-9, "was killed by SIGKILL"),
+        (-34, "was killed by SIGRTMIN"),
+        (-40, "was killed by signal 40"),
+    ],
+)
+def test_every_exit_is_described_also_by_signals_without_a_name(code: int, words: str):
+    assert describe_exit(code) == words

@@ -82,6 +82,15 @@ def test_stopped_run_resumes_to_the_weights_of_one_that_was_not_stopped(tmp_path
     assert all(torch.equal(weights[name], same[name]) for name in weights)
 
 
+@pytest.mark.slow
+def test_run_with_more_epochs_continues_after_a_short_last_batch(tmp_path):
+    make_tiny_model(tmp_path / "model")
+    settings = settings_of(tmp_path)
+    for epochs, steps in ((1.0, 2), (2.0, 3)):
+        result = mr.sft(settings, tasks=ROWS[:12], resume=epochs > 1, **{"tasks.epochs": epochs})
+        assert (result.steps, result.episodes) == (steps, 12)
+
+
 class CtrlC(mr.Callback):
     """As a user who interrupts the kernel of a notebook, whose event loop runs in this thread."""
 

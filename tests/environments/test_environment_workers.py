@@ -164,6 +164,9 @@ async def test_errors_of_an_environment_fail_its_group_with_one_sentence(tokeniz
         ]:
             with pytest.raises(TaskError, match=sentence):
                 await play(workers, ChatEngine(str), Task(prompt=prompt), group_size=1)
+        recipe = Pivot(branches=2)  # its episodes are recorded
+        with pytest.raises(TaskError, match=r"group 3: its episode cannot be sent .* surrogates"):
+            await play(workers, ChatEngine(str), Task(prompt="surrogate"), recipe=recipe)
         with pytest.raises(TaskError, match="group 3: A PlayEpisode holds a value that cannot"):
             await play(workers, ChatEngine(str), Task(prompt="a", columns={"x": object()}))
         with pytest.raises(Expired):

@@ -48,6 +48,8 @@ async def misbehaving(task, agent):
             os._exit(3)
         case "object":
             await agent.chat([{**user("again"), "board": object()}])
+        case "surrogate":  # half of a character, which no encoding of a message holds
+            await agent.chat([{**user("again"), "board": "\ud800"}])
         case "wait":
             try:
                 await agent.chat([user("again")])

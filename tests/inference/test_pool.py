@@ -8,7 +8,16 @@ from engine_rig import make_request as letters_request
 from fakes import Listener, ScriptedEngine, make_chunk, make_completion
 from in_process_engine import InProcessEngine
 
-from millrace.cluster.messages import AbortRequests, Done, Generate, TokensSampled
+from millrace.cluster.messages import (
+    AbortRequests,
+    Done,
+    Generate,
+    Message,
+    Swapped,
+    SwapWeights,
+    TokensSampled,
+)
+from millrace.cluster.worker import Worker
 from millrace.core.errors import EngineLost
 from millrace.core.records import Request, Sampling, WeightUpdate
 from millrace.inference.pool import EnginePool
@@ -466,6 +475,31 @@ async def test_callback_error_is_raised_and_frees_the_request():
         await RemoteEngine(worker).generate(make_request("r"), refuse)  # pyright: ignore
     await until(lambda: len(worker.calls) == 2)
     assert worker.calls[1] == AbortRequests(ids=["r"])
+
+
+async def test_weight_update_is_not_late_while_its_engine_is_paused():
+    async def send(id: bytes, message: Message) -> None:
+        if isinstance(message, SwapWeights):
+            swaps.append(id)  # which the engine answers when it is awake
+        else:
+            worker.on_reply(id, Done())
+
+    swaps: list[bytes] = []
+    worker = Worker("engine-0", send=send, stop_timeout_s=1.0)
+    engine = RemoteEngine(worker, swap_timeout_s=0.01)
+    update = WeightUpdate(
+        version=5, tensors=(), num_bytes=0, checksum=0, transport="shm", location=""
+    )
+    await engine.pause(sleep=True)
+    swapping = asyncio.create_task(engine.swap(update))
+    await asyncio.wait({swapping}, timeout=0.05)
+    worker.on_reply(swaps[0], Swapped(version=5, stage_ms=0.0, gap_ms=0.0))
+    assert await swapping == 5
+    swapping = asyncio.create_task(engine.swap(update))
+    await asyncio.wait({swapping}, timeout=0.05)
+    await engine.resume()
+    with pytest.raises(EngineLost, match=r"'engine-0' did not answer SwapWeights within 0\.01 s"):
+        await swapping
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8}])

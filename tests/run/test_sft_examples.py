@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 from chat_engine import TOKENIZERS, user
+from fake_checkpoint import write_fake_checkpoint
 from families import FAMILIES
 from transformers import AutoTokenizer
 
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, TaskError
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.run.sft.examples import ExampleEncoder, check_examples
+from millrace.run.sft.examples import ExampleEncoder, SupervisedData, check_examples
 from millrace.run.sft.execute import prepare_sft
 from millrace.tasks.loading import load_tasks
 
@@ -145,6 +146,37 @@ def test_every_example_is_in_one_batch_of_each_epoch(tmp_path, model):
     again = prepare_sft(load_config(settings), tasks=rows).data.batch(4)
     for one, other in zip(batches[3].batch.microbatches, again.batch.microbatches, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
+
+
+def test_more_epochs_continue_after_the_short_last_batch_of_the_first_ones(tmp_path, model):
+    rows = [{"prompt": f"{n}=", "completion": f"{n}"} for n in range(10)]
+    config = load_config(
+        {
+            "model": str(model),
+            "run_dir": str(tmp_path),
+            "tasks": {"epochs": 1.0},
+            "trainer": {"groups_per_step": 4},
+        }
+    )
+
+    def order_of(data: SupervisedData, versions: range) -> list[str]:
+        groups = [group for version in versions for group in data.batch(version).groups]
+        return [group.task.columns["completion"] for group in groups]
+
+    twice = config.updated(tasks={"epochs": 2.0})
+    whole = prepare_sft(twice, tasks=rows).data
+    first = prepare_sft(config, tasks=rows)
+    assert (first.config.trainer.steps, first.data.next_number(3)) == (3, 10)
+    state = {"step": 3, "next_number": first.data.next_number(3), "unfinished": []}
+    write_fake_checkpoint(tmp_path / "checkpoints" / "step_3", run_state=state)
+    resumed = prepare_sft(twice, tasks=rows, resume=True)
+    steps = range(4, resumed.config.trainer.steps + 1)
+    order = order_of(first.data, range(1, 4)) + order_of(resumed.data, steps)
+    assert order == order_of(whole, range(1, 6))
+    assert sorted(order) == sorted([str(n) for n in range(10)] * 2)
+    assert order_of(resumed.data, range(3, 4)) == order[8:10]  # from an older checkpoint
+    with pytest.raises(ConfigError, match=r"another trainer\.groups_per_step than 2"):
+        prepare_sft(config.updated(trainer={"groups_per_step": 2}), tasks=rows, resume=True)
 
 
 def test_ranks_on_versions_that_were_not_tried_begin_with_a_warning(tmp_path, model, monkeypatch):

@@ -1,6 +1,7 @@
 """Reward models as scorers: their input, and the scores made of their values."""
 
 import contextlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -127,6 +128,22 @@ async def test_value_that_is_not_finite_fails_its_group(tokenizer):
     )
     with pytest.raises(ScoreError, match=r"'quality' returned nan for group 3; try dtype"):
         await scorer.score(group_of(tokenizer, ("3", True)))
+
+
+@pytest.mark.parametrize(("takes_ids", "score"), [(True, None), (False, -2.0)])
+async def test_evaluated_episode_without_a_reply_is_an_empty_one_or_has_no_score(
+    tokenizer, takes_ids, score
+):
+    process = Process([0.5], [-2.0])
+    scorer = RewardModelScorer(
+        name="quality", weight=1.0, model=process, timeout_s=1.0, takes_ids=takes_ids
+    )
+    group = group_of(tokenizer, ("3", True))
+    silent = Episode(turns=(), rollouts=())
+    results = await scorer.score(replace(group, episodes=(*group.episodes, silent)))
+    assert [result.score for result in results] == [0.5, score]
+    if not takes_ids:
+        assert (process.readings[1].prompt, process.readings[1].pieces) == ("1+2=", [""])
 
 
 def test_text_is_encoded_with_the_models_own_tokenizer(tokenizer):

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from chat_model import make_chat_model
 from families import FAMILIES, tokenizer_of
 from project import Command, make_project, steps_in
 from safetensors.numpy import load_file
 from server_process import KEY, ServerProcess, server_process
-from transformers import Qwen3Config, Qwen3ForCausalLM
 from writing_engine import WritingEngine, served
 
 pytest.importorskip("agents", reason="make test-clients installs them")
@@ -189,31 +187,12 @@ async def test_agent_calls_its_tool_and_returns_the_answer(client: str):
     assert len(first.prompt) < len(second.prompt)
 
 
-def make_byte_model(directory: Path) -> Path:
-    """Its tokens are bytes: smolagents requires tool calls, which needs a tokenizer that grammars
-    are compiled for."""
-    tokenizer = tokenizer_of(FAMILIES["chatml"])
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    return directory
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    model = make_byte_model(tmp_path_factory.mktemp("model"))
+    # Its tokens are bytes: smolagents requires tool calls, which needs a tokenizer that grammars
+    # are compiled for.
+    tokenizer, folder = tokenizer_of(FAMILIES["chatml"]), tmp_path_factory.mktemp("model")
+    model = make_chat_model(folder, max_context=CONTEXT, tokenizer=tokenizer)
     logs = tmp_path_factory.mktemp("logs")
     with server_process(model, logs=logs) as process:
         yield process

@@ -122,6 +122,7 @@ def test_invalid_line_raises_config_error_with_its_number(write, line, sentence)
             "column 'n' that holds .* of type float64; use texts",
         ),
         ([{"prompt": "a", "n": {1: 2}}], "column 'n' that holds the key 1; keys must be texts"),
+        ([{"prompt": "a", 1: "x"}], "Task 0 has a column 1; column names must be texts"),
         ([Task(prompt="a", columns={"completions": 1})], "Task 0 has a column 'completions'"),
     ],
 )

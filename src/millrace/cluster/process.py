@@ -110,9 +110,10 @@ def _first_sibling(cpu: int) -> tuple[int, int]:
 
 
 def describe_exit(code: int) -> str:
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"exited with code {code}"
+    if code >= 0:
+        return f"exited with code {code}"
+    is_named = -code in {*signal.Signals}  # most real-time signals are not
+    return f"was killed by {signal.Signals(-code).name if is_named else f'signal {-code}'}"
 
 
 @dataclass(kw_only=True, eq=False)

@@ -9,6 +9,7 @@ Runs on the controller's event loop; torch-free.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -22,7 +23,9 @@ from millrace.core.records import Completion, Request, ScoreRequest, TokenLogpro
 from millrace.inference.backend import EmbeddedBackend
 from millrace.inference.pool import EnginePool
 
-SWAP_TIMEOUT_S = 600.0  # for a weight update, sequences that finish first included
+# For a weight update, sequences that finish first included. Pauses do not count: an engine may be
+# paused for a whole step of the trainer, and some updates wait for its end.
+SWAP_TIMEOUT_S = 600.0
 
 
 @dataclass(eq=False)
@@ -34,6 +37,8 @@ class RemoteEngine:
     swap_timeout_s: float | None = None
     capabilities: frozenset[Capability] = EmbeddedBackend.capabilities
     _aborting: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _paused_at_s: float | None = field(default=None, init=False)  # None = it is not paused
+    _paused_s: float = field(default=0.0, init=False)  # in all pauses that are over
 
     async def generate(
         self,
@@ -74,8 +79,14 @@ class RemoteEngine:
 
     async def swap(self, update: WeightUpdate) -> int:
         # No progress expected: an engine reports none while it fetches and lays out weights.
-        message, timeout_s = messages.SwapWeights(update=update), self.swap_timeout_s
-        reply = await self._call(message, timeout_s=timeout_s, expect_progress=False)
+        call = self._call(messages.SwapWeights(update=update), expect_progress=False)
+        swapping = asyncio.create_task(call)
+        try:
+            if self.swap_timeout_s is not None:
+                await self._kill_late(swapping, timeout_s=self.swap_timeout_s)
+            reply = await swapping
+        finally:
+            swapping.cancel()
         assert isinstance(reply, messages.Swapped)
         return reply.version
 
@@ -86,18 +97,34 @@ class RemoteEngine:
         await self._call(messages.Expire(before=before, adapters=dict(adapters or {})))
 
     async def pause(self, *, sleep: bool = False) -> None:
+        if self._paused_at_s is None:
+            self._paused_at_s = time.monotonic()
         await self._call(messages.Pause(sleep=sleep))
 
     async def resume(self) -> None:
+        if self._paused_at_s is not None:
+            self._paused_s += time.monotonic() - self._paused_at_s
+            self._paused_at_s = None
         await self._call(messages.Resume())
 
-    async def _call(
-        self, message: Message, *, timeout_s: float | None = None, expect_progress: bool = True
-    ) -> Message:
+    @property
+    def _unpaused_s(self) -> float:
+        """A clock that stands still while the engine is paused."""
+        now_s = time.monotonic() if self._paused_at_s is None else self._paused_at_s
+        return now_s - self._paused_s
+
+    async def _kill_late(self, call: asyncio.Task[Message], *, timeout_s: float) -> None:
+        """Returns when the call has ended, which it does if the process is killed."""
+        end_s = self._unpaused_s + timeout_s
+        while not call.done():
+            if (left_s := end_s - self._unpaused_s) <= 0:
+                await self.worker.fail_hung(f"did not answer SwapWeights within {timeout_s} s")
+                return
+            await asyncio.wait({call}, timeout=left_s)
+
+    async def _call(self, message: Message, *, expect_progress: bool = True) -> Message:
         try:
-            return await self.worker.call(
-                message, timeout_s=timeout_s, kill_on_timeout=True, expect_progress=expect_progress
-            )
+            return await self.worker.call(message, expect_progress=expect_progress)
         except WorkerError as error:
             raise self._lost(error) from error
 

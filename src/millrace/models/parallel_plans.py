@@ -13,6 +13,7 @@ Imported only for such a model: earlier versions of transformers lack these plan
 """
 
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -131,8 +132,11 @@ def divide_experts(root: PreTrainedModel, *, ep: DeviceMesh, tp: DeviceMesh) -> 
 def _tensor_plan(model: PreTrainedModel) -> dict[str, str]:
     """Styles by name, without those of experts."""
     experts = tuple(f"{name}." for name, style in model.ep_plan.items() if style == _EXPERTS)
-    plan = model.tp_plan.items()
-    return {name: style for name, style in plan if not f"{name}.".startswith(experts)}
+    plan = dict(model.tp_plan)
+    for name, style in model.tp_plan.items():
+        # The layer of queries that are not compressed, which the plan of GLM-4-MoE-Lite lacks.
+        plan.setdefault(re.sub(r"\.q_b_proj$", ".q_proj", name), style)
+    return {name: style for name, style in plan.items() if not f"{name}.".startswith(experts)}
 
 
 def divide_factors(

@@ -174,7 +174,9 @@ def _check_columns(columns: Mapping[str, Any], *, where: str) -> None:
                 f"{where} has a column {name!r}, a name that reward functions get from Millrace;"
                 " rename the column."
             )
-        if (problem := _problem(name if not isinstance(name, str) else value)) is not None:
+        if not isinstance(name, str):
+            raise ConfigError(f"{where} has a column {_shown(name)}; column names must be texts.")
+        if (problem := _problem(value)) is not None:
             raise ConfigError(f"{where} has a column {name!r} that holds {problem}.")
 
 

@@ -146,6 +146,9 @@ def build_policy(
         dtype=frozen_dtype(config),
         in_nf4=config.in_nf4,
     )
+    # Loading draws random numbers for some models, such as Qwen3.5, and others for several ranks,
+    # which begin with the adapter of a single rank.
+    seed_everything(config.seed)
     # Before the first pass, in which FSDP collects the units of the model.
     adapter = config.lora and TrainedAdapter(model, config.lora, model_path=path)
     replay = _replay_of(model, config)

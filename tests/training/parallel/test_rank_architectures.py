@@ -27,7 +27,7 @@ OF_MESHES = {
     "tp 2": (
         *DENSE,
         *("qwen3_5", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "qwen3_next"),
-        *COMPRESSED,
+        *(*COMPRESSED, "glm4_moe_lite, plain queries"),
     ),
     "ep 2": (*MIXTURES, "qwen3_next", "phimoe", *COMPRESSED),
     "cp 2": (*DENSE, *MIXTURES, "phimoe", *COMPRESSED, "llama4"),
@@ -58,6 +58,15 @@ def train_adapters(ranks, folder, names, num_shares, lora) -> dict[str, bench.Nu
             weight.add_(shard_like(noise, weight))
         trainer.step(*bench._shares(feature, config, ranks, step=0, num_shares=num_shares))
         found[name] = bench._gradients(trainer)
+    return found
+
+
+def new_adapter(ranks, folder, names, num_shares) -> dict[str, bench.Numbers]:
+    feature = bench.Feature(settings={**SMOOTH, "lora": {"rank": 4}})
+    found = {}
+    for name in names:
+        trainer, _ = bench.make_trainer(feature, ranks, folder / name, device="cpu")
+        found[name] = {key: bench._whole(w) for key, w in trainer.policy.weights().items()}
     return found
 
 
@@ -98,6 +107,13 @@ def test_adapters_of_ranks_that_share_products_have_the_gradients_of_one_rank(tm
     found = differences(tmp_path, mesh, ADAPTED, lora, run=train_adapters)
     print(f"\n{mesh}, {lora}: {max(found.values()):.1e} at most, of {found}")
     assert all(worst < FLOAT32_LIMIT for worst in found.values()), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp 2", "tp 2"])
+def test_ranks_begin_with_the_adapter_of_one_rank(tmp_path, mesh):
+    found = differences(tmp_path, mesh, ("qwen3_5", "qwen3_moe"), run=new_adapter)
+    assert set(found.values()) == {0.0}, found
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from millrace.cluster.address import ClientKeys
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, printable
 
 
 class JoinTicket(
@@ -37,14 +37,15 @@ class JoinTicket(
 @contextlib.contextmanager
 def ticket_file(ticket: JoinTicket, path: Path) -> Iterator[None]:
     """Keep the ticket at `path` while the context lasts."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        # An existing file may only be the ticket of a run that was killed.
-        if path.is_dir() or _decode(path.read_bytes()) is None:
-            raise ConfigError(
-                f"cluster.ticket = {str(path)!r} exists and is not a ticket; choose another path."
-            )
     text = msgspec.json.format(msgspec.json.encode(ticket), indent=2) + b"\n"
     try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            # An existing file may only be the ticket of a run that was killed.
+            if path.is_dir() or _decode(path.read_bytes()) is None:
+                raise ConfigError(
+                    f"cluster.ticket = {str(path)!r} exists and is not a ticket; choose another"
+                    " path."
+                )
         _write_privately(path, text)
     except OSError as error:
         raise ConfigError(
@@ -54,10 +55,18 @@ def ticket_file(ticket: JoinTicket, path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Another run may have written its own ticket there.
-        with contextlib.suppress(FileNotFoundError):
+        _remove(path, text)
+
+
+def _remove(path: Path, text: bytes) -> None:
+    """Remove the ticket, unless something else is there by now, such as that of another run."""
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             if path.read_bytes() == text:
                 path.unlink()
+    except OSError as error:  # it must not hide how the run ended
+        reason = f"cluster.ticket = {str(path)!r} cannot be removed: {error.strerror}; remove it."
+        print(printable(reason), file=sys.stderr, flush=True)
 
 
 def read_ticket(path: Path) -> JoinTicket:

@@ -14,7 +14,7 @@ import msgspec
 
 from millrace.cluster import messages
 from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
-from millrace.cluster.wire import WireError, expect_array
+from millrace.cluster.wire import expect_array
 from millrace.config import RunConfig, load_config
 from millrace.core import errors
 from millrace.core.errors import MillraceError, TaskError
@@ -115,10 +115,10 @@ class EnvironmentWorker:
             self._episodes.pop(message.key, None)
             if not self._episodes:
                 self._timeline.enter(IDLE, busy=False)
-        encoded = None if recording is None else schema.encode(recording)
         try:
+            encoded = None if recording is None else schema.encode(recording)
             call.reply(messages.EpisodePlayed(episode=episode, recording=encoded))
-        except WireError as error:
+        except Exception as error:  # noqa: BLE001 - users' values, such as a repr that fails
             call.fail(TaskError(f"{name}: its episode cannot be sent to the controller: {error}"))
 
     async def _sample(

@@ -7,7 +7,8 @@ for it, and text of control tokens in messages stays ordinary text. Where a temp
 turns differently later, for example without their thinking, such a turn is a sequence of its own.
 
 The batch of a step depends on the data, the seed and the step alone, so a resumed run trains each
-example as often as a run that was not stopped.
+example as often as a run that was not stopped. If a run with more epochs continues one that ended
+with a short batch, its first batch has the examples that were missing there, too.
 Torch-free; called in threads.
 """
 
@@ -23,6 +24,7 @@ from millrace.core.errors import ConfigError, RunFailed, TaskError
 from millrace.core.microbatch import Batch
 from millrace.core.records import Episode, Group, Message, Rollout, Sampling, Score, Task
 from millrace.environments.rollouts.renderer import Renderer
+from millrace.run.resume import Cursor
 from millrace.tasks.streams import TaskStream
 from millrace.training.packing.packer import pack
 
@@ -144,11 +146,17 @@ class SupervisedData:
     stream: TaskStream
     num_examples: int  # of all steps
     encoder: ExampleEncoder
+    cursor: Cursor  # where the run begins, or is resumed
+
+    def next_number(self, version: int) -> int:
+        """The number of examples in all steps up to the one that makes `version`."""
+        if version == self.cursor.version:
+            return self.cursor.next_number
+        return min(version * self.config.trainer.groups_per_step, self.num_examples)
 
     def batch(self, version: int) -> SupervisedBatch:
         """The batch of the step that makes `version`."""
-        size = self.config.trainer.groups_per_step
-        numbers = range((version - 1) * size, min(version * size, self.num_examples))
+        numbers = range(self.next_number(version - 1), self.next_number(version))
         return self.packed([self.stream.task(number) for number in numbers], f"step {version}")
 
     def packed(self, tasks: Sequence[Task], what: str) -> SupervisedBatch:

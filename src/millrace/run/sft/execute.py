@@ -93,7 +93,8 @@ def prepare_sft(
     stream = make_stream(sources, config.tasks, seed=config.seed)
     point = find_resume_point(config, stream, resume=resume)
     size = config.trainer.groups_per_step
-    if point.cursor.next_number != point.cursor.version * size:
+    # The last batch of fewer epochs may have been short.
+    if not 0 <= point.cursor.version * size - point.cursor.next_number < size:
         raise ConfigError(
             f"{config.run_dir} was begun with another trainer.groups_per_step than {size}, or by"
             " `millrace train`; resume it as it was begun."
@@ -117,6 +118,7 @@ def prepare_sft(
             encoder=examples.ExampleEncoder(
                 renderer, eos_id=tokenizer.eos_token_id, max_tokens=max_tokens
             ),
+            cursor=point.cursor,
         ),
     )
 
@@ -289,7 +291,7 @@ class SftRun(RunProcesses):
             self._saved = version
             self._monitor.saved(self.run_dir.checkpoints / f"step_{version}")
 
-        next_number = version * self._config.trainer.groups_per_step
+        next_number = self._data.next_number(version)
         await writer.save(
             version,
             run_state={"version": version, "next_number": next_number, "unfinished": []},

@@ -22,6 +22,7 @@ from millrace.core.plugins import plugin
 from millrace.core.protocols import OnTokens
 from millrace.core.records import Episode, Group, Request, Rollout, ScorerResult, Task, TokenScores
 from millrace.models.directory import load_tokenizer, max_positions, text_config
+from millrace.scoring.functions.function_scorer import reply_of
 from millrace.scoring.model_process import MODEL_CALLS, ModelScorer
 from millrace.scoring.reward_models.steps import (
     ReadAhead,
@@ -156,15 +157,22 @@ class RewardModelScorer(ModelScorer[RewardModelProcess]):
     takes_ids: bool  # the policy's tokens, instead of text
 
     async def score(self, group: Group) -> list[ScorerResult]:
-        if self.takes_ids:
-            tokens = [episode.rollouts[-1].tokens for episode in group.episodes]
-            readings = [StepReading(tokens=ids, ends=[len(ids) - 1]) for ids in tokens]
-        else:
-            turns = [episode.turns[-1] for episode in group.episodes]
-            readings = [StepReading(prompt=t.prompt, pieces=[t.completion]) for t in turns]
-        values = [value for (value,) in await self.model.read(readings, timeout_s=self.timeout_s)]
+        readings = [self._reading(episode, group.task) for episode in group.episodes]
+        given = [reading for reading in readings if reading is not None]
+        values = [value for (value,) in await self.model.read(given, timeout_s=self.timeout_s)]
         _check_finite(values, scorer=self.name, group=group)
-        return [ScorerResult(score=value) for value in values]
+        left = iter(values)
+        return [ScorerResult(score=None if r is None else next(left)) for r in readings]
+
+    def _reading(self, episode: Episode, task: Task) -> StepReading | None:
+        """None without tokens: an evaluated episode may end before the first reply."""
+        if not self.takes_ids:
+            prompt = episode.turns[-1].prompt if episode.turns else task.prompt
+            return StepReading(prompt=prompt, pieces=[reply_of(episode)])
+        if not episode.rollouts:
+            return None
+        ids = episode.rollouts[-1].tokens
+        return StepReading(tokens=ids, ends=[len(ids) - 1])
 
 
 @plugin
