@@ -94,8 +94,7 @@ class TrainerWorker:
         # Engines that wake up need what the trainer holds for its next step.
         self._gives_memory_back = config.cluster.share_gpu == "sleep"
         self._trained_tokens, self._num_forwards, self._is_stepping = 0.0, 0, False
-        self._link, self._timeline = link, timeline
-        self._reported_at = time.monotonic()
+        self._link, self._timeline, self._reported_at = link, timeline, time.monotonic()
         reference, address = self._reference(config, device), message.own_address
         sender = partial(build_sender, ranks=self._ranks, reference=reference, own_address=address)
         self._publishers = {
@@ -108,12 +107,16 @@ class TrainerWorker:
             )
             for policy, own in {**configs, **dict.fromkeys(self._lagged, config)}.items()
         }
-        if config.trainer.compile:
-            timeline.enter("compile", busy=True)
-            for trainer in self._trainers.values():
-                trainer.policy.warm_up()  # while engines start
         # The newest version of each that was published; engines begin with what is loaded here.
         self._sent = {policy: self._weights(policy)[0] for policy in self._publishers}
+        self._warm_up(config)
+
+    def _warm_up(self, config: RunConfig) -> None:
+        """Compile layers while engines start, not in the first step."""
+        if config.trainer.compile:
+            self._timeline.enter("compile", busy=True)
+            for trainer in self._trainers.values():
+                trainer.policy.warm_up()
 
     @property
     def _takes_snapshots(self) -> bool:
