@@ -54,12 +54,12 @@ class TestCollective(DeltaContract, FaultContract, TransportContract):
     ) -> WeightUpdate:
         assert isinstance(sender, PackingSender)
         assert isinstance(sender.backend, CollectiveSendBackend)
-        backend, blobs = sender.backend, sender.backend._offers[update.version]
+        blobs = sender.backend._offers[update.version]
         base = update.delta.base if is_delta and update.delta is not None else None
         if how == "corrupted":
-            blobs[base].flat[0] ^= 1
+            blobs[base][0] ^= 1
         else:
-            blobs[base] = backend._blob(blobs[base].flat[: -(2**16)])
+            blobs[base] = blobs[base][: -(2**16)]
         return update
 
 

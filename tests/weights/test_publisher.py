@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millrace.core.errors import ConfigError, WeightError
+from millrace.core.errors import WeightError
 from millrace.core.records import WeightUpdate
 from millrace.weights.backends import NoSpace
 from millrace.weights.publisher import Publisher, WeightSnapshot
@@ -338,14 +338,6 @@ def test_trainer_that_outruns_its_engines_delivers_only_whole_versions():
     publisher.close()
     assert seen == sorted(set(seen))
     assert len(seen) + publisher.superseded == 200
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: make_sender("pigeon", dtype=torch.float32), lambda: make_receiver("pigeon")]
-)
-def test_an_unknown_transport_is_refused(make: Callable[[], object]):
-    with pytest.raises(ConfigError, match=r"weights\.transport = 'pigeon'"):
-        make()
 
 
 def test_late_engine_borrows_the_newest_version_and_both_must_release_it(

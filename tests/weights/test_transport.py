@@ -7,6 +7,7 @@ from engine_rig import make_engine
 from queue_link import FakeLink
 
 from millrace.config import load_config
+from millrace.core.errors import ConfigError
 from millrace.core.spans import Timeline
 from millrace.inference.worker import wire
 from millrace.training.build import build_sender
@@ -35,6 +36,11 @@ def test_auto_transport_depends_on_hosts_and_devices(
         "auto", device=device, engine_device=engine_device, is_one_host=is_one_host
     )
     assert found == transport
+
+
+def test_an_unknown_transport_is_refused():
+    with pytest.raises(ConfigError, match=r"'weights\.transport' = 'pigeon'"):
+        load_config({"model": "m", "weights": {"transport": "pigeon"}})
 
 
 def test_explicit_transport_is_kept():

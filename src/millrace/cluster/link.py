@@ -129,10 +129,7 @@ class Link:
     def receive(self, timeout_s: float | None = None) -> WorkerCall | None:
         """The next call; None if none arrives in time. 0 polls, None waits without limit."""
         try:
-            if timeout_s is not None and timeout_s <= 0:
-                item = self._inbox.get_nowait()
-            else:
-                item = self._inbox.get(timeout=timeout_s)
+            item = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
         if isinstance(item, BaseException):

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from millrace.config import RunConfig
-from millrace.core.errors import ConfigError
 from millrace.weights.backends import (
     PackingSender,
     Payload,
@@ -85,7 +84,10 @@ def make_sender(
         case "disk":
             assert directory is not None
             backend = DiskSendBackend(directory)
-        case "collective":
+        case "ipc":
+            backend = IpcSendBackend()
+        case _:
+            assert transport == "collective", transport
             backend = CollectiveSendBackend(
                 address=address,
                 num_members={ENGINE: num_engines, EVALUATOR: num_evaluators},
@@ -93,10 +95,6 @@ def make_sender(
                 timeout_s=timeout_s,
                 device=device or torch.device("cpu"),
             )
-        case "ipc":
-            backend = IpcSendBackend()
-        case _:
-            raise _unknown(transport)
     return PackingSender(backend, dtype=dtype, payload=payload, reference=reference)
 
 
@@ -120,18 +118,9 @@ def make_receiver(
         "collective": lambda: CollectiveRecvBackend(device=device, timeout_s=timeout_s, role=role),
         "ipc": lambda: IpcRecvBackend(device=device),
     }
-    if transport not in ("auto", *backends):
-        raise _unknown(transport)
     if transport != "auto":
         backend = backends[transport]()  # refuses a wrong device at once
         backends = {transport: lambda: backend}
     return StagingReceiver(
         backends, expected=expected, dtype=dtype, device=device, keep_base=payload == "delta"
-    )
-
-
-def _unknown(transport: str) -> ConfigError:
-    return ConfigError(
-        f"weights.transport = {transport!r} is not known; use 'auto', 'shm', 'disk', 'collective'"
-        " or 'ipc'."
     )

@@ -7,7 +7,6 @@ ends it on demand, by messages of the hub.
 """
 
 import asyncio
-import contextlib
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +20,7 @@ from millrace.cluster.launchers.launcher import (
     Resources,
     WorkerSpec,
 )
-from millrace.core.errors import ConfigError, WorkerError
+from millrace.core.errors import ConfigError, WorkerError, cancel_all
 
 REPORT_S = 1.0  # for the report of a host program that has ended, about its worker
 
@@ -136,6 +135,4 @@ async def _report_end(process: JoinedProcess, ending: asyncio.Task[Exception | s
         await asyncio.sleep(REPORT_S)
         process.on_exit(ProcessExit(reason=f"lost its host program on {process.host}: {reason}"))
     except asyncio.CancelledError:
-        ending.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await ending
+        await cancel_all([ending])

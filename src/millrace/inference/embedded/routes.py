@@ -123,9 +123,6 @@ class RecordedRouter:
         self._pool = pool
 
     def choose(self, own: Tensor, *, scores: Tensor) -> Tensor:
-        return self.record(own)
-
-    def record(self, own: Tensor) -> Tensor:
         return torch.ops.millrace.record_routes(own, self._routes, self._pool.kv_slots)
 
 

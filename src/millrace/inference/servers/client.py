@@ -76,6 +76,7 @@ class ServerClient:
     product: ClassVar[str]  # its name in messages
     path: ClassVar[str]  # of requests for tokens
     lora_path: ClassVar[str]  # of adapters
+    version_path: ClassVar[str]  # of what the server says about its program
     # Whether requests stay at a paused server, which then reports the versions of their tokens.
     # Otherwise they are ended and sent again, so each has one version.
     keeps_requests: ClassVar[bool]
@@ -113,7 +114,7 @@ class ServerClient:
 
     def product_version(self) -> str | None:
         """Of the server's program; None if it does not say."""
-        raise NotImplementedError
+        return self.call(self.version_path, method="GET").get("version")
 
     def served_model(self) -> dict[str, Any]:
         """Its "architectures", "dtype" and, as far as they are known, "sizes"; raises ConfigError
@@ -132,12 +133,13 @@ class ServerClient:
         raise NotImplementedError
 
     def likeliest(self, prompt: Sequence[int], *, temperature: float, top: int) -> dict[int, float]:
-        """Logprobs of the next token: of the likeliest ids, and of one that was sampled. ValueError
-        if the answer has no weight version."""
+        """Logprobs of the next token: of the likeliest ids, and of one that was sampled.
+        ConfigError if the answer has no weight version."""
         raise NotImplementedError
 
     def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """Logprobs of all tokens but the first, at temperature 1, with the weights served now."""
+        """Logprobs of all tokens but the first, at temperature 1, with the weights served now.
+        KeyError, TypeError or ValueError if the answer lacks some."""
         raise NotImplementedError
 
     def abort(self, ids: Sequence[str]) -> None:

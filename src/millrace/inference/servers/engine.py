@@ -134,7 +134,11 @@ class ServerEngine:
             if request.temperature != 1.0 or request.top_k or request.wants_entropies:
                 product = self.client.product
                 raise TaskError(f"A server of {product} scores tokens at temperature 1 only.")
-            logprobs = self.client.prompt_logprobs(request.tokens.tolist())
+            try:
+                logprobs = self.client.prompt_logprobs(request.tokens.tolist())
+            except (KeyError, TypeError, ValueError) as error:
+                reason = f"scored a prompt without its logprobs ({error!r})"
+                raise EngineLost(f"{self.client} {reason}.") from None
             scored.append(
                 TokenLogprobs(
                     logprobs=np.array(logprobs, np.float32)[request.positions - 1],

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from millrace.cluster.address import free_port
-from millrace.core.errors import ConfigError, EngineLost
+from millrace.core.errors import ConfigError
 from millrace.core.records import Sampling
 from millrace.inference.servers import client
 from millrace.inference.servers.process import ServerProcess, checked_python, server_environment
@@ -30,6 +30,7 @@ class SglangClient(client.ServerClient):
     product = "SGLang"
     path = "/generate"
     lora_path = ""
+    version_path = "/server_info"
     keeps_requests = False
     supported = "SGLang of August 2026 or newer (pip install -U sglang)"
     context_flag = "--context-length"
@@ -64,13 +65,10 @@ class SglangClient(client.ServerClient):
         process = ServerProcess(command, env=env)
         return cls(f"http://{_HOST}:{port}", headers={"Authorization": f"Bearer {key}"}), process
 
-    def product_version(self) -> str | None:
-        return self.call("/server_info", method="GET").get("version")
-
     def served_model(self) -> dict[str, Any]:
         """Sizes are not reported: weights of other sizes are refused when they are loaded."""
         model = self.call("/model_info", method="GET")
-        dtype = self.call("/server_info", method="GET")["dtype"]
+        dtype = self.call(self.version_path, method="GET")["dtype"]
         return {"architectures": model["architectures"], "dtype": dtype, "sizes": {}}
 
     def request_body(
@@ -118,14 +116,11 @@ class SglangClient(client.ServerClient):
     def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
         sampling = {"max_new_tokens": 1, "temperature": 1.0}
         meta = self._sample_once(tokens, sampling_params=sampling, logprob_start_len=0)
-        try:
-            rows = zip(meta["input_token_logprobs"], tokens, strict=True)
-            found = [logprob for (logprob, token, _), given in rows if token == given][1:]
-            if len(found) != len(tokens) - 1 or None in found:
-                raise ValueError(f"{len(found)} of {len(tokens) - 1}")
-            return found
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineLost(f"{self} scored a prompt without its logprobs ({error!r}).") from None
+        rows = zip(meta["input_token_logprobs"], tokens, strict=True)
+        found = [logprob for (logprob, token, _), given in rows if token == given][1:]
+        if len(found) != len(tokens) - 1 or None in found:
+            raise ValueError(f"{len(found)} of {len(tokens) - 1}")
+        return found
 
     def abort(self, ids: Sequence[str]) -> None:
         for id in ids:

@@ -7,7 +7,7 @@ user's own.
 from collections.abc import Sequence
 from typing import Any, Self
 
-from millrace.core.errors import ConfigError, EngineLost
+from millrace.core.errors import ConfigError
 from millrace.core.records import Sampling
 from millrace.inference.servers import client
 from millrace.inference.servers.process import ServerProcess, checked_python, server_environment
@@ -21,6 +21,7 @@ class VllmClient(client.ServerClient):
     product = "vLLM"
     path = "/inference/v1/generate"
     lora_path = "/v1"
+    version_path = "/version"
     keeps_requests = True
     supported = "vLLM 0.32 or newer (pip install 'vllm>=0.32')"
     context_flag = "--max-model-len"
@@ -47,9 +48,6 @@ class VllmClient(client.ServerClient):
         ]
         process = ServerProcess(command, env=_environment(launch))
         return cls("http://localhost", socket=str(socket)), process
-
-    def product_version(self) -> str | None:
-        return self.call("/version", method="GET").get("version")
 
     def served_model(self) -> dict[str, Any]:
         try:
@@ -105,11 +103,8 @@ class VllmClient(client.ServerClient):
 
     def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
         answer = self.sample_once(tokens, max_tokens=1, temperature=1.0, prompt_logprobs=0)
-        try:
-            rows = answer["prompt_logprobs"][1:]
-            return [row[str(token)]["logprob"] for row, token in zip(rows, tokens[1:], strict=True)]
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineLost(f"{self} scored a prompt without its logprobs ({error!r}).") from None
+        rows = answer["prompt_logprobs"][1:]
+        return [row[str(token)]["logprob"] for row, token in zip(rows, tokens[1:], strict=True)]
 
     def abort(self, ids: Sequence[str]) -> None:
         """vLLM ignores ids without this prefix."""

@@ -1,19 +1,18 @@
 """The collective transport: one broadcast from the trainer to all engines, on any host.
 
-Promise: an engine gets the whole version or a WeightError; each bucket has a checksum. A peer that
-dies or hangs ends the broadcast (at once, or after timeout_s); the remaining engines request the
-version again and get it in a new group.
+Promise: an engine gets the whole version or a WeightError. A peer that dies or hangs ends the
+broadcast (at once, or after timeout_s); the remaining engines request the version again and get it
+in a new group.
 
 Each update names the address of the trainer's RendezvousServer. The trainer's thread "broadcast"
 sends, beside training and the packing of the next version. Traffic beyond loopback is not encrypted
 and, between the members of a group, not authenticated: use it in a trusted network.
 """
 
-import math
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -21,7 +20,6 @@ import torch
 from millrace.core.errors import WeightError
 from millrace.core.records import Delta, WeightUpdate
 from millrace.weights.backends import Fetched, Memory, RecvBackend, SendBackend, Staging
-from millrace.weights.packing import checksum
 from millrace.weights.transports.rendezvous import (
     ENGINE,
     BroadcastFailed,
@@ -48,11 +46,6 @@ class CollectiveEndpoint(msgspec.Struct, kw_only=True, frozen=True):
     on_gpu: bool  # NCCL broadcasts between GPUs; otherwise gloo between hosts
 
 
-class _Blob(NamedTuple):
-    flat: torch.Tensor
-    checksums: list[int]  # of each bucket
-
-
 class CollectiveSendBackend(SendBackend):
     """Trainer side. Its methods are called by the publisher's thread."""
 
@@ -67,7 +60,7 @@ class CollectiveSendBackend(SendBackend):
         timeout_s: float,
         device: torch.device,  # of the payload while it is sent
     ) -> None:
-        self._bucket_bytes = math.ceil(bucket_bytes / 4) * 4  # whole words: see packing.py
+        self._bucket_bytes = bucket_bytes
         self._device = device
         self._timeout_s = timeout_s
         self._server = RendezvousServer(address, num_members=num_members, timeout_s=timeout_s)
@@ -82,7 +75,7 @@ class CollectiveSendBackend(SendBackend):
         self._changed = threading.Condition()
         # Guarded by the condition.
         # By version: the payload under None, and the delta under the checksum of its base.
-        self._offers: dict[int, dict[int | None, _Blob]] = {}
+        self._offers: dict[int, dict[int | None, torch.Tensor]] = {}
         self._sending: int | None = None  # version
         self._is_closing = False
         self._error: BaseException | None = None
@@ -97,9 +90,11 @@ class CollectiveSendBackend(SendBackend):
         return Memory(num_bytes, device=self._device)
 
     def offer(self, update: WeightUpdate, *, payload: Memory, delta: Memory | None) -> WeightUpdate:
-        blobs: dict[int | None, _Blob] = {None: self._blob(payload.flat)}
+        blobs: dict[int | None, torch.Tensor] = {None: payload.flat}
         if delta is not None and update.delta is not None:
-            blobs[update.delta.base] = self._blob(delta.flat)
+            blobs[update.delta.base] = delta.flat
+        if self._device.type == "cuda":  # the thread that sends has a stream of its own
+            torch.cuda.current_stream(self._device).synchronize()
         with self._changed:
             if self._error is not None:
                 raise self._error
@@ -118,9 +113,6 @@ class CollectiveSendBackend(SendBackend):
         self._thread.join()
         self._server.close()
         del self._store
-
-    def _blob(self, flat: torch.Tensor) -> _Blob:
-        return _Blob(flat, [checksum(bucket) for bucket in flat.split(self._bucket_bytes)])
 
     def _serve(self) -> None:
         try:
@@ -159,7 +151,7 @@ class CollectiveSendBackend(SendBackend):
                 self._changed.notify_all()
 
     def _send(
-        self, role: str, callers: list[RendezvousCaller], blob: _Blob, *, is_delta: bool
+        self, role: str, callers: list[RendezvousCaller], blob: torch.Tensor, *, is_delta: bool
     ) -> None:
         kept = self._groups.get(role)
         if kept is None or {*callers} != {*kept[2]}:
@@ -176,12 +168,12 @@ class CollectiveSendBackend(SendBackend):
                 size=size,
                 is_delta=is_delta,
                 bucket_bytes=self._bucket_bytes,
-                checksums=blob.checksums,
+                num_bytes=len(blob),
             )
             if not self._server.answer(caller, admission):
                 raise BroadcastFailed("an engine left before the broadcast began")
         group.join(self._store, number=number, rank=0, size=size, host=self._endpoint.host)
-        group.broadcast(blob.flat, bucket_bytes=self._bucket_bytes)
+        group.broadcast(blob, bucket_bytes=self._bucket_bytes)
 
     def _drop_group(self, role: str) -> None:
         if role in self._groups:
@@ -234,26 +226,13 @@ class CollectiveRecvBackend(RecvBackend):
             flat = torch.empty(delta.num_bytes, dtype=torch.uint8, device=group.device)
         else:
             flat = staging.take(update, device=group.device)
-        try:
-            num_buckets = max(1, math.ceil(len(flat) / admission.bucket_bytes))  # 1 if it is empty
-            if len(admission.checksums) != num_buckets:
-                raise WeightError(
-                    f"The trainer sends {len(admission.checksums)} buckets of version"
-                    f" {update.version}, which has {num_buckets}; the engine keeps the weights it"
-                    " has."
-                )
-
-            def verify(number: int, bucket: torch.Tensor) -> None:
-                if checksum(bucket) != admission.checksums[number]:
-                    raise WeightError(
-                        f"Bucket {number + 1} of {num_buckets} of version {update.version} does not"
-                        " match its checksum; the engine keeps the weights it has."
-                    )
-
-            group.broadcast(flat, bucket_bytes=admission.bucket_bytes, on_bucket=verify)
-        except WeightError:
+        if admission.num_bytes != len(flat):
             self.close()  # so that the trainer does not wait for this engine
-            raise
+            raise WeightError(
+                f"The trainer sends {admission.num_bytes} bytes of version {update.version}, which"
+                f" has {len(flat)}; the engine keeps the weights it has."
+            )
+        group.broadcast(flat, bucket_bytes=admission.bucket_bytes)
         return Fetched(flat, "delta" if admission.is_delta else "staged")
 
     def _connect(self, endpoint: CollectiveEndpoint) -> tuple[RendezvousClient, BroadcastGroup]:

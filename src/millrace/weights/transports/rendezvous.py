@@ -9,9 +9,9 @@ take other versions at other times, have roles of their own.
 
 Promise: nothing but JSON is read from a socket, lines are bounded, and an engine must show the
 token that its update brought. A BroadcastGroup is separate from the default group and from any that
-a trainer uses. Two buckets are in flight at a time: while one is sent, the one before it is
-verified. Every failure of a group is a BroadcastFailed, at once if a peer died and within the
-timeout otherwise. The group must then be closed, which makes all other members fail at once, too.
+a trainer uses. Two buckets are in flight at a time. Every failure of a group is a BroadcastFailed,
+at once if a peer died and within the timeout otherwise. The group must then be closed, which makes
+all other members fail at once, too.
 
 Rank 0 is the trainer. gloo sends host memory; NCCL sends GPU memory and needs a GPU per member.
 """
@@ -23,7 +23,7 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -55,7 +55,7 @@ class TransferAdmission(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     size: int = 0  # the trainer and all engines in it
     is_delta: bool = False
     bucket_bytes: int = 0
-    checksums: list[int] = []  # of each bucket
+    num_bytes: int = 0  # of the payload or the delta
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -261,28 +261,20 @@ class BroadcastGroup:
         payload: torch.Tensor,  # [num_bytes] uint8: sent by rank 0, filled in all others
         *,
         bucket_bytes: int,
-        on_bucket: Callable[[int, torch.Tensor], None] = lambda number, bucket: None,
     ) -> None:
-        """`on_bucket` is called with every finished bucket, in order."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        in_flight: deque[tuple[int, torch.Tensor, Any]] = deque()
-
-        def finish_first() -> None:
-            number, bucket, work = in_flight.popleft()
-            work.wait(self._timeout)
-            on_bucket(number, bucket)
-
+        in_flight: deque[Any] = deque()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with _reporting_failures():
             with torch.cuda.stream(self._stream):  # does nothing without one
-                for number, bucket in enumerate(payload.split(bucket_bytes)):
-                    in_flight.append((number, bucket, self._group.broadcast([bucket], options)))
+                for bucket in payload.split(bucket_bytes):
+                    in_flight.append(self._group.broadcast([bucket], options))
                     if len(in_flight) == 2:
-                        finish_first()
-                while in_flight:
-                    finish_first()
+                        in_flight.popleft().wait(self._timeout)
+                for work in in_flight:
+                    work.wait(self._timeout)
             if self._stream is not None:
                 self._stream.synchronize()
 

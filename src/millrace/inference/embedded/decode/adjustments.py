@@ -9,6 +9,7 @@ N = steps of a launch.
 
 import math
 from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -125,27 +126,12 @@ class ExtraRows:
     def __init__(
         self, vocab_size: int, *, num_steps: int, device: torch.device, compiles: bool
     ) -> None:
-        self._vocab_size, self._num_steps, self._device = vocab_size, num_steps, device
-        self._adjusters: dict[int, LogitAdjuster] = {}
-        self._recorders: dict[tuple[int, int], TopRecorder] = {}
+        # By number of rows, and of top logprobs. Each is made once, outside of CUDA graphs.
+        self.adjuster = cache(partial(LogitAdjuster, vocab_size=vocab_size, device=device))
+        self.recorder = cache(partial(TopRecorder, num_steps=num_steps, device=device))
         self._compiled = torch.compile(adjusted_logits) if compiles else None
-
-    def adjuster(self, num_rows: int) -> LogitAdjuster:
-        """Must be made outside of CUDA graphs."""
-        if num_rows not in self._adjusters:
-            own = LogitAdjuster(num_rows, self._vocab_size, device=self._device)
-            self._adjusters[num_rows] = own
-        return self._adjusters[num_rows]
-
-    def recorder(self, num_rows: int, num_top: int) -> TopRecorder:
-        """Must be made outside of CUDA graphs."""
-        key = num_rows, num_top
-        if key not in self._recorders:
-            own = TopRecorder(*key, num_steps=self._num_steps, device=self._device)
-            self._recorders[key] = own
-        return self._recorders[key]
 
     def adjust(self, logits: Tensor, *, num_rows: int) -> None:
         """Change the first rows of logits [B, V]. Runs inside CUDA graphs."""
         own = logits[:num_rows]
-        own.copy_(self._adjusters[num_rows].adjusted(own, compiled=self._compiled))
+        own.copy_(self.adjuster(num_rows).adjusted(own, compiled=self._compiled))

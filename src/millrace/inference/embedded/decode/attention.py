@@ -70,8 +70,7 @@ class DecodeLayer(NamedTuple):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rules: ScoreRules) -> Tensor:
         """[B, H, E], of query [B, H, D], key [B, K, D] and value [B, K, E]."""
-        scores = (rules.scale, rules.window or 0, rules.softcap or 0.0, rules.sinks)
-        scores = (*scores, rules.chunk or 0)
+        scores = rules.scale, rules.window or 0, rules.softcap or 0.0, rules.sinks, rules.chunk or 0
         return torch.ops.millrace.paged_decode(query, key, value, *self, *scores)
 
     def attend_rotated(
@@ -80,8 +79,7 @@ class DecodeLayer(NamedTuple):
         """attend() on CUDA, of queries and keys as projected."""
         from millrace.inference.embedded.decode.kernels import attention_kernels
 
-        scores = (rules.scale, rules.window or 0, rules.softcap or 0.0, rules.sinks)
-        scores = (*scores, rules.chunk or 0)
+        scores = rules.scale, rules.window or 0, rules.softcap or 0.0, rules.sinks, rules.chunk or 0
         return attention_kernels.paged_decode(query, key, value, *self, *scores, rotation=rotation)
 
 

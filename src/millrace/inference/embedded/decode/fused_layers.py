@@ -242,7 +242,7 @@ class FusedExperts:
             scores, top_k=router.top_k, normalizes=router.norm_topk_prob
         )
         if self._recorder is not None:
-            chosen = self._recorder.record(chosen)
+            chosen = self._recorder.choose(chosen, scores=scores)
         outputs = _kernels().expert_kernels.expert_outputs(hidden, chosen, weights, gate_up, down)
         return outputs.transpose(0, 1)
 

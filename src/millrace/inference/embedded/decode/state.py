@@ -5,6 +5,7 @@ V = vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,6 @@ class DecodeState:
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self._out = torch.zeros(max_steps, 2, max_rows, dtype=torch.int32, device=device)
         self._out_num_kept = torch.zeros(max_steps, max_rows, dtype=torch.int32, device=device)
-        self._out_kept: Tensor | None = None  # [N, B, capacity] int32; made when first needed
         self._vocab_size = vocab_size
         self._grammar: tuple[Tensor, Tensor, Tensor] | None = None
         self._advance: Callable[..., None] = _advance
@@ -113,7 +113,7 @@ class DecodeState:
     def advance(self, drawn: sampler.StepSample, *, num_rows: int) -> None:
         """Record the sample of one step. Runs inside CUDA graphs: no shape depends on a value."""
         if drawn.kept is not None and drawn.num_kept is not None:
-            self._kept()[:, :num_rows].index_copy_(0, self.step, drawn.kept[None])
+            self._out_kept[:, :num_rows].index_copy_(0, self.step, drawn.kept[None])
             self._out_num_kept[:, :num_rows].index_copy_(0, self.step, drawn.num_kept[None])
         self._advance(
             self.tokens[:num_rows],
@@ -137,14 +137,13 @@ class DecodeState:
         belong to each token [count, N]."""
         num_steps, count = tokens.shape
         sizes = self._out_num_kept[:num_steps, :count].T.cpu().numpy() * (tokens.T != NO_TOKEN)
-        rows = self._kept()[:num_steps, :count].transpose(0, 1)
+        rows = self._out_kept[:num_steps, :count].transpose(0, 1)
         return sampler.joined_rows(rows, sizes), sizes
 
-    def _kept(self) -> Tensor:
-        if self._out_kept is None:
-            shape = (*self._out_num_kept.shape, self._kept_capacity)
-            self._out_kept = torch.zeros(shape, dtype=torch.int32, device=self._out.device)
-        return self._out_kept
+    @cached_property
+    def _out_kept(self) -> Tensor:  # [N, B, capacity] int32; made when first needed
+        shape = (*self._out_num_kept.shape, self._kept_capacity)
+        return torch.zeros(shape, dtype=torch.int32, device=self._out.device)
 
 
 def _advance(
