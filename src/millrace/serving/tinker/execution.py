@@ -23,9 +23,8 @@ from typing import Any
 from millrace.core.errors import CheckpointError, TaskError
 from millrace.serving.api.errors import ApiError
 from millrace.serving.tinker.computing import TrainingThread
-from millrace.serving.tinker.request_log import AcceptedRequest, RequestLog, Result
+from millrace.serving.tinker.request_log import AcceptedRequest, AuditLog, RequestLog, Result
 from millrace.serving.tinker.tenants import RequestFuture, Tenant, TenantModel, Work, outcome
-from millrace.serving.tinker.usage import AuditLog
 from millrace.training.adapters.requests import ENDED
 
 SNAPSHOT_SHARE = 10.0  # seconds of passes for each second of writing snapshots
