@@ -111,8 +111,8 @@ def make_app(
 @contextlib.asynccontextmanager
 async def http_listener(
     app: web.Application, *, host: str, port: int, limits: ServerLimits | None = None
-) -> AsyncIterator[int]:
-    """Serve `app` inside the context; yields the port, which the system chooses for port 0."""
+) -> AsyncIterator[str]:
+    """Serve `app` inside the context; yields its URL. The system chooses a port for port 0."""
     limits = limits or ServerLimits()
     runner = web.AppRunner(
         app,
@@ -141,7 +141,8 @@ async def http_listener(
                 f"Cannot listen at host {host}, port {port}: {error}; choose others."
             ) from None
         with contextlib.closing(server):
-            yield server.sockets[0].getsockname()[1]
+            shown = f"[{host}]" if ":" in host else host
+            yield f"http://{shown}:{server.sockets[0].getsockname()[1]}"
     finally:
         await runner.cleanup()
 

@@ -188,8 +188,8 @@ async def callers(
     )
     add_routes(app, service, client_config={}, timeout_s=5.0)
     async with (
-        http_listener(app, host="127.0.0.1", port=0) as port,
-        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+        http_listener(app, host="127.0.0.1", port=0) as url,
+        aiohttp.ClientSession(url) as http,
     ):
         yield [Caller(http, key, service) for key in KEYS]
     served.close()
