@@ -22,6 +22,7 @@ from millrace.core.records import Sampling
 from millrace.environments.agent import Agent
 from millrace.environments.episode_state import EpisodeState
 from millrace.environments.replay.schema import EpisodeLimits, EpisodeSettings
+from millrace.environments.rollouts.partial_rollouts import Attempt
 from millrace.environments.rollouts.player import GroupPolicy
 from millrace.environments.rollouts.renderer import Renderer, role_model
 from millrace.inference.embedded.engine import EmbeddedEngine
@@ -98,6 +99,7 @@ async def agent_on(
         max_context=2048,
         name="group 0",
         seed=seed,
+        attempt=Attempt(0),
         wants_routes=True,
     )
     model = role_model(renderer, max_context=policy.max_context, tool_format="hermes")

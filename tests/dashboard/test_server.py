@@ -20,12 +20,11 @@ KEY = {"Authorization": f"Bearer {TOKEN}"}
 async def serving(*paths) -> AsyncIterator[aiohttp.ClientSession]:
     dashboard = Dashboard(paths)
     app = make_dashboard_app(dashboard, token=TOKEN)
-    async with http_listener(app, host="127.0.0.1", port=0) as port:
+    async with http_listener(app, host="127.0.0.1", port=0) as url:
         watching = asyncio.create_task(dashboard.watch())
         try:
             jar = aiohttp.CookieJar(unsafe=True)  # keeps cookies of IP addresses, as browsers do
-            base = f"http://127.0.0.1:{port}"
-            async with aiohttp.ClientSession(base, cookie_jar=jar) as session:
+            async with aiohttp.ClientSession(url, cookie_jar=jar) as session:
                 yield session
         finally:
             watching.cancel()

@@ -14,7 +14,7 @@ from millrace.config import load_config
 from millrace.scoring.advantages import GroupAdvantages
 from millrace.scoring.pool import ScorerPool, build_scorer_pool, check_scorers, resolve_scorers
 
-__all__ = ["FakeService", "group", "open_pool", "running", "scores_of"]
+__all__ = ["FakeService", "group", "num_lost", "open_pool", "running", "scores_of"]
 
 SHORT_WAITS = {"backoff_s": 0.001, "breaker_s": 0.01}
 
@@ -54,6 +54,11 @@ async def running(service: FakeService, *, port: int = 0) -> AsyncIterator[FakeS
         yield service
     finally:
         await runner.cleanup()
+
+
+def num_lost(pool: ScorerPool) -> int:
+    """Processes of reward functions that died or were killed."""
+    return sum(replica.num_deaths for replica in pool.workers._replicas)
 
 
 async def no_process(name: str, module: str):

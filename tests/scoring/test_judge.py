@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from scoring_service import FakeService, open_pool, running, scores_of
+from scoring_service import FakeService, num_lost, open_pool, running, scores_of
 from scripted_scorer import episode
 
 from millrace.cluster.hub import Hub
@@ -200,7 +200,7 @@ async def test_endless_pattern_fails_its_group_and_does_not_block_the_controller
             assert not judging.done()
             with pytest.raises(ScoreError, match="replied without a score"):
                 await judging
-            assert pool.workers.num_lost == 1
+            assert num_lost(pool) == 1
 
 
 TASK = Task(prompt="1+1?", columns={"answer": 2, "hint": "a {answer}", "names": ["x"]})

@@ -78,8 +78,8 @@ async def serving(
     app = make_app(
         served, keys=[KEY], limits=ServerLimits(), health=lambda: HEALTH, score_pool=score_pool
     )
-    async with http_listener(app, host="127.0.0.1", port=0) as port:
-        yield f"http://127.0.0.1:{port}/score"
+    async with http_listener(app, host="127.0.0.1", port=0) as url:
+        yield f"{url}/score"
     served.close()
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import psutil
 import pytest
+from scoring_service import num_lost
 
 from millrace.cluster.fork_server import PRELOAD
 from millrace.cluster.hub import Hub
@@ -118,7 +119,7 @@ async def test_group_gets_weighted_scores_and_advantages(open_pool, tmp_path):
     assert (load.calls, load.episodes, load.failures, load.retries) == (1, 2, 0, 0)
     assert (load.concurrency, load.in_flight, load.waiting) == (1, 0, 0)
     assert load.busy_s > 0
-    assert pool.workers.num_lost == 0
+    assert num_lost(pool) == 0
     assert "exact sees 2 completions" in (tmp_path / "scorer-0.log").read_text()
 
 
@@ -243,7 +244,7 @@ async def test_failing_function_fails_its_group_and_keeps_its_worker(open_pool, 
         await shaped(pool, group("2", "33"))
     load = pool.loads()[name]
     assert (load.failures, load.calls, load.episodes) == (2, 2, 0)
-    assert pool.workers.num_lost == 0
+    assert num_lost(pool) == 0
 
 
 @pytest.mark.parametrize(
@@ -269,7 +270,7 @@ async def test_function_that_crashes_its_process_costs_one_group(open_pool, name
         await bad
     for scored in await asyncio.gather(*good):
         assert [score.total for score in scored.scores] == [1.0, 1.0]
-    assert pool.workers.num_lost == 1
+    assert num_lost(pool) == 1
     assert pool.loads()[name].lost == pool.loads()[name].failures == 1
 
 
@@ -282,7 +283,7 @@ async def test_process_that_dies_while_idle_is_restarted_and_costs_nothing(open_
         1.0,
         2.0,
     ]
-    assert pool.workers.num_lost == 1
+    assert num_lost(pool) == 1
     assert pool.loads()["length"].retries == 0
 
 
@@ -293,7 +294,7 @@ async def test_process_killed_during_a_call_costs_one_retry(open_pool):
     (process,) = scorer_processes()
     process.kill()
     assert [score.total for score in (await scoring).scores] == [0.5, 0.5]
-    assert pool.workers.num_lost == 1
+    assert num_lost(pool) == 1
     load = pool.loads()["sleeps"]
     assert (load.calls, load.retries, load.failures) == (2, 1, 0)
 
@@ -355,7 +356,7 @@ async def test_async_calls_beyond_the_limit_wait_for_a_slot(open_pool, monkeypat
     scoring = [asyncio.create_task(shaped(pool, group("0.3", number=n))) for n in range(6)]
     await asyncio.sleep(0.1)
     workers = pool.scorers[0].workers
-    assert (workers.num_busy, workers.num_waiting) == (2, 2)
+    assert [replica.num_calls for replica in workers._replicas] == [2, 2]
     await asyncio.gather(*scoring)
 
 
@@ -364,7 +365,7 @@ async def test_sync_function_runs_alone_on_its_worker(open_pool, order):
     pool = await open_pool(spec("sleeps_async"), spec("sleeps"))
     calls = [asyncio.create_task(pool.scorers[index].score(group("0.3"))) for index in order]
     await asyncio.sleep(0.1)
-    assert pool.scorers[0].workers.num_waiting == 1
+    assert [replica.num_calls for replica in pool.workers._replicas] == [1]
     await asyncio.gather(*calls)
 
 
@@ -414,7 +415,7 @@ async def test_cancelled_caller_does_not_disturb_the_process(open_pool):
     assert time.monotonic() - start > 0.2  # after the abandoned call, on the same worker
     assert scored.scores[0].total == 0.01
     load = pool.loads()["sleeps"]
-    assert (pool.workers.num_lost, load.waiting, load.failures) == (0, 0, 0)
+    assert (num_lost(pool), load.waiting, load.failures) == (0, 0, 0)
 
 
 async def test_sync_functions_may_use_signals_and_their_own_event_loop(open_pool):

@@ -33,9 +33,10 @@ async def client_of(
     )
     health = Health(status="ok", engines=1, serving=1)
     app = make_app(model, limits=ServerLimits(), health=lambda: health)
-    async with http_listener(app, host="127.0.0.1", port=0) as port:
-        url = f"http://127.0.0.1:{port}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            yield client
+    async with (
+        http_listener(app, host="127.0.0.1", port=0) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
     model.close()
     running.cancel()

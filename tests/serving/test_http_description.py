@@ -48,8 +48,8 @@ async def serve(model: Path, *, ready: "Future[tuple[str, asyncio.Event]]") -> N
     app = make_app(served, keys=[KEY], limits=ServerLimits(), health=lambda: HEALTH)
     over = asyncio.Event()
     running = asyncio.create_task(remote.run())
-    async with http_listener(app, host="127.0.0.1", port=0) as port:
-        ready.set_result((f"http://127.0.0.1:{port}", over))
+    async with http_listener(app, host="127.0.0.1", port=0) as url:
+        ready.set_result((url, over))
         ended = asyncio.create_task(over.wait())
         await asyncio.wait({ended, running}, return_when=asyncio.FIRST_COMPLETED)
     served.close()

@@ -109,10 +109,9 @@ async def serving(model: Path) -> AsyncIterator[Server]:
     app = make_app(served, keys=KEYS, limits=ServerLimits(), health=lambda: WELL)
     running = asyncio.create_task(engine.run())
     async with (
-        http_listener(app, host="127.0.0.1", port=0) as port,
+        http_listener(app, host="127.0.0.1", port=0) as url,
         aiohttp.ClientSession() as http,
     ):
-        url = f"http://127.0.0.1:{port}"
         passes = count_passes(served._queue, counted)  # type: ignore[attr-defined]
         yield Server(engine=counted, passes=passes, metrics=metrics, url=url, http=http)
     served.close()

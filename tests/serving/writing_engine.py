@@ -111,8 +111,9 @@ async def served(
     keys = [each for each in (key, other_key) if each]
     app = make_app(model, keys=keys, hosts=hosts, limits=limits, health=health)
     extend(app)
-    async with http_listener(app, host="127.0.0.1", port=0, limits=limits) as port:
-        url = f"http://127.0.0.1:{port}/v1"
-        async with AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0) as client:
-            yield client
+    async with (
+        http_listener(app, host="127.0.0.1", port=0, limits=limits) as url,
+        AsyncOpenAI(base_url=f"{url}/v1", api_key=key or "none", max_retries=0) as client,
+    ):
+        yield client
     model.close()

@@ -210,9 +210,8 @@ async def serve_dashboard(
     dashboard = Dashboard(run_dirs, chat=CheckpointServer(device=chat_device))
     app = make_dashboard_app(dashboard, token=token)
     try:
-        async with http_listener(app, host=host, port=port) as chosen:
-            shown = f"[{host}]" if ":" in host else host
-            print(f"Dashboard: http://{shown}:{chosen}/?token={token}", flush=True)
+        async with http_listener(app, host=host, port=port) as url:
+            print(f"Dashboard: {url}/?token={token}", flush=True)
             for path in run_dirs:
                 if not (RunDir(path).exists or RunDir(path).metrics.is_file()):
                     print(f"{path} holds no run yet; the page shows it once it does.", flush=True)

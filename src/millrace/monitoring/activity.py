@@ -4,6 +4,7 @@ Promise: the shares of one worker sum to 1 over the time that it reported. Start
 a model, is not counted. Called from the controller's event loop.
 """
 
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -69,12 +70,9 @@ class Activity:
 
 def total_shares(spans: Iterable[Span]) -> dict[str, Shares | None]:
     """The shares of each worker over all spans, in order; None if it has never served."""
-    times: dict[str, list[tuple[str, bool, float]]] = {}
-    for span in spans:
-        of_worker = times.setdefault(span.worker, [])
-        if span.name not in STARTING:
-            of_worker.append((span.name, span.busy, span.end_s - span.start_s))
-    return {worker: _shares(times[worker]) for worker in in_order(times)}
+    whole = Activity(window_s=math.inf)
+    whole.add(spans)
+    return whole.recent()
 
 
 def role_of(worker: str) -> str:

@@ -343,8 +343,8 @@ def check_broadcast(config: RunConfig, processes: Sequence[PlacedProcess]) -> No
 
 def needed_bytes(processes: Sequence[PlacedProcess]) -> int:
     """The memory of processes on one device, when they need most."""
-    in_step = sum(_first(process.step_bytes, process.min_bytes) for process in processes)
-    idle = sum(_first(process.idle_bytes, process.min_bytes) for process in processes)
+    in_step = sum(p.min_bytes if p.step_bytes is None else p.step_bytes for p in processes)
+    idle = sum(p.min_bytes if p.idle_bytes is None else p.idle_bytes for p in processes)
     return max(in_step, idle)
 
 
@@ -363,7 +363,3 @@ def idle_gpus(
         f"{which} not used; raise engine.count or trainer.ranks, set them to 'auto', or list more"
         " GPUs in [placement].",
     )
-
-
-def _first(given: int | None, default: int) -> int:
-    return default if given is None else given

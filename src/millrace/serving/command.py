@@ -99,14 +99,9 @@ async def _serve(settings: ServeSettings) -> None:
             with contextlib.closing(served), first_cause():
                 async with http_listener(
                     app, host=settings.host, port=settings.port, limits=settings.limits
-                ) as port:
-                    print(_announcement(settings, port), flush=True)
+                ) as url:
+                    print(f"Serving {printable(settings.name)} at {url}/v1", flush=True)
                     await worker_pool.run()
-
-
-def _announcement(settings: ServeSettings, port: int) -> str:
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return f"Serving {printable(settings.name)} at http://{host}:{port}/v1"
 
 
 def _engine_replica(

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -27,7 +28,7 @@ from millrace.serving.api.reading import Body, read_body
 from millrace.serving.api.replies import ReplySender
 from millrace.serving.api.responses import ResponsesBody, ResponseWriter
 from millrace.serving.api.score import ScoreBody, ScorePool
-from millrace.serving.clients import Client, ClientGuard, RequestPlaces, TokenQuotas
+from millrace.serving.clients import Client, ClientGuard, RequestPlaces
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
 from millrace.serving.served_model import ServedModel
@@ -62,8 +63,7 @@ def make_app(
 ) -> web.Application:
     """`keys`: API keys of clients; none admits everyone. `hosts`: allowed in the Host header if
     there is no key, besides loopback ones. `score_pool`: None disables /score."""
-    places = RequestPlaces(limits.requests, num_keys=len(keys), metrics=served.metrics)
-    replies = ReplySender(timeout_s=limits.timeout_s)
+    handlers = PostHandlers(served, limits, num_keys=len(keys))
     openapi = describe(needs_key=bool(keys), scores=score_pool is not None)
 
     async def get_health(_request: web.Request) -> web.Response:
@@ -99,20 +99,19 @@ def make_app(
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/openapi.json", description)
     post = app.router.add_post
-    post("/v1/chat/completions", _endpoint(served, limits, places, replies, ChatBody, ChatAnswer))
-    text = _endpoint(served, limits, places, replies, CompletionBody, TextAnswer)
-    post("/v1/completions", text)
-    post("/v1/responses", _responses(served, limits, places, replies))
+    post("/v1/chat/completions", partial(handlers.complete, ChatBody, ChatAnswer))
+    post("/v1/completions", partial(handlers.complete, CompletionBody, TextAnswer))
+    post("/v1/responses", handlers.respond)
     if score_pool is not None:
-        post("/score", _score(score_pool, limits, places, replies, served.quotas))
+        post("/score", partial(handlers.score, score_pool))
     return app
 
 
 @contextlib.asynccontextmanager
 async def http_listener(
     app: web.Application, *, host: str, port: int, limits: ServerLimits | None = None
-) -> AsyncIterator[int]:
-    """Serve `app` inside the context; yields the port, which the system chooses for port 0."""
+) -> AsyncIterator[str]:
+    """Serve `app` inside the context; yields its URL. The system chooses a port for port 0."""
     limits = limits or ServerLimits()
     runner = web.AppRunner(
         app,
@@ -141,7 +140,8 @@ async def http_listener(
                 f"Cannot listen at host {host}, port {port}: {error}; choose others."
             ) from None
         with contextlib.closing(server):
-            yield server.sockets[0].getsockname()[1]
+            shown = f"[{host}]" if ":" in host else host
+            yield f"http://{shown}:{server.sockets[0].getsockname()[1]}"
     finally:
         await runner.cleanup()
 
@@ -152,60 +152,47 @@ class _RefusedConnection(asyncio.Protocol):
         transport.abort()
 
 
-def _responses(
-    served: ServedModel, limits: ServerLimits, places: RequestPlaces, replies: ReplySender
-) -> Handler:
-    async def answer(request: web.Request) -> web.StreamResponse:
-        body = await read_request(request, ResponsesBody, timeout_s=limits.timeout_s)
-        writer = ResponseWriter(body)
-        with places.held(request[CLIENT]):
-            chat = ChatAnswer(served, body.chat, request[CLIENT], await _num_bytes(request))
-            if body.stream:
-                return await replies.send_events(request, writer.events(chat.stream()))
-            return await replies.send(request, writer.whole(await chat.whole()))
+class PostHandlers:
+    """The handlers of requests with a body, and what they share."""
 
-    return answer
+    def __init__(self, served: ServedModel, limits: ServerLimits, *, num_keys: int) -> None:
+        self._served, self._limits = served, limits
+        self._places = RequestPlaces(limits.requests, num_keys=num_keys, metrics=served.metrics)
+        self._replies = ReplySender(timeout_s=limits.timeout_s)
 
-
-def _endpoint(
-    served: ServedModel,
-    limits: ServerLimits,
-    places: RequestPlaces,
-    replies: ReplySender,
-    kind: type[B],
-    answer_kind: Callable[[ServedModel, B, Client, int], ApiAnswer[B]],
-) -> Handler:
-    async def handle(request: web.Request) -> web.StreamResponse:
-        body = await read_request(request, kind, timeout_s=limits.timeout_s)
-        if body.num_completions > limits.completions:
+    async def complete(
+        self,
+        kind: type[B],
+        answer_kind: Callable[[ServedModel, B, Client, int], ApiAnswer[B]],
+        request: web.Request,
+    ) -> web.StreamResponse:
+        body = await read_request(request, kind, timeout_s=self._limits.timeout_s)
+        if body.num_completions > self._limits.completions:
             raise ApiError(
                 f"The request wants {body.num_completions} completions, but a request may have at"
-                f" most {limits.completions}; send several requests.",
+                f" most {self._limits.completions}; send several requests.",
                 param="n",
             )
-        with places.held(request[CLIENT]):
-            answer = answer_kind(served, body, request[CLIENT], await _num_bytes(request))
+        with self._places.held(request[CLIENT]):
+            answer = answer_kind(self._served, body, request[CLIENT], await _num_bytes(request))
             if body.stream:
-                return await replies.send_events(request, answer.stream())
-            return await replies.send(request, await answer.whole())
+                return await self._replies.send_events(request, answer.stream())
+            return await self._replies.send(request, await answer.whole())
 
-    return handle
+    async def respond(self, request: web.Request) -> web.StreamResponse:
+        body = await read_request(request, ResponsesBody, timeout_s=self._limits.timeout_s)
+        writer = ResponseWriter(body)
+        with self._places.held(request[CLIENT]):
+            chat = ChatAnswer(self._served, body.chat, request[CLIENT], await _num_bytes(request))
+            if body.stream:
+                return await self._replies.send_events(request, writer.events(chat.stream()))
+            return await self._replies.send(request, writer.whole(await chat.whole()))
 
-
-def _score(
-    pool: ScorePool,
-    limits: ServerLimits,
-    places: RequestPlaces,
-    replies: ReplySender,
-    quotas: TokenQuotas,
-) -> Handler:
-    async def answer(request: web.Request) -> web.StreamResponse:
-        body = await read_request(request, ScoreBody, timeout_s=limits.timeout_s)
-        with places.held(request[CLIENT]):
-            quotas.of(request[CLIENT]).take(body.num_tokens)
-            return await replies.send(request, await pool.answer(body))
-
-    return answer
+    async def score(self, pool: ScorePool, request: web.Request) -> web.StreamResponse:
+        body = await read_request(request, ScoreBody, timeout_s=self._limits.timeout_s)
+        with self._places.held(request[CLIENT]):
+            self._served.quotas.of(request[CLIENT]).take(body.num_tokens)
+            return await self._replies.send(request, await pool.answer(body))
 
 
 async def _num_bytes(request: web.Request) -> int:

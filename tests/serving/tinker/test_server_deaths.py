@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from test_training_api import KEYS, Caller, a_pass, callers
 
 from millrace.core.errors import ConfigError
-from millrace.serving.tinker.usage import AuditLog
+from millrace.serving.tinker.request_log import AuditLog
 
 STEPS = 3
 

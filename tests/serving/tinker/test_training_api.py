@@ -188,8 +188,8 @@ async def callers(
     )
     add_routes(app, service, client_config={}, timeout_s=5.0)
     async with (
-        http_listener(app, host="127.0.0.1", port=0) as port,
-        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+        http_listener(app, host="127.0.0.1", port=0) as url,
+        aiohttp.ClientSession(url) as http,
     ):
         yield [Caller(http, key, service) for key in KEYS]
     served.close()
@@ -646,6 +646,13 @@ async def test_a_key_has_a_bounded_number_of_sessions_and_models(model_path: Pat
         assert await one.new_model()
 
 
+def silence(order: SessionOrder, *ids: str) -> None:
+    """Let sessions have been silent for too long."""
+    for id in ids:
+        tenant, heard_s = order._heard[id]
+        order._heard[id] = tenant, heard_s - SILENT_S - 1
+
+
 async def test_sessions_without_heartbeats_end_when_another_begins(
     model_path: Path, tmp_path: Path
 ):
@@ -653,9 +660,8 @@ async def test_sessions_without_heartbeats_end_when_another_begins(
         silent, heard = await one.new_model(), await one.new_model()
         assert one.service is not None
         (tenant,) = [task.result() for task in one.service._tenants.values()]
-        sessions = {own: id for id, each in tenant.sessions.items() for own in each.models}
-        for session in tenant.sessions.values():
-            session.heard_s -= SILENT_S + 1
+        sessions = {own: id for id, models in tenant.sessions.items() for own in models}
+        silence(one.service._sessions, *tenant.sessions)
         await one.post("session_heartbeat", {"session_id": sessions[heard]})
         await two.post("create_session", {})
         assert (await one.post("get_info", {"model_id": silent}))[0] == 404
@@ -714,8 +720,7 @@ async def test_sessions_that_end_or_are_heard_while_a_silent_one_ends_are_left_a
         _, heard = await one.post("create_session", {})
         assert one.service is not None
         (tenant,) = [task.result() for task in one.service._tenants.values()]
-        for session in tenant.sessions.values():
-            session.heard_s -= SILENT_S + 1
+        silence(one.service._sessions, *tenant.sessions)
         gate = threading.Event()
         busy = asyncio.create_task(one.service._thread.run("other", 1, lambda _: gate.wait(20)))
         opening = asyncio.create_task(two.post("create_session", {}))
@@ -739,8 +744,7 @@ def test_few_sessions_are_examined_however_many_there_are(tmp_path: Path):
     for id in ids:
         order.hear(tenant, id)
     assert [*order.take_silent()] == []
-    for id in ids[1:]:
-        tenant.sessions[id].heard_s -= SILENT_S + 1
+    silence(order, *ids[1:])
     order.hear(tenant, ids[0])
     taken = [[id for _, id in order.take_silent()] for _ in range(100)]
     assert max(map(len, taken)) == 4

@@ -52,9 +52,9 @@ class GroupPolicy:
     max_context: int
     name: str  # of the group, for messages
     seed: int  # of all draws of the group
-    number: int = 0  # of the group
+    attempt: Attempt
+    is_trained: bool = False  # the sampled tokens are for training
     turns: TurnBarrier | None = None  # if turns of all episodes start in rounds
-    attempt: Attempt | None = None  # set if tokens are sampled for training
     scoring: GroupScoring | None = None  # receives streamed tokens and finished episodes
     priority: int = 0
     others: EnginesByModel = field(default_factory=dict[str, SupportsGenerate])
@@ -65,11 +65,6 @@ class GroupPolicy:
         self._takes_episodes = self.scoring is not None and self.scoring.takes_episodes
         self._calls = itertools.count()
         self._token_versions: dict[int, list[TokenVersions]] = {}  # of trained tokens, by episode
-
-    @property
-    def is_trained(self) -> bool:
-        """True if the sampled tokens are for training."""
-        return self.attempt is not None
 
     async def complete(self, prompt: Prompt, n: int) -> list[Episode]:
         """Sample n episodes of one turn, which share the prompt's prefill, and report each as
@@ -92,7 +87,7 @@ class GroupPolicy:
             routes_from=0 if self.wants_routes else None,
         )
         episodes: dict[int, Episode] = {}
-        start_s = 0.0 if self.attempt is None else self.attempt.now()
+        start_s = self.attempt.now()
 
         def finish(member: int, completion: Completion) -> None:
             if member not in episodes:
@@ -100,8 +95,7 @@ class GroupPolicy:
                 rollout = rollout_of(tokens, completion, self.sampling)
                 episodes[member] = Episode(turns=(turn,), rollouts=(rollout,))
                 self.finished(member, episodes[member])
-                if self.attempt is not None:
-                    self.attempt.add_turn(member, start_s, completion.versions)
+                self.attempt.add_turn(member, start_s, completion.versions)
 
         request, on_tokens = self._streamed(request)
         completions = await self.engine.generate(
@@ -110,8 +104,7 @@ class GroupPolicy:
             # Completions that were cut may be discarded with their group.
             lambda member, each: finish(member, each) if is_complete(each) else None,
         )
-        if self.attempt is not None:
-            self.attempt.record(completions)
+        self.attempt.record(completions)
         for member, completion in enumerate(completions):
             finish(member, completion)
         return [episodes[member] for member in range(n)]
@@ -134,20 +127,18 @@ class GroupPolicy:
             adapter=wanted.adapter,
             routes_from=wanted.routes_from if self.wants_routes and is_trained else None,
         )
-        start_s = 0.0 if self.attempt is None else self.attempt.now()
+        start_s = self.attempt.now()
         engine, on_tokens = self.engine if model is None else self.others[model], None
         if model is None or is_trained:
             request, on_tokens = self._streamed(request)
         own = contextlib.nullcontext()
         if self.turns is not None:
-            own = self.turns.turn(self.number, episode, wanted.call)
+            own = self.turns.turn(self.attempt.number, episode, wanted.call)
         async with own:
             (completion,) = await engine.generate(request, on_tokens)
-        if self.attempt is not None and is_trained:
-            num_known, policy = (
-                0 if partial is None else len(partial.tokens),
-                model or wanted.adapter,
-            )
+        if is_trained:
+            num_known = 0 if partial is None else len(partial.tokens)
+            policy = model or wanted.adapter
             versions = completion.versions[num_known:]
             self.attempt.add_turn(episode, start_s, versions)
             sampled = TokenVersions.of(versions, policy=policy)
@@ -159,7 +150,7 @@ class GroupPolicy:
         """Enclose the episode with this index in the group."""
         if self.turns is None:
             return contextlib.nullcontext()
-        return self.turns.episode(self.number, index)
+        return self.turns.episode(self.attempt.number, index)
 
     async def entropies(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:  # [L] each
         """Entropies of the current policy at each sampled token, in nats; 0.0 elsewhere."""
@@ -190,10 +181,9 @@ class GroupPolicy:
 
     def gave_up(self, index: int) -> None:
         """Report an episode that will not be part of the group; its tokens are wasted."""
-        if self.attempt is not None:
-            sampled = self._token_versions.get(index, ())
-            self.attempt.given_up = TokenVersions.joined([self.attempt.given_up, *sampled])
-            self.attempt.life.turns.pop(index, None)
+        sampled = self._token_versions.get(index, ())
+        self.attempt.given_up = TokenVersions.joined([self.attempt.given_up, *sampled])
+        self.attempt.life.turns.pop(index, None)
 
     def finished(self, index: int, episode: Episode) -> None:
         """Report a finished episode; others of the group may still run."""
@@ -239,10 +229,9 @@ class Player:
         """Play a group for training; each attempt has its own seed. `scoring` receives tokens and
         episodes as they are sampled. Raises Expired when the tokens have become too stale."""
         policy = self._policy(
-            attempt.number,
+            attempt,
             name="group",
-            tries=attempt.tries,
-            attempt=attempt,
+            is_trained=True,
             scoring=scoring,
             priority=self.lengths.priority(task),
             wants_routes=self.wants_routes,
@@ -262,11 +251,12 @@ class Player:
         self, task: Task, *, number: int, group_size: int, name: str
     ) -> Group:
         """Play a group of episodes of one task, without a staleness limit."""
-        policy = self._policy(number, name=name)
+        policy = self._policy(Attempt(number), name=name)
         episodes = await self.environment.play(task, policy, group_size)
         return Group(number=number, task=task, episodes=tuple(episodes))
 
-    def _policy(self, number: int, *, name: str, tries: int = 0, **more: Any) -> GroupPolicy:
+    def _policy(self, attempt: Attempt, *, name: str, **more: Any) -> GroupPolicy:
+        number, tries = attempt.number, attempt.tries
         return GroupPolicy(
             engine=self.engine,
             renderer=self.renderer,
@@ -274,7 +264,7 @@ class Player:
             max_context=self.max_context,
             name=f"{name} {number}" + (f", try {tries + 1}" if tries else ""),
             seed=group_seed(self.seed, number, tries=tries),
-            number=number,
+            attempt=attempt,
             turns=self.turns,
             others=self.others,
             score_engine=self.engine,

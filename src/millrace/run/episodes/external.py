@@ -108,9 +108,8 @@ async def external_server(
     }
     add_routes(app, environment, info=info)
     with contextlib.closing(served):
-        async with http_listener(app, host=host, port=port, limits=limits) as bound:
-            where = f"[{host}]" if ":" in host else host
-            print(f"External programs post groups at http://{where}:{bound}", flush=True)
+        async with http_listener(app, host=host, port=port, limits=limits) as url:
+            print(f"External programs post groups at {url}", flush=True)
             yield
 
 

@@ -42,20 +42,10 @@ class ScorerWorkers:
         self._num_workers = num_workers
         self._start_timeout_s = start_timeout_s
         self._replicas: list[_ScorerReplica] = []
-        self.num_waiting = 0  # calls that wait for a free process
         self._turn = asyncio.Lock()  # fair: calls are served in the order of arrival
         self._changed = asyncio.Event()  # a slot may be free, or never will be
         self._running: set[asyncio.Task[GroupScored]] = set()
         self._is_closing = False
-
-    @property
-    def num_lost(self) -> int:
-        """Processes that died or were killed."""
-        return sum(replica.num_deaths for replica in self._replicas)
-
-    @property
-    def num_busy(self) -> int:
-        return sum(replica.num_calls > 0 for replica in self._replicas)
 
     async def start(self, functions: Mapping[str, str]) -> None:
         """Start the processes, if there are functions, by location; raises the first error."""
@@ -100,19 +90,15 @@ class ScorerWorkers:
 
     async def _take(self, *, exclusive: bool) -> tuple[_ScorerReplica, Worker]:
         """Wait for a process that is free; raises RunFailed if there will be none."""
-        self.num_waiting += 1
-        try:
-            async with self._turn:
+        async with self._turn:
+            self._check_open()
+            while (free := self._free(exclusive=exclusive)) is None:
+                self._changed.clear()
+                await self._changed.wait()
                 self._check_open()
-                while (free := self._free(exclusive=exclusive)) is None:
-                    self._changed.clear()
-                    await self._changed.wait()
-                    self._check_open()
-                free[0].num_calls += 1
-                free[0].is_closed = exclusive
-                return free
-        finally:
-            self.num_waiting -= 1
+            free[0].num_calls += 1
+            free[0].is_closed = exclusive
+            return free
 
     def _check_open(self) -> None:
         if self._is_closing:

@@ -22,7 +22,7 @@ from millrace.serving.api.replies import Row, encoded_row
 from millrace.serving.api.streaming import TextStream
 from millrace.serving.clients import Client
 from millrace.serving.fair_queue import Flow
-from millrace.serving.served_model import ServedModel
+from millrace.serving.served_model import ServedModel, num_tokens
 
 B = TypeVar("B", bound=OpenAIBody)
 Json = dict[str, Any]
@@ -73,7 +73,7 @@ class ApiAnswer(Generic[B]):
         requests = await self._prepared()
         with self.served.charged(requests, client=self.client) as flow:
             completions, num_sampled = await self.complete(requests, flow)
-        usage = usage_of(_num_prompt(requests), num_sampled)
+        usage = usage_of(num_tokens(requests)[0], num_sampled)
         if self.body.wants_logprobs:
             await self.served.read_token_texts(completions, client=self.client)
         # Not made before they are written: rows of logprobs take much more memory than arrays.
@@ -97,7 +97,7 @@ class ApiAnswer(Generic[B]):
                     for choice in self.chunk_choices(index, chunk, new, texts[index]):
                         yield {**head, "choices": [choice]}
         if self.body.wants_usage:
-            usage = usage_of(_num_prompt(requests), num_sampled)
+            usage = usage_of(num_tokens(requests)[0], num_sampled)
             yield {**head, "choices": [], "usage": usage}
 
     async def _prepared(self) -> list[Request]:
@@ -112,11 +112,11 @@ class ApiAnswer(Generic[B]):
             )
             for _ in range(num_prompts)
         ]
-        num_tokens = sum(each.n * self.num_shown(each) for each in requests)
-        num_logprobs = num_tokens * (1 + self.body.num_top)
+        num_shown = sum(each.n * self.num_shown(each) for each in requests)
+        num_logprobs = num_shown * (1 + self.body.num_top)
         if self.body.wants_logprobs and num_logprobs > MAX_LOGPROBS:
             raise ApiError(
-                f"The reply may have {num_tokens} tokens with {1 + self.body.num_top} logprobs"
+                f"The reply may have {num_shown} tokens with {1 + self.body.num_top} logprobs"
                 f" each, but at most {MAX_LOGPROBS} logprobs are sent; lower the maximum of tokens"
                 " or the number of top logprobs, or send several requests.",
                 param="logprobs",
@@ -253,7 +253,3 @@ def usage_of(num_prompt: int, num_sampled: int) -> dict[str, int]:
         "completion_tokens": num_sampled,
         "total_tokens": num_prompt + num_sampled,
     }
-
-
-def _num_prompt(requests: Sequence[Request]) -> int:
-    return sum(len(request.prompt) for request in requests)

@@ -79,7 +79,7 @@ class Gateway:
         # By the id in the address, or in SESSION_HEADER at the shared address.
         self._agents: dict[str, tuple[GatewaySession, Agent]] = {}
         self._secret = secrets.token_bytes(32)  # the keys of all sessions are derived from it
-        self._port: asyncio.Future[int] | None = None
+        self._url: asyncio.Future[str] | None = None
         self._listening: asyncio.Task[None] | None = None  # keeps the task alive
         self._replies = ReplySender()
 
@@ -112,13 +112,13 @@ class Gateway:
     async def _address(self) -> str:
         """Listen, unless the gateway already listens on this event loop."""
         loop = asyncio.get_running_loop()
-        if self._port is None or self._port.get_loop() is not loop:
-            self._port = loop.create_future()
-            self._listening = loop.create_task(self._listen(self._port), name="gateway")
+        if self._url is None or self._url.get_loop() is not loop:
+            self._url = loop.create_future()
+            self._listening = loop.create_task(self._listen(self._url), name="gateway")
         # Shielded: several episodes wait for it, and one of them may be cancelled.
-        return f"http://127.0.0.1:{await asyncio.shield(self._port)}"
+        return await asyncio.shield(self._url)
 
-    async def _listen(self, port_known: asyncio.Future[int]) -> None:
+    async def _listen(self, url_known: asyncio.Future[str]) -> None:
         """Serve until cancelled, at the end of the event loop."""
         self._replies = ReplySender()  # belongs to one event loop
         app = web.Application(middlewares=[error_middleware], client_max_size=64 * 2**20)
@@ -128,11 +128,11 @@ class Gateway:
             app.router.add_post(f"{root}/completions", self._complete)
             app.router.add_post(f"{root}/responses", self._respond)
         try:
-            async with http_listener(app, host="127.0.0.1", port=0) as port:
-                port_known.set_result(port)
+            async with http_listener(app, host="127.0.0.1", port=0) as url:
+                url_known.set_result(url)
                 await asyncio.Event().wait()
         except ConfigError as error:
-            port_known.set_exception(error)
+            url_known.set_exception(error)
 
     def _session(self, request: web.Request) -> tuple[GatewaySession, Agent]:
         # Checked first: the answer to a wrong key must not reveal which episodes exist.

@@ -23,16 +23,8 @@ from typing import Any
 from millrace.core.errors import CheckpointError, TaskError
 from millrace.serving.api.errors import ApiError
 from millrace.serving.tinker.computing import TrainingThread
-from millrace.serving.tinker.request_log import AcceptedRequest, RequestLog, Result
-from millrace.serving.tinker.tenants import (
-    RequestFuture,
-    Tenant,
-    TenantModel,
-    TenantSession,
-    Work,
-    outcome,
-)
-from millrace.serving.tinker.usage import AuditLog
+from millrace.serving.tinker.request_log import AcceptedRequest, AuditLog, RequestLog, Result
+from millrace.serving.tinker.tenants import RequestFuture, Tenant, TenantModel, Work, outcome
 from millrace.training.adapters.requests import ENDED
 
 SNAPSHOT_SHARE = 10.0  # seconds of passes for each second of writing snapshots
@@ -114,7 +106,7 @@ class RequestExecutor:
         """Give a tenant what it had in an earlier process. `submit_again` submits a request whose
         effects are lost."""
         record = await asyncio.to_thread(self._requests.read, tenant.name)
-        tenant.sessions.update((id, TenantSession()) for id in record.sessions)
+        tenant.sessions.update((id, []) for id in record.sessions)
         tenant.samplers.update(record.samplers)
         for request in record.requests:
             tenant.restored[request.key] = request

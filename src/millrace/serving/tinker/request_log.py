@@ -1,4 +1,5 @@
-"""The requests of the training API on disk, TRAIN_DIR/requests/journal.db (requests.sql).
+"""The requests of the training API on disk, TRAIN_DIR/requests/journal.db (requests.sql), and the
+audit log of what tenants do.
 
 Promise: what is awaited here survives the death of the process and a loss of power. A request is
 written before it has any effect, and its result before the client gets it. The body of a request is
@@ -9,17 +10,21 @@ Called from the server's event loop, apart from read(); a thread commits (journa
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import logging
+import os
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.core.errors import JournalError
+from millrace.core.errors import ConfigError, JournalError
 from millrace.journal import database
 from millrace.serving.api.errors import ApiError
+from millrace.serving.tinker.states import iso_time
 
 Result = bytes | dict[str, Any]  # protobuf, or JSON
 # Owner and seq_id: the same request has the same key when it is sent again.
@@ -155,3 +160,28 @@ def _request(
         body=body,
         result=json.loads(result) if isinstance(result, str) else result,
     )
+
+
+class AuditLog:
+    """A line of JSON for each accepted request, only ever appended to; only its owner reads it. One
+    process at a time has it open."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        self._file = os.fdopen(os.open(path, flags, 0o600), "a", buffering=1)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ConfigError(
+                f"--train-dir {path.parent} belongs to another server; stop it, or choose another."
+            ) from None
+
+    def close(self) -> None:
+        self._file.close()
+
+    def write(self, tenant: str, operation: str, *, about: str, tokens: int = 0) -> None:
+        """`about`: the model, path, session or sampler."""
+        line = {"time": iso_time(time.time()), "tenant": tenant, "operation": operation}
+        self._file.write(json.dumps({**line, "about": about, "tokens": tokens}) + "\n")

@@ -26,7 +26,7 @@ from millrace.serving.tinker import wire
 from millrace.serving.tinker.adapter_slots import AdapterSlots
 from millrace.serving.tinker.computing import TrainingThread
 from millrace.serving.tinker.execution import RequestExecutor
-from millrace.serving.tinker.request_log import AcceptedRequest, RequestLog, Result
+from millrace.serving.tinker.request_log import AcceptedRequest, AuditLog, RequestLog, Result
 from millrace.serving.tinker.sampling import sample_request
 from millrace.serving.tinker.states import (
     EXPIRES,
@@ -38,7 +38,6 @@ from millrace.serving.tinker.states import (
     saved_states,
 )
 from millrace.serving.tinker.tenants import SessionOrder, Tenant, Work
-from millrace.serving.tinker.usage import AuditLog
 from millrace.training.adapters.requests import AdapterShape
 from millrace.training.checkpoints.directory import read_run_state
 

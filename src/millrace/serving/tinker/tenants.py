@@ -124,12 +124,6 @@ class TenantModel:
         self.waiting.clear()
 
 
-@dataclass(eq=False, slots=True)
-class TenantSession:
-    heard_s: float = field(default_factory=time.monotonic)
-    models: list[str] = field(default_factory=list[str])
-
-
 class Tenant:
     def __init__(self, client: Client, folder: Path, quota: TokenQuota) -> None:
         """`folder`: of the saved states of all tenants."""
@@ -137,13 +131,14 @@ class Tenant:
         self.name = client.tenant
         self.futures = RequestFutures()
         self.restored: dict[RequestKey, AcceptedRequest] = {}  # of before a crash, to be submitted
-        self.sessions: dict[str, TenantSession] = {}
+        self.sessions: dict[str, list[str]] = {}  # their models, by id
         self.models: dict[str, TenantModel] = {}
         # By id, least recently used first: their adapters; None = the model itself.
         self.samplers: dict[str, Path | None] = {}
         self.folder = folder / client.tenant
 
-    def session(self, id: str) -> TenantSession:
+    def session(self, id: str) -> list[str]:
+        """The models of a session that has not ended."""
         if id not in self.sessions:  # 410 ends the heartbeats of a client
             raise ApiError(f"Session {id!r:.80} has ended; create a new client.", status=410)
         return self.sessions[id]
@@ -170,12 +165,12 @@ class Tenant:
                 status=429,
                 code="too_many_sessions",
             )
-        self.sessions.setdefault(id, TenantSession())
+        self.sessions.setdefault(id, [])
         return id
 
     def close_session(self, id: str) -> list[str]:
         """Returns the models of the session, which end with it."""
-        models = self.session(id).models
+        models = self.session(id)
         del self.sessions[id]
         for model in models:
             if (ended := self.models.pop(model, None)) is not None:
@@ -187,7 +182,7 @@ class Tenant:
     def add_model(self, id: str, shape: AdapterShape, *, session: str) -> TenantModel:
         if len(self.models) >= MAX_MODELS:
             raise TaskError(f"You have {MAX_MODELS} models; end the sessions of old ones.")
-        self.session(session).models.append(id)
+        self.session(session).append(id)
         self.models[id] = TenantModel(shape=shape)
         return self.models[id]
 
@@ -218,24 +213,26 @@ class SessionOrder:
     ones takes no longer if there are more."""
 
     def __init__(self) -> None:
-        # By session; those that have been silent for longest are first.
-        self._owners: OrderedDict[str, Tenant] = OrderedDict()
+        # By session, with the time of its last heartbeat; the longest silent are first.
+        self._heard: OrderedDict[str, tuple[Tenant, float]] = OrderedDict()
 
     def hear(self, tenant: Tenant, id: str) -> None:
         """A session has begun, or has sent a heartbeat."""
-        tenant.session(id).heard_s = time.monotonic()
-        self._owners[id] = tenant
-        self._owners.move_to_end(id)
+        tenant.session(id)  # raises if it has ended
+        self._heard[id] = tenant, time.monotonic()
+        self._heard.move_to_end(id)
 
     def remove(self, id: str) -> None:
-        self._owners.pop(id, None)
+        self._heard.pop(id, None)
 
     def take_silent(self) -> Iterator[tuple[Tenant, str]]:
         """A few sessions that have been silent for too long; the next call yields others. Each is
         looked up when it is needed: it may end or be heard while the one before it is ended."""
         for _ in range(_ENDED_AT_ONCE):
-            id, tenant = next(iter(self._owners.items()), ("", None))
-            if tenant is None or time.monotonic() - tenant.session(id).heard_s <= SILENT_S:
+            if not self._heard:
+                return
+            id, (tenant, heard_s) = next(iter(self._heard.items()))
+            if time.monotonic() - heard_s <= SILENT_S:
                 return
             self.remove(id)
             yield tenant, id
