@@ -609,11 +609,15 @@ def test_plugin_can_be_any_callable():
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"type": 3}, "Setting 'loss.type' = 3 is not a name; built in: clipped."),
+        (
+            {"type": 3},
+            "'loss.type' = 3 is not a name; write 'module:Name' or a built-in one: clipped.",
+        ),
         ({"type": "cliped"}, "'loss.type' = 'cliped' is not known; did you mean 'clipped'?"),
         ({"type": "zzz"}, "'loss.type' = 'zzz' is not known; built in: clipped."),
         ({"type": "clipped", "hihg": 1}, "'loss.hihg' of 'clipped'; did you mean 'high'?"),
         ({"type": "clipped", "zzz": 1}, "'loss.zzz' of 'clipped'; valid here: high, low."),
+        ({"type": "clipped", "high": "x"}, "'loss.high' = 'x': input should be a valid number."),
         ({"type": "clipped", "high": -1}, "'loss' does not fit: high = -1 must not be negative."),
         ({"type": "builtins:dict.x"}, "'builtins' has no 'dict.x'"),
         ({"type": "json:JSONDecoder", "zzz": 1}, "Section 'loss' does not fit: "),

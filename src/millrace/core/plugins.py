@@ -94,7 +94,8 @@ def build_plugin(
     name = settings.pop("type", default)
     if not isinstance(name, str):
         raise ConfigError(
-            f"Setting '{section}.type' = {name!r} is not a name; built in: {', '.join(builtins)}."
+            f"Setting '{section}.type' = {name!r} is not a name; write 'module:Name' or a built-in"
+            f" one: {', '.join(builtins)}."
         )
     cls = builtins.get(name)
     if cls is None:
@@ -109,6 +110,8 @@ def build_plugin(
             if key not in valid:
                 hint = suggestion(key, valid)
                 raise ConfigError(f"Unknown setting '{section}.{key}' of {name!r}; {hint}")
+        if not pydantic.dataclasses.is_pydantic_dataclass(cls):
+            _check_simple_fields(cls, settings, section=section)
     try:
         return build(**settings)
     except pydantic.ValidationError as error:
@@ -121,6 +124,23 @@ def build_plugin(
         raise ConfigError(f"{'; '.join(clauses)}.") from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"Section '{section}' does not fit: {error}.") from None
+
+
+def _check_simple_fields(cls: type, settings: Mapping[str, Any], *, section: str) -> None:
+    """Raise ConfigError for a value that is not of the type of its field, if that is a number, a
+    text or a truth value; other types mean to a user's class what it makes of them."""
+    kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+    strict = pydantic.ConfigDict(strict=True)
+    for key, value in settings.items():
+        # With `from __future__ import annotations`, types are given by name.
+        kind = next((t for t in (bool, float, int, str) if kinds[key] in (t, t.__name__)), None)
+        if kind is None:
+            continue
+        try:
+            pydantic.TypeAdapter(kind, config=strict).validate_python(value)
+        except pydantic.ValidationError as error:
+            problem = describe_setting_error(error.errors()[0], where=f"{section}.{key}")
+            raise ConfigError(f"{problem}.") from None
 
 
 def build_callable(

@@ -45,7 +45,10 @@ def test_only_recipes_that_compare_with_the_proximal_policy_need_it(name):
     ("settings", "expected"),
     [
         ({"type": "grop"}, "'loss.type' = 'grop' is not known; did you mean 'grpo'?"),
-        ({"type": 3}, "'loss.type' = 3 is not a name; built in: clipped, ppo, grpo"),
+        (
+            {"type": 3},
+            "'loss.type' = 3 is not a name; write 'module:Name' or a built-in one: clipped,",
+        ),
         ({"hihg": 0.3}, "Unknown setting 'loss.hihg' of 'clipped'; did you mean 'high'?"),
         ({"zzz": 0.3}, "Unknown setting 'loss.zzz' of 'clipped'; valid here: surrogate, low, high"),
         ({"type": "cispo", "dual": 3.0}, "'loss.dual' = 3.0 belongs to surrogate = 'clip',"),
