@@ -15,7 +15,8 @@ WIDTH = 100
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 INTRODUCTION = """# Python API
 
-`import millrace as mr` gives these names. Everything else in the package is internal and may
+`import millrace as mr` gives these names. The classes that losses, scorers, transports and engines
+of your own derive from or import are named in CONTRIBUTING.md. Everything else is internal and may
 change. Guides show them in use: [scorers](../how-to/scorers.md),
 [environments](../how-to/environments.md), [adapters](../how-to/other-environments.md),
 [programs](../how-to/serve.md#training-a-program).

@@ -2,7 +2,7 @@
 
 Subclass EngineContract and the parts (engine_contract_parts.py) of all capabilities that the engine
 states, and provide `open_engine`. The engine serves the model directory it is given, as version 0,
-with a context of 256 tokens, and receives updates through shared memory.
+with a context of 128 tokens (MAX_CONTEXT), and receives updates through shared memory.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Runs on an engine backend without any capability."""
+"""Runs on an engine backend without any capability, and with a transport of the user."""
 
 from pathlib import Path
 
@@ -6,9 +6,12 @@ import pytest
 from digits import TASKS, share_of_digits
 
 import millrace as mr
+from millrace.core.errors import ConfigError
 from millrace.monitoring.files.metrics import read_metrics
 
-BACKEND = str(Path(__file__).parents[1] / "minimal_backend.py") + ":MinimalBackend"
+TESTS = Path(__file__).parents[1]
+BACKEND = f"{TESTS / 'minimal_backend.py'}:MinimalBackend"
+TRANSPORT = f"{TESTS / 'file_transport.py'}:FileTransport"
 
 
 def train(model: Path, run_dir: Path, *, steps: int, **settings) -> mr.RunResult:
@@ -22,7 +25,7 @@ def train(model: Path, run_dir: Path, *, steps: int, **settings) -> mr.RunResult
             "optimizer": {"learning_rate": 3e-3},
             "engine": {"type": BACKEND},
             "cluster": {"threads": 1},
-            "weights": {"interrupt": "drain"},
+            "weights": {"interrupt": "drain", "transport": TRANSPORT},
             "journal": {"partial_every_s": 0},
             "scoring": {"workers": 1},
             "monitoring": {"progress": "off"},
@@ -40,6 +43,12 @@ def test_run_trains_on_a_backend_without_capabilities(model, tmp_path):
     # On-policy, engine and trainer compute the same logprobs.
     assert max(row["mismatch/logprob"] for row in rows) < 1e-4
     assert result.episodes == 2 * 4 * 4
+    assert (result.run_dir / "weights").is_dir(), "files of the transport were there"
+
+
+def test_a_transport_that_is_none_is_refused_before_the_start(model, tmp_path):
+    with pytest.raises(ConfigError, match=r"'pathlib:Path' is no Transport"):
+        train(model, tmp_path / "run", steps=2, weights={"transport": "pathlib:Path"})
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from millrace.config.section import (
     Dtype,
@@ -16,6 +16,7 @@ from millrace.config.section import (
     PositiveInt,
     Section,
 )
+from millrace.core.errors import suggestion
 
 FASTEST = "fastest"
 Interrupt = Literal["swap", "abort", "save", "drain", "barrier"]
@@ -137,12 +138,16 @@ class EngineConfig(Section):
         return 1 if self.count == "auto" else self.count
 
 
+TRANSPORTS = ("auto", "shm", "ipc", "collective", "disk")
+
+
 class WeightsConfig(Section):
-    transport: Literal["auto", "shm", "ipc", "collective", "disk"] = "auto"
+    transport: str = "auto"
     """Transport of new weights to the engines: "shm" = shared memory of one host, "ipc" = GPU
     memory of one host, "collective" = one broadcast to all engines, "disk" = files in a shared
-    directory. "auto" is ipc between GPUs of one host, shm on one host otherwise, for servers and
-    for engines that sleep, and collective with ranks or engines on other hosts."""
+    directory, or "module:Class" for one of your own (docs/explanation/weights.md). "auto" is ipc
+    between GPUs of one host, shm on one host otherwise, for servers and for engines that sleep, and
+    collective with ranks or engines on other hosts."""
     payload: Literal["full", "delta"] = "full"
     """Content of an update: "full" = every value, "delta" = only the values that changed in
     engine.dtype since the last version."""
@@ -155,9 +160,17 @@ class WeightsConfig(Section):
     """Check of every swap: the engine scores a fixed passage, and is replaced if its logprobs are
     not those of the trainer. By default only engines of type "vllm" or "sglang" are checked."""
     directory: str | None = None
-    """Directory for transport "disk", under the same path on all hosts. By default weights/ in
-    run_dir."""
+    """Directory for transport "disk" and for one of your own, under the same path on all hosts. By
+    default weights/ in run_dir."""
     notify: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+\S*$")], ...] = ()
     """URLs of external engines that receive {"version", "path"} by POST for every version, with
     transport "disk". The files of a version stay until all URLs have answered, for at most 60
     seconds by default (see supervision.hang_timeout_s)."""
+
+    @field_validator("transport")
+    @classmethod
+    def _transport_is_known(cls, value: str) -> str:
+        if ":" not in value and value not in TRANSPORTS:
+            hint = suggestion(value, TRANSPORTS, otherwise="write 'module:Class', or one of")
+            raise ValueError(f"not known; {hint.rstrip('?.')}")
+        return value

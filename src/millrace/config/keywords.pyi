@@ -269,11 +269,12 @@ class EngineSettings(TypedDict, total=False):
     trained; see docs/how-to/lora.md."""
 
 class WeightsSettings(TypedDict, total=False):
-    transport: Literal["auto", "shm", "ipc", "collective", "disk"]
+    transport: str
     """Transport of new weights to the engines: "shm" = shared memory of one host, "ipc" = GPU
     memory of one host, "collective" = one broadcast to all engines, "disk" = files in a
-    shared directory. "auto" is ipc between GPUs of one host, shm on one host otherwise, for
-    servers and for engines that sleep, and collective with ranks or engines on other hosts."""
+    shared directory, or "module:Class" for one of your own (docs/explanation/weights.md).
+    "auto" is ipc between GPUs of one host, shm on one host otherwise, for servers and for
+    engines that sleep, and collective with ranks or engines on other hosts."""
     payload: Literal["full", "delta"]
     """Content of an update: "full" = every value, "delta" = only the values that changed in
     engine.dtype since the last version."""
@@ -287,8 +288,8 @@ class WeightsSettings(TypedDict, total=False):
     are not those of the trainer. By default only engines of type "vllm" or "sglang" are
     checked."""
     directory: str | None
-    """Directory for transport "disk", under the same path on all hosts. By default weights/ in
-    run_dir."""
+    """Directory for transport "disk" and for one of your own, under the same path on all hosts.
+    By default weights/ in run_dir."""
     notify: str | Sequence[str]
     """URLs of external engines that receive {"version", "path"} by POST for every version, with
     transport "disk". The files of a version stay until all URLs have answered, for at most 60

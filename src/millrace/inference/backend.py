@@ -99,8 +99,8 @@ class EngineCore(Protocol):
         ...
 
     def take_chunks(self, *, coalesced: bool = False) -> dict[str, list[CompletionChunk]]:
-        """New tokens of streaming requests, by request id: of those without `coalesce` set, after
-        every call that returns completions; or of those with it that have not finished."""
+        """New tokens of streaming requests, by id. Called after each method that returns
+        completions, for requests without `coalesce`; `coalesced`: for running ones with it."""
         ...
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
@@ -361,17 +361,18 @@ def check_servers(config: RunConfig) -> None:
                 " leave it out."
             )
         server_secrets(engine, section=section)
-    if config.engine.has_servers and config.weights.transport == "ipc":
+    transport, kind = config.weights.transport, config.engine.type
+    if config.engine.has_servers and transport not in ("auto", "shm", "collective", "disk"):
         raise ConfigError(
-            f"weights.transport = 'ipc' is not possible with engine.type = {config.engine.type!r},"
-            " whose servers read new weights from files; set it to 'auto'."
+            f"weights.transport = {transport!r} is not possible with engine.type = {kind!r}, whose"
+            " servers do not know it; set it to 'auto'."
         )
     if config.engine.has_servers and config.lora is not None and config.lora.apply == "merged":
         raise ConfigError(
-            f"lora.apply = 'merged' is not possible with engine.type = {config.engine.type!r},"
-            " which applies adapters beside the weights; set it to 'auto'."
+            f"lora.apply = 'merged' is not possible with engine.type = {kind!r}, which applies"
+            " adapters beside the weights; set it to 'auto'."
         )
-    if config.engine.type == "sglang" and config.engine.kv == "keep":
+    if kind == "sglang" and config.engine.kv == "keep":
         raise ConfigError(
             "engine.kv = 'keep' is not possible with engine.type = 'sglang', which prefills running"
             " sequences again after an update; set it to 'recompute'."

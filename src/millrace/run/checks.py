@@ -157,6 +157,10 @@ def _engines(config: RunConfig) -> None:
             f"weights.notify announces files, and weights.transport = {config.weights.transport!r}"
             " writes none; set it to 'disk'."
         )
+    if ":" in config.weights.transport:
+        from millrace.weights.transport import load_transport  # imports torch
+
+        load_transport(config.weights.transport)
 
 
 def _adapters(config: RunConfig) -> None:

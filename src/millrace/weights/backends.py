@@ -13,6 +13,7 @@ Each end is used by one thread; the engine's is beside the one that decodes.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -64,7 +65,7 @@ class SendBackend:
         """No engine will request it again; returns when none reads it any more."""
 
     def close(self) -> None:
-        """Free everything except the memory that it allocated."""
+        """Withdraw all versions, and free everything except the memory that it allocated."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -288,6 +289,18 @@ class RecvBackend:
 
     def close(self) -> None:
         """Free all memory and connections; fetch() may be called again."""
+
+
+class Transport:
+    """A transport that settings name by its class, which is called without arguments."""
+
+    def sender(self, *, directory: Path) -> SendBackend:
+        """The end of the trainer. `directory`: weights.directory, or weights/ in run_dir."""
+        raise NotImplementedError
+
+    def receiver(self, *, device: torch.device) -> RecvBackend:
+        """The end of an engine, which wants the weights on `device`."""
+        raise NotImplementedError
 
 
 class StagingReceiver:

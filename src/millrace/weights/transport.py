@@ -1,4 +1,4 @@
-"""Makes both ends of a transport by its name, and resolves "auto".
+"""Makes both ends of a transport by its name or class, and resolves "auto".
 
 The trainer decides what "auto" stands for. Every update names its transport, which an engine with
 "auto" follows.
@@ -6,11 +6,14 @@ The trainer decides what "auto" stands for. Every update names its transport, wh
 
 import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from millrace.config import RunConfig
+from millrace.core.errors import ConfigError
+from millrace.core.plugins import load_reference
 from millrace.weights.backends import (
     PackingSender,
     Payload,
@@ -18,6 +21,7 @@ from millrace.weights.backends import (
     Reference,
     SendBackend,
     StagingReceiver,
+    Transport,
 )
 from millrace.weights.transports.collective import CollectiveRecvBackend, CollectiveSendBackend
 from millrace.weights.transports.disk import DiskRecvBackend, DiskSendBackend
@@ -60,6 +64,17 @@ def listening_address(cluster_address: str, *, is_one_host: bool) -> str:
     return socket.gethostname() if host in ("*", "0.0.0.0", "[::]") else host.strip("[]")
 
 
+def load_transport(name: str) -> Transport:
+    """The transport of the user that settings name as "module:Class"."""
+    cls = load_reference(name)
+    if not (isinstance(cls, type) and issubclass(cls, Transport)):
+        raise ConfigError(
+            f"weights.transport = {name!r} is no Transport; derive the class from"
+            " millrace.weights.backends.Transport."
+        )
+    return cls()
+
+
 def make_sender(
     transport: str,
     *,
@@ -74,7 +89,8 @@ def make_sender(
     device: torch.device | None = None,
     reference: Reference | None = None,
 ) -> PackingSender:
-    """Floating-point weights travel as `dtype`. disk needs `directory`. collective listens on
+    """Floating-point weights travel as `dtype`. disk and users' transports need `directory`.
+    collective listens on
     `address`, waits for `num_engines`, or `num_evaluators` beside them, and sends from `device`
     (host memory if not given)."""
     backend: SendBackend
@@ -86,8 +102,7 @@ def make_sender(
             backend = DiskSendBackend(directory)
         case "ipc":
             backend = IpcSendBackend()
-        case _:
-            assert transport == "collective", transport
+        case "collective":
             backend = CollectiveSendBackend(
                 address=address,
                 num_members={ENGINE: num_engines, EVALUATOR: num_evaluators},
@@ -95,6 +110,10 @@ def make_sender(
                 timeout_s=timeout_s,
                 device=device or torch.device("cpu"),
             )
+        case _:
+            assert directory is not None
+            backend = load_transport(transport).sender(directory=directory)
+            backend.transport = transport
     return PackingSender(backend, dtype=dtype, payload=payload, reference=reference)
 
 
@@ -119,7 +138,8 @@ def make_receiver(
         "ipc": lambda: IpcRecvBackend(device=device),
     }
     if transport != "auto":
-        backend = backends[transport]()  # refuses a wrong device at once
+        make = backends.get(transport) or partial(load_transport(transport).receiver, device=device)
+        backend = make()  # refuses a wrong device at once
         backends = {transport: lambda: backend}
     return StagingReceiver(
         backends, expected=expected, dtype=dtype, device=device, keep_base=payload == "delta"
