@@ -104,7 +104,7 @@ def build_plugin(
             raise ConfigError(f"Setting '{section}.type' = {name!r} is not known; {hint}")
         cls = load_reference(name)
     build: Callable[..., Any] = cls
-    if dataclasses.is_dataclass(cls):
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
         valid = [field.name for field in dataclasses.fields(cls) if field.init]
         for key in settings:
             if key not in valid:
