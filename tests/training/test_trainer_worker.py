@@ -177,8 +177,8 @@ class ObservedWorker(TrainerWorker):
         module = self._trainers[DEFAULT_POLICY].policy.module
         self.has_gradients.append(any(p.grad is not None for p in module.parameters()))
         for publisher in self._publishers.values():
-            if not isinstance(publisher._sender, SlowReadingSender):
-                publisher._sender = SlowReadingSender(publisher._sender)
+            if not isinstance(publisher.sender, SlowReadingSender):
+                publisher.sender = SlowReadingSender(publisher.sender)
         super()._publish()
 
 

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from typing import Literal, TypeVar
 
 from millrace.core.completions import TokenLog, chunk_of, cut, resume_request
@@ -77,28 +77,22 @@ class _OpenRequest:
             self.on_completion(member, completion)
 
 
+@dataclass(eq=False)
 class EnginePool:
     """Several engines as one."""
 
-    def __init__(
-        self,
-        engines: Sequence[Engine] = (),
-        *,
-        replaces: bool = False,
-        max_wait_s: float | None = None,
-        max_sessions: int = 65536,
-    ) -> None:
-        """`replaces`: lost engines are replaced through join(); otherwise a loss is raised.
-        `max_wait_s`: a request that was never placed waits this long for an engine, then raises
-        EnginesDown. `max_sessions`: sessions whose engine is remembered; the others are routed by
-        load."""
-        assert engines or replaces
+    engines: InitVar[Sequence[Engine]] = ()
+    _: KW_ONLY
+    replaces: bool = False  # lost engines are replaced through join(); otherwise a loss is raised
+    # A request that was never placed waits this long for an engine, then raises EnginesDown.
+    max_wait_s: float | None = None
+    max_sessions: int = 65536  # whose engine is remembered; the others are routed by load
+
+    def __post_init__(self, engines: Sequence[Engine]) -> None:
+        assert engines or self.replaces
         # Sequences of lost engines: those that another one resumed, the tokens that these had by
         # then, and those without a known token, which were sampled again.
         self.num_resumed = self.num_resumed_tokens = self.num_restarted = 0
-        self._replaces = replaces
-        self._max_wait_s = max_wait_s
-        self._max_sessions = max_sessions
         self._entries = [_PoolEntry(engine=engine) for engine in engines]
         self._joined = asyncio.Event()  # set when an engine starts to serve
         self._answered = asyncio.Event()  # set when a request is answered
@@ -208,14 +202,14 @@ class EnginePool:
     async def _place(
         self, request: Request, opened: _OpenRequest, *, first: int = 0
     ) -> list[Completion]:
-        await self._until_served(max_wait_s=None if opened.was_placed else self._max_wait_s)
+        await self._until_served(max_wait_s=None if opened.was_placed else self.max_wait_s)
         opened.was_placed = True
         entry = self._choose(request.session, pinned=request.pinned)
         log, wants_tokens = TokenLog(request), opened.on_tokens is not None
         # A lost sequence that cannot be resumed is sampled again, so its tokens are not sent before
         # its end.
         resumes = Capability.PARTIALS in entry.engine.capabilities
-        streams = resumes and (wants_tokens or self._replaces)
+        streams = resumes and (wants_tokens or self.replaces)
         if streams and not wants_tokens:
             request = replace(request, coalesce=True)
 
@@ -247,7 +241,7 @@ class EnginePool:
                     if completion.finish == "interrupt":  # the next engine streams what follows
                         receive(log.unstreamed(member, completion))
         except EngineLost:
-            if not self._replaces:
+            if not self.replaces:
                 raise
             self.lose(entry.engine)
             completions = [log.completion(member) for member in range(request.n)]
@@ -287,13 +281,13 @@ class EnginePool:
         stays = may_stay and (pinned or not is_overloaded)
         chosen = home if stays else least_loaded
         self._homes[session] = chosen
-        if len(self._homes) > self._max_sessions:
+        if len(self._homes) > self.max_sessions:
             self._homes.popitem(last=False)
         return chosen
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
         while True:
-            await self._until_served(max_wait_s=self._max_wait_s)
+            await self._until_served(max_wait_s=self.max_wait_s)
             entry = self._choose(None, pinned=False)
             entry.num_scores += 1
             try:
@@ -385,7 +379,7 @@ class EnginePool:
         try:
             return [await answer]
         except EngineLost:
-            if not self._replaces:
+            if not self.replaces:
                 raise
             self.lose(entry.engine)
             return []

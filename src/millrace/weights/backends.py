@@ -303,32 +303,25 @@ class Transport:
         raise NotImplementedError
 
 
+@dataclass(eq=False)
 class StagingReceiver:
     """Engine side of a transport."""
 
-    def __init__(
-        self,
-        backends: Mapping[str, Callable[[], RecvBackend]],
-        *,
-        expected: Mapping[str, tuple[int, ...]] | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-        keep_base: bool = False,
-    ) -> None:
-        """`backends`: the transports that it accepts, by name. `expected`: shapes by name that
-        updates must have exactly. `dtype`: required type of floating-point tensors. `device`: where
-        the engine computes. `keep_base`: keep a copy of the newest payload, to apply deltas to."""
-        self._backends = backends
-        self._expected = expected
-        self._dtype = dtype
-        self._keep_base = keep_base
+    backends: Mapping[str, Callable[[], RecvBackend]]  # the transports that it accepts, by name
+    _: KW_ONLY
+    expected: Mapping[str, tuple[int, ...]] | None = None  # shapes that updates must have exactly
+    dtype: torch.dtype | None = None  # required type of floating-point tensors
+    device: torch.device | None = None  # where the engine computes
+    keep_base: bool = False  # keep a copy of the newest payload, to apply deltas to
+
+    def __post_init__(self) -> None:
         self._staging = Staging()
         self._checked: tuple[tuple[TensorSpec, ...], int] | None = None  # layout of the last update
         self._transport: str | None = None
         self._backend: RecvBackend | None = None  # of that transport
         # On a GPU, staging runs beside decoding, which uses the device's default stream.
-        on_gpu = device is not None and device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        on_gpu = self.device is not None and self.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self.device) if on_gpu else None
 
     def stage(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
         """Return the complete, verified tensors by name; raises WeightError otherwise."""
@@ -352,10 +345,10 @@ class StagingReceiver:
     def _stage(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
         if self._backend is None or update.transport != self._transport:
             self.close()
-            self._transport, self._backend = update.transport, self._backends[update.transport]()
-        delta = self._staging.applicable_delta(update) if self._keep_base else None
+            self._transport, self._backend = update.transport, self.backends[update.transport]()
+        delta = self._staging.applicable_delta(update) if self.keep_base else None
         payload, kind = self._backend.fetch(update, delta=delta, staging=self._staging)
-        is_staged = kind != "mapped" or self._keep_base
+        is_staged = kind != "mapped" or self.keep_base
         if kind == "delta":
             blob, newest = payload, self._staging.newest
             assert delta is not None
@@ -364,7 +357,7 @@ class StagingReceiver:
             packing.apply_delta(
                 blob, delta=delta, base=newest, into=payload, version=update.version
             )
-        elif kind == "mapped" and self._keep_base:
+        elif kind == "mapped" and self.keep_base:
             payload = self._staging.take(update).copy_(payload)
         if checksum(payload) != update.checksum:
             raise WeightError(
@@ -376,8 +369,8 @@ class StagingReceiver:
         return packing.unpack(update.tensors, payload)
 
     def _check(self, update: WeightUpdate) -> None:
-        if update.transport not in self._backends:
-            known = " or ".join(repr(name) for name in self._backends)
+        if update.transport not in self.backends:
+            known = " or ".join(repr(name) for name in self.backends)
             raise WeightError(
                 f"Version {update.version} uses the transport {update.transport!r}, but this engine"
                 f" uses {known}; give all workers the same weights.transport."
@@ -387,9 +380,9 @@ class StagingReceiver:
         if (layout := (update.tensors, update.num_bytes)) == self._checked:
             return
         packing.check_manifest(update.tensors, num_bytes=update.num_bytes)
-        if self._expected is not None:
+        if self.expected is not None:
             given = {spec.name: spec.shape for spec in update.tensors}
-            packing.check_shapes(given, expected=self._expected, version=update.version)
-        if self._dtype is not None:
-            packing.check_dtypes(update.tensors, dtype=self._dtype)
+            packing.check_shapes(given, expected=self.expected, version=update.version)
+        if self.dtype is not None:
+            packing.check_dtypes(update.tensors, dtype=self.dtype)
         self._checked = layout

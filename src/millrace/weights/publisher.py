@@ -21,7 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -89,24 +89,17 @@ class WeightSnapshot:
         return torch.cuda.stream(self._stream)
 
 
+@dataclass(eq=False)
 class Publisher:
-    def __init__(
-        self,
-        sender: WeightSender,
-        *,
-        emit: Callable[[WeightUpdate], None],
-        patience_s: float = 60.0,
-        policy: str = DEFAULT_POLICY,
-        copies: bool = True,
-    ) -> None:
-        """`emit` is called from the publisher's thread with each update that is ready. `policy`:
-        whose versions these are. `copies`: snapshots are taken."""
-        self._copies = copies
-        self._policy = policy
-        self.superseded = 0  # versions never sent, because a newer one came first
-        self._sender = sender
-        self._emit = emit
-        self._patience_s = patience_s
+    sender: WeightSender
+    _: KW_ONLY
+    emit: Callable[[WeightUpdate], None]  # called in the publisher's thread with a ready update
+    patience_s: float = 60.0  # without space for a version
+    policy: str = DEFAULT_POLICY  # whose versions these are
+    copies: bool = True  # snapshots are taken
+    superseded: int = 0  # versions never sent, because a newer one came first
+
+    def __post_init__(self) -> None:
         self._no_space_since_s: float | None = None  # monotonic; set by the thread
         self._changed = threading.Condition()
         # All below is guarded by the condition.
@@ -158,8 +151,8 @@ class Publisher:
                 self.superseded += snapshot.is_announced
         snapshot.is_announced = is_announced
         try:
-            if self._copies:
-                snapshot.fill(version, tensors, dtype=self._sender.dtype)
+            if self.copies:
+                snapshot.fill(version, tensors, dtype=self.sender.dtype)
             else:
                 snapshot.refer_to(version, tensors)
         except BaseException:
@@ -175,7 +168,7 @@ class Publisher:
 
     def finish_reading(self) -> None:
         """Call this before the weights change."""
-        if self._copies:
+        if self.copies:
             return
         with self._changed:
             while self._sending is not None or self._can_send:
@@ -190,7 +183,7 @@ class Publisher:
     @property
     def _can_send(self) -> bool:
         """Whether the thread will send what is pending without waiting for anything."""
-        has_space = self._no_space_since_s is None and self._sender.has_room
+        has_space = self._no_space_since_s is None and self.sender.has_room
         return self._pending is not None and has_space
 
     def release(self, version: int) -> None:
@@ -209,7 +202,7 @@ class Publisher:
             self._is_closing = True
             self._changed.notify()
         self._thread.join()
-        self._sender.close()
+        self.sender.close()
         self.check()
 
     def check(self) -> None:
@@ -222,7 +215,7 @@ class Publisher:
             while (work := self._next_work()) is not None:
                 snapshot, releases = work
                 for version in releases:
-                    self._sender.release(version)
+                    self.sender.release(version)
                 if snapshot is not None:
                     self._send(snapshot)
         except BaseException as error:  # noqa: BLE001 - raised by the trainer's next call
@@ -235,7 +228,7 @@ class Publisher:
         with self._changed:
             while not self._is_closing:
                 releases, self._releases = self._releases, []
-                snapshot = self._pending if self._sender.has_room else None
+                snapshot = self._pending if self.sender.has_room else None
                 if snapshot is not None:
                     self._pending, self._sending = None, snapshot.version
                 if snapshot is not None or releases:
@@ -246,8 +239,8 @@ class Publisher:
     def _send(self, snapshot: WeightSnapshot) -> None:
         try:
             with snapshot.reading():
-                update = self._sender.publish(snapshot.version, snapshot.tensors)
-            update = replace(update, policy=self._policy)
+                update = self.sender.publish(snapshot.version, snapshot.tensors)
+            update = replace(update, policy=self.policy)
         except NoSpace as error:
             self._try_later(snapshot, error)
             return
@@ -269,7 +262,7 @@ class Publisher:
         for answer in borrowers:
             answer(update)
         if snapshot.is_announced:
-            self._emit(update)
+            self.emit(update)
 
     def _try_later(self, snapshot: WeightSnapshot, error: NoSpace) -> None:
         """Make it pending again, or drop it for a newer one; engines keep what they have. Raises
@@ -277,8 +270,8 @@ class Publisher:
         now_s = time.monotonic()
         if self._no_space_since_s is None:
             self._no_space_since_s = now_s
-            print(f"{error} Trying for {self._patience_s:g} s.", file=sys.stderr, flush=True)
-        if now_s - self._no_space_since_s >= self._patience_s:
+            print(f"{error} Trying for {self.patience_s:g} s.", file=sys.stderr, flush=True)
+        if now_s - self._no_space_since_s >= self.patience_s:
             raise error
         with self._changed:
             self._sending = None
@@ -289,4 +282,4 @@ class Publisher:
                 self._spare.append(snapshot)
                 self.superseded += 1
             if not self._is_closing:
-                self._changed.wait(min(RETRY_S, self._patience_s))
+                self._changed.wait(min(RETRY_S, self.patience_s))

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Self
 
 import aiohttp
 
-from millrace.core.errors import EngineLost, shortened
+from millrace.core.errors import EngineLost, cancel_all, shortened
 from millrace.core.records import Sampling
 from millrace.inference.backend import EngineSpec, VllmBackend
 from millrace.inference.servers.process import ServerProcess
@@ -214,9 +214,7 @@ class ServerClient:
 
     def close(self) -> None:
         async def end() -> None:
-            for stream in self._streams:
-                stream.cancel()
-            await asyncio.gather(*self._streams, return_exceptions=True)
+            await cancel_all(self._streams)
             await self._session.close()
 
         self._run(end())

@@ -18,7 +18,7 @@ device works, and when it arrives, never while it decodes. The engine's thread c
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -48,30 +48,23 @@ class Prefix(NamedTuple):
     num_known: int = 0  # tokens whose KV is cached, though perhaps there is no state at their end
 
 
+@dataclass(eq=False)
 class PrefixCache:
-    def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        block_tokens: int,
-        version: int,
-        keeps: bool,
-        is_on: bool = True,
-        policies: Iterable[str | None] = (None,),
-        snapshots: StateSnapshots | None = None,
-    ) -> None:
-        """`keeps`: sequences and sessions find their KV of older weights (kv = "keep"). `policies`:
-        adapters with versions of their own; None = the first policy. `snapshots`: of recurrent
-        states, if the model has some."""
-        self._pool = pool
-        self._snapshots = snapshots
-        self._block_tokens = block_tokens
-        self._keeps = keeps
-        self._is_on = is_on
+    pool: BlockPool
+    _: KW_ONLY
+    block_tokens: int
+    version: InitVar[int]
+    keeps: bool  # sequences and sessions find their KV of older weights (kv = "keep")
+    is_on: bool = True
+    # Adapters with versions of their own; None = the first policy.
+    policies: InitVar[Iterable[str | None]] = (None,)
+    snapshots: StateSnapshots | None = None  # of recurrent states, if the model has some
+
+    def __post_init__(self, version: int, policies: Iterable[str | None]) -> None:
         # By adapter; one that is no policy has the version of the first.
         self._sources = dict.fromkeys([None, *policies], KVSource(version=version, swap=0))
         self._index: dict[bytes, tuple[int, int]] = {}  # digest -> block, its content_id
-        self._digests: list[bytes | None] = [None] * len(pool.references)  # by block
+        self._digests: list[bytes | None] = [None] * len(self.pool.references)  # by block
         # Blocks [B] that are not in the index yet, their content_ids [B] when they were released,
         # and their tokens [B * block_tokens] and KV history.
         self._leaving: list[tuple[np.ndarray, np.ndarray, np.ndarray, KVHistory]] = []
@@ -90,29 +83,29 @@ class PrefixCache:
         """Other weights serve from now on."""
         swap = self._sources[policy].swap + 1
         self._sources[policy] = KVSource(version=version, swap=swap)
-        self._pool.expire()
+        self.pool.expire()
 
     def leave(self, sequence: Sequence, *, blocks: np.ndarray, num_cached: int, ends: bool) -> None:
         """Take over a sequence's blocks, which hold the KV of `num_cached` tokens. Blocks that no
         request could find are freed. A sequence that `ends` will not look for them."""
-        session = sequence.request.session if self._keeps else None
+        session = sequence.request.session if self.keeps else None
         is_current = sequence.kv_history == self._current_history(sequence.request)
         is_wanted = is_current or session is not None or not ends
-        count = num_cached // self._block_tokens if self._is_on and is_wanted else 0
-        self._pool.release(blocks[count:])
+        count = num_cached // self.block_tokens if self.is_on and is_wanted else 0
+        self.pool.release(blocks[count:])
         if count == 0:
             return
-        blocks, num_tokens = blocks[:count], count * self._block_tokens
-        self._pool.release_reusable(blocks, survives_swaps=session is not None)
+        blocks, num_tokens = blocks[:count], count * self.block_tokens
+        self.pool.release_reusable(blocks, survives_swaps=session is not None)
         history = self.offer(sequence, blocks)
         if session is not None:
             self._remember(session, history, num_tokens=num_tokens)
 
     def offer(self, sequence: Sequence, blocks: np.ndarray) -> KVHistory:
         """Let others find a sequence's first blocks, all of them whole; returns their history."""
-        num_tokens = len(blocks) * self._block_tokens
+        num_tokens = len(blocks) * self.block_tokens
         history = truncate_history(sequence.kv_history, num_tokens)
-        content_ids = self._pool.content_ids[blocks]
+        content_ids = self.pool.content_ids[blocks]
         self._leaving.append((blocks, content_ids, sequence.tokens[:num_tokens], history))
         return history
 
@@ -120,25 +113,25 @@ class PrefixCache:
         """Index the blocks that were offered since the last call."""
         leaving, self._leaving = self._leaving, []
         for blocks, content_ids, tokens, kv_history in leaving:
-            digests = _digests(tokens, kv_history, block_tokens=self._block_tokens)
-            is_there = self._pool.content_ids[blocks] == content_ids
+            digests = _digests(tokens, kv_history, block_tokens=self.block_tokens)
+            is_there = self.pool.content_ids[blocks] == content_ids
             for row in np.flatnonzero(is_there).tolist():
                 self._enter(digests[row], int(blocks[row]), int(content_ids[row]))
 
     def find(self, sequence: Sequence) -> Prefix:
         """The longest cached prefix; at least one token remains to be computed, for its logits."""
         best = Prefix(np.empty(0, dtype=np.int64), 0, ())
-        if not self._is_on:
+        if not self.is_on:
             return best
         self.settle()
         num_known = 0
         for kv_history, digests in self._search_keys(sequence).items():
             blocks = self._known(digests)
-            num_known = max(num_known, len(blocks) * self._block_tokens)
-            if self._snapshots is not None:
-                blocks = blocks[: self._snapshots.num_usable(blocks)]
+            num_known = max(num_known, len(blocks) * self.block_tokens)
+            if self.snapshots is not None:
+                blocks = blocks[: self.snapshots.num_usable(blocks)]
             if len(blocks) > len(best.blocks):
-                num_tokens = len(blocks) * self._block_tokens
+                num_tokens = len(blocks) * self.block_tokens
                 best = Prefix(blocks, num_tokens, truncate_history(kv_history, num_tokens))
         return best._replace(num_known=num_known)
 
@@ -146,7 +139,7 @@ class PrefixCache:
         """Digests of the sequence's blocks under each KV history that it may continue. The last
         result is kept, because the first waiting sequence is looked up before every pass."""
         histories = {self._current_history(sequence.request): None}
-        if self._keeps:  # KV that this sequence and its session left, under any weights
+        if self.keeps:  # KV that this sequence and its session left, under any weights
             own = (sequence.kv_history,) if sequence.kv_history else ()
             session = sequence.request.session
             of_session = {} if session is None else self._sessions.get(session, {})
@@ -155,9 +148,9 @@ class PrefixCache:
             tokens, keys = self._searched
             if tokens is sequence.tokens and keys.keys() == histories.keys():
                 return keys
-        count = (len(sequence.tokens) - 1) // self._block_tokens
-        tokens = sequence.tokens[: count * self._block_tokens]
-        keys = {h: _digests(tokens, h, block_tokens=self._block_tokens) for h in histories}
+        count = (len(sequence.tokens) - 1) // self.block_tokens
+        tokens = sequence.tokens[: count * self.block_tokens]
+        keys = {h: _digests(tokens, h, block_tokens=self.block_tokens) for h in histories}
         self._searched = (sequence.tokens, keys)
         return keys
 
@@ -169,12 +162,12 @@ class PrefixCache:
         """[B] blocks of the longest cached run of these digests, from the first one on."""
         entries = list(takewhile(bool, map(self._index.get, digests)))
         blocks, content_ids = np.array(entries, dtype=np.int64).reshape(-1, 2).T
-        gone = np.flatnonzero(self._pool.content_ids[blocks] != content_ids)
+        gone = np.flatnonzero(self.pool.content_ids[blocks] != content_ids)
         return blocks[: gone[0]] if len(gone) else blocks
 
     def _enter(self, digest: bytes, block: int, content_id: int) -> None:
         entry = self._index.get(digest)
-        if entry is not None and self._pool.content_ids[entry[0]] == entry[1]:
+        if entry is not None and self.pool.content_ids[entry[0]] == entry[1]:
             # This block was indexed before, or another one holds the same KV.
             has_more = self._has_snapshot(block) and not self._has_snapshot(entry[0])
             if not has_more:
@@ -186,7 +179,7 @@ class PrefixCache:
         self._digests[block] = digest
 
     def _has_snapshot(self, block: int) -> bool:
-        return self._snapshots is not None and self._snapshots.num_usable(np.array([block])) > 0
+        return self.snapshots is not None and self.snapshots.num_usable(np.array([block])) > 0
 
     def _remember(self, session: str, kv_history: KVHistory, *, num_tokens: int) -> None:
         earlier = self._sessions.pop(session, {})
