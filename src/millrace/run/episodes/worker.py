@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from millrace.cluster import messages
-from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
+from millrace.cluster.link import Link, WorkerCall, run_module, unexpected
 from millrace.cluster.wire import WireError, expect_array
 from millrace.config import RunConfig, load_config
 from millrace.core import errors
@@ -31,10 +31,6 @@ from millrace.scoring.functions.user_function import load_function
 
 PROGRESS_S = 0.25
 IDLE = "no work"
-
-
-def main(link: Link, name: str) -> None:
-    serve(link, name, message=messages.StartEnvironment, start=EnvironmentWorker)
 
 
 class EnvironmentWorker:
@@ -163,4 +159,4 @@ def _explain(error: BaseException, *, name: str) -> MillraceError:
 
 
 if __name__ == "__main__":
-    run_worker(main)
+    run_module(messages.StartEnvironment, EnvironmentWorker)
