@@ -43,7 +43,6 @@ class EnvironmentWorker:
         self._num_played = 0
         self._episodes: dict[int, asyncio.Task[None]] = {}  # by key
         self._turns: dict[tuple[int, int], asyncio.Future[Completion]] = {}  # by key and call
-        self._closing = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             self._thread = stack.enter_context(LoopThread("environments"))
             runner = stack.enter_context(asyncio.Runner())
