@@ -3,9 +3,11 @@
 import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
+from millrace.cluster.link import serve
 from millrace.cluster.messages import Completed, Done, Message
 from millrace.core.records import Completion
 
@@ -73,3 +75,10 @@ def in_thread(body: Callable[[], None]) -> Iterator[None]:
         running = pool.submit(body)
         yield
         running.result(20)
+
+
+def run_beside(
+    link: FakeLink, name: str, message: type[Message], start: Callable[..., Any]
+) -> AbstractContextManager[None]:
+    """Run a worker beside the test, as run_module(message, start) does in a process of its own."""
+    return in_thread(partial(serve, link, name, message=message, start=start))  # pyright: ignore[reportArgumentType]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from engine_rig import make_engine, make_request, save_model, weights
-from queue_link import FakeLink, in_thread
+from queue_link import FakeLink, in_thread, run_beside
 
 from millrace.cluster.messages import (
     AbortRequests,
@@ -56,7 +56,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def link() -> Iterator[FakeLink]:
     """To a worker that waits for StartEngine."""
     link = FakeLink()
-    with in_thread(lambda: engine_worker.main(link, "engine-0")):  # pyright: ignore[reportArgumentType]
+    with run_beside(link, "engine-0", StartEngine, engine_worker._start):
         yield link
         link.call(Stop())
 

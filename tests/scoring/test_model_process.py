@@ -8,17 +8,17 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from queue_link import FakeLink, in_thread
+from queue_link import FakeLink, run_beside
 from tiny_classifier import make_tiny_classifier
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from millrace.cluster.fork_server import PRELOAD
 from millrace.cluster.hub import Hub
-from millrace.cluster.messages import ReadSteps, StepReading, Stop
+from millrace.cluster.messages import ReadSteps, StartRewardModel, StepReading, Stop
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.core.errors import ConfigError, ScoreError
-from millrace.scoring.reward_models import worker
 from millrace.scoring.reward_models.reward_model import RewardModelProcess, RewardModelSettings
+from millrace.scoring.reward_models.worker import RewardModelWorker
 
 
 def processes() -> list[psutil.Process]:
@@ -143,7 +143,7 @@ def test_calls_of_a_batch_that_does_not_fit_into_memory_fail_and_the_process_goe
     )
     link = FakeLink()
     hook = register_module_forward_pre_hook(full)
-    with in_thread(lambda: worker.main(link, "steps-0")):  # pyright: ignore[reportArgumentType]
+    with run_beside(link, "steps-0", StartRewardModel, RewardModelWorker):
         try:
             link.call(start).result()
             large = link.call(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from architectures import VOCAB, tiny_model
 from engine_rig import save_model, weights
-from queue_link import FakeLink, in_thread
+from queue_link import FakeLink, run_beside
 from transformers import PreTrainedModel
 
 from millrace.cluster.hub import Hub
@@ -28,8 +28,8 @@ from millrace.cluster.worker import Worker
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, MillraceError, WeightError
 from millrace.core.records import ScoreRequest, TokenLogprobs
-from millrace.scoring.teachers import worker as teacher_worker
 from millrace.scoring.teachers.process import LogprobModelSettings
+from millrace.scoring.teachers.worker import TeacherWorker
 from millrace.weights.transport import make_sender
 
 NUM_PROMPT, NUM_SAMPLED = 8, 24
@@ -86,7 +86,7 @@ async def ask(teacher: Worker, requests: list[ScoreRequest]) -> list[TokenLogpro
 def link() -> Iterator[FakeLink]:
     """A link to a teacher that is not started yet."""
     link = FakeLink()
-    with in_thread(lambda: teacher_worker.main(link, "teacher-0")):  # pyright: ignore[reportArgumentType]
+    with run_beside(link, "teacher-0", StartTeacher, TeacherWorker):
         yield link
         link.call(Stop()).result()
 
@@ -181,7 +181,7 @@ def test_restarted_self_teacher_resumes_from_its_saved_weights(tmp_path, history
     scored: list[TokenLogprobs] = []
     for is_first in (True, False):
         link = FakeLink()
-        with in_thread(lambda link=link: teacher_worker.main(link, "teacher-0")):  # pyright: ignore[reportArgumentType]
+        with run_beside(link, "teacher-0", StartTeacher, TeacherWorker):
             link.call(start).result()
             if is_first:
                 # The run may have resumed from a checkpoint that it has removed since.

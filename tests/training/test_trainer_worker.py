@@ -37,7 +37,7 @@ from millrace.core.records import DEFAULT_POLICY, Request, Sampling, WeightUpdat
 from millrace.training.build import build_trainer
 from millrace.training.checkpoints.directory import damage_to, read_run_state
 from millrace.training.checkpoints.snapshot import CheckpointWriter
-from millrace.training.worker import TrainerWorker, main
+from millrace.training.worker import TrainerWorker
 from millrace.weights.backends import PackingSender
 from millrace.weights.transport import make_receiver
 
@@ -84,7 +84,8 @@ class InProcessLink:
 @pytest.fixture
 def link():
     link = InProcessLink()
-    thread = threading.Thread(target=main, args=(link, "trainer"))
+    main = partial(serve, link, "trainer", message=StartTrainer, start=TrainerWorker)
+    thread = threading.Thread(target=main)
     thread.start()
     yield link
     if thread.is_alive():

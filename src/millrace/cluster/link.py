@@ -1,7 +1,6 @@
 """The worker's side of the connection: its link to the controller, from start to exit.
 
-Every worker module has a `main(link, name)` that calls serve(), and ends with `run_worker(main)`
-under its __main__.
+Every worker module ends with run_module() under its __main__.
 
 Promise: messages are sent in the order of the calls. What was sent before close() is on the wire
 before the process ends. A start that fails is answered with its error, and the worker waits for
@@ -23,6 +22,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn, Protocol, TypeVar
 
 import zmq
@@ -303,3 +303,10 @@ def run_worker(main: Callable[[Link, str], None]) -> NoReturn:
     finally:
         link.close()
     sys.exit(0)
+
+
+def run_module(
+    message: type[StartMessage], start: Callable[[StartMessage, Link, Timeline], WorkerLoop]
+) -> NoReturn:
+    """Run a worker module as this process; the arguments are those of serve()."""
+    run_worker(partial(serve, message=message, start=start))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from millrace.cluster import messages
-from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
+from millrace.cluster.link import Link, WorkerCall, run_module, unexpected
 from millrace.config import Interrupt, RunConfig, load_config
 from millrace.core.errors import MillraceError, TaskError, WeightError
 from millrace.core.protocols import Capability
@@ -44,10 +44,6 @@ from millrace.weights.transport import make_receiver, staging_device
 # Interval of the coalesced token reports. If an engine dies, its sequences resume elsewhere from
 # the last report. A run that saves tokens more often than this gets reports as often.
 REPORT_S, MIN_REPORT_S = 2.0, 0.05
-
-
-def main(link: Link, name: str) -> None:
-    serve(link, name, message=messages.StartEngine, start=_start)
 
 
 def _start(message: messages.StartEngine, link: Link, timeline: Timeline) -> "EngineWorker":
@@ -397,4 +393,4 @@ class EngineWorker(ModelWorker):
 
 
 if __name__ == "__main__":
-    run_worker(main)
+    run_module(messages.StartEngine, _start)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from millrace.cluster import messages
-from millrace.cluster.link import Link, WorkerCall, run_worker, serve
+from millrace.cluster.link import Link, WorkerCall, run_module
 from millrace.config import RunConfig
 from millrace.core import files as storage
 from millrace.core.errors import CheckpointError, RankUnreachable, RunFailed
@@ -43,10 +43,6 @@ from millrace.weights.publisher import Publisher
 
 PROGRESS_S = 0.25
 MERGED = "merged"  # subfolder of a checkpoint
-
-
-def main(link: Link, name: str) -> None:
-    serve(link, name, message=messages.StartTrainer, start=TrainerWorker)
 
 
 class TrainerWorker:
@@ -393,4 +389,4 @@ def _join_ranks(
 
 
 if __name__ == "__main__":
-    run_worker(main)
+    run_module(messages.StartTrainer, TrainerWorker)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from millrace.cluster import messages
-from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
+from millrace.cluster.link import Link, WorkerCall, run_module, unexpected
 from millrace.cluster.wire import expect_array
 from millrace.config import RunConfig, load_config
 from millrace.core import errors
@@ -33,10 +33,6 @@ PROGRESS_S = 0.25
 IDLE = "no work"
 
 
-def main(link: Link, name: str) -> None:
-    serve(link, name, message=messages.StartEnvironment, start=EnvironmentWorker)
-
-
 class EnvironmentWorker:
     """serve() runs in the main thread, methods with an underscore on the loop of the episodes."""
 
@@ -47,7 +43,6 @@ class EnvironmentWorker:
         self._num_played = 0
         self._episodes: dict[int, asyncio.Task[None]] = {}  # by key
         self._turns: dict[tuple[int, int], asyncio.Future[Completion]] = {}  # by key and call
-        self._closing = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             self._thread = stack.enter_context(LoopThread("environments"))
             runner = stack.enter_context(asyncio.Runner())
@@ -163,4 +158,4 @@ def _explain(error: BaseException, *, name: str) -> MillraceError:
 
 
 if __name__ == "__main__":
-    run_worker(main)
+    run_module(messages.StartEnvironment, EnvironmentWorker)

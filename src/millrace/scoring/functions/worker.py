@@ -8,12 +8,11 @@ while it runs. Output of the functions goes to the log of this process.
 
 import asyncio
 import inspect
-import sys
 import threading
 from collections.abc import Awaitable
-from typing import Any, cast
+from typing import Any
 
-from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
+from millrace.cluster.link import Link, WorkerCall, run_module, unexpected
 from millrace.cluster.messages import GroupScored, ScoreGroup, StartScorer, Stop, WorkerProgress
 from millrace.core.errors import ScoreError, shortened
 from millrace.core.spans import Timeline
@@ -22,11 +21,6 @@ from millrace.scoring.functions.user_function import check_rewards, inspect_rewa
 PROGRESS_S = 0.25
 CLOSE_S = 1.0
 IDLE = "no work"
-
-
-def main(link: Link, name: str) -> None:
-    cast(Any, sys.stdout).reconfigure(line_buffering=True)  # so that a kill loses no line
-    serve(link, name, message=StartScorer, start=ScorerWorker)
 
 
 class ScorerWorker:
@@ -136,4 +130,4 @@ def _explain(error: BaseException, *, name: str) -> ScoreError:
 
 
 if __name__ == "__main__":
-    run_worker(main)
+    run_module(StartScorer, ScorerWorker)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
+from millrace.cluster.link import Link, WorkerCall, run_module, unexpected
 from millrace.cluster.messages import ReadSteps, StartRewardModel, StepReading, StepValues
 from millrace.core.chat_template import ChatTemplate
 from millrace.core.errors import ScoreError
@@ -123,10 +123,6 @@ class _PendingInput:
     index: int  # of the reading within the call
     content: ClassifierInput
     since_s: float  # monotonic time of its arrival
-
-
-def main(link: Link, name: str) -> None:
-    serve(link, name, message=StartRewardModel, start=RewardModelWorker)
 
 
 class RewardModelWorker(ModelWorker):
@@ -268,4 +264,4 @@ class RewardModelWorker(ModelWorker):
 
 
 if __name__ == "__main__":
-    run_worker(main)
+    run_module(StartRewardModel, RewardModelWorker)

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
+from millrace.cluster.link import Link, WorkerCall, run_module, unexpected
 from millrace.cluster.messages import ScoreTokens, StartTeacher, Swapped, SwapWeights, TokensScored
 from millrace.config import RunConfig, load_config
 from millrace.core.errors import ConfigError, RunFailed, WeightError
@@ -210,10 +210,6 @@ class SelfTeacherWeights:
         self._receiver.close()
 
 
-def main(link: Link, name: str) -> None:
-    serve(link, name, message=StartTeacher, start=TeacherWorker)
-
-
 @dataclass(slots=True, eq=False)
 class _PendingCall:
     call: WorkerCall
@@ -372,4 +368,4 @@ class TeacherWorker(ModelWorker):
 
 
 if __name__ == "__main__":
-    run_worker(main)
+    run_module(StartTeacher, TeacherWorker)
