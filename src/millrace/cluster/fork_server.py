@@ -30,7 +30,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +108,7 @@ class ForkServer:
         )
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self.num_users, self._is_ready = 0, False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fork")  # one request at a time
+        self._lock = threading.Lock()  # one request at a time
         self._send(list(preload))
 
     @property
@@ -131,12 +130,24 @@ class ForkServer:
             "log": str(log.absolute()),  # noqa: ASYNC240 - reads no disk
             "parent": os.getpid(),
         }
-        asking = self._thread.submit(self._ask, request)
+        lock, made, is_cancelled = threading.Lock(), list[int](), threading.Event()
+
+        def ask() -> int:
+            pid = self._ask(request)
+            with lock:
+                made.append(pid)
+                if is_cancelled.is_set():
+                    _end(pid)
+            return pid
+
         try:
-            pid = await asyncio.wrap_future(asking)
+            pid = await asyncio.to_thread(ask)
         except asyncio.CancelledError:
             # The event loop may be closed before the thread ends, so the thread ends the worker.
-            asking.add_done_callback(_end)
+            with lock:
+                is_cancelled.set()
+                for pid in made:
+                    _end(pid)
             raise
         return ForkedChild(pid) if pid else None
 
@@ -144,26 +155,26 @@ class ForkServer:
         """End the server; its workers live on."""
         self._process.kill()
         self._process.wait()
-        self._thread.shutdown()
         for stream in (self._stdin, self._stdout, self._errors):
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
 
     def _ask(self, request: Mapping[str, Any]) -> int:
         """The process id of the new worker; 0 if the server cannot fork one."""
-        if not self._is_ready:
-            self._is_ready = self._stdout.readline() == READY
-        if not self._is_ready:
-            self._errors.seek(0)
-            Path(request["log"]).with_name(LOG_NAME).write_bytes(self._errors.read())
-            return 0
-        with _SUBREAPER:
-            _set_subreaper(True)
-            try:
-                self._send(request)
-                pid = int(self._stdout.readline().strip() or 0)
-            finally:
-                _set_subreaper(False)
+        with self._lock:
+            if not self._is_ready:
+                self._is_ready = self._stdout.readline() == READY
+            if not self._is_ready:
+                self._errors.seek(0)
+                Path(request["log"]).with_name(LOG_NAME).write_bytes(self._errors.read())
+                return 0
+            with _SUBREAPER:
+                _set_subreaper(True)
+                try:
+                    self._send(request)
+                    pid = int(self._stdout.readline().strip() or 0)
+                finally:
+                    _set_subreaper(False)
         if pid < 0:  # it could not become a worker, and exits
             os.waitpid(-pid, 0)
         return max(0, pid)
@@ -201,9 +212,9 @@ def shared_fork_server(
                 server.close()
 
 
-def _end(asking: Future[int]) -> None:
-    """Kill and reap a worker whose launch was cancelled, if one was made."""
-    if not asking.cancelled() and (pid := asking.result()):
+def _end(pid: int) -> None:
+    """Kill and reap a worker whose launch was cancelled; 0 = none was made."""
+    if pid:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
