@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PhimoeConfig, PhimoeForCausalLM
 
-from millrace.models.architectures.phimoe import StaticPhimoeRotary, use_own_classes
+from millrace.models.architectures.phimoe import StaticPhimoeRotaryEmbedding, use_own_classes
 from millrace.models.directory import max_positions
 
 LONG_ROPE = {
@@ -57,7 +57,7 @@ def test_rotary_embeddings_equal_those_of_transformers_and_never_wait(rope, dtyp
     positions = torch.arange(limit)[None]
     expected = rotary(hidden, positions)
     use_own_classes(model)
-    assert isinstance(rotary, StaticPhimoeRotary)
+    assert isinstance(rotary, StaticPhimoeRotaryEmbedding)
     with Operators() as operators:
         found = rotary(hidden, positions)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

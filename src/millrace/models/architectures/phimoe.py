@@ -13,7 +13,9 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 from millrace.models.directory import rope_tables
 
 
-class StaticPhimoeRotary(PhimoeRotaryEmbedding):
+class StaticPhimoeRotaryEmbedding(PhimoeRotaryEmbedding):
+    # transformers initialises the factors of modules that have "RotaryEmbedding" in their names.
+
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Cosines and sines [1, T, D] of positions [1, T], in the dtype of x."""
         assert position_ids is not None
@@ -27,4 +29,4 @@ class StaticPhimoeRotary(PhimoeRotaryEmbedding):
 def use_own_classes(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is PhimoeRotaryEmbedding:
-            module.__class__ = StaticPhimoeRotary
+            module.__class__ = StaticPhimoeRotaryEmbedding
