@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from operations import Operations
 from transformers import PhimoeConfig, PhimoeForCausalLM
 
 from millrace.models.architectures.phimoe import StaticPhimoeRotaryEmbedding, use_own_classes
@@ -16,18 +16,6 @@ LONG_ROPE = {
     "long_mscale": 1.3,
     "original_max_position_embeddings": 64,
 }
-
-
-class Operators(TorchDispatchMode):
-    """Their names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def model_with(rope: dict) -> PhimoeForCausalLM:
@@ -58,8 +46,8 @@ def test_rotary_embeddings_equal_those_of_transformers_and_never_wait(rope, dtyp
     expected = rotary(hidden, positions)
     use_own_classes(model)
     assert isinstance(rotary, StaticPhimoeRotaryEmbedding)
-    with Operators() as operators:
+    with Operations() as operations:
         found = rotary(hidden, positions)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     # `item` of a tensor waits for the device; others make tensors on the host.
-    assert not {"_local_scalar_dense", "arange", "max"} & set(operators.names)
+    assert not {"_local_scalar_dense", "arange", "max"} & set(operations.names)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from operations import Operations
 
 from millrace.core.errors import WeightError
 from millrace.core.records import WeightUpdate
@@ -273,18 +273,6 @@ def test_shapes_may_change_between_snapshots(
         publisher.publish(version, {"weight": torch.full((size,), float(version))})
         assert versions(emitted, 1) == [version]
         assert slow.published[version]["weight"].tolist() == [version] * size
-
-
-class Operations(TorchDispatchMode):
-    """Which operations on tensors ran, within."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_snapshot_of_a_known_layout_is_one_operation_for_each_dtype_into_the_same_memory():
