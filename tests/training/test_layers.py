@@ -8,13 +8,17 @@ import pytest
 import torch
 from architectures import tiny_model
 from batches import batch_of, mixed_rollouts, sharing_rollouts, trainer_of
+from tiny_model import make_tiny_model
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 
+from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.models.sharding import ShardingMeshes, decoder_layers, shard
+from millrace.training.build import build_trainers
 from millrace.training.layers import checkpoint_layers, compile_layers
+from millrace.training.parallel.ranks import Ranks
 
 
 def batches():
@@ -98,6 +102,17 @@ def test_steps_after_a_warm_up_compile_nothing_more(monkeypatch):
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
     assert counters["stats"]["unique_graphs"] == num_graphs
     torch._dynamo.reset()
+
+
+def test_policies_that_share_a_model_warm_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    path = str(make_tiny_model(tmp_path))
+    table = {"model": path, "lora": {"rank": 4}, "trainer": {"compile": True}}
+    configs = [load_config({**table, "placement": {"trainer": "cpu"}, "seed": n}) for n in (0, 1)]
+    trainers = build_trainers(configs, path=path, ranks=Ranks(), on_forward=lambda: None)
+    for trainer in trainers:
+        trainer.policy.warm_up()
+        assert all(p.grad is None for p in trainer.policy.module.parameters())
 
 
 def test_a_missing_compiler_is_reported_before_the_first_step(monkeypatch):

@@ -68,7 +68,11 @@ class PolicyModel(TrainableModel):
     def warm_up(self) -> None:
         """Let torch.compile build what a step needs, before the first batch arrives."""
         if self._settings.compile_layers and not self._settings.exact:
-            self.logprobs(_example()).logprobs.sum().backward()
+            part = _example()
+            batch = Batch(
+                microbatches=(part,), num_sequences=3, num_trained_tokens=len(part.targets)
+            )
+            self.accumulate(batch, lambda part: (self.logprobs(part).logprobs.sum(), None))
             self.free_gradient()
 
     def logprobs(
