@@ -39,5 +39,5 @@ class TestFiles(TransportContract):
 
 
 def test_a_class_that_is_no_transport_is_refused():
-    with pytest.raises(ConfigError, match=r"weights\.transport = 'pathlib:Path' is no Transport;"):
+    with pytest.raises(ConfigError, match=r"= 'pathlib:Path' is not a Transport;"):
         transport.load_transport("pathlib:Path")

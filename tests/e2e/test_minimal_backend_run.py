@@ -46,8 +46,8 @@ def test_run_trains_on_a_backend_without_capabilities(model, tmp_path):
     assert (result.run_dir / "weights").is_dir(), "files of the transport were there"
 
 
-def test_a_transport_that_is_none_is_refused_before_the_start(model, tmp_path):
-    with pytest.raises(ConfigError, match=r"'pathlib:Path' is no Transport"):
+def test_a_class_that_is_no_transport_is_refused_before_the_start(model, tmp_path):
+    with pytest.raises(ConfigError, match=r"'pathlib:Path' is not a Transport"):
         train(model, tmp_path / "run", steps=2, weights={"transport": "pathlib:Path"})
 
 

@@ -131,8 +131,8 @@ class MeshConfig(Section):
     """Number of copies of the sharded model (HSDP). Each copy trains on its share of a batch."""
     dp_shard: PositiveIntOrAuto = "auto"
     """Number of ranks that FSDP shards weights, gradients and optimizer state over. "auto" is
-    trainer.ranks / (dp_replicate * cp * tp), and no FSDP on a single rank. 1 on a single rank tries
-    FSDP and NCCL on one GPU, which is slower."""
+    trainer.ranks / (dp_replicate * cp * tp); a single rank then does not use FSDP. With 1, a single
+    rank uses it, over NCCL on a GPU, which is slower: a way to try both on one GPU."""
     cp: PositiveInt = 1
     """Number of ranks that share the rows of each microbatch (context parallelism), for sequences
     whose activations one GPU cannot hold. tp * cp must divide the number of key-value heads."""

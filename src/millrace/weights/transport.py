@@ -69,7 +69,7 @@ def load_transport(name: str) -> Transport:
     cls = load_reference(name)
     if not (isinstance(cls, type) and issubclass(cls, Transport)):
         raise ConfigError(
-            f"weights.transport = {name!r} is no Transport; derive the class from"
+            f"weights.transport = {name!r} is not a Transport; derive the class from"
             " millrace.weights.backends.Transport."
         )
     return cls()
